@@ -1,0 +1,1 @@
+"""Talks. Everything with a socket or a string."""

@@ -1,0 +1,95 @@
+"""What a handler asks of the engine and what it gets back. The face between HTTP and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from core.plan import PromptLogprobs, RowLogprobs
+from core.request import Request, SamplingParams
+from core.types import Finish, Ints, RootKey
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What matters only once tokens are text again."""
+
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    include_stop: bool = False
+    """Leave the matched stop in the text."""
+    skip_special_tokens: bool = True
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and how to continue it, `n` times.
+
+    `sampling.max_tokens`, `sampling.seed` and the end-of-sequence ids in `sampling.stop_ids` are
+    filled in by the engine from `max_tokens` (None: all that fits), `seed` (None: drawn; choice i
+    gets seed + i) and `ignore_eos`.
+    """
+
+    id: str
+    prompt: str | Ints
+    """Text to encode, or token ids to take as they are."""
+    sampling: SamplingParams = SamplingParams()
+    text: TextOptions = TextOptions()
+    max_tokens: int | None = None
+    seed: int | None = None
+    n: int = 1
+    ignore_eos: bool = False
+    add_special_tokens: bool = True
+    truncate_prompt: int | None = None
+    """Keep only the last tokens of a longer prompt."""
+    priority: int = 0
+    root: RootKey = RootKey()
+    prompt_param: str = "prompt"
+    """The field that an error about the prompt names: `messages` for chat."""
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What became certain of one choice: text that no stop string can take back, its tokens.
+
+    `tokens` are those confirmed since the last piece; their text may come later (half a character,
+    a possible stop string). `logprobs` is aligned with `tokens`, None when not asked for. The last
+    piece has `finish`; nothing follows it.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[RowLogprobs] | None = None
+    finish: Finish | None = None
+
+
+Sink = Callable[[int, Piece], None]
+"""Called on the loop with (choice index, piece); must neither block nor raise."""
+
+
+class Run(Protocol):
+    """A job under way. Owner: event loop."""
+
+    requests: list[Request]
+    """One per choice; `.cached`, `.output`, `.finish` are live."""
+    prompt: Ints
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Complete once choice 0 has produced a piece; ascending `start`."""
+        ...
+
+    async def wait(self) -> None:
+        """Until every choice has had its last piece."""
+        ...
+
+    def abort(self) -> None:
+        """Free every unfinished choice within a step; each still gets its last piece."""
+        ...
+
+
+class Generator(Protocol):
+    """Starts jobs."""
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """Encode, check, queue. Raises `RequestError`, `Overloaded` or `Unavailable`, in which
+        case nothing was queued. Cancelling it queues nothing."""
+        ...

@@ -1,0 +1,1 @@
+"""Measures. Nothing imports this package."""

@@ -1,0 +1,11 @@
+"""Time, as a thing that is handed in. Decisions never call `time.*` themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Seconds on a scale that only grows."""
+
+monotonic: Clock = time.monotonic

@@ -1,0 +1,80 @@
+"""Every error the program raises on purpose.
+
+    LoomError
+    ├── ConfigError          the operator must change something; exit code 2 at start
+    │   └── ModelError       the checkpoint, its tokenizer or its format
+    ├── RequestError         one request is wrong; names the field
+    │   ├── ContextExceeded  the prompt (and what it asks for) does not fit
+    │   ├── NotFound         a model, request or route that is not here
+    │   └── BodyTooLarge     more bytes than the server takes
+    ├── Overloaded           refused now, may be sent again
+    ├── Unavailable          starting, draining or failed
+    └── EngineFailed         a step raised; its requests end with this
+
+HTTP status codes live in `app/errors.py`.
+"""
+
+from __future__ import annotations
+
+
+class LoomError(Exception):
+    """Root of the tree."""
+
+
+class ConfigError(LoomError):
+    """A flag, file or machine is not as it must be. The message says what to change."""
+
+
+class ModelError(ConfigError):
+    """A checkpoint cannot be read or served."""
+
+
+class RequestError(LoomError):
+    """A request that can never succeed as sent.
+
+    `param` is the JSON path of the offending field (`messages[0].content`), or None when the body
+    as a whole is wrong; `code` is the machine-readable OpenAI code, or None.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class ContextExceeded(RequestError):
+    """The prompt plus the requested output is longer than the model's context."""
+
+    def __init__(self, limit: int, prompt: int, output: int, param: str = "messages") -> None:
+        asked = f"{prompt} in the prompt" + (f" and {output} for the completion" if output else "")
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt + output} tokens ({asked}). Shorten the prompt or lower max_tokens.",
+            param,
+            "context_length_exceeded",
+        )
+
+
+class NotFound(RequestError):
+    """Nothing of that name is here."""
+
+
+class BodyTooLarge(RequestError):
+    """The request body passes the server's limit."""
+
+
+class Overloaded(LoomError):
+    """The waiting queue is full; `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(LoomError):
+    """The server is starting, draining or failed."""
+
+
+class EngineFailed(LoomError):
+    """A step did not complete."""

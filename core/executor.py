@@ -1,0 +1,52 @@
+"""The seam between deciding and executing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from core.plan import StepFailure, StepPlan, StepResult
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What an executor can hold. Page 0 and slot 0 are dumps and not counted as usable."""
+
+    num_pages: int
+    """Pages in the pool, the dump included: usable ids are 1 ... num_pages - 1."""
+    page_size: int
+    max_rows: int
+    """Requests that can run at once: slots are 1 ... max_rows."""
+    context_length: int
+    vocab_size: int
+    max_step_tokens: int
+    count_rows: int
+    """Rows of token counts for penalties."""
+    max_depth: int = 2
+    device: str = "cpu"
+
+
+class Executor(Protocol):
+    """Runs plans in the order they were submitted. Peers: a fake, the CPU, one GPU, many.
+
+    Owner: event loop. `submit` never blocks. A result or failure is handed out once, in order;
+    after a `StepFailure` nothing follows.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin. `wake` may be called from any thread whenever results have arrived."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def results(self) -> list[StepResult | StepFailure]:
+        """What has arrived since the last call, oldest first; does not wait."""
+        ...
+
+    def close(self) -> None:
+        """Finish submitted steps, then stop every thread. Idempotent."""
+        ...

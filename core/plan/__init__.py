@@ -1,0 +1,15 @@
+"""What crosses the threads: the order for one forward pass and its answer."""
+
+from core.plan.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.plan.result import PromptLogprobs, RowLogprobs, StepFailure, StepResult
+
+__all__ = [
+    "Chunk",
+    "NewSlot",
+    "PageWrites",
+    "PromptLogprobs",
+    "RowLogprobs",
+    "StepFailure",
+    "StepPlan",
+    "StepResult",
+]

@@ -1,0 +1,80 @@
+"""The order for one forward pass. Immutable and complete."""
+
+from __future__ import annotations
+
+import msgspec
+
+from core.request.params import SamplingParams
+from core.types import NO_TOKENS, Ints
+
+
+class NewSlot(msgspec.Struct, frozen=True, gc=False):
+    """Everything the device must know of a slot from this step on.
+
+    `prompt` [prompt_len] and `output` [output_len] are the request's tokens so far (output is not
+    empty after a retraction); penalties count them. `count_row` is the slot's row in the pool of
+    token counts, -1 for a request without penalties. The slot's length starts at `cached`: tokens
+    whose KV already stands in its pages.
+    """
+
+    slot: int
+    params: SamplingParams
+    prompt: Ints
+    output: Ints
+    cached: int
+    count_row: int = -1
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """A run of known tokens of one slot, starting at position `start` (the slot's length).
+
+    The last chunk of a prompt samples the next token; `samples` is False for the others and for
+    requests that want no token. `logprobs` >= 0 asks for prompt logprobs of the tokens at
+    positions max(start + 1, logprobs_start) ... start + len(tokens): each is the *target* of the
+    position before it. `target` is the token after this chunk, -1 when the chunk ends the prompt.
+    """
+
+    slot: int
+    start: int
+    tokens: Ints
+    samples: bool
+    logprobs: int = -1
+    logprobs_start: int = 0
+    target: int = -1
+
+
+class PageWrites(msgspec.Struct, frozen=True, gc=False):
+    """Page-table cells to set before the forward: table[slots[i], indices[i]] = pages[i]."""
+
+    slots: Ints = NO_TOKENS
+    indices: Ints = NO_TOKENS
+    pages: Ints = NO_TOKENS
+
+
+NO_WRITES = PageWrites()
+
+
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
+    """One forward pass: the launch thread needs nothing else.
+
+    Rows in order: first `decode_slots`, one token each, then `chunks`. Token ids of decode rows
+    are absent on purpose: a row's input is the last token sampled into its slot's cell, which may
+    not exist yet when the plan is made. Its position is the slot's length on the device.
+
+    `new_slots` and `page_writes` are applied before the forward, in that order. Rows that sample:
+    all decode rows, then the chunks with `samples`, in order.
+    """
+
+    step: int
+    decode_slots: Ints
+    chunks: tuple[Chunk, ...] = ()
+    new_slots: tuple[NewSlot, ...] = ()
+    page_writes: PageWrites = NO_WRITES
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_slots) + sum(len(chunk.tokens) for chunk in self.chunks)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.decode_slots) + sum(chunk.samples for chunk in self.chunks)

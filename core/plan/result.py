@@ -1,0 +1,50 @@
+"""The answer of one step. Immutable."""
+
+from __future__ import annotations
+
+import msgspec
+
+from core.types import Floats, Ints
+
+
+class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities of one sampled token, from the model's raw distribution.
+
+    `top_ids`, `top_values` [k] are the k most likely, best first; empty for k = 0.
+    """
+
+    chosen: float
+    top_ids: Ints
+    top_values: Floats
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities of prompt tokens `start` ... `start + n - 1` of one slot.
+
+    `values` [n]; `top_ids`, `top_values` [n, k].
+    """
+
+    slot: int
+    start: int
+    values: Floats
+    top_ids: Ints
+    top_values: Floats
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of the rows that sampled, int32 [num_samples], in plan order; -1 where logits were
+    not finite. `logprobs` maps a row's index in `tokens` to its log-probabilities, for the rows
+    that asked. `seconds` is the time the device spent on the step."""
+
+    step: int
+    tokens: Ints
+    logprobs: dict[int, RowLogprobs] = {}
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    seconds: float = 0.0
+
+
+class StepFailure(msgspec.Struct, frozen=True, gc=False):
+    """The executor is lost: this step raised and none follows. `reason` is for logs and clients."""
+
+    step: int
+    reason: str

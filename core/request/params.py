@@ -1,0 +1,108 @@
+"""How the next token is chosen: validated once at the edge, frozen from then on."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from core.errors import RequestError
+
+MAX_STOP_IDS = 256
+MAX_BIAS = 1024
+"""OpenAI takes 300 entries; vLLM and SGLang more. A bound keeps the device table finite."""
+MAX_LOGPROBS = 128
+"""OpenAI takes 20, lm-eval asks for up to 100."""
+SEED_LIMIT = 2**63
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's sampling, in token ids.
+
+    Sampling is a pure function of the logits, these values, the seed and the token's position.
+    """
+
+    max_tokens: int = 16
+    """Tokens to generate; 0 runs the prompt only."""
+    min_tokens: int = 0
+    """End-of-sequence and stop ids are masked before this many."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    """End the request; the model's own end-of-sequence ids are among them unless ignored."""
+    seed: int = 0
+    """Non-negative, below 2**63. The edge draws one for requests that name none."""
+    logprobs: int = -1
+    """-1: none; 0: the chosen token's; k: also the k most likely."""
+    prompt_logprobs: int = -1
+    """The same for prompt tokens from `prompt_logprobs_start` on."""
+    prompt_logprobs_start: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Needs a row of token counts on the device."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 1e4),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("top_k", 0, 2**31 - 1),
+    ("max_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("seed", 0, SEED_LIMIT - 1),
+    ("logprobs", -1, MAX_LOGPROBS),
+    ("prompt_logprobs", -1, MAX_LOGPROBS),
+    ("prompt_logprobs_start", 0, 2**31 - 1),
+)
+
+
+def check(params: SamplingParams, vocab_size: int) -> None:
+    """Raise `RequestError` naming the first field that cannot be honoured."""
+    for name, low, high in _RANGES:
+        value = getattr(params, name)
+        if not math.isfinite(value) or not low <= value <= high:
+            raise RequestError(f"{name} must be between {low:g} and {high:g}, got {value}.", name)
+    if params.top_p == 0.0:
+        raise RequestError("top_p must be greater than 0; use temperature 0 for greedy.", "top_p")
+    if params.repetition_penalty == 0.0:
+        raise RequestError("repetition_penalty must be greater than 0.", "repetition_penalty")
+    if params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens}).",
+            "min_tokens",
+        )
+    if len(params.logit_bias) > MAX_BIAS:
+        raise RequestError(f"logit_bias takes at most {MAX_BIAS} entries.", "logit_bias")
+    if len(params.stop_ids) > MAX_STOP_IDS:
+        raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids.", "stop_token_ids")
+    for token, bias in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"logit_bias names token {token}; this model has ids 0 to {vocab_size - 1}.",
+                "logit_bias",
+            )
+        if not -100.0 <= bias <= 100.0:
+            raise RequestError("logit_bias values must be between -100 and 100.", "logit_bias")
+    for token in params.stop_ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"stop_token_ids names token {token}; this model has ids 0 to {vocab_size - 1}.",
+                "stop_token_ids",
+            )

@@ -1,0 +1,110 @@
+"""The one mutable record of a request."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import numpy as np
+
+from core.cache.hold import Hold
+from core.request.params import SamplingParams
+from core.types import Finish, Ints, RootKey
+
+
+class State(Enum):
+    """Where a request stands. `RETRACTED` has lost its pages but still owes in-flight tokens."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    RETRACTED = auto()
+    FINISHED = auto()
+
+
+_NEXT: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.PREFILL, State.FINISHED}),
+    State.PREFILL: frozenset({State.DECODE, State.RETRACTED, State.FINISHED}),
+    State.DECODE: frozenset({State.RETRACTED, State.FINISHED}),
+    State.RETRACTED: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class Request:
+    """What a client asked and how far it has come.
+
+    Owner: event loop. `planned` counts tokens whose KV some submitted step writes; `output` only
+    what results have confirmed. KV exists for every token but the last sampled one.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cached",
+        "finish",
+        "first_token_at",
+        "hold",
+        "id",
+        "in_flight",
+        "output",
+        "params",
+        "planned",
+        "priority",
+        "prompt",
+        "retractions",
+        "root",
+        "slot",
+        "started_at",
+        "state",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt: Ints,
+        params: SamplingParams,
+        *,
+        arrival: float = 0.0,
+        priority: int = 0,
+        root: RootKey = RootKey(),  # noqa: B008 - frozen
+    ) -> None:
+        self.id = id
+        self.prompt = prompt
+        self.params = params
+        self.arrival = arrival
+        self.priority = priority
+        self.root = root
+        self.state = State.WAITING
+        self.output: list[int] = []
+        self.planned = 0
+        self.in_flight = 0
+        """Steps submitted and not applied that will yield a token for this request."""
+        self.slot = 0
+        self.hold: Hold | None = None
+        self.cached = 0
+        """Prompt tokens found in the tree at the first admission: what usage reports."""
+        self.retractions = 0
+        self.started_at = 0.0
+        self.first_token_at = 0.0
+        self.finish: Finish | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and confirmed output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that ever need KV: the last sampled token needs none."""
+        return len(self.prompt) + max(self.params.max_tokens - 1, 0)
+
+    def tokens(self) -> Ints:
+        """Prompt and confirmed output, int32 [num_tokens]."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.asarray(self.output, np.int32)])
+
+    def move(self, state: State) -> None:
+        """Change state; an illegal transition is a bug and raises."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"request {self.id}: {self.state.name} cannot become {state.name}")
+        self.state = state

@@ -1,0 +1,54 @@
+"""The nouns that every room shares. Imports nothing of ours."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NewType
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Page = NewType("Page", int)
+"""Index of a fixed run of tokens in the KV pool. Page 0 is the dump: padded rows write there."""
+
+Slot = NewType("Slot", int)
+"""A request's fixed row of every device table while it runs. Slot 0 is the dump."""
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+NO_TOKENS: Ints = np.zeros(0, np.int32)
+NO_TOKENS.setflags(write=False)
+
+NAN_TOKEN = -1
+"""What a step reports for a row whose logits were not finite."""
+
+
+class FinishReason(Enum):
+    """Why a request ended. The HTTP spelling is the value."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The end of one request.
+
+    `matched` is the stop token id, stop string or regex that ended it; `message` says what went
+    wrong when the reason is ABORT or ERROR and nobody on the client side asked for it.
+    """
+
+    reason: FinishReason
+    matched: int | str | None = None
+    message: str | None = None
+
+
+class RootKey(msgspec.Struct, frozen=True):
+    """What keeps equal tokens apart in the radix tree: another adapter, another tenant's salt."""
+
+    adapter: str = ""
+    salt: str = ""

@@ -1,0 +1,1 @@
+"""Executes. Everything with a device; nothing here knows text or sockets."""
