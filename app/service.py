@@ -1,0 +1,85 @@
+"""Everything a handler may touch, in one object."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from app.health import Health, Phase
+from app.job import Generator
+from core.errors import Unavailable
+from core.stats import EngineStatistics
+
+if TYPE_CHECKING:
+    from app.text.template import ChatTemplate
+    from app.text.tokenizer import Tokenizer
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients may know of the model."""
+
+    name: str
+    path: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    dtype: str
+    created: int
+
+
+class Control(Generator, Protocol):
+    """The engine as HTTP sees it. Owner: event loop."""
+
+    def abort(self, id: str) -> bool:
+        """End one job by id; False when it is not here."""
+        ...
+
+    def abort_all(self) -> int:
+        """End every job; how many there were."""
+        ...
+
+    def flush(self) -> bool:
+        """Empty the prefix cache; False (and nothing done) while requests run."""
+        ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """What exists once the model is in."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    engine: Control
+
+
+class Service:
+    """Health from the first second, and the loaded model when there is one.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_loaded", "health", "settings", "started_at")
+
+    def __init__(self, settings: dict[str, object]) -> None:
+        self.settings = settings
+        """The operator's choices, for `/server_info`; no secrets among them."""
+        self.health = Health()
+        self.started_at = time.time()
+        self._loaded: Loaded | None = None
+
+    def ready(self, loaded: Loaded) -> None:
+        """From now on requests are taken."""
+        self._loaded = loaded
+        self.health = Health(Phase.READY, "ready", 1.0)
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model and its engine. Raises `Unavailable` unless the server is ready or draining."""
+        if self._loaded is None or self.health.phase is Phase.FAILED:
+            reason = self.health.reason or f"the server is starting: {self.health.stage}"
+            raise Unavailable(reason)
+        return self._loaded

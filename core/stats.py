@@ -1,0 +1,62 @@
+"""Frozen snapshots that each owner publishes. Metrics and `/server_info` read only these."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages of the pool (the dump not counted) and what the radix tree did so far."""
+
+    page_size: int
+    total: int
+    free: int
+    cached: int
+    """In the tree, unlocked: can be evicted."""
+    protected: int
+    """In the tree, under a running request."""
+    nodes: int
+    queried_tokens: int
+    hit_tokens: int
+    evicted_pages: int
+
+
+class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters grow for ever; the others are now."""
+
+    waiting: int
+    waiting_tokens: int
+    running: int
+    in_flight: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    retractions: int
+    finished: dict[str, int]
+    """Requests by finish reason."""
+    cache: CacheStatistics
+
+
+class Histogram(msgspec.Struct, frozen=True):
+    """Cumulative-style histogram: `counts[i]` observations at most `bounds[i]`; last is the rest."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The step loop. Seconds."""
+
+    scheduler: SchedulerStatistics
+    last_step_at: float
+    """On the engine's clock; 0 before the first step."""
+    step_seconds: float
+    """Of the last applied step."""
+    loop_lag: float
+    """Highest of the last seconds."""
+    ttft: Histogram
+    inter_token: Histogram
+    end_to_end: Histogram
+    queue: Histogram
