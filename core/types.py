@@ -16,6 +16,7 @@ Slot = NewType("Slot", int)
 """A request's fixed row of every device table while it runs. Slot 0 is the dump."""
 
 Ints = NDArray[np.int32]
+NDArray64 = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 

@@ -33,8 +33,8 @@ _NEXT: dict[State, frozenset[State]] = {
 class Request:
     """What a client asked and how far it has come.
 
-    Owner: event loop. `planned` counts tokens whose KV some submitted step writes; `output` only
-    what results have confirmed. KV exists for every token but the last sampled one.
+    Owner: event loop. `output` holds only what results have confirmed; what is planned beyond it
+    is in the scheduler's slot table. KV exists for every token but the last sampled one.
     """
 
     __slots__ = (
@@ -44,10 +44,9 @@ class Request:
         "first_token_at",
         "hold",
         "id",
-        "in_flight",
+        "logprobs_from",
         "output",
         "params",
-        "planned",
         "priority",
         "prompt",
         "retractions",
@@ -75,13 +74,12 @@ class Request:
         self.root = root
         self.state = State.WAITING
         self.output: list[int] = []
-        self.planned = 0
-        self.in_flight = 0
-        """Steps submitted and not applied that will yield a token for this request."""
         self.slot = 0
         self.hold: Hold | None = None
         self.cached = 0
         """Prompt tokens found in the tree at the first admission: what usage reports."""
+        self.logprobs_from = params.prompt_logprobs_start
+        """First prompt position whose log-probability no submitted step yields yet."""
         self.retractions = 0
         self.started_at = 0.0
         self.first_token_at = 0.0

@@ -1,0 +1,78 @@
+"""Tokens of one request become pieces of text, up to its stop."""
+
+from __future__ import annotations
+
+from app.job import Piece, Sink
+from app.text.detokenizer import Detokenizer
+from app.text.stops import StopScanner
+from core.plan import RowLogprobs
+from core.types import Finish, FinishReason
+
+
+class Stream:
+    """One choice on its way to the client.
+
+    Tokens whose text is not certain yet (half a character, the start of a stop string) ride with
+    the piece that makes it so. Owner: event loop.
+    """
+
+    __slots__ = ("_detokenizer", "_index", "_logprobs", "_sink", "_stops", "_tokens", "count", "done")
+
+    def __init__(self, index: int, sink: Sink, detokenizer: Detokenizer, stops: StopScanner | None) -> None:
+        self._index = index
+        self._sink = sink
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._logprobs: list[RowLogprobs] | None = None
+        self.count = 0
+        """Tokens that reached the client's answer."""
+        self.done = False
+
+    def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
+        """One more token. Returns the finish when its text completes a stop string; that piece has
+        been sent then."""
+        self.count += 1
+        self._tokens.append(token)
+        if logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs.append(logprobs)
+        text = self._detokenizer.feed([token])
+        if self._stops is not None and text:
+            text, matched = self._stops.feed(text)
+            if matched is not None:
+                finish = Finish(FinishReason.STOP, matched)
+                self._send(text, finish)
+                return finish
+        if text:
+            self._send(text, None)
+        return None
+
+    def end(self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None) -> None:
+        """The request ended. `last` is the token that ended it: a stop id is counted but has no
+        text, any other is fed first."""
+        if self.done:
+            return
+        if last is not None:
+            if finish.reason is FinishReason.STOP:
+                self.count += 1
+                self._tokens.append(last)
+                if logprobs is not None and self._logprobs is not None:
+                    self._logprobs.append(logprobs)
+            elif self.feed(last, logprobs) is not None:
+                return
+        text = self._detokenizer.finish()
+        if self._stops is not None:
+            text, matched = self._stops.feed(text)
+            if matched is not None:
+                finish = Finish(FinishReason.STOP, matched)
+            else:
+                text += self._stops.flush()
+        self._send(text, finish)
+
+    def _send(self, text: str, finish: Finish | None) -> None:
+        piece = Piece(text, self._tokens, self._logprobs, finish)
+        self._tokens, self._logprobs = [], None
+        self.done = finish is not None
+        self._sink(self._index, piece)

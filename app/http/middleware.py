@@ -1,0 +1,168 @@
+"""What happens around every handler: request id, CORS, key, error mapping, one log line."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from app.errors import HttpError, fault
+from app.http.keys import REQUEST_ID
+from app.http.reply import error_response
+from core.errors import LoomError
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+"""The only routes that need no key: probes and scrapers cannot send one. All else is refused first
+and looked up afterwards, so that a new route is never open by accident."""
+
+QUIET_PATHS = OPEN_PATHS
+"""Asked several times a second by probes: logged at debug only."""
+
+CLIENT_GONE = 499
+"""Only ever logged."""
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9\-_, ]{1,2000}")
+
+ALLOWED_HEADERS = (
+    "Authorization, Content-Type, X-Api-Key, X-Request-Id, X-Correlation-Id, OpenAI-Organization, "
+    "OpenAI-Project, X-Stainless-Arch, X-Stainless-Async, X-Stainless-Helper-Method, X-Stainless-Lang, "
+    "X-Stainless-OS, X-Stainless-Package-Version, X-Stainless-Poll-Helper, X-Stainless-Read-Timeout, "
+    "X-Stainless-Retry-Count, X-Stainless-Runtime, X-Stainless-Runtime-Version, X-Stainless-Timeout"
+)
+EXPOSED_HEADERS = "X-Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry"
+
+
+class Guard:
+    """Checks the key of a request. Without a configured key everything passes."""
+
+    __slots__ = ("_digest",)
+
+    def __init__(self, api_key: str) -> None:
+        self._digest = hashlib.sha256(api_key.encode()).digest() if api_key else None
+
+    def check(self, request: web.Request) -> None:
+        """Raise `HttpError` 401. Digests are compared, in constant time: neither the key's content
+        nor its length shows in how long a refusal takes."""
+        if self._digest is None or request.path in OPEN_PATHS:
+            return
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
+        sent = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        if not hmac.compare_digest(sent, self._digest):
+            raise HttpError(
+                401,
+                "Incorrect API key provided. Send it as 'Authorization: Bearer KEY'.",
+                "invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def make_edge(api_key: str) -> Middleware:
+    """The one middleware. Outermost: whatever leaves it is an answer or the client's own end."""
+    guard = Guard(api_key)
+
+    @web.middleware
+    async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started = time.perf_counter()
+        request[REQUEST_ID] = _request_id(request)
+        status = CLIENT_GONE
+        try:
+            response = await _answer(request, handler, guard)
+            status = response.status
+            return response
+        finally:
+            level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
+            if log.isEnabledFor(level):
+                took = (time.perf_counter() - started) * 1000
+                log.log(
+                    level,
+                    "%s %s %d %.1f ms %s",
+                    request.method,
+                    escape(request.path),
+                    status,
+                    took,
+                    request[REQUEST_ID],
+                )
+
+    return edge
+
+
+async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.StreamResponse:
+    try:
+        if request.method == "OPTIONS":
+            return _preflight(request)
+        guard.check(request)
+        return await handler(request)
+    except LoomError as error:
+        return error_response(fault(error))
+    except web.HTTPException as error:
+        return error_response(fault(_translate(request, error)))
+    except ConnectionError:
+        raise  # the client is gone: aiohttp ends the connection without an answer
+    except Exception:
+        log.exception("request %s failed", request[REQUEST_ID])
+        return error_response(fault(RuntimeError()))
+
+
+def _translate(request: web.Request, error: web.HTTPException) -> HttpError:
+    """aiohttp's own errors, which carry HTML or plain text, in our words."""
+    where = f"{request.method} {request.path[:200]}"
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{where} is not allowed; this path takes {allowed}."
+        return HttpError(405, message, "method_not_allowed", headers={"Allow": allowed})
+    if error.status == 404:
+        return HttpError(404, f"No route for {where}.", "unknown_url")
+    return HttpError(error.status, error.reason)
+
+
+def _preflight(request: web.Request) -> web.Response:
+    asked = request.headers.get("Access-Control-Request-Headers", "")
+    return web.Response(
+        status=204,
+        headers={
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+            "Access-Control-Allow-Headers": asked if _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS,
+            "Access-Control-Max-Age": "86400",
+        },
+    )
+
+
+async def decorate(request: web.Request, response: web.StreamResponse) -> None:
+    """on_response_prepare: what every response carries, streams and errors too."""
+    response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _request_id(request)
+    response.headers["Access-Control-Allow-Origin"] = "*"
+    response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+
+
+async def expect(request: web.Request) -> web.StreamResponse | None:
+    """Expect: 100-continue asks before sending a body; nothing else may be expected."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+        return None
+    return error_response(fault(HttpError(417, "Only 'Expect: 100-continue' is understood.", "bad_expect")))
+
+
+def _request_id(request: web.Request) -> str:
+    for name in ("X-Request-Id", "X-Correlation-Id"):
+        if _ID.fullmatch(sent := request.headers.get(name, "")):
+            return sent
+    return f"req_{secrets.token_hex(12)}"
+
+
+def escape(text: str) -> str:
+    """`text` on one printable ASCII line, cut to 200 characters: a log line cannot be forged."""
+    return text[:200].encode("unicode_escape").decode("ascii")

@@ -1,0 +1,20 @@
+"""JSON responses."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from app.errors import Fault
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    """`value` as JSON; NaN and infinities become null."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def error_response(fault: Fault) -> web.Response:
+    """An error in the nested shape, with the headers that tell clients whether to try again."""
+    response = web.Response(body=fault.body(), status=fault.status, content_type="application/json")
+    response.headers.update(fault.headers)
+    return response

@@ -1,0 +1,195 @@
+"""What bodies may contain. Unknown fields are ignored, null means unset.
+
+Fields of other servers that ask for something this build cannot do are declared too, as `object`,
+so that they are refused by name (`app/http/refuse.py`) and never silently dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Python integers have no bound, numpy's and the device's do: anything larger is a type error."""
+
+Text = str | list[str]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """OpenAI's, and what guidellm asks for."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Refused(msgspec.Struct, kw_only=True):
+    """Fields that constrain the output or change the model: not in this build."""
+
+    response_format: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    json_schema: Any = None
+    structural_tag: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logit_processors: Any = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    use_beam_search: Any = None
+    lora_path: Any = None
+    prompt_embeds: Any = None
+    input_embeds: Any = None
+    return_hidden_states: Any = None
+    thinking_token_budget: Any = None
+    max_thinking_tokens: Any = None
+    chat_template: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    suffix: Any = None
+
+
+class Generation(Refused, kw_only=True):
+    """What `/v1/chat/completions` and `/v1/completions` share."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Int | None = None
+    n: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    stop: Text | None = None
+    stop_token_ids: list[Int] | None = None
+    stop_regex: Text | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
+    prompt_logprobs: Int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    rid: str | None = None
+    request_id: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class ChatBody(Generation, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionBody(Generation, kw_only=True):
+    """`/v1/completions`. `prompt`: a text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[str | Int | list[Int]] | None = None
+    logprobs: Int | None = None
+    echo: bool | None = None
+
+
+class NativeSampling(Refused, kw_only=True):
+    """`sampling_params` of `/generate`."""
+
+    max_new_tokens: Int | None = None
+    min_new_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    sampling_seed: Int | None = None
+    n: Int | None = None
+    stop: Text | None = None
+    stop_token_ids: list[Int] | None = None
+    stop_regex: Text | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class NativeBody(Refused, kw_only=True):
+    """`/generate`, after SGLang."""
+
+    text: Text | None = None
+    input_ids: list[Int | list[Int]] | None = None
+    sampling_params: NativeSampling | None = None
+    stream: bool | None = None
+    rid: Text | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Int | None = None
+    top_logprobs_num: Int | None = None
+    return_text_in_logprobs: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """`/tokenize`: a prompt, prompts, or messages."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Int | list[Int]] | None = None
+    skip_special_tokens: bool | None = None
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """`/abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+CHAT = msgspec.json.Decoder(ChatBody)
+COMPLETION = msgspec.json.Decoder(CompletionBody)
+NATIVE = msgspec.json.Decoder(NativeBody)
+TOKENIZE = msgspec.json.Decoder(TokenizeBody)
+DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
+ABORT = msgspec.json.Decoder(AbortBody)

@@ -1,0 +1,76 @@
+"""Times that clients feel, as histograms."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from core.clock import Clock
+from core.request import Request
+from core.stats import EngineStatistics, Histogram, SchedulerStatistics
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Bounds from one fast decode step to the slowest answer anyone waits for."""
+
+
+class Observations:
+    """A histogram that grows. Owner: event loop."""
+
+    __slots__ = ("_counts", "_total")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._total = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._counts[bisect_left(SECONDS, seconds)] += count
+        self._total += seconds * count
+
+    def snapshot(self) -> Histogram:
+        return Histogram(SECONDS, tuple(self._counts), self._total)
+
+
+class Recorder:
+    """Watches the engine and keeps what `/metrics` tells.
+
+    Owner: event loop. `lag` is set by whoever measures the loop.
+    """
+
+    __slots__ = ("_clock", "_end_to_end", "_inter_token", "_last_step", "_queue", "_seconds", "_ttft", "lag")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ttft = Observations()
+        self._inter_token = Observations()
+        self._end_to_end = Observations()
+        self._queue = Observations()
+        self._last_step = 0.0
+        self._seconds = 0.0
+        self.lag = 0.0
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """One step was applied with `tokens` new tokens: each waited since the step before."""
+        now = self._clock()
+        if self._last_step and tokens:
+            self._inter_token.add(now - self._last_step, tokens)
+        self._last_step = now
+        self._seconds = seconds
+
+    def first_token(self, request: Request) -> None:
+        request.first_token_at = self._clock()
+        self._ttft.add(request.first_token_at - request.arrival)
+        self._queue.add(request.started_at - request.arrival)
+
+    def ended(self, request: Request) -> None:
+        self._end_to_end.add(self._clock() - request.arrival)
+
+    def statistics(self, scheduler: SchedulerStatistics) -> EngineStatistics:
+        return EngineStatistics(
+            scheduler=scheduler,
+            last_step_at=self._last_step,
+            step_seconds=self._seconds,
+            loop_lag=self.lag,
+            ttft=self._ttft.snapshot(),
+            inter_token=self._inter_token.snapshot(),
+            end_to_end=self._end_to_end.snapshot(),
+            queue=self._queue.snapshot(),
+        )

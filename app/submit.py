@@ -1,0 +1,210 @@
+"""From a job to queued requests: encode, check, fill in what was left open."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from app.deliver import Stream
+from app.engine import Engine
+from app.job import Job, Piece, Run, Sink
+from app.text.detokenizer import Detokenizer
+from app.text.stops import StopScanner, check_stops
+from app.text.tokenizer import Tokenizer
+from core.clock import Clock
+from core.errors import ContextExceeded, RequestError, Unavailable
+from core.plan import PromptLogprobs
+from core.request import Request, SamplingParams
+from core.request.params import SEED_LIMIT, check
+from core.stats import EngineStatistics
+from core.types import Ints
+
+MAX_CHOICES = 128
+"""CVE-2026-34756 is a server that copies a request for each of an unbounded `n`."""
+
+TAIL = 8
+"""Prompt tokens shown to the detokenizer: enough for the leading-space rule of any tokenizer."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What every prompt is held against. Tokens."""
+
+    context_length: int
+    vocab_size: int
+
+
+class LiveRun:
+    """A job's requests while they run. Owner: event loop."""
+
+    __slots__ = ("_done", "_engine", "_left", "_sink", "id", "prompt", "requests")
+
+    def __init__(self, job: Job, prompt: Ints, engine: Engine, sink: Sink) -> None:
+        self.id = job.id
+        self.prompt = prompt
+        self.requests: list[Request] = []
+        self._engine = engine
+        self._sink = sink
+        self._left = job.n
+        self._done = asyncio.get_running_loop().create_future()
+
+    def deliver(self, index: int, piece: Piece) -> None:
+        """The sink of this job's streams: passes pieces on and notices the last one."""
+        if piece.finish is not None:
+            self._left -= 1
+            if self._left == 0 and not self._done.done():
+                self._done.set_result(None)
+        self._sink(index, piece)
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        return self._engine.take_prompt_logprobs(self.requests[0])
+
+    async def wait(self) -> None:
+        await asyncio.shield(self._done)
+
+    def abort(self) -> None:
+        for request in self.requests:
+            self._engine.abort(request)
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the last choice has ended."""
+        self._done.add_done_callback(lambda _: callback())
+
+
+class Submitter:
+    """The engine's face towards HTTP: implements `app.service.Control`.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_clock", "_draining", "_engine", "_limits", "_rng", "_runs", "_tokenizer")
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, limits: Limits, clock: Clock) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._clock = clock
+        self._rng = random.SystemRandom()
+        self._runs: dict[str, LiveRun | None] = {}
+        self._draining = False
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """See `app.job.Generator.start`."""
+        self._check_open()
+        if not 1 <= job.n <= MAX_CHOICES:
+            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
+        if job.id in self._runs:
+            raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
+        self._runs[job.id] = None  # the id is taken while the prompt is being encoded
+        try:
+            prompt = await self._encode(job)
+            self._check_open()
+            run = self._enqueue(job, prompt, sink)
+        except BaseException:
+            del self._runs[job.id]
+            raise
+        self._runs[job.id] = run
+        run.on_done(lambda: self._forget(run))
+        return run
+
+    def drain(self) -> None:
+        """Take no more jobs; those here go on."""
+        self._draining = True
+
+    @property
+    def idle(self) -> bool:
+        return not self._runs and self._engine.idle
+
+    def abort(self, id: str) -> bool:
+        run = self._runs.get(id)
+        if run is not None:
+            run.abort()
+        return run is not None
+
+    def abort_all(self) -> int:
+        runs = [run for run in self._runs.values() if run is not None]
+        for run in runs:
+            run.abort()
+        return len(runs)
+
+    def flush(self) -> bool:
+        if not self._engine.scheduler.idle:
+            return False
+        self._engine.scheduler.cache.flush()
+        return True
+
+    def statistics(self) -> EngineStatistics:
+        return self._engine.statistics()
+
+    # -- one job -----------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._engine.failure is not None:
+            raise Unavailable(f"The engine has failed: {self._engine.failure}")
+        if self._draining:
+            raise Unavailable("The server is shutting down.")
+
+    async def _encode(self, job: Job) -> Ints:
+        if isinstance(job.prompt, str):
+            prompt = await self._tokenizer.encode_async(job.prompt, job.add_special_tokens)
+        else:
+            prompt = job.prompt
+            if len(prompt) and not (int(prompt.min()) >= 0 and int(prompt.max()) < self._limits.vocab_size):
+                raise RequestError(
+                    f"Token ids must be between 0 and {self._limits.vocab_size - 1}.", job.prompt_param
+                )
+        if job.truncate_prompt is not None:
+            prompt = prompt[-job.truncate_prompt :] if job.truncate_prompt else prompt[:0]
+        if not len(prompt):
+            raise RequestError("The prompt is empty: give at least one token.", job.prompt_param)
+        return np.ascontiguousarray(prompt, np.int32)
+
+    def _enqueue(self, job: Job, prompt: Ints, sink: Sink) -> LiveRun:
+        sampling = self._complete(job, len(prompt))
+        check(sampling, self._limits.vocab_size)
+        check_stops(job.text.stop, job.text.stop_regex)
+        run = LiveRun(job, prompt, self._engine, sink)
+        now = self._clock()
+        streams = []
+        for index in range(job.n):
+            own = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
+            if index:  # the prompt's log-probabilities are the same for every choice
+                own = msgspec.structs.replace(own, prompt_logprobs=-1)
+            run.requests.append(
+                Request(f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root)
+            )
+            streams.append(Stream(index, run.deliver, self._detokenizer(job, prompt), self._stops(job)))
+        self._engine.add(run.requests, streams)
+        return run
+
+    def _complete(self, job: Job, prompt_len: int) -> SamplingParams:
+        """Fill in length, seed and end-of-sequence ids."""
+        room = self._limits.context_length - prompt_len
+        if job.max_tokens is None and room < 1:
+            raise ContextExceeded(self._limits.context_length, prompt_len, 0, job.prompt_param)
+        max_tokens = room if job.max_tokens is None else job.max_tokens
+        if max_tokens > room:
+            raise ContextExceeded(self._limits.context_length, prompt_len, max_tokens, job.prompt_param)
+        stop_ids = job.sampling.stop_ids
+        if not job.ignore_eos:
+            stop_ids = stop_ids | self._tokenizer.eos_ids
+        seed = self._rng.randrange(SEED_LIMIT) if job.seed is None else job.seed
+        return msgspec.structs.replace(job.sampling, max_tokens=max_tokens, seed=seed, stop_ids=stop_ids)
+
+    def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
+        tail = prompt[-TAIL:].tolist()
+        return Detokenizer(self._tokenizer, tail, job.text.skip_special_tokens)
+
+    def _stops(self, job: Job) -> StopScanner | None:
+        text = job.text
+        if not text.stop and not text.stop_regex:
+            return None
+        return StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
+
+    def _forget(self, run: LiveRun) -> None:
+        self._runs.pop(run.id, None)
+        for request in run.requests:
+            self._engine.forget(request)

@@ -1,0 +1,239 @@
+"""Foreign model files as a Hugging Face directory without weights.
+
+A .gguf file keeps configuration, vocabulary and chat template as metadata; some older directories
+have a tokenizer that only `transformers` can read. Both are converted once into
+config.json (GGUF only), generation_config.json (GGUF only), tokenizer.json and
+tokenizer_config.json, so that everything else knows one format, and later starts import neither
+`gguf` (2 s to walk a vocabulary) nor `transformers` (5 s).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from core.env import cache_dir
+from core.errors import ModelError
+
+_FORMAT = 1
+"""Part of the cache key: raise it when what is written changes."""
+
+_ARCHITECTURES: Mapping[str, tuple[str, str]] = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+
+
+def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
+    """Directory for a .gguf file, from the cache when this very file was seen before."""
+
+    def write(room: Path) -> None:
+        progress(f"reading the configuration and vocabulary of {path.name} (once)")
+        fields, shapes, factor = _read_gguf(path)
+        config = gguf_config(fields, shapes, factor)
+        generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+        tokenizer, settings = _read_tokenizer(path.parent, path.name)
+        if fields.get("tokenizer.ggml.pre") == "smollm":
+            tokenizer = _split_digits(tokenizer)
+        (room / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        settings |= _tokenizer_settings(fields)
+        _write(room / "tokenizer_config.json", settings)
+        _write(room / "generation_config.json", generation)
+        _write(room / "config.json", config)
+
+    return _cached(path, write)
+
+
+def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
+    """Directory with tokenizer.json and tokenizer_config.json for one that has only the files of a
+    slow tokenizer (tokenizer.model, or vocab.json and merges.txt)."""
+    source = next((directory / n for n in ("tokenizer.model", "vocab.json") if (directory / n).is_file()), None)
+    if source is None:
+        raise ModelError(
+            f"{directory} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json is needed. "
+            "Copy it there or name a directory with --tokenizer."
+        )
+
+    def write(room: Path) -> None:
+        progress(f"converting the tokenizer of {directory.name} (once)")
+        tokenizer, settings = _read_tokenizer(directory, None)
+        (room / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        own = directory / "tokenizer_config.json"
+        if own.is_file():
+            settings |= json.loads(own.read_text(encoding="utf-8"))
+        _write(room / "tokenizer_config.json", settings)
+
+    return _cached(source, write)
+
+
+def _cached(source: Path, write: Callable[[Path], None]) -> Path:
+    """What `write` leaves in an empty directory, kept under the name, size and time of `source`."""
+    stat = source.stat()
+    stem = source.stem if source.suffix == ".gguf" else source.parent.name
+    target = cache_dir() / "converted" / f"{stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}-{_FORMAT}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        room = Path(tempfile.mkdtemp(dir=target.parent, prefix="new-"))
+        try:
+            write(room)
+            room.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another start finished first, with the same content
+                raise
+        finally:
+            shutil.rmtree(room, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(
+            f"cannot keep the converted files of {source.name} in {target.parent}: "
+            f"{error.strerror or error}. Point LOOM_CACHE at a writable directory."
+        ) from error
+    return target
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], float]:
+    """Scalar and string metadata, the tensors' shapes (fastest axis first), and the largest rope
+    frequency factor (1 without)."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(path)
+        bulk = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
+        fields = {f.name: f.contents() for f in reader.fields.values() if f.name not in bulk}
+        shapes = {t.name: tuple(int(n) for n in t.shape) for t in reader.tensors}
+        factors = next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)
+        factor = float(factors.data.max()) if factors is not None else 1.0
+    except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
+        raise ModelError(f"{path} is not a readable .gguf file: {error}.") from error
+    if fields.get("split.count", 1) > 1:
+        raise ModelError(f"{path.name} is one part of a split .gguf. Join the parts with `gguf-split --merge`.")
+    return fields, shapes, factor
+
+
+def gguf_config(
+    fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factor: float = 1.0
+) -> dict[str, Any]:
+    """config.json of a .gguf file from its metadata and tensor shapes. Raises `ModelError`."""
+    kind = str(fields.get("general.architecture", ""))
+    if kind not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"the .gguf architecture {kind!r} is not supported; supported are {known}.")
+
+    def want(name: str) -> Any:  # noqa: ANN401 - metadata is untyped
+        value = fields.get(f"{kind}.{name}")
+        if value is None:
+            raise ModelError(f"the .gguf file lacks the field {kind}.{name}.")
+        return value
+
+    heads, hidden = want("attention.head_count"), want("embedding_length")
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
+    architecture, model_type = _ARCHITECTURES[kind]
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": embedding[-1],
+        "hidden_size": hidden,
+        "intermediate_size": want("feed_forward_length"),
+        "num_hidden_layers": want("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get(f"{kind}.attention.head_count_kv", heads),
+        "head_dim": fields.get(f"{kind}.attention.key_length") or hidden // heads,
+        "max_position_embeddings": want("context_length"),
+        # float32 in the file: 9.999999747e-06 is meant as 1e-05.
+        "rms_norm_eps": float(f"{want('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": float(fields.get(f"{kind}.rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(fields, kind, rope_factor),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    if kind == "qwen3moe":
+        config |= {
+            "num_experts": want("expert_count"),
+            "num_experts_per_tok": want("expert_used_count"),
+            "moe_intermediate_size": want("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    for name in ("bos", "eos"):
+        if (token := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            config[f"{name}_token_id"] = token
+    return config
+
+
+def _rope_scaling(fields: Mapping[str, Any], kind: str, rope_factor: float) -> dict[str, Any] | None:
+    prefix = f"{kind}.rope.scaling."
+    name, factor = fields.get(prefix + "type"), fields.get(prefix + "factor")
+    original = fields.get(prefix + "original_context_length")
+    if name in ("linear", "yarn") and factor:
+        scaling: dict[str, Any] = {"rope_type": name, "factor": float(factor)}
+        if original:
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+    if rope_factor > 1.0:
+        # Llama 3.1 and later: the file holds the factor per frequency, whose largest is the
+        # configured one; the other three values are the same in every released model.
+        return {
+            "rope_type": "llama3",
+            "factor": rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original or 8192,
+        }
+    return None
+
+
+def _tokenizer_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if template := fields.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    # Absent: sentencepiece vocabularies begin with BOS, the others do not.
+    add_bos = fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama")
+    settings["add_bos_token"] = bool(add_bos)
+    return settings
+
+
+def _split_digits(tokenizer: str) -> str:
+    """SmolLM splits numbers into digits before anything else; the converter knows one split for
+    all BPE vocabularies and loses that ("1234" would become another token sequence)."""
+    content = json.loads(tokenizer)
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
+    }
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _read_tokenizer(directory: Path, gguf_file: str | None) -> tuple[str, dict[str, Any]]:
+    """Content of tokenizer.json and the special tokens, through `transformers`."""
+    from transformers import AutoTokenizer
+
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **extra)
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        settings = {name: str(token) for name in names if (token := getattr(tokenizer, name, None))}
+        return tokenizer.backend_tokenizer.to_str(), settings
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"cannot read the tokenizer of {directory / (gguf_file or '')}: {reason}. "
+            "Name a directory with tokenizer.json with --tokenizer."
+        ) from error

@@ -1,0 +1,144 @@
+"""The client processes together: started, told when to begin, watched, their records gathered."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from bench.load import worker
+from bench.load.client import Target
+from bench.load.prompts import Source
+from bench.load.records import Record
+from bench.load.worker import End, Ready, Share, Tick
+from bench.load.workloads import Workload
+
+_GRACE = 0.05
+"""Seconds between the start order and the start: longer than a message through a pipe takes."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One workload, and with what it is run."""
+
+    target: Target
+    work: Workload
+    model: str
+    processes: int = 6
+    warmup: int = 1
+
+
+class Outcome(msgspec.Struct):
+    """What the client processes saw."""
+
+    records: list[Record]
+    cpu: float
+    """Busy share of one core, the highest of all client processes."""
+    processes: int
+    interrupted: bool = False
+    lost: int = 0
+    """Client processes that died: their requests are missing."""
+
+
+class Pool:
+    """Client processes of one run. Owner: the parent's main thread."""
+
+    __slots__ = ("_cpu", "_done", "_job", "_live", "_out", "_processes", "_ready", "_records", "_started")
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._processes: list[BaseProcess] = []
+        self._live: dict[Connection[Any, Any], int] = {}
+        self._ready: set[int] = set()
+        self._done: dict[int, int] = {}
+        self._out: dict[int, int] = {}
+        self._records: list[Record] = []
+        self._cpu = 0.0
+        self._started = False
+
+    def run(self) -> Outcome:
+        """Run the job to its end, or to the first Ctrl-C: then with what there is."""
+        work = self._job.work
+        # A spawned process inherits no loop, lock or thread of ours; fork would.
+        context = multiprocessing.get_context("spawn")
+        total = len(Source(work, self._job.model))
+        count = max(1, min(self._job.processes, work.concurrency if _closed(work) else total))
+        counter = context.Value("q", 0)
+        for number in range(count):
+            ours, theirs = context.Pipe()
+            share = Share(self._job.target, work, self._job.model, number, count, self._job.warmup)
+            process = context.Process(target=worker.main, args=(share, counter, theirs), daemon=True)
+            process.start()
+            theirs.close()  # so that its death reads as end of file
+            self._processes.append(process)
+            self._live[ours] = number
+        interrupted = False
+        try:
+            with tqdm(
+                total=total * work.turns, desc=work.name, unit="req", disable=None, file=sys.stderr
+            ) as bar:
+                try:
+                    self._watch(bar)
+                except KeyboardInterrupt:
+                    interrupted = True
+                    self._tell(None)
+                    self._watch(bar)
+        finally:
+            lost = self._finish()
+        return Outcome(self._records, self._cpu, count, interrupted, lost)
+
+    def _watch(self, bar: tqdm[Any]) -> None:
+        while self._live:
+            for pipe in wait(list(self._live)):
+                assert isinstance(pipe, Connection)
+                try:
+                    self._hear(pipe, pipe.recv())
+                except (EOFError, ConnectionResetError):
+                    self._live.pop(pipe)
+            if not self._started and self._live and self._ready >= set(self._live.values()):
+                self._started = True
+                self._tell(time.perf_counter() + _GRACE)
+            bar.update(sum(self._done.values()) - bar.n)
+            elapsed = bar.format_dict["elapsed"]
+            if elapsed:
+                bar.set_postfix_str(f"{sum(self._out.values()) / elapsed:,.0f} tok/s", refresh=False)
+
+    def _hear(self, pipe: Connection[Any, Any], message: Ready | Tick | End) -> None:
+        number = self._live[pipe]
+        match message:
+            case Ready():
+                self._ready.add(number)
+            case Tick(done, out):
+                self._done[number], self._out[number] = done, out
+            case End(records, cpu):
+                mine = msgspec.msgpack.decode(records, type=list[Record])
+                self._records += mine
+                self._done[number] = len(mine)
+                self._cpu = max(self._cpu, cpu)
+                del self._live[pipe]
+                pipe.close()
+
+    def _tell(self, order: float | None) -> None:
+        for pipe in self._live:
+            try:
+                pipe.send(order)
+            except BrokenPipeError:
+                continue  # it died; `_watch` reads the end of file
+
+    def _finish(self) -> int:
+        """Wait for all, by force if need be. Returns how many died."""
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+        return sum(process.exitcode != 0 for process in self._processes)
+
+
+def _closed(work: Workload) -> bool:
+    return work.rate == 0 and not (work.trace and work.trace_speed > 0)

@@ -1,0 +1,50 @@
+"""What one request showed. The noun that client, report and plot share."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One request, measured.
+
+    Times are seconds of `time.perf_counter`, which on Linux is one monotonic clock for all
+    processes of a host: records of several client processes need no alignment.
+    """
+
+    index: int
+    turn: int = 0
+    planned: float = 0.0
+    """When it should have been sent; later than that only if the client is too slow (open loop)."""
+    sent: float = 0.0
+    end: float = 0.0
+    """Arrival of `[DONE]`, or of whatever ended the request."""
+    times: list[float] = msgspec.field(default_factory=list)
+    """Arrival of every event that carried a token, ascending."""
+    out: int = 0
+    prompt: int = 0
+    cached: int | None = None
+    """None: the server does not say."""
+    usage: bool = False
+    """False: the server sent no usage, `out` counts events and `prompt` is what was asked."""
+    finish: str | None = None
+    bad: str | None = None
+    """Why it does not count, as a short kind that can be tallied; None when all went well."""
+    detail: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from send to the first event with a token."""
+        return self.times[0] - self.sent if self.times else None
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from send to the end of the stream."""
+        return self.end - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per output token after the first; None with fewer than two."""
+        if not self.times or self.out < 2:
+            return None
+        return (self.end - self.times[0]) / (self.out - 1)

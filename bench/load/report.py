@@ -1,0 +1,209 @@
+"""From records to figures, and figures to text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.load.pool import Outcome
+from bench.load.records import Record
+from bench.load.workloads import Workload
+
+Result = dict[str, Any]
+"""One scenario's figures, as they are written to the JSON file."""
+
+_POINTS = (50, 90, 95, 99)
+_KINDS = ("ttft", "tpot", "itl", "e2e")
+BUSY = 0.8
+"""Share of a core above which a client process is taken to distort what it measures."""
+
+
+def summary(work: Workload, outcome: Outcome, goals: dict[str, float], conditions: Result) -> Result:
+    """All figures of one run. Only requests that went well count as throughput and latency.
+
+    The wall time is from the first send to the last end, failed requests included. `ttft_ms`,
+    `tpot_ms`, `itl_ms`, `e2e_ms` are medians; `percentiles` has the rest. `cached_share` is None
+    when the server does not report cached tokens. `goals`: ms by kind, see `parse_goals`.
+    """
+    good = [record for record in outcome.records if record.bad is None]
+    wall = span(outcome.records)
+    out, prompt = sum(r.out for r in good), sum(r.prompt for r in good)
+    events = sum(len(r.times) for r in good)
+    cached = [(r.cached, r.prompt) for r in good if r.cached is not None]
+    told = sum(p for _, p in cached)
+    table = {f"{kind}_ms": percentiles(1000 * x for x in samples(good, kind)) for kind in _KINDS}
+    late = percentiles(1000 * (r.sent - r.planned) for r in outcome.records)
+
+    def per_second(amount: float) -> float:
+        return round(amount / wall, 3) if wall else 0.0
+
+    return {
+        "name": work.name,
+        "out_tok_s": per_second(out),
+        "tot_tok_s": per_second(out + prompt),
+        "req_s": per_second(len(good)),
+        "goodput_req_s": per_second(sum(meets(r, goals) for r in good)) if goals else None,
+        "goodput_goals_ms": goals or None,
+        "headline": work.headline,
+        **{kind: points["p50"] if points else None for kind, points in table.items()},
+        "percentiles": table,
+        "ok": len(good),
+        "bad": len(outcome.records) - len(good),
+        "failures": failures(outcome.records),
+        "cached_share": round(sum(c for c, _ in cached) / told, 4) if told else None,
+        "events_per_token": round(events / out, 4) if out else None,
+        "out_tokens": out,
+        "prompt_tokens": prompt,
+        "without_usage": sum(not r.usage for r in good),
+        "finish": dict(Counter(r.finish or "none" for r in good)),
+        "wall_s": round(wall, 4),
+        "late_ms": late["p99"] if late else None,
+        "client_cpu": round(outcome.cpu, 3),
+        "interrupted": outcome.interrupted,
+        "lost_processes": outcome.lost,
+        "workload": {k: v for k, v in msgspec.to_builtins(work).items() if k not in ("trace", "dataset")},
+        "conditions": conditions,
+    }
+
+
+def span(records: Iterable[Record]) -> float:
+    """Seconds from the first send to the last end; 0 without records."""
+    pairs = [(record.sent, record.end) for record in records]
+    return max(end for _, end in pairs) - min(sent for sent, _ in pairs) if pairs else 0.0
+
+
+def samples(records: Iterable[Record], kind: str) -> list[float]:
+    """All samples of `ttft`, `tpot`, `itl` or `e2e`, in seconds."""
+    if kind == "itl":
+        return [gap for record in records for gap in np.diff(record.times).tolist()]
+    value: Callable[[Record], float | None] = _VALUE[kind]
+    return [found for record in records if (found := value(record)) is not None]
+
+
+_VALUE: dict[str, Callable[[Record], float | None]] = {
+    "ttft": lambda record: record.ttft,
+    "tpot": lambda record: record.tpot,
+    "e2e": lambda record: record.e2e,
+}
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float] | None:
+    """mean, p50, p90, p95, p99 (linear between order statistics); None without values."""
+    array = np.fromiter(values, float)
+    if not len(array):
+        return None
+    named = zip(_POINTS, np.percentile(array, _POINTS).tolist(), strict=True)
+    return {"mean": round(float(array.mean()), 4)} | {f"p{point}": round(value, 4) for point, value in named}
+
+
+def meets(record: Record, goals: dict[str, float]) -> bool:
+    """Whether every goal (ms) holds for this request; a figure it does not have holds."""
+    return all(1000 * (_VALUE[kind](record) or 0.0) <= limit for kind, limit in goals.items())
+
+
+def parse_goals(text: str) -> dict[str, float]:
+    """`ttft:500,tpot:50` to milliseconds by kind (ttft, tpot, e2e). ValueError otherwise."""
+    goals: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        kind, _, limit = part.partition(":")
+        if kind not in _VALUE:
+            raise ValueError(f"goodput knows {', '.join(_VALUE)}, not {kind!r}")
+        goals[kind] = float(limit)
+    return goals
+
+
+def failures(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
+    """Count and first example by reason, most frequent first."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if record.bad is not None:
+            entry = found.setdefault(record.bad, {"count": 0, "example": record.detail})
+            entry["count"] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]["count"]))
+
+
+def block(result: Result) -> str:
+    """One scenario in full, for people."""
+    share, ratio = result["cached_share"], result["events_per_token"]
+    lines = [
+        f"{result['name']}: {result['ok']} ok, {result['bad']} bad in {result['wall_s']:,.2f} s",
+        f"  output {result['out_tok_s']:,.1f} tok/s   total {result['tot_tok_s']:,.1f} tok/s   "
+        f"{result['req_s']:,.2f} req/s",
+        f"  cached {'not reported' if share is None else f'{share:.1%}'}   events per token "
+        f"{'-' if ratio is None else f'{ratio:.3f}'}   client cpu {result['client_cpu']:.0%}",
+        f"  {'ms':<6}{'mean':>12}{'p50':>12}{'p90':>12}{'p95':>12}{'p99':>12}",
+    ]
+    if result["goodput_req_s"] is not None:
+        lines.insert(
+            2, f"  goodput {result['goodput_req_s']:,.2f} req/s within {result['goodput_goals_ms']} ms"
+        )
+    for kind in _KINDS:
+        points = result["percentiles"][f"{kind}_ms"]
+        if points:
+            lines.append(f"  {kind:<6}" + "".join(f"{value:>12,.2f}" for value in points.values()))
+    lines += [f"  bad: {n['count']} x {kind}: {n['example']}" for kind, n in result["failures"].items()]
+    return "\n".join(lines + [f"  warning: {text}" for text in warnings(result)])
+
+
+def warnings(result: Result) -> list[str]:
+    """What makes these figures doubtful."""
+    checks = {
+        f"a client process was busy {result['client_cpu']:.0%} of the time: use more --processes": result[
+            "client_cpu"
+        ]
+        > BUSY,
+        f"{result['late_ms']} ms late at p99: the client could not keep the rate": (result["late_ms"] or 0)
+        > 10,
+        f"{result['without_usage']} answers without usage: tokens are counted events": result[
+            "without_usage"
+        ],
+        "interrupted: unfinished requests are not in these figures": result["interrupted"],
+        f"{result['lost_processes']} client processes died": result["lost_processes"],
+    }
+    return [text for text, holds in checks.items() if holds]
+
+
+def table(results: list[Result]) -> str:
+    """One line per scenario, medians."""
+    head = (
+        "scenario",
+        "out tok/s",
+        "tot tok/s",
+        "ttft ms",
+        "tpot ms",
+        "itl ms",
+        "ok",
+        "bad",
+        "cached",
+        "ev/tok",
+    )
+    rows = [head]
+    for result in results:
+        figures = [result[k] for k in ("out_tok_s", "tot_tok_s", "ttft_ms", "tpot_ms", "itl_ms")]
+        tail = [result["cached_share"], result["events_per_token"]]
+        rows.append(
+            (
+                result["name"],
+                *("-" if x is None else f"{x:,.2f}" for x in figures),
+                str(result["ok"]),
+                str(result["bad"]),
+                *("-" if x is None else f"{x:.3f}" for x in tail),
+            )
+        )
+    return align(rows)
+
+
+def align(rows: Iterable[tuple[str, ...]]) -> str:
+    """Columns, the first to the left, the others to the right."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,200 @@
+"""The KV pool as the scheduler sees it: reserve, commit, release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from core.cache.evict import ORDERS
+from core.cache.hold import Hold
+from core.cache.integrity import check
+from core.cache.key import num_units, pack
+from core.cache.node import RadixNode
+from core.cache.pages import IntegrityError, PageAllocator
+from core.cache.radix import RadixTree
+from core.config.groups import Eviction
+from core.types import Ints, RootKey
+
+
+class Match(NamedTuple):
+    """A cached prefix. Nothing is locked: reserve it before anything else touches the cache."""
+
+    node: RadixNode
+    pages: Ints
+    """int32 [tokens / page_size]."""
+    tokens: int
+    queried: int = 0
+    """Tokens that were looked up, for the hit rate."""
+
+
+class CacheStatistics(msgspec.Struct, frozen=True, gc=False):
+    """Pages now, tokens and pages since start. free + cached + protected + private = total."""
+
+    total: int
+    """Usable pages: the dump is not among them."""
+    free: int
+    cached: int
+    """In the tree and evictable."""
+    protected: int
+    """In the tree under a lock."""
+    nodes: int
+    queried_tokens: int
+    """Looked up by requests that were admitted."""
+    hit_tokens: int
+    """Of these, found."""
+    evicted_pages: int
+    """Dropped to make room; a flush does not count."""
+
+    @property
+    def private(self) -> int:
+        """Held by running requests outside the tree."""
+        return self.total - self.free - self.cached - self.protected
+
+
+class CacheManager:
+    """Pages for requests, with the KV of equal prefixes reused.
+
+    Owner: event loop; the only cache face the scheduler sees. `num_pages` includes page 0, the
+    dump, which is never handed out. With `radix` off every match is empty and nothing is kept.
+    With `bigram` on, pages are keyed by pairs of tokens: a page of tokens is cached once the token
+    after it is known.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        radix: bool = True,
+        eviction: Eviction = "lru",
+        bigram: bool = False,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        self.page_size = page_size
+        self._radix = radix
+        self._bigram = bigram
+        self._pages = PageAllocator(num_pages)
+        self._tree = RadixTree(page_size, ORDERS[eviction])
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+        self._evicted_pages = 0
+
+    # -- the life of a request: match, reserve, commit chunks, release
+
+    def match(self, root: RootKey, tokens: Ints, limit: int) -> Match:
+        """Longest cached prefix of `tokens` (int32), whole pages, at most `limit` tokens.
+
+        Takes no lock. Refreshes access times, so that what waiting requests need is evicted last,
+        and may split nodes.
+        """
+        units = min(limit, num_units(len(tokens), self._bigram))
+        end = units - units % self.page_size
+        if not self._radix or end <= 0:
+            node = self._tree.top
+        else:
+            node = self._tree.match(root, pack(tokens, 0, end, self._bigram))
+        pages = self._tree.pages(node)
+        return Match(node, pages, len(pages) * self.page_size, len(tokens))
+
+    def try_reserve(self, match: Match, num_tokens: int, spare: int = 0) -> Hold | None:
+        """Lock the match and take pages until the hold covers `num_tokens`, evicting if need be.
+
+        None, with nothing changed, when that would leave fewer than `spare` pages available.
+        """
+        self._tree.lock(match.node)
+        # Counted after the lock: the matched pages themselves are no longer evictable.
+        need = max(-(-num_tokens // self.page_size) - len(match.pages), 0)
+        fresh = self.try_take(need) if need + spare <= self.available() else None
+        if fresh is None:
+            self._tree.unlock(match.node)
+            return None
+        # Uses are counted here, not in `match`: a request that waits for room is matched again in
+        # every step, which would make its prefix look popular and the hit rate meaningless.
+        self._tree.credit(match.node)
+        self._hit_tokens += match.tokens
+        self._queried_tokens += match.queried
+        return Hold(match.node, match.pages.tolist() + fresh.tolist(), len(match.pages))
+
+    def try_take(self, n: int) -> Ints | None:
+        """`n` fresh pages, int32 [n], evicting if need be; None, with nothing changed, if too few."""
+        short = n - self._pages.free
+        if short > 0:
+            if short > self._tree.evictable:
+                return None
+            dropped = self._tree.evict(short)
+            self._evicted_pages += len(dropped)
+            self._pages.give(dropped)
+        return self._pages.try_take(n)
+
+    def commit(self, hold: Hold, root: RootKey, tokens: Ints, priority: int = 0) -> None:
+        """The KV of the hold's first `len(tokens)` tokens is (in stream order) written: share it.
+
+            hold.pages:  0 ...... shared ........ shared + found ...... end ...... len(pages)
+                         | in the tree | tree had equal | new in the tree | private      |
+
+        `shared` advances to `end` and the lock moves down with it. Where the tree had equal pages,
+        the request goes on using its own, which become `duplicates`.
+        """
+        start = _alive(hold).shared
+        if len(tokens) > len(hold.pages) * self.page_size:
+            raise ValueError(f"{len(tokens)} tokens committed on {len(hold.pages)} pages")
+        if not self._radix:
+            return
+        end = num_units(len(tokens), self._bigram) // self.page_size
+        if end <= start:
+            self._tree.promote(hold.node, priority)
+            return
+        # From the hold's node, not from the root: splits leave old objects the suffix, so it ends
+        # at `start` pages whatever happened above it.
+        key = pack(tokens, start * self.page_size, end * self.page_size, self._bigram)
+        hold.node, found = self._tree.insert(hold.node, root, key, hold.pages[start:end], priority)
+        hold.duplicates += hold.pages[start : start + found]
+        hold.shared = end
+
+    def release(self, hold: Hold, root: RootKey, tokens: Ints | None, priority: int = 0) -> None:
+        """Commit `tokens` if given, then let go of everything. The hold is dead afterwards; using
+        it again raises `IntegrityError`."""
+        if tokens is not None:
+            self.commit(hold, root, tokens, priority)
+        self._tree.unlock(_alive(hold).node)
+        self._pages.give(hold.pages[hold.shared :] + hold.duplicates)
+        hold.node, hold.pages, hold.duplicates, hold.shared = self._tree.top, [], [], -1
+
+    # -- the pool
+
+    def available(self) -> int:
+        """Pages that could be taken now: free and evictable."""
+        return self._pages.free + self._tree.evictable
+
+    def flush(self) -> int:
+        """Drop everything that is cached and not locked; returns the pages freed."""
+        dropped = self._tree.evict(self._tree.evictable)
+        self._pages.give(dropped)
+        return len(dropped)
+
+    def statistics(self) -> CacheStatistics:
+        """Counters only: nothing is walked."""
+        return CacheStatistics(
+            total=self._pages.total,
+            free=self._pages.free,
+            cached=self._tree.evictable,
+            protected=self._tree.protected,
+            nodes=self._tree.nodes,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            evicted_pages=self._evicted_pages,
+        )
+
+    def check_integrity(self, holds: Iterable[Hold]) -> None:
+        """Raise `IntegrityError` unless every page, lock and counter is accounted for, given all
+        holds that are alive. Walks everything: for tests and idle times."""
+        check(self._tree, self._pages, list(holds), self.page_size)
+
+
+def _alive(hold: Hold) -> Hold:
+    if hold.shared < 0:
+        raise IntegrityError("this hold was released before")
+    return hold

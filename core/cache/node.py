@@ -1,0 +1,81 @@
+"""One edge of the radix tree with the pages along it: fields and split, no policy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from core.types import Ints, RootKey
+
+NO_PAGES: Ints = np.zeros(0, np.int32)
+NO_PAGES.setflags(write=False)
+
+LOWEST = -(2**63)
+"""Below every priority: what a node has until it is promoted."""
+
+Edge = bytes | RootKey
+"""What a node is filed under at its parent: the first page of its key, or a root's name."""
+
+
+class RadixNode:
+    """A run of whole pages whose prefix is spelled by the nodes above it.
+
+    Owner: event loop, through `RadixTree`. `pages` is never written in place. `locks` counts the
+    holds at this node or below it. A node that was dropped from the tree has no parent.
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "edge",
+        "hits",
+        "key",
+        "last_access",
+        "locks",
+        "pages",
+        "parent",
+        "priority",
+        "queued",
+    )
+
+    def __init__(self, parent: RadixNode | None, edge: Edge, key: bytes, pages: Ints, now: int) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.key = key
+        self.pages = pages
+        self.children: dict[Edge, RadixNode] = {}
+        self.locks = 0
+        self.hits = 0
+        """Admissions that stood on this node."""
+        self.created = now
+        self.last_access = now
+        self.priority = LOWEST
+        self.queued = False
+        """The tree's eviction queue has an entry for this node."""
+
+    def split(self, num_pages: int) -> RadixNode:
+        """Cut after the first `num_pages` pages; return the new node, which takes them.
+
+        This object keeps the suffix, because holds refer to it and a hold's node must go on
+        ending where it ended: were it to become the prefix, releasing the hold would leave the
+        suffix locked for ever.
+
+            parent ── [ A A A B B ]      parent ── new [ A A A ] ── self [ B B ]
+        """
+        step = len(self.key) // len(self.pages)
+        cut = num_pages * step
+        # The halves are copies: a slice would keep the whole array alive after one half is evicted.
+        prefix = RadixNode(
+            self.parent, self.edge, self.key[:cut], self.pages[:num_pages].copy(), self.created
+        )
+        prefix.last_access = self.last_access
+        prefix.locks = self.locks
+        prefix.hits = self.hits
+        prefix.priority = self.priority
+        if self.parent is not None:
+            self.parent.children[self.edge] = prefix
+        self.key = self.key[cut:]
+        self.pages = self.pages[num_pages:].copy()
+        self.edge = self.key[:step]
+        self.parent = prefix
+        prefix.children[self.edge] = self
+        return prefix

@@ -1,0 +1,240 @@
+"""The radix tree: prefixes as runs of pages, shared by everyone whose tokens begin alike.
+
+    top ── root(adapter, salt) ── node ── node
+       └── root(adapter, salt) ── node
+
+Knows keys and pages; neither tokens nor the free list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
+
+import numpy as np
+
+from core.cache.evict import Order, Rank
+from core.cache.key import WIDTH, common_units
+from core.cache.node import NO_PAGES, RadixNode
+from core.cache.pages import IntegrityError
+from core.types import Ints, RootKey
+
+
+class Inserted(NamedTuple):
+    """The node that ends the inserted key, and how many leading pages of it were there before."""
+
+    node: RadixNode
+    found: int
+
+
+class RadixTree:
+    """Every cached page once, under its root's name and the tokens before it.
+
+    Owner: event loop. `evictable` and `protected` count pages of unlocked and locked nodes; all
+    pages below an unlocked node are evictable, since a lock counts at every node above it.
+
+    `top` stands above all roots and is never dropped: a hold that has matched nothing locks it, so
+    a root exists only while something is cached (or held) below it.
+    """
+
+    __slots__ = ("_now", "_order", "_pushes", "_queue", "_step", "evictable", "nodes", "protected", "top")
+
+    def __init__(self, page_size: int, order: Order) -> None:
+        self.top = RadixNode(None, b"", b"", NO_PAGES, 0)
+        self.evictable = 0
+        self.protected = 0
+        self.nodes = 0
+        """Nodes with pages: neither roots nor the top."""
+        self._step = page_size * WIDTH
+        self._order = order
+        self._now = 0
+        # Every unlocked leaf has one entry. Entries of nodes that were locked or grew children
+        # since stay until they come up; `RadixNode.queued` keeps a node from having two. The
+        # second field is unique, so equal ranks never compare nodes.
+        self._queue: list[tuple[Rank, int, RadixNode]] = []
+        self._pushes = 0
+
+    # -- finding and adding
+
+    def match(self, root: RootKey, key: bytes) -> RadixNode:
+        """The node that ends the longest cached prefix of `key` (whole pages).
+
+        Refreshes the path's access times and splits the last edge if the match ends inside it.
+        """
+        start = self.top.children.get(root)
+        return self.top if start is None else self._descend(start, key)[0]
+
+    def insert(
+        self, node: RadixNode, root: RootKey, key: bytes, pages: Sequence[int], priority: int
+    ) -> Inserted:
+        """Add `key` below `node` with its pages; those that are there already stay as they are.
+
+        The caller has locked `node`, and this lock moves to the node that is returned. `node` is
+        the top or lies below `root`. Priority is raised along the path.
+        """
+        start = node
+        if node is self.top:
+            start = node.children.get(root) or self._attach(node, root, b"", NO_PAGES)
+        end, at = self._descend(start, key)
+        found = at // self._step
+        if at < len(key):
+            end = self._attach(end, key[at : at + self._step], key[at:], np.array(pages[found:], np.int32))
+        self.promote(end, priority)
+        self.lock(end, below=node)
+        return Inserted(end, found)
+
+    def pages(self, node: RadixNode) -> Ints:
+        """Pages from the root down to and including `node`, int32, a copy."""
+        parts: list[Ints] = []
+        walk = node
+        while walk.parent is not None:
+            parts.append(walk.pages)
+            walk = walk.parent
+        parts.reverse()
+        return np.concatenate(parts) if parts else NO_PAGES
+
+    def _descend(self, node: RadixNode, key: bytes) -> tuple[RadixNode, int]:
+        """Deepest node below `node` that spells a prefix of `key`, and how many bytes it spells."""
+        self._now += 1
+        at, end, step = 0, len(key), self._step
+        while at < end:
+            child = node.children.get(key[at : at + step])
+            if child is None:
+                break
+            if not key.startswith(child.key, at):
+                whole = common_units(key, at, child.key) * WIDTH // step
+                child = child.split(whole)
+                self.nodes += 1
+                end = at + whole * step  # nothing below can match
+            node = child
+            node.last_access = self._now
+            at += len(node.key)
+        return node, at
+
+    def _attach(self, parent: RadixNode, edge: bytes | RootKey, key: bytes, pages: Ints) -> RadixNode:
+        node = parent.children[edge] = RadixNode(parent, edge, key, pages, self._now)
+        self.evictable += len(pages)
+        self.nodes += parent is not self.top
+        return node
+
+    # -- standing of nodes
+
+    def lock(self, node: RadixNode, below: RadixNode | None = None) -> None:
+        """Keep `node` and all above it: counted up to the top, or up to and without `below`."""
+        if node.parent is None and node is not self.top:
+            raise IntegrityError("lock of a node that was evicted: something ran between match and reserve")
+        walk: RadixNode | None = node
+        while walk is not below and walk is not None:
+            if walk.locks == 0:
+                self.evictable -= len(walk.pages)
+                self.protected += len(walk.pages)
+            walk.locks += 1
+            walk = walk.parent
+
+    def unlock(self, node: RadixNode) -> None:
+        """Undo one `lock`; nodes that nobody holds any more may be evicted from here on."""
+        walk: RadixNode | None = node
+        while walk is not None:
+            if walk.locks == 0:
+                raise IntegrityError("unlock of a node that is not locked")
+            above = walk.parent
+            walk.locks -= 1
+            if walk.locks == 0:
+                self.evictable += len(walk.pages)
+                self.protected -= len(walk.pages)
+                self._settle(walk)
+            walk = above
+
+    def credit(self, node: RadixNode) -> None:
+        """Count one use of `node` and of all above it."""
+        walk: RadixNode | None = node
+        while walk is not None:
+            walk.hits += 1
+            walk = walk.parent
+
+    def promote(self, node: RadixNode, priority: int) -> None:
+        """Raise `node` and all above it to at least `priority`.
+
+        No node ranks below its children, so the walk ends at the first that is high enough.
+        """
+        walk: RadixNode | None = node
+        while walk is not None and walk.priority < priority:
+            walk.priority = priority
+            walk = walk.parent
+
+    # -- eviction
+
+    def evict(self, n: int) -> Ints:
+        """Drop unlocked leaves in order until at least `n` pages are free or none is left.
+
+        Returns the pages dropped, int32. A parent that becomes an unlocked leaf is next in line
+        by its own rank. Leaves go whole: one that is larger than asked leaves pages for the next
+        call, which then finds them free; trimming leaves page by page would cost a queue entry
+        for each page a decode takes.
+        """
+        freed: list[Ints] = []
+        count = 0
+        while count < n and self._queue:
+            rank, _, node = self._queue[0]
+            if node.locks or node.children:
+                heappop(self._queue)
+                node.queued = False
+            elif (now := self._order(node)) != rank:
+                self._pushes += 1
+                heapreplace(self._queue, (now, self._pushes, node))
+            else:
+                heappop(self._queue)
+                count += len(node.pages)
+                freed.append(node.pages)
+                self._drop(node)
+        return np.concatenate(freed) if freed else NO_PAGES
+
+    def _settle(self, node: RadixNode) -> None:
+        """If `node` is an unlocked leaf now, put it in line; an empty root goes at once."""
+        if node.children or node.locks or node is self.top:
+            return
+        if node.parent is self.top:
+            del self.top.children[node.edge]
+            node.parent = None
+        elif not node.queued:
+            self._pushes += 1
+            heappush(self._queue, (self._order(node), self._pushes, node))
+            node.queued = True
+
+    def _drop(self, node: RadixNode) -> None:
+        parent = node.parent
+        if parent is None:
+            raise IntegrityError("the eviction queue held a node that is not in the tree")
+        del parent.children[node.edge]
+        node.parent = None
+        self.evictable -= len(node.pages)
+        self.nodes -= 1
+        self._settle(parent)
+
+    # -- looking (tests and integrity)
+
+    def walk(self) -> Iterator[RadixNode]:
+        """Every node, roots included and the top left out, parents before children."""
+        stack = list(self.top.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check_queue(self) -> None:
+        """Raise `IntegrityError` unless every unlocked leaf is in line once, at no rank above its own."""
+        entries = {id(node): rank for rank, _, node in self._queue}
+        if len(entries) != len(self._queue):
+            raise IntegrityError("a node is twice in the eviction queue")
+        for node in self.walk():
+            if node.queued != (id(node) in entries):
+                raise IntegrityError(f"node with pages {node.pages.tolist()}: queued flag and queue differ")
+            leaf = not node.children and node.parent is not self.top
+            if leaf and not node.locks and not node.queued:
+                raise IntegrityError(f"unlocked leaf with pages {node.pages.tolist()} is not in line")
+            if node.queued and entries[id(node)] > self._order(node):
+                raise IntegrityError(f"the rank of the node with pages {node.pages.tolist()} fell")
+            entries.pop(id(node), None)
+        if entries:
+            raise IntegrityError(f"{len(entries)} queue entries for nodes that are not in the tree")

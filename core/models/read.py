@@ -1,0 +1,148 @@
+"""Hugging Face configs to `ModelSpec`, one small function per family.
+
+Defaults are those of the family's config class in transformers: a published config may leave out
+whatever equals them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from core.errors import ModelError
+from core.models.fields import Fields
+from core.models.rope import read_rope
+from core.models.spec import ModelSpec, MoeSpec
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def llama(fields: Fields) -> ModelSpec:
+    """LlamaForCausalLM: one switch puts a bias on all four attention projections."""
+    bias = fields.flag("attention_bias")
+    return _common(fields, max_position=2048, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias"))
+
+
+def mistral(fields: Fields) -> ModelSpec:
+    """MistralForCausalLM: every layer slides; null means no window, absent means 4096."""
+    spec = _common(fields, max_position=131072)
+    if fields.null("sliding_window"):
+        return spec
+    return _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
+
+
+def qwen2(fields: Fields) -> ModelSpec:
+    """Qwen2ForCausalLM: biases on q, k and v only."""
+    return _qwen_window(fields, _common(fields, max_position=32768, qkv_bias=True))
+
+
+def qwen3(fields: Fields) -> ModelSpec:
+    """Qwen3ForCausalLM: normed query and key heads, head_dim 128 unless given."""
+    bias = fields.flag("attention_bias")
+    spec = _common(fields, max_position=32768, head_dim=128, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return _qwen_window(fields, spec)
+
+
+def qwen3_moe(fields: Fields) -> ModelSpec:
+    """Qwen3MoeForCausalLM: layer i is sparse when (i + 1) divides by the step and no list says dense."""
+    bias = fields.flag("attention_bias")
+    spec = _common(fields, max_position=32768, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    if fields.flag("use_sliding_window"):
+        spec = _slide(spec, fields.size("sliding_window", 4096), frozenset(range(spec.layers)))
+    step = fields.size("decoder_sparse_step", 1)
+    dense = set(fields.array("mlp_only_layers"))
+    # transformers 5 renamed num_experts to num_local_experts and reads both.
+    experts = fields.size("num_experts" if fields.has("num_experts") else "num_local_experts", 128)
+    moe = MoeSpec(
+        experts=experts,
+        per_token=fields.size("num_experts_per_tok", 8),
+        intermediate=fields.size("moe_intermediate_size", 768),
+        norm_topk=fields.flag("norm_topk_prob"),
+        layers=frozenset(i for i in range(spec.layers) if i not in dense and (i + 1) % step == 0),
+    )
+    if moe.per_token > moe.experts:
+        raise fields.wrong("num_experts_per_tok", f"at most the number of experts ({moe.experts})")
+    return msgspec.structs.replace(spec, moe=moe)
+
+
+def _common(
+    fields: Fields,
+    *,
+    max_position: int,
+    head_dim: int = 0,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+) -> ModelSpec:
+    """What all families spell alike. `max_position` and `head_dim` are the family's defaults."""
+    if fields.has("quantization_config"):
+        raise ModelError(
+            "config.json: quantization_config: quantised safetensors are not supported; "
+            "use the unquantised checkpoint or a .gguf file."
+        )
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = fields.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if not fields.has("head_dim") and not head_dim and hidden % heads:
+        raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise fields.wrong("hidden_act", "one of " + ", ".join(ACTIVATIONS))
+    dtype_name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(dtype_name, "float32")
+    if dtype not in DTYPES:
+        raise fields.wrong(dtype_name, "one of " + ", ".join(DTYPES))
+    positions = fields.size("max_position_embeddings", max_position)
+    bos = fields.ids("bos_token_id")
+    return ModelSpec(
+        architecture=architecture_of(fields),
+        vocab_size=fields.size("vocab_size"),
+        hidden=hidden,
+        layers=fields.size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=fields.size("head_dim", head_dim or hidden // heads),
+        intermediate=fields.size("intermediate_size"),
+        activation=activation,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.flag("tie_word_embeddings"),
+        rope=read_rope(fields, positions),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        max_position=positions,
+        dtype=dtype,
+        bos=bos[0] if bos else None,
+        eos=fields.ids("eos_token_id"),
+    )
+
+
+def architecture_of(fields: Fields) -> str:
+    """The class name a checkpoint gives itself."""
+    names = fields.array("architectures")
+    if not names or not isinstance(names[0], str):
+        raise fields.wrong("architectures", "a list with the model's class name")
+    return names[0]
+
+
+def _slide(spec: ModelSpec, window: int, layers: frozenset[int]) -> ModelSpec:
+    return msgspec.structs.replace(spec, sliding_window=window, window_layers=layers)
+
+
+def _qwen_window(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    """Dense Qwen: off by default; the layers from `max_window_layers` on, or those `layer_types` names."""
+    if not fields.flag("use_sliding_window"):
+        return spec
+    window = fields.size("sliding_window", 4096)
+    kinds = fields.array("layer_types")
+    if kinds and len(kinds) != spec.layers:
+        raise fields.wrong("layer_types", f"one entry per layer ({spec.layers})")
+    if kinds:
+        return _slide(
+            spec, window, frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        )
+    first = fields.count("max_window_layers", 28)
+    return _slide(spec, window, frozenset(range(first, spec.layers)))

@@ -1,0 +1,111 @@
+"""What a decoder is, in numbers. One record for every family: a family differs in values only."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding and how it is stretched. Fields a kind does not use keep their defaults."""
+
+    theta: float = 10000.0
+    kind: RopeKind = "none"
+    factor: float = 1.0
+    partial: float = 1.0
+    """Share of head_dim, from its start, that is rotated."""
+    original_max: int = 0
+    """Positions of the unscaled model (dynamic, llama3, yarn)."""
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    """llama3: wavelengths above original_max / low_freq are stretched fully, below
+    original_max / high_freq not at all."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: the ramp between kept and stretched dimensions, in rotations; whole dimensions or not."""
+    attention_factor: float = 1.0
+    """Scales cos and sin (yarn)."""
+
+
+class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Routed experts."""
+
+    experts: int
+    per_token: int
+    intermediate: int
+    norm_topk: bool
+    """The chosen experts' weights are scaled to sum to 1."""
+    layers: frozenset[int]
+    """Layers whose MLP is sparse; the others are dense with `ModelSpec.intermediate`."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder-only language model."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    tied: bool = False
+    """The head is the embedding table."""
+    rope: RopeSpec = RopeSpec()
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over head_dim of every query and key head, before rope."""
+    sliding_window: int = 0
+    """Positions a token sees, itself included, in `window_layers`; 0: no such layers."""
+    window_layers: frozenset[int] = frozenset()
+    moe: MoeSpec | None = None
+    max_position: int
+    dtype: str = "float32"
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+
+    @property
+    def context_length(self) -> int:
+        """Tokens a request may have: the trained positions, times what rope scaling adds."""
+        if self.rope.kind in ("linear", "dynamic"):
+            return int(self.max_position * self.rope.factor)
+        if self.rope.kind == "yarn":
+            return max(self.max_position, int(self.rope.original_max * self.rope.factor))
+        return self.max_position
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int:
+        """Positions that `layer` sees; 0: all."""
+        return self.sliding_window if layer in self.window_layers else 0
+
+    def sparse(self, layer: int) -> bool:
+        """Whether `layer` routes to experts."""
+        return self.moe is not None and layer in self.moe.layers
+
+    def num_parameters(self) -> int:
+        """Weights to hold, tied ones once. Biases and norms are left out: under 0.1%."""
+        total = self.vocab_size * self.hidden * (1 if self.tied else 2)
+        attention = self.hidden * (2 * self.q_size + 2 * self.kv_size)
+        for layer in range(self.layers):
+            total += attention
+            if self.moe is not None and layer in self.moe.layers:
+                total += self.moe.experts * self.hidden * (3 * self.moe.intermediate + 1)
+            else:
+                total += 3 * self.hidden * self.intermediate
+        return total

@@ -1,0 +1,93 @@
+"""A step plan while it is being made."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from core.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.plan.plan import NO_WRITES
+from core.request import Request
+from core.schedule.ledger import ChunkFlight, Flight
+from core.schedule.table import SlotTable
+from core.types import NO_TOKENS, Ints
+
+
+class PlanBuilder:
+    """Gathers rows, new slots and page writes; `build` freezes them.
+
+    Owner: event loop. Lives for one call of `Scheduler.plan`.
+    """
+
+    __slots__ = ("_chunk_requests", "_chunks", "_decode", "_decode_slots", "_new", "_writes", "room")
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        """Tokens the step can still take."""
+        self._decode: list[Request] = []
+        self._decode_slots: Ints = NO_TOKENS
+        self._chunks: list[Chunk] = []
+        self._chunk_requests: list[Request] = []
+        self._new: list[NewSlot] = []
+        self._writes: list[tuple[Ints, Ints, Ints]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._decode or self._chunks)
+
+    def decode(self, requests: list[Request], slots: Ints) -> None:
+        """One token for each of `slots`."""
+        self._decode, self._decode_slots = requests, slots
+        self.room -= len(slots)
+
+    def chunk(self, request: Request, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._chunk_requests.append(request)
+        self.room -= len(chunk.tokens)
+
+    def new_slot(self, slot: NewSlot, pages: list[int]) -> None:
+        """A slot's first step, with the page-table row it starts from."""
+        self._new.append(slot)
+        n = len(pages)
+        self.write(np.full(n, slot.slot, np.int32), np.arange(n, dtype=np.int32), np.asarray(pages, np.int32))
+
+    def write(self, slots: Ints, indices: Ints, pages: Ints) -> None:
+        self._writes.append((slots, indices, pages))
+
+    def build(self, step: int, table: SlotTable) -> tuple[StepPlan, Flight]:
+        """The frozen plan, and what the ledger must remember of it."""
+        plan = StepPlan(
+            step=step,
+            decode_slots=_frozen(self._decode_slots),
+            chunks=tuple(self._chunks),
+            new_slots=tuple(self._new),
+            page_writes=self._page_writes(),
+        )
+        rows, slots = self._decode, self._decode_slots
+        sampling = [r for r, c in zip(self._chunk_requests, self._chunks, strict=True) if c.samples]
+        if sampling:
+            rows = rows + sampling
+            slots = np.concatenate([slots, np.asarray([r.slot for r in sampling], np.int32)])
+        table.in_flight[slots] += 1
+        notable = [
+            ChunkFlight(r, c.slot, int(table.epoch[c.slot]), _ends_without_token(r, c))
+            for r, c in zip(self._chunk_requests, self._chunks, strict=True)
+            if c.logprobs >= 0 or _ends_without_token(r, c)
+        ]
+        for chunk in notable:
+            table.in_flight[chunk.slot] += 1
+        return plan, Flight(step, rows, slots, table.epoch[slots], notable)
+
+    def _page_writes(self) -> PageWrites:
+        if not self._writes:
+            return NO_WRITES
+        slots, indices, pages = (np.concatenate(column) for column in zip(*self._writes, strict=True))
+        return PageWrites(_frozen(slots), _frozen(indices), _frozen(pages))
+
+
+def _ends_without_token(request: Request, chunk: Chunk) -> bool:
+    return not chunk.samples and chunk.start + len(chunk.tokens) == request.num_tokens
+
+
+def _frozen(array: Ints) -> Ints:
+    """What crosses threads is read-only: a writer on this side would be a race, now it raises."""
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,41 @@
+"""How much of the output that clients asked for is likely to be made."""
+
+from __future__ import annotations
+
+CLIP = 4096
+"""Output counted per request at most. SGLang's figure: few answers are longer, and a request that
+asks for the whole context would otherwise keep the pool empty."""
+
+START = 0.7
+FLOOR = 0.14
+DECAY_STEPS = 600
+RETRACT_ROOM = 20
+"""Tokens of room per row that a retraction assumes. SGLang's figures, all four."""
+
+
+class GrowthRatio:
+    """Share of the remaining output to keep pages for.
+
+    Starts careful, falls linearly while steps go well, jumps when a retraction shows that it was
+    too low. Owner: event loop.
+    """
+
+    __slots__ = ("_decay", "_floor", "_start", "value")
+
+    def __init__(self, conservativeness: float) -> None:
+        self._start = min(START * conservativeness, 1.0)
+        self._floor = self._start * FLOOR
+        self._decay = (self._start - self._floor) / DECAY_STEPS
+        self.value = self._start
+
+    def step(self) -> None:
+        """One decode step went through."""
+        self.value = max(self.value - self._decay, self._floor)
+
+    def retracted(self, made: int, asked: int, rows: int) -> None:
+        """Pages ran out: `rows` survivors have made `made` tokens of `asked`."""
+        self.value = min(1.0, (made + RETRACT_ROOM * rows) / (asked + 1))
+
+    def idle(self) -> None:
+        """Nothing runs: start careful again."""
+        self.value = self._start

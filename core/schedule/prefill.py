@@ -1,0 +1,206 @@
+"""Prompt chunks: continue those under way, then admit who waits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from core.cache.manager import CacheManager
+from core.plan import Chunk, NewSlot
+from core.request import Request, State
+from core.schedule.builder import PlanBuilder
+from core.schedule.growth import CLIP, GrowthRatio
+from core.schedule.order import Ordering
+from core.schedule.queue import Waiting
+from core.schedule.table import SlotTable
+from core.types import Ints
+
+
+class Prefills:
+    """Requests whose prompt is not yet planned to its end, and the door from the queue.
+
+    A chunk's full pages enter the tree as soon as it is planned: stream order makes them readable
+    for every later plan, and for later rows of this one too, because a layer stores the whole
+    step's K and V before any row attends. So equal prompts in one step are computed once.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_cache", "_counts", "_growth", "_order", "_table", "_under_way", "_waiting", "admitted")
+
+    def __init__(
+        self,
+        table: SlotTable,
+        cache: CacheManager,
+        waiting: Waiting,
+        growth: GrowthRatio,
+        order: Ordering,
+        count_rows: int,
+    ) -> None:
+        self._table = table
+        self._cache = cache
+        self._waiting = waiting
+        self._growth = growth
+        self._order = order
+        self._counts = CountRows(count_rows)
+        self._under_way: list[tuple[Request, Ints]] = []
+        self.admitted: list[Request] = []
+        """Requests that the last `plan` admitted."""
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def remove(self, request: Request) -> None:
+        """The request ran no further: aborted or retracted."""
+        self._under_way = [(r, t) for r, t in self._under_way if r is not request]
+
+    def plan(self, builder: PlanBuilder, now: float) -> list[Request]:
+        """Fill the step's room with chunks; returns the requests that decode from the next step on."""
+        done: list[Request] = []
+        self.admitted = []
+        remaining: list[tuple[Request, Ints]] = []
+        for request, tokens in self._under_way:
+            if not self._chunk(builder, request, tokens):
+                remaining.append((request, tokens))
+            elif request.params.max_tokens > 0:
+                done.append(request)
+        self._under_way = remaining
+        if builder.room > 0 and self._table.free and len(self._waiting):
+            self._admit(builder, now, done)
+        for request in done:
+            request.move(State.DECODE)
+        return done
+
+    def _admit(self, builder: PlanBuilder, now: float, done: list[Request]) -> None:
+        """Whoever comes first and does not fit closes the door: overtaking would starve it."""
+        for request in list(self._order(list(self._waiting))):
+            if builder.room <= 0 or not self._table.free:
+                return
+            tokens = self._try_start(builder, request, now)
+            if tokens is None:
+                return
+            if not self._chunk(builder, request, tokens):
+                self._under_way.append((request, tokens))
+            elif request.params.max_tokens > 0:
+                done.append(request)
+
+    def _try_start(self, builder: PlanBuilder, request: Request, now: float) -> Ints | None:
+        """Give the request its pages and slot, or leave everything as it is and return None."""
+        if request.params.penalised and not self._counts.free:
+            return None
+        tokens = request.tokens()
+        match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
+        if self._fits(len(tokens) - match.tokens, builder.room) == 0:
+            return None
+        hold = self._cache.try_reserve(match, len(tokens), self._spare(request))
+        if hold is None:
+            return None
+        self._waiting.remove(request)
+        request.move(State.PREFILL)
+        request.hold = hold
+        slot = self._table.take(request, match.tokens)
+        if request.started_at == 0.0:
+            request.started_at = now
+            request.cached = match.tokens
+        builder.new_slot(
+            NewSlot(
+                slot=slot,
+                params=request.params,
+                prompt=request.prompt,
+                output=tokens[len(request.prompt) :],
+                cached=match.tokens,
+                count_row=self._counts.take(request) if request.params.penalised else -1,
+            ),
+            hold.pages,
+        )
+        self.admitted.append(request)
+        return tokens
+
+    def has_room(self, request: Request) -> bool:
+        """Whether a slot and pages for `request` are free now, without looking at the tree."""
+        pages = request.num_tokens // self._cache.page_size + 1 + self._spare(request)
+        return bool(self._table.free) and self._cache.available() >= pages
+
+    def _match_limit(self, request: Request, tokens: Ints) -> int:
+        """One token at least must be computed, and every one whose logits are asked for."""
+        if _owes_logprobs(request):
+            return max(request.logprobs_from - 1, 0)
+        return len(tokens) - 1
+
+    def _spare(self, request: Request) -> int:
+        """Pages to leave for what running requests and this one are likely to make."""
+        table = self._table
+        running = np.fromiter((r.slot for r in table.requests if r is not None), np.int32)
+        if not len(running):
+            return 0
+        own = min(request.params.max_tokens - len(request.output), CLIP)
+        tokens = (table.growth(running, CLIP) + own) * self._growth.value
+        return int(tokens) // self._cache.page_size + 1
+
+    def _fits(self, wanted: int, room: int) -> int:
+        """Tokens of a chunk: all that is wanted, or as many whole pages as there is room for."""
+        if wanted <= room:
+            return wanted
+        page = self._cache.page_size
+        return room // page * page
+
+    def _chunk(self, builder: PlanBuilder, request: Request, tokens: Ints) -> bool:
+        """Plan the next run of the prompt; True when it reaches the end."""
+        table, slot = self._table, request.slot
+        start = int(table.length[slot])
+        n = self._fits(len(tokens) - start, builder.room)
+        if n == 0:
+            return False
+        end = start + n
+        last = end == len(tokens)
+        known = end - 1 if last else end  # the last position whose target this chunk can see
+        wants = _owes_logprobs(request) and known >= max(request.logprobs_from, start + 1)
+        builder.chunk(
+            request,
+            Chunk(
+                slot=slot,
+                start=start,
+                tokens=tokens[start:end],
+                samples=last and request.params.max_tokens > 0,
+                logprobs=request.params.prompt_logprobs if wants else -1,
+                logprobs_start=request.logprobs_from,
+                target=-1 if last else int(tokens[end]),
+            ),
+        )
+        if wants:
+            request.logprobs_from = known + 1
+        table.length[slot] = end
+        assert request.hold is not None
+        self._cache.commit(request.hold, request.root, tokens[:end], request.priority)
+        return last
+
+    def release(self, request: Request) -> None:
+        """The request's row of token counts is free again."""
+        self._counts.give(request)
+
+
+def _owes_logprobs(request: Request) -> bool:
+    return request.params.prompt_logprobs >= 0 and request.logprobs_from < len(request.prompt)
+
+
+class CountRows:
+    """Rows of the device's pool of token counts, for requests with penalties. Owner: event loop."""
+
+    __slots__ = ("_free", "_held")
+
+    def __init__(self, rows: int) -> None:
+        self._free = list(range(rows - 1, -1, -1))
+        self._held: dict[str, int] = {}
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, request: Request) -> int:
+        row = self._held[request.id] = self._free.pop()
+        return row
+
+    def give(self, request: Request) -> None:
+        """Nothing happens for a request that holds none."""
+        row = self._held.pop(request.id, None)
+        if row is not None:
+            self._free.append(row)

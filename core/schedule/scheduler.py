@@ -1,0 +1,361 @@
+"""What runs next, and what came of it: `plan`, `apply`, `abort`."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from core.cache.manager import CacheManager
+from core.clock import Clock
+from core.config import ScheduleConfig
+from core.errors import ContextExceeded, RequestError
+from core.executor import Capabilities
+from core.plan import PromptLogprobs, RowLogprobs, StepPlan, StepResult
+from core.request import Request, State
+from core.schedule import order
+from core.schedule.builder import PlanBuilder
+from core.schedule.decode import DecodeRows
+from core.schedule.growth import GrowthRatio
+from core.schedule.ledger import Flight, Ledger
+from core.schedule.prefill import Prefills
+from core.schedule.queue import Waiting
+from core.schedule.table import SlotTable
+from core.stats import SchedulerStatistics
+from core.types import NAN_TOKEN, Finish, FinishReason
+
+SHUFFLE_SEED = 0
+
+
+class Confirmed(NamedTuple):
+    """What one result brought: aligned lists of requests and their new token, in row order.
+
+    `ends` maps a row to the finish its token caused, `logprobs` a row to what it asked for.
+    `finished` are requests that ended without a token in this step.
+    """
+
+    requests: list[Request]
+    tokens: list[int]
+    ends: dict[int, Finish]
+    logprobs: dict[int, RowLogprobs]
+    prompt_logprobs: list[tuple[Request, PromptLogprobs]]
+    finished: list[Request]
+
+
+class Counters:
+    """Totals since the start. Owner: event loop."""
+
+    __slots__ = ("cached_tokens", "finished", "output_tokens", "prompt_tokens", "retractions", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.retractions = 0
+        self.finished: Counter[str] = Counter()
+
+
+class Scheduler:
+    """Decides every step.
+
+    The order on the loop is apply, plan, submit: `plan` may be called while earlier steps are in
+    flight and assumes that each of their rows grows by one token; `apply` corrects that. Requests
+    that `plan` or `abort` end are handed out by `take_finished`.
+
+    Owner: event loop.
+    """
+
+    def __init__(
+        self, capabilities: Capabilities, cache: CacheManager, config: ScheduleConfig, clock: Clock
+    ) -> None:
+        self.cache = cache
+        self.counters = Counters()
+        self._capabilities = capabilities
+        self._config = config
+        self._clock = clock
+        self._waiting = Waiting(config.max_queued, config.max_queued_tokens)
+        self._table = SlotTable(capabilities.max_rows)
+        self._growth = GrowthRatio(config.conservativeness)
+        self._ledger = Ledger()
+        self._decodes = DecodeRows(self._table, cache, self._growth, self.retract)
+        self._prefills = Prefills(
+            self._table, cache, self._waiting, self._growth, self._ordering(), capabilities.count_rows
+        )
+        self._draining: list[Request] = []
+        self._finished: list[Request] = []
+        self._stop_counts = np.zeros(capabilities.vocab_size, np.int32)
+
+    def _ordering(self) -> order.Ordering:
+        def prefix(request: Request) -> tuple[object, int]:
+            match = self.cache.match(request.root, request.prompt, len(request.prompt) - 1)
+            return match.node, match.tokens
+
+        def parent(node: object) -> object | None:
+            above: object | None = getattr(node, "parent", None)
+            return above
+
+        orderings: dict[str, order.Ordering] = {
+            "fcfs": order.fcfs,
+            "lof": order.lof,
+            "priority": order.priority,
+            "random": order.shuffled(random.Random(SHUFFLE_SEED)),
+            "lpm": order.longest_prefix(prefix),
+            "dfs-weight": order.heaviest_subtree(prefix, parent),
+        }
+        return orderings[self._config.order]
+
+    # -- requests in and out ---------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise `RequestError` when the request could not run even alone."""
+        limit = self._capabilities.context_length
+        if len(request.prompt) == 0:
+            raise RequestError("The prompt must have at least one token.", "prompt")
+        if len(request.prompt) + request.params.max_tokens > limit:
+            raise ContextExceeded(limit, len(request.prompt), request.params.max_tokens)
+        if request.params.penalised and not self._capabilities.count_rows:
+            raise RequestError("This server was started without room for penalties.", "presence_penalty")
+
+    def add(self, requests: list[Request]) -> None:
+        """Queue all of them or raise (`RequestError`, `Overloaded`) and queue none."""
+        for request in requests:
+            self.check(request)
+        self._waiting.check_room(len(requests), sum(len(r.prompt) for r in requests))
+        for request in requests:
+            self._waiting.append(request)
+
+    def finish(self, request: Request, finish: Finish) -> None:
+        """End a request in any state; its pages and slot are free for the next plan.
+
+        Tokens still in flight for it are dropped. Nothing happens when it has ended already.
+        """
+        if request.state is State.FINISHED:
+            return
+        if request.state is State.WAITING:
+            self._waiting.remove(request)
+        elif request.state is State.RETRACTED:
+            self._draining.remove(request)
+            self._give_slot(request)
+        else:
+            self._leave_rows(request)
+            self._release_pages(request)
+            self._give_slot(request)
+        request.move(State.FINISHED)
+        request.finish = finish
+        self.counters.finished[finish.reason.value] += 1
+
+    def abort(self, request: Request, finish: Finish | None = None) -> None:
+        """End a request whose client is gone, or that ran out of time."""
+        if request.state is not State.FINISHED:
+            self.finish(request, finish or Finish(FinishReason.ABORT))
+            self._finished.append(request)
+
+    def take_finished(self) -> list[Request]:
+        """Requests that ended outside `apply` since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def retract(self, request: Request) -> None:
+        """Send a running request back to the queue. Its pages are free at once; its slot, and the
+        request, only when its in-flight tokens have arrived: they count, and may even end it."""
+        self._leave_rows(request)
+        self._release_pages(request)
+        request.move(State.RETRACTED)
+        request.retractions += 1
+        self.counters.retractions += 1
+        self._draining.append(request)
+        self._requeue_drained()
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to run."""
+        now = self._clock()
+        self._expire(now)
+        if self._config.order == "priority":
+            self._preempt()
+        builder = PlanBuilder(self._config.step_tokens)
+        if self._config.prefill_first:
+            decoding = self._plan_prefills(builder, now)
+            if not builder:
+                self._decodes.plan(builder)
+        else:
+            self._decodes.plan(builder)
+            decoding = self._plan_prefills(builder, now)
+        self._decodes.add(decoding)
+        if not builder:
+            if not self.running:
+                self._growth.idle()
+            return None
+        plan, flight = builder.build(self.counters.steps, self._table)
+        self.counters.steps += 1
+        self._ledger.add(flight)
+        return plan
+
+    def _plan_prefills(self, builder: PlanBuilder, now: float) -> list[Request]:
+        decoding = self._prefills.plan(builder, now)
+        for request in self._prefills.admitted:
+            for token in request.params.stop_ids:
+                self._stop_counts[token] += 1
+            if not request.retractions:
+                self.counters.prompt_tokens += len(request.prompt)
+                self.counters.cached_tokens += request.cached
+        return decoding
+
+    def apply(self, result: StepResult) -> Confirmed:
+        """Take one step's answer, in the order of submission."""
+        flight = self._ledger.confirm(result.step)
+        table, requests, slots, tokens = self._table, flight.rows, flight.slots, result.tokens
+        logprobs = result.logprobs
+        alive = table.epoch[slots] == flight.epochs
+        if not alive.all():
+            rows = np.flatnonzero(alive)
+            requests = [requests[row] for row in rows.tolist()]
+            slots, tokens = slots[rows], tokens[rows]
+            logprobs = {new: logprobs[old] for new, old in enumerate(rows.tolist()) if old in logprobs}
+        table.in_flight[slots] -= 1
+        table.made[slots] += 1
+        made = tokens.tolist()
+        for request, token in zip(requests, made, strict=True):
+            request.output.append(token)
+        # One look-up over all rows finds the few that may have ended; -1 (a row without finite
+        # logits) reads the last entry, and is caught by its own sign.
+        suspects = (table.made[slots] >= table.most[slots]) | (self._stop_counts[tokens] > 0) | (tokens < 0)
+        ends = self._end_rows(requests, made, np.flatnonzero(suspects).tolist()) if suspects.any() else {}
+        self.counters.output_tokens += len(made)
+        prompt_logprobs, finished = self._apply_chunks(flight, result)
+        self._requeue_drained()
+        return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished)
+
+    def _end_rows(self, requests: list[Request], tokens: list[int], rows: list[int]) -> dict[int, Finish]:
+        ends: dict[int, Finish] = {}
+        for row in rows:
+            request, token = requests[row], tokens[row]
+            finish = None
+            if token == NAN_TOKEN:
+                request.output.pop()
+                finish = Finish(FinishReason.ERROR, message="The model produced values that are not finite.")
+            elif token in request.params.stop_ids and len(request.output) > request.params.min_tokens:
+                finish = Finish(FinishReason.STOP, token)
+            elif len(request.output) >= request.params.max_tokens:
+                finish = Finish(FinishReason.LENGTH)
+            if finish is not None:
+                ends[row] = finish
+                self.finish(request, finish)
+        return ends
+
+    def _apply_chunks(
+        self, flight: Flight, result: StepResult
+    ) -> tuple[list[tuple[Request, PromptLogprobs]], list[Request]]:
+        owed = {p.slot: p for p in result.prompt_logprobs}
+        logprobs: list[tuple[Request, PromptLogprobs]] = []
+        finished: list[Request] = []
+        for request, slot, epoch, ends in flight.chunks:
+            if self._table.epoch[slot] != epoch:
+                continue
+            self._table.in_flight[slot] -= 1
+            if slot in owed:
+                logprobs.append((request, owed[slot]))
+            if ends:
+                self.finish(request, Finish(FinishReason.LENGTH))
+                finished.append(request)
+        return logprobs, finished
+
+    # -- leaving -----------------------------------------------------------------------------------
+
+    def _leave_rows(self, request: Request) -> None:
+        if request.state is State.PREFILL:
+            self._prefills.remove(request)
+        else:
+            self._decodes.remove(request)
+        self._prefills.release(request)
+
+    def _give_slot(self, request: Request) -> None:
+        for token in request.params.stop_ids:
+            self._stop_counts[token] -= 1
+        self._table.give(request)
+
+    def _release_pages(self, request: Request) -> None:
+        """Leave what is known and planned in the tree. Steps in flight may still write into these
+        pages; every plan that can read or reuse them comes after in stream order."""
+        assert request.hold is not None
+        written = int(self._table.length[request.slot])
+        self.cache.release(request.hold, request.root, request.tokens()[:written], request.priority)
+        request.hold = None
+
+    def _requeue_drained(self) -> None:
+        if not self._draining:
+            return
+        for request in list(self._draining):
+            if self._table.in_flight[request.slot] == 0:
+                self._draining.remove(request)
+                self._give_slot(request)
+                request.move(State.WAITING)
+                self._waiting.put_back(request)
+
+    def _expire(self, now: float) -> None:
+        limits = self._config
+        if limits.waiting_timeout:
+            late = [r for r in self._waiting if now - r.arrival > limits.waiting_timeout]
+            for request in late:
+                self.abort(request, Finish(FinishReason.ABORT, message="The request waited too long."))
+        if limits.running_timeout:
+            running = [r for r in self._table.requests if r is not None]
+            for request in running:
+                if now - request.started_at > limits.running_timeout:
+                    self.abort(request, Finish(FinishReason.ABORT, message="The request ran too long."))
+
+    def _preempt(self) -> None:
+        """A waiting request far above the lowest running one, and without room, takes its place."""
+        head = max(self._waiting, key=lambda r: (r.priority, -r.arrival), default=None)
+        running = [r for r in self._table.requests if r is not None and r.state is not State.RETRACTED]
+        if head is None or not running or self._draining or self._prefills.has_room(head):
+            return
+        lowest = min(running, key=lambda r: (r.priority, -r.arrival))
+        if head.priority - lowest.priority >= self._config.preemption_gap:
+            self.retract(lowest)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot."""
+        return self._capabilities.max_rows - self._table.free
+
+    @property
+    def in_flight(self) -> int:
+        """Steps submitted and not applied."""
+        return len(self._ledger)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or len(self._waiting) or self.in_flight)
+
+    def statistics(self) -> SchedulerStatistics:
+        return SchedulerStatistics(
+            waiting=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+            running=self.running,
+            in_flight=self.in_flight,
+            steps=self.counters.steps,
+            prompt_tokens=self.counters.prompt_tokens,
+            cached_tokens=self.counters.cached_tokens,
+            output_tokens=self.counters.output_tokens,
+            retractions=self.counters.retractions,
+            finished=dict(self.counters.finished),
+            cache=self.cache.statistics(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise unless pages, slots, rows and holds agree. Slow: for tests and idle moments."""
+        holders = [r for r in self._table.requests if r is not None]
+        self.cache.check_integrity([r.hold for r in holders if r.hold is not None])
+        self._decodes.check()
+        for request in holders:
+            if (request.hold is None) != (request.state is State.RETRACTED):
+                raise RuntimeError(f"request {request.id} in {request.state} and its pages disagree")
+        if self.idle and self._stop_counts.any():
+            raise RuntimeError("stop ids are counted for requests that are gone")

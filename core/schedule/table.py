@@ -1,0 +1,65 @@
+"""The host's side of the slots: one row of plain arrays per running request.
+
+Everything a steady decode step needs to know is here as numpy columns, so that planning 512 rows
+is a handful of vector operations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from core.request import Request
+from core.types import Ints
+
+
+class SlotTable:
+    """Slots 1 ... max_rows; slot 0 is the dump and never given out.
+
+    Owner: event loop. `length` counts tokens whose KV submitted steps write, `limit` the tokens
+    that ever need KV, `made` confirmed output tokens, `in_flight` answers that submitted steps
+    still owe it. `epoch` changes whenever a slot is freed, so that a late result cannot be taken for
+    the slot's next owner.
+    """
+
+    __slots__ = ("_free", "epoch", "in_flight", "length", "limit", "made", "most", "requests")
+
+    def __init__(self, max_rows: int) -> None:
+        rows = max_rows + 1
+        self._free = list(range(max_rows, 0, -1))  # pop() gives low slots first
+        self.requests: list[Request | None] = [None] * rows
+        self.length = np.zeros(rows, np.int32)
+        self.limit = np.zeros(rows, np.int32)
+        self.made = np.zeros(rows, np.int32)
+        self.most = np.zeros(rows, np.int32)
+        self.in_flight = np.zeros(rows, np.int32)
+        self.epoch = np.zeros(rows, np.int64)
+
+    @property
+    def free(self) -> int:
+        """Slots that could be taken now."""
+        return len(self._free)
+
+    def take(self, request: Request, cached: int) -> int:
+        """Give `request` a slot whose length starts at `cached`. The caller knows one is free."""
+        slot = self._free.pop()
+        request.slot = slot
+        self.requests[slot] = request
+        self.length[slot] = cached
+        self.limit[slot] = request.limit
+        self.made[slot] = len(request.output)
+        self.most[slot] = request.params.max_tokens
+        self.in_flight[slot] = 0
+        return slot
+
+    def give(self, request: Request) -> None:
+        """Take the slot back; results still in flight for it will find another epoch."""
+        slot = request.slot
+        self.requests[slot] = None
+        self.epoch[slot] += 1
+        self.in_flight[slot] = 0
+        self._free.append(slot)
+        request.slot = 0
+
+    def growth(self, slots: Ints, clip: int) -> int:
+        """Tokens that `slots` may still add to the pool, each counted up to `clip`."""
+        return int(np.minimum(self.limit[slots] - self.length[slots], clip).sum())

@@ -1,0 +1,6 @@
+"""Attention over pages: one protocol, one file per backend."""
+
+from gpu.attention.base import AttentionBackend
+from gpu.attention.torch_cpu import TorchAttention
+
+__all__ = ["AttentionBackend", "TorchAttention"]

@@ -1,0 +1,1 @@
+"""Paged storage of keys and values."""

@@ -1,0 +1,60 @@
+"""Paged K/V tensors. Knows pages and offsets, neither slots nor requests."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+class KvPool:
+    """Keys and values of every page of every layer, in one allocation.
+
+        data  [layers, num_pages, page_size, 2, kv_heads, head_dim]
+
+    K and V of a token lie side by side, so that a step stores both with one indexed copy per layer
+    and gathers both with one. `k(layer)` and `v(layer)` are the strided views
+    [num_pages, page_size, kv_heads, head_dim]. Page 0 is the dump.
+
+    The memory is zeroed: the allocator hands out untouched zero pages, so this costs nothing before
+    use, and no page ever holds a NaN that nobody computed.
+
+    Owner: launch thread.
+    """
+
+    __slots__ = ("data", "num_pages", "page_size")
+
+    def __init__(
+        self,
+        layers: int,
+        num_pages: int,
+        page_size: int,
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`heads` is (kv_heads, head_dim)."""
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.data = torch.zeros(layers, num_pages, page_size, 2, *heads, dtype=dtype, device=device)
+
+    def k(self, layer: int) -> torch.Tensor:
+        """[num_pages, page_size, kv_heads, head_dim], a view."""
+        return self.data[layer, :, :, 0]
+
+    def v(self, layer: int) -> torch.Tensor:
+        """[num_pages, page_size, kv_heads, head_dim], a view."""
+        return self.data[layer, :, :, 1]
+
+    def tokens(self) -> list[torch.Tensor]:
+        """Per layer [num_pages * page_size, 2 * kv_heads * head_dim]: a token's K, then its V."""
+        return list(self.data.flatten(1, 2).flatten(2).unbind(0))
+
+    def pages(self) -> list[torch.Tensor]:
+        """Per layer [num_pages, page_size * 2 * kv_heads * head_dim]: one row per page."""
+        return list(self.data.flatten(2).unbind(0))
+
+    @staticmethod
+    def page_bytes(layers: int, page_size: int, heads: tuple[int, int], dtype: torch.dtype) -> int:
+        """Bytes of one page across all layers."""
+        return layers * page_size * 2 * math.prod(heads) * dtype.itemsize

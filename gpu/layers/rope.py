@@ -1,0 +1,95 @@
+"""Rotary embedding: frequencies of every scaling, as one table of cos and sin per position.
+
+A table makes the rotation a function of position alone, which cached prefixes rely on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from core.models import RopeSpec
+
+
+def frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
+    """Radians per position, float32 [dim / 2], of all kinds but dynamic, which grows with position.
+
+    linear: kaiokendev's interpolation; llama3: Meta's wavelength bands; yarn: arXiv 2309.00071.
+    """
+    base = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if rope.kind == "linear":
+        return base / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, base)
+    if rope.kind == "yarn":
+        return _yarn(rope, base, dim)
+    return base
+
+
+def _llama3(rope: RopeSpec, base: torch.Tensor) -> torch.Tensor:
+    # How many times a dimension turns within the original context decides: at most low_freq, it is
+    # stretched; at least high_freq, it is kept; between, the two are mixed.
+    turns = rope.original_max * base / (2 * math.pi)
+    keep = ((turns - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
+    return base * keep + base / rope.factor * (1 - keep)
+
+
+def _yarn(rope: RopeSpec, base: torch.Tensor, dim: int) -> torch.Tensor:
+    def dimension(turns: float) -> float:
+        return dim * math.log(rope.original_max / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001
+    stretch = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return base / rope.factor * stretch + base * (1 - stretch)
+
+
+def _dynamic(rope: RopeSpec, dim: int, positions: int) -> torch.Tensor:
+    """Angles [positions, dim / 2]: NTK base that grows with the length a token is seen at.
+
+    transformers takes the length of the longest row of the batch; a row generated past the original
+    context then meets the base of its own position, which is what stands here.
+    """
+    length = torch.arange(1, positions + 1, dtype=torch.float32).clamp(min=rope.original_max)
+    growth = rope.factor * length / rope.original_max - (rope.factor - 1)
+    theta = rope.theta * growth ** (dim / (dim - 2))
+    steps = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return torch.arange(positions, dtype=torch.float32)[:, None] / theta[:, None] ** steps
+
+
+class RopeTable:
+    """cos and sin of every position, each [positions, rotary_dim].
+
+    `sin` is negative in its first half, so that rotating is x · cos + roll(x, half) · sin: three
+    kernels for all query and key heads of a layer.
+    """
+
+    __slots__ = ("_cos", "_sin")
+
+    def __init__(
+        self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        dim = int(head_dim * rope.partial)
+        if rope.kind == "dynamic":
+            angles = _dynamic(rope, dim, positions)
+        else:
+            angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(rope, dim)
+        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+        self._cos = torch.cat([cos, cos], dim=-1).to(device, dtype)
+        self._sin = torch.cat([-sin, sin], dim=-1).to(device, dtype)
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [n, 1, rotary_dim] of `positions` [n]."""
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate the first rotary_dim of every head of `x` [n, heads, head_dim], in place."""
+    dim = cos.shape[-1]
+    part = x if dim == x.shape[-1] else x[..., :dim]
+    turned = torch.roll(part, dim // 2, -1)
+    part.mul_(cos).addcmul_(turned, sin)

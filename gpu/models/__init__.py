@@ -1,0 +1,1 @@
+"""Models as executed: one decoder, one small file per family."""

@@ -1,0 +1,100 @@
+"""The decoder that all families share: embedding, layers, norm, head.
+
+Which facts differ between families stands in `ModelSpec`; a family's class overrides what is not a
+number or a switch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from core.models import ModelSpec
+from gpu.context import ForwardContext
+from gpu.layers import Attention, Linear, Mlp, RmsNorm, RopeTable, SparseMlp
+from gpu.layers.linear import Places
+
+
+class Layer:
+    """Attention and MLP, each behind a norm.
+
+    The residual travels beside the activations, and each norm first adds what the part before it
+    made: add and norm are one kernel where a device has one.
+    """
+
+    __slots__ = ("_after", "_attention", "_before", "_mlp")
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        mlp: Mlp | SparseMlp,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._before = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
+        self._attention = Attention(spec, layer, dtype, device)
+        self._after = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
+        self._mlp = mlp
+
+    def __call__(self, ctx: ForwardContext, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """What is still to be added to `residual` [n, hidden], which is updated in place; `x` is the
+        same of the layer before, None in the first layer."""
+        x = self._before(residual) if x is None else self._before.add(x, residual)
+        x = self._attention(ctx, x)
+        return self._mlp(self._after.add(x, residual))
+
+    def places(self, prefix: str) -> Places:
+        return (
+            self._before.places(f"{prefix}input_layernorm")
+            | self._attention.places(f"{prefix}self_attn.")
+            | self._after.places(f"{prefix}post_attention_layernorm")
+            | self._mlp.places(f"{prefix}mlp.")
+        )
+
+
+class Decoder:
+    """`CausalModel` of the Llama lineage. Weights are uninitialised until filled.
+
+    Owner: launch thread, once built.
+    """
+
+    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "spec")
+
+    def __init__(self, spec: ModelSpec, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`positions` is the longest context that will be asked for."""
+        self.spec = spec
+        self._embedding = torch.empty(spec.vocab_size, spec.hidden, dtype=dtype, device=device)
+        self._layers = [
+            Layer(spec, layer, self.make_mlp(layer, dtype, device), dtype, device)
+            for layer in range(spec.layers)
+        ]
+        self._norm = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
+        self._head = None if spec.tied else Linear(spec.hidden, {"lm_head": spec.vocab_size}, dtype, device)
+        self._rope = RopeTable(spec.rope, spec.head_dim, positions, dtype, device)
+
+    def make_mlp(self, layer: int, dtype: torch.dtype, device: torch.device) -> Mlp | SparseMlp:
+        """The MLP of one layer."""
+        return Mlp(self.spec, dtype, device)
+
+    def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel.forward`."""
+        ctx.rope = self._rope.rows(ctx.positions)
+        residual = self._embedding[ids]
+        x: torch.Tensor | None = None
+        for layer in self._layers:
+            x = layer(ctx, x, residual)
+        assert x is not None
+        return self._norm.add(x, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel.logits`."""
+        weight = self._embedding if self._head is None else self._head.weight
+        return F.linear(hidden, weight).float()
+
+    def places(self) -> Places:
+        """See `CausalModel.places`. A tied head has no name of its own."""
+        found = {"model.embed_tokens.weight": self._embedding} | self._norm.places("model.norm")
+        for index, layer in enumerate(self._layers):
+            found |= layer.places(f"model.layers.{index}.")
+        return found | (self._head.places("") if self._head is not None else {})

@@ -1,0 +1,1 @@
+"""What persists on the device between steps, one fixed row per slot."""

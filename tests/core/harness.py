@@ -1,0 +1,158 @@
+"""A scheduler, a fake device and a loop that a test can turn by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from core.cache.manager import CacheManager
+from core.config import CacheConfig, ScheduleConfig
+from core.executor import Capabilities
+from core.plan import PromptLogprobs, StepResult
+from core.request import Request, SamplingParams
+from core.schedule.scheduler import Confirmed, Scheduler
+from core.types import Finish, RootKey
+from tests.fakes.executor import FakeExecutor, oracle
+
+VOCAB = 97
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Harness:
+    """apply, plan, submit, deliver, with the executor completing steps when told to."""
+
+    def __init__(
+        self,
+        *,
+        pages: int = 64,
+        page_size: int = 4,
+        rows: int = 8,
+        depth: int = 1,
+        count_rows: int = 4,
+        cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
+        **schedule: object,
+    ) -> None:
+        self.clock = Clock()
+        self.depth = depth
+        capabilities = Capabilities(
+            num_pages=pages + 1,
+            page_size=page_size,
+            max_rows=rows,
+            context_length=pages * page_size,
+            vocab_size=VOCAB,
+            max_step_tokens=2048,
+            count_rows=count_rows,
+        )
+        self.executor = FakeExecutor(capabilities)
+        manager = CacheManager(pages + 1, page_size, radix=cache.radix_cache, eviction=cache.eviction)
+        config = msgspec.convert(schedule, ScheduleConfig)
+        self.scheduler = Scheduler(capabilities, manager, config, self.clock)
+        self.delivered: dict[str, list[int]] = {}
+        self.finishes: dict[str, Finish] = {}
+        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
+        self._ids = 0
+
+    def request(
+        self,
+        prompt: Iterable[int],
+        max_tokens: int = 8,
+        *,
+        priority: int = 0,
+        root: RootKey = RootKey(),  # noqa: B008 - frozen
+        **sampling: object,
+    ) -> Request:
+        """Queue a request; other keyword arguments go to its `SamplingParams`."""
+        self._ids += 1
+        request = Request(
+            f"r{self._ids}",
+            np.asarray(list(prompt), np.int32),
+            SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+            arrival=self.clock.now,
+            priority=priority,
+            root=root,
+        )
+        self.scheduler.add([request])
+        self.delivered[request.id] = []
+        return request
+
+    def submit(self) -> int:
+        """Plan and submit as deep as allowed; returns the number of steps submitted."""
+        count = 0
+        while self.scheduler.in_flight <= self.depth:
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self.executor.submit(plan)
+            count += 1
+        self._ended(self.scheduler.take_finished())
+        return count
+
+    def turn(self) -> bool:
+        """Plan ahead, let the device finish one step, apply it. False when nothing was left to do."""
+        submitted = self.submit()
+        if self.executor.pending:
+            self.executor.complete()
+        self.apply()
+        return bool(submitted or self.executor.pending or self.scheduler.in_flight)
+
+    def apply(self) -> None:
+        """Take what the device has finished."""
+        for result in self.executor.results():
+            assert isinstance(result, StepResult)
+            self._deliver(self.scheduler.apply(result))
+        self._ended(self.scheduler.take_finished())
+
+    def run(self, turns: int = 10_000) -> None:
+        """Until everything has ended; integrity is checked after each turn."""
+        for _ in range(turns):
+            more = self.turn()
+            self.scheduler.check_integrity()
+            if not more and self.scheduler.idle:
+                return
+        raise AssertionError(f"still busy after {turns} turns: {self.scheduler.statistics()}")
+
+    def check(self, request: Request) -> None:
+        """The request produced what its prompt demands, and all of it was delivered."""
+        params = request.params
+        expected = oracle(request.prompt.tolist(), params.max_tokens, VOCAB, params.stop_ids)
+        assert self.delivered[request.id] == expected, request.id
+
+    def _deliver(self, confirmed: Confirmed) -> None:
+        for row, (request, token) in enumerate(zip(confirmed.requests, confirmed.tokens, strict=True)):
+            assert request.id not in self.finishes, "a token after the end"
+            if token >= 0:
+                self.delivered[request.id].append(token)
+            if row in confirmed.ends:
+                self.finishes[request.id] = confirmed.ends[row]
+        for request, logprobs in confirmed.prompt_logprobs:
+            self.prompt_logprobs.setdefault(request.id, []).append(logprobs)
+        self._ended(confirmed.finished)
+
+    def _ended(self, requests: list[Request]) -> None:
+        for request in requests:
+            assert request.id not in self.finishes
+            assert request.finish is not None
+            self.finishes[request.id] = request.finish
+
+
+def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]]:
+    """Prompts that share prefixes often."""
+    stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, longest))] for _ in range(4)]
+    result = []
+    for _ in range(count):
+        stem = rng.choice(stems)
+        cut = rng.randrange(len(stem) + 1)
+        result.append(stem[:cut] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))])
+    return result

@@ -1,0 +1,331 @@
+"""What the scheduler promises to one request, whatever the others do."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.config import CacheConfig
+from core.errors import ContextExceeded, Overloaded, RequestError
+from core.request import State
+from core.types import FinishReason, RootKey
+from tests.core.harness import Harness
+from tests.fakes.executor import oracle
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_text_is_the_oracles_at_every_depth(depth: int) -> None:
+    h = Harness(depth=depth)
+    requests = [h.request(range(3 * i + 1), max_tokens=10) for i in range(6)]
+    h.run()
+    for request in requests:
+        h.check(request)
+        assert h.finishes[request.id].reason is FinishReason.LENGTH
+
+
+def test_decode_rows_go_before_chunks_in_one_mixed_step() -> None:
+    h = Harness(depth=0, step_tokens=16)
+    h.request([1, 2, 3], max_tokens=20)
+    h.turn()
+    h.request(range(40), max_tokens=2)
+    h.turn()
+    plan = h.executor.plans[-1]
+    assert len(plan.decode_slots) == 1
+    assert [len(c.tokens) for c in plan.chunks] == [12]  # 15 left of the budget: three whole pages
+    assert plan.num_tokens <= 16
+    h.run()
+
+
+def test_prefill_first_gives_prompts_steps_of_their_own() -> None:
+    h = Harness(depth=0, prefill_first=True)
+    h.request([1, 2, 3], max_tokens=20)
+    h.turn()
+    h.request([4, 5, 6], max_tokens=20)
+    h.turn()
+    plan = h.executor.plans[-1]
+    assert len(plan.chunks) == 1
+    assert len(plan.decode_slots) == 0
+    h.run()
+
+
+def test_long_prompts_are_cut_at_pages_and_sample_only_at_the_end() -> None:
+    h = Harness(depth=1, step_tokens=16)
+    request = h.request(range(50), max_tokens=3)
+    h.run()
+    chunks = [c for plan in h.executor.plans for c in plan.chunks]
+    assert [len(c.tokens) for c in chunks] == [16, 16, 16, 2]
+    assert [c.samples for c in chunks] == [False, False, False, True]
+    assert [c.target for c in chunks] == [16, 32, 48, -1]
+    h.check(request)
+
+
+def test_equal_prompts_in_one_step_are_computed_once() -> None:
+    h = Harness()
+    first, second = h.request(range(33)), h.request(range(33))
+    h.submit()
+    assert [len(c.tokens) for c in h.executor.plans[0].chunks] == [33, 1]
+    assert (first.cached, second.cached) == (0, 32)
+    h.run()
+    h.check(first)
+    h.check(second)
+
+
+def test_a_finished_answer_is_cached_for_the_next_turn_of_the_talk() -> None:
+    h = Harness(page_size=4)
+    first = h.request(range(16), max_tokens=9)
+    h.run()
+    follow = h.request([*range(16), *h.delivered[first.id], 5], max_tokens=4)
+    h.run()
+    assert follow.cached == 24  # 16 of the prompt and 8 of the 9 answers: the last has no KV
+    h.check(follow)
+
+
+def test_salt_and_adapter_keep_equal_prompts_apart() -> None:
+    h = Harness()
+    h.request(range(32))
+    h.run()
+    others = [h.request(range(32), root=RootKey(salt="b")), h.request(range(32), root=RootKey(adapter="x"))]
+    h.run()
+    assert [r.cached for r in others] == [0, 0]
+
+
+def test_without_the_radix_cache_nothing_is_reused() -> None:
+    h = Harness(cache=CacheConfig(radix_cache=False))
+    requests = [h.request(range(32)) for _ in range(2)]
+    h.run()
+    assert [r.cached for r in requests] == [0, 0]
+    for request in requests:
+        h.check(request)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_stop_id_ends_the_request_and_drops_what_was_in_flight(depth: int) -> None:
+    h = Harness(depth=depth)
+    expected = oracle(range(5), 20, 97)
+    request = h.request(range(5), max_tokens=20, stop_ids=frozenset({expected[6]}))
+    h.run()
+    h.check(request)
+    assert h.finishes[request.id].matched == expected[6]
+    assert len(h.delivered[request.id]) == expected.index(expected[6]) + 1
+
+
+def test_a_row_without_finite_logits_ends_alone() -> None:
+    h = Harness(depth=1)
+    bad, good = h.request(range(5)), h.request(range(6, 12))
+    h.submit()
+    h.executor.nan_slots = {bad.slot}
+    h.run()
+    assert h.finishes[bad.id].reason is FinishReason.ERROR
+    h.check(good)
+
+
+def test_max_tokens_zero_runs_the_prompt_and_yields_nothing() -> None:
+    h = Harness(step_tokens=16)
+    request = h.request(range(40), max_tokens=0)
+    h.run()
+    assert h.delivered[request.id] == []
+    assert h.finishes[request.id].reason is FinishReason.LENGTH
+    follow = h.request(range(40), max_tokens=1)
+    h.run()
+    assert follow.cached == 36
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 16, 17, 39])
+@pytest.mark.parametrize("step_tokens", [16, 64])
+def test_prompt_logprobs_cover_each_position_once(start: int, step_tokens: int) -> None:
+    h = Harness(step_tokens=step_tokens)
+    h.request(range(40))
+    h.run()  # the prompt is cached now; positions that are asked for must be computed again
+    request = h.request(range(40), max_tokens=2, prompt_logprobs=0, prompt_logprobs_start=start)
+    h.run()
+    seen = [
+        (p.start + i, value)
+        for p in h.prompt_logprobs[request.id]
+        for i, value in enumerate(p.values.tolist())
+    ]
+    assert seen == [(position, float(position)) for position in range(max(start, 1), 40)]
+
+
+def test_pages_run_out_and_every_request_still_finishes_unchanged() -> None:
+    h = Harness(pages=20, page_size=4, rows=8, depth=1, conservativeness=0.01)
+    requests = [h.request(range(i, i + 8), max_tokens=40) for i in range(8)]
+    h.run()
+    assert h.scheduler.statistics().retractions > 0
+    for request in requests:
+        h.check(request)
+
+
+def test_a_retracted_request_receives_its_in_flight_tokens_first() -> None:
+    h = Harness(depth=1)
+    request = h.request(range(8), max_tokens=12)
+    h.turn()
+    h.turn()
+    made = len(request.output)
+    assert h.scheduler.in_flight == 1
+    h.scheduler.retract(request)
+    assert request.state is State.RETRACTED
+    h.executor.complete()
+    h.apply()
+    assert len(request.output) == made + 1
+    assert request.state is State.WAITING
+    h.run()
+    h.check(request)
+
+
+def test_an_in_flight_token_may_finish_a_retracted_request() -> None:
+    h = Harness(depth=1)
+    last = oracle(range(8), 3, 97)[-1]
+    request = h.request(range(8), max_tokens=12, stop_ids=frozenset({last}))
+    while len(request.output) < 2:
+        h.turn()
+    h.submit()
+    h.scheduler.retract(request)
+    h.run()
+    h.check(request)
+    assert h.finishes[request.id].reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_abort_in_every_state_frees_everything(turns: int, depth: int) -> None:
+    h = Harness(depth=depth, step_tokens=16)
+    doomed = h.request(range(40), max_tokens=30)
+    other = h.request(range(20, 30), max_tokens=30)
+    for _ in range(turns):
+        h.turn()
+    h.submit()
+    h.scheduler.abort(doomed)
+    h.scheduler.check_integrity()
+    h.run()
+    assert h.finishes[doomed.id].reason is FinishReason.ABORT
+    h.check(other)
+    assert h.scheduler.running == 0
+    assert h.scheduler.cache.available() == 64
+
+
+def test_an_aborted_slot_is_taken_by_the_next_request_while_its_step_still_runs() -> None:
+    h = Harness(rows=1, depth=1)
+    doomed = h.request(range(9), max_tokens=30)
+    h.turn()
+    h.submit()
+    slot = doomed.slot
+    h.scheduler.abort(doomed)
+    heir = h.request(range(50, 60), max_tokens=10)
+    h.executor.complete()
+    h.apply()
+    h.submit()
+    assert heir.slot == slot
+    h.run()
+    h.check(heir)
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens() -> None:
+    h = Harness(max_queued=2, max_queued_tokens=50)
+    h.request(range(10))
+    h.request(range(10))
+    with pytest.raises(Overloaded):
+        h.request(range(10))
+    h = Harness(max_queued_tokens=50)
+    h.request(range(30))
+    with pytest.raises(Overloaded):
+        h.request(range(30))
+    h.run()
+
+
+def test_what_can_never_fit_is_refused_before_it_is_queued() -> None:
+    h = Harness(pages=8, page_size=4)
+    with pytest.raises(ContextExceeded) as error:
+        h.request(range(30), max_tokens=10)
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(RequestError):
+        h.request([], max_tokens=10)
+    assert h.scheduler.idle
+
+
+def test_waiting_and_running_timeouts_end_requests_with_a_message() -> None:
+    h = Harness(rows=1, waiting_timeout=5.0, running_timeout=20.0)
+    running = h.request(range(8), max_tokens=100)
+    h.turn()
+    waiting = h.request(range(8))
+    h.clock.now = 6.0
+    h.turn()
+    assert h.finishes[waiting.id].message == "The request waited too long."
+    h.clock.now = 21.0
+    h.turn()
+    assert h.finishes[running.id].message == "The request ran too long."
+    h.run()
+
+
+def test_penalised_requests_wait_for_a_row_of_counts() -> None:
+    h = Harness(count_rows=1)
+    first = h.request(range(8), max_tokens=6, presence_penalty=1.0)
+    second = h.request(range(9), max_tokens=6, presence_penalty=1.0)
+    h.submit()
+    assert (first.state, second.state) == (State.DECODE, State.WAITING)
+    h.run()
+    rows = [new.count_row for plan in h.executor.plans for new in plan.new_slots]
+    assert rows == [0, 0]
+
+
+def admitted(h: Harness) -> list[int]:
+    """First prompt tokens of the requests, in the order they were admitted."""
+    return [int(new.prompt[-1]) for plan in h.executor.plans for new in plan.new_slots]
+
+
+def test_orders_admit_as_they_say() -> None:
+    for order, expected in [("fcfs", [1, 2, 3]), ("lof", [2, 3, 1]), ("priority", [3, 1, 2])]:
+        h = Harness(rows=1, depth=0, order=order)
+        h.request([1], max_tokens=1, priority=0)
+        h.request([2], max_tokens=9, priority=0)
+        h.request([3], max_tokens=5, priority=1)
+        h.run()
+        assert admitted(h) == expected, order
+
+
+def test_lpm_prefers_what_is_cached() -> None:
+    h = Harness(rows=1, depth=0, order="lpm")
+    h.request([*range(16), 90], max_tokens=1)
+    h.run()
+    h.request([60, 61, 62, 63, 64, 1], max_tokens=1)
+    h.request([*range(8), 91, 2], max_tokens=1)
+    h.request([*range(16), 91, 3], max_tokens=1)
+    h.run()
+    assert admitted(h)[1:] == [3, 2, 1]
+
+
+def test_dfs_weight_keeps_the_heaviest_branch_together() -> None:
+    h = Harness(rows=1, depth=0, order="dfs-weight")
+    h.request([*range(8)], max_tokens=1)
+    h.request([*range(50, 58)], max_tokens=1)
+    h.run()
+    h.request([*range(8), 1], max_tokens=1)
+    h.request([*range(50, 58), 2], max_tokens=1)
+    h.request([*range(50, 58), 3], max_tokens=1)
+    h.run()
+    assert admitted(h)[2:] == [2, 3, 1]
+
+
+def test_a_far_higher_priority_takes_the_place_of_the_lowest() -> None:
+    h = Harness(rows=2, depth=1, order="priority", preemption_gap=10)
+    low = h.request(range(8), max_tokens=20, priority=0)
+    middle = h.request(range(9), max_tokens=20, priority=5)
+    h.turn()
+    high = h.request(range(10), max_tokens=4, priority=10)
+    for _ in range(3):
+        h.turn()
+    assert low.state is State.WAITING
+    assert State.WAITING not in (middle.state, high.state)
+    h.run()
+    for request in (low, middle, high):
+        h.check(request)
+    assert low.retractions == 1
+
+
+def test_a_result_out_of_order_is_refused() -> None:
+    h = Harness(depth=1)
+    h.request(range(8))
+    h.submit()
+    h.executor.complete(2)
+    first, second = h.executor.results()
+    with pytest.raises(RuntimeError, match="before"):
+        h.scheduler.apply(second)  # type: ignore[arg-type]
+    del first

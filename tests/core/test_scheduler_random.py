@@ -1,0 +1,109 @@
+"""Random traffic over every setting at once; whatever happens, each text is the oracle's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.config import CacheConfig
+from core.config.groups import Eviction, Order
+from core.request import Request
+from core.types import FinishReason, RootKey
+from tests.core.harness import VOCAB, Harness, prompts
+
+ORDERS: tuple[Order, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
+EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
+
+
+class Traffic:
+    """Sends and aborts at random between turns."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        page_size = rng.choice([1, 4, 16])
+        self.pages = rng.randrange(60, 120) // page_size + 4
+        self.harness = Harness(
+            pages=self.pages,
+            page_size=page_size,
+            rows=rng.randrange(1, 10),
+            depth=rng.randrange(3),
+            count_rows=rng.randrange(1, 4),
+            cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
+            step_tokens=rng.choice([16, 32, 64]),
+            order=rng.choice(ORDERS),
+            prefill_first=rng.random() < 0.3,
+            conservativeness=rng.choice([0.01, 0.5, 1.0]),
+            preemption_gap=rng.choice([1, 5]),
+        )
+        self.prompts = prompts(rng, 12)
+        self.sent: list[Request] = []
+
+    def send(self) -> None:
+        rng, prompt = self.rng, self.rng.choice(self.prompts)
+        room = self.harness.executor.capabilities.context_length - len(prompt)
+        options: dict[str, object] = {}
+        if rng.random() < 0.2:
+            options["stop_ids"] = frozenset(rng.sample(range(VOCAB), 10))
+        if rng.random() < 0.2:
+            options["frequency_penalty"] = 0.5
+        if rng.random() < 0.2:
+            options["prompt_logprobs"] = 0
+        self.sent.append(
+            self.harness.request(
+                prompt,
+                max_tokens=rng.randrange(0, max(min(room, 40), 1)),
+                priority=rng.randrange(8),
+                root=RootKey(salt=rng.choice(["", "", "b"])),
+                **options,
+            )
+        )
+
+    def abort(self) -> None:
+        if self.sent:
+            self.harness.scheduler.abort(self.rng.choice(self.sent))
+
+    def play(self, turns: int) -> None:
+        for _ in range(turns):
+            if self.rng.random() < 0.5:
+                self.send()
+            if self.rng.random() < 0.08:
+                self.abort()
+            self.harness.turn()
+            self.harness.scheduler.check_integrity()
+        self.harness.run()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_request_ends_and_every_text_is_the_oracles(seed: int) -> None:
+    traffic = Traffic(seed)
+    traffic.play(120)
+    h = traffic.harness
+    for request in traffic.sent:
+        if h.finishes[request.id].reason is FinishReason.ABORT:
+            continue
+        h.check(request)
+        if request.params.prompt_logprobs >= 0:
+            positions = [
+                p.start + i for p in h.prompt_logprobs.get(request.id, []) for i in range(len(p.values))
+            ]
+            wanted = list(range(1, len(request.prompt)))
+            assert [p for p in positions if p < len(request.prompt)] == wanted
+    assert h.scheduler.running == 0
+    assert h.scheduler.cache.available() == traffic.pages
+    h.scheduler.cache.flush()
+    assert h.scheduler.cache.statistics().free == traffic.pages
+
+
+def test_the_same_seed_makes_the_same_plans() -> None:
+    first, second = Traffic(7), Traffic(7)
+    first.play(60)
+    second.play(60)
+
+    def trace(traffic: Traffic) -> list[tuple[object, ...]]:
+        return [
+            (p.step, p.decode_slots.tolist(), [(c.slot, c.start, len(c.tokens)) for c in p.chunks])
+            for p in traffic.harness.executor.plans
+        ]
+
+    assert trace(first) == trace(second)

@@ -1,0 +1,147 @@
+"""An executor whose "attention" reads exactly what the page table says.
+
+The pool stores token ids where a device would store K and V. A row's next token is a hash of every
+token that it can see through its page-table row, so a wrong page, a lost write, a stale prefix or a
+page reused too early changes the text. `oracle` computes the same from the plain token list.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from core.executor import Capabilities
+from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
+from core.types import NO_TOKENS, Ints
+
+POISON = -7
+"""What a page holds before anything was written to it: reading it is an error."""
+
+
+def next_token(tokens: Iterable[int] | Ints, vocab_size: int) -> int:
+    """The model: a polynomial hash of the whole prefix."""
+    state = 17
+    for token in np.asarray(list(tokens), np.int64).tolist():
+        state = (state * 1_000_003 + token + 1) % 2_147_483_647
+    return state % vocab_size
+
+
+def oracle(
+    prompt: Iterable[int], length: int, vocab_size: int, stop: frozenset[int] = frozenset()
+) -> list[int]:
+    """The output that any schedule must produce."""
+    tokens = list(prompt)
+    output: list[int] = []
+    while len(output) < length:
+        output.append(next_token(tokens, vocab_size))
+        tokens.append(output[-1])
+        if output[-1] in stop:
+            break
+    return output
+
+
+class FakeExecutor:
+    """Runs plans when told to (`complete`), or as soon as they are submitted (`eager`).
+
+    `fail_at` makes that step fail; `nan_slots` are reported as not finite.
+    """
+
+    def __init__(self, capabilities: Capabilities, *, eager: bool = False, fail_at: int = -1) -> None:
+        self._capabilities = capabilities
+        pages = -(-capabilities.context_length // capabilities.page_size)
+        self.pool = np.full((capabilities.num_pages, capabilities.page_size), POISON, np.int64)
+        self.table = np.zeros((capabilities.max_rows + 1, pages), np.int32)
+        self.length = np.zeros(capabilities.max_rows + 1, np.int64)
+        self.cell = np.zeros(capabilities.max_rows + 1, np.int64)
+        self.pending: deque[StepPlan] = deque()
+        self.done: list[StepResult | StepFailure] = []
+        self.plans: list[StepPlan] = []
+        self.eager = eager
+        self.fail_at = fail_at
+        self.nan_slots: set[int] = set()
+        self.logprob_slots: dict[int, int] = {}
+        self.closed = False
+        self._wake: Callable[[], None] = lambda: None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.pending.append(plan)
+        if self.eager:
+            self.complete()
+
+    def complete(self, count: int = 1) -> None:
+        """Run the oldest `count` submitted steps."""
+        for _ in range(count):
+            plan = self.pending.popleft()
+            if plan.step == self.fail_at:
+                self.done.append(StepFailure(plan.step, "injected"))
+            else:
+                self.done.append(self._run(plan))
+            self._wake()
+
+    def results(self) -> list[StepResult | StepFailure]:
+        done, self.done = self.done, []
+        return done
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        assert plan.num_tokens <= self._capabilities.max_step_tokens
+        for new in plan.new_slots:
+            self.length[new.slot] = new.cached
+            self.logprob_slots[new.slot] = new.params.logprobs
+        writes = plan.page_writes
+        self.table[writes.slots, writes.indices] = writes.pages
+        slots = plan.decode_slots.tolist()
+        for slot in slots:
+            self._store(slot, int(self.length[slot]), np.asarray([self.cell[slot]]))
+        for chunk in plan.chunks:
+            assert self.length[chunk.slot] == chunk.start
+            self._store(chunk.slot, chunk.start, chunk.tokens)
+        slots += [chunk.slot for chunk in plan.chunks if chunk.samples]
+        tokens = [self._sample(slot) for slot in slots]
+        logprobs = {
+            row: RowLogprobs(
+                -0.5, np.arange(self.logprob_slots[slot], dtype=np.int32), np.zeros(0, np.float32)
+            )
+            for row, slot in enumerate(slots)
+            if self.logprob_slots.get(slot, -1) >= 0
+        }
+        prompt = tuple(_prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0)
+        return StepResult(plan.step, np.asarray(tokens, np.int32), logprobs, prompt)
+
+    def _store(self, slot: int, start: int, tokens: Ints | np.ndarray) -> None:
+        positions = np.arange(start, start + len(tokens))
+        size = self._capabilities.page_size
+        pages = self.table[slot, positions // size]
+        assert (pages > 0).all(), "a row writes to the dump page"
+        self.pool[pages, positions % size] = tokens
+        self.length[slot] = start + len(tokens)
+
+    def _sample(self, slot: int) -> int:
+        positions = np.arange(self.length[slot])
+        size = self._capabilities.page_size
+        seen = self.pool[self.table[slot, positions // size], positions % size]
+        assert (seen >= 0).all(), "a row reads what nobody wrote"
+        token = -1 if slot in self.nan_slots else next_token(seen, self._capabilities.vocab_size)
+        self.cell[slot] = max(token, 0)
+        return token
+
+
+def _prompt_logprobs(chunk: Chunk) -> PromptLogprobs:
+    """The value of a token is its id, so that a test can see which positions were reported."""
+    start = max(chunk.start + 1, chunk.logprobs_start)
+    targets = chunk.tokens.tolist()[start - chunk.start :] + ([chunk.target] if chunk.target >= 0 else [])
+    return PromptLogprobs(
+        chunk.slot, start, np.asarray(targets, np.float32), NO_TOKENS, np.zeros(0, np.float32)
+    )
