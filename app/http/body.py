@@ -70,7 +70,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def _reason(message: str) -> str:
-    return message.removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
+    return message.removeprefix("JSON is malformed: ").replace(
+        "Input data was truncated", "it ends too early"
+    )
 
 
 def _invalid(message: str) -> RequestError:

@@ -8,9 +8,10 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
+from aiohttp.typedefs import Handler, Middleware
 
 from app.errors import HttpError, fault
 from app.http.keys import REQUEST_ID
@@ -18,9 +19,6 @@ from app.http.reply import error_response
 from core.errors import LoomError
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 """The only routes that need no key: probes and scrapers cannot send one. All else is refused first
@@ -150,6 +148,8 @@ async def decorate(request: web.Request, response: web.StreamResponse) -> None:
 async def expect(request: web.Request) -> web.StreamResponse | None:
     """Expect: 100-continue asks before sending a body; nothing else may be expected."""
     if request.headers.get("Expect", "").lower() == "100-continue":
+        if request.version < HttpVersion11:
+            return None
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
         return None

@@ -10,7 +10,6 @@ from app.health import Phase
 from app.http.schema import Generation, NativeSampling
 from app.job import TextOptions
 from app.service import Loaded, Service
-from app.text.stops import check_stops
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
 from core.types import Ints, RootKey
@@ -110,17 +109,14 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> Ints:
     return array.astype(np.int32)
 
 
-def text_options(body: Generation | NativeSampling, prefix: str = "") -> TextOptions:
-    """Stops and how to print; `RequestError` for stops that cannot be matched."""
-    include = bool(body.no_stop_trim) or bool(getattr(body, "include_stop_str_in_output", False))
-    options = TextOptions(
+def text_options(body: Generation | NativeSampling) -> TextOptions:
+    """Stops and how to print. Whether the stops can be matched is the engine's to check."""
+    return TextOptions(
         stop=_listed(body.stop),
         stop_regex=_listed(body.stop_regex),
-        include_stop=include,
+        include_stop=bool(body.no_stop_trim) or bool(getattr(body, "include_stop_str_in_output", False)),
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-    check_stops(options.stop, options.stop_regex)
-    return options
 
 
 def _listed(value: str | list[str] | None) -> tuple[str, ...]:

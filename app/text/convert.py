@@ -37,7 +37,7 @@ def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
         progress(f"reading the configuration and vocabulary of {path.name} (once)")
         fields, shapes, factor = _read_gguf(path)
         config = gguf_config(fields, shapes, factor)
-        generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+        generation: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
         tokenizer, settings = _read_tokenizer(path.parent, path.name)
         if fields.get("tokenizer.ggml.pre") == "smollm":
             tokenizer = _split_digits(tokenizer)
@@ -53,7 +53,9 @@ def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
 def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
     """Directory with tokenizer.json and tokenizer_config.json for one that has only the files of a
     slow tokenizer (tokenizer.model, or vocab.json and merges.txt)."""
-    source = next((directory / n for n in ("tokenizer.model", "vocab.json") if (directory / n).is_file()), None)
+    source = next(
+        (directory / n for n in ("tokenizer.model", "vocab.json") if (directory / n).is_file()), None
+    )
     if source is None:
         raise ModelError(
             f"{directory} has no tokenizer: tokenizer.json, tokenizer.model or vocab.json is needed. "
@@ -117,7 +119,9 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], 
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
         raise ModelError(f"{path} is not a readable .gguf file: {error}.") from error
     if fields.get("split.count", 1) > 1:
-        raise ModelError(f"{path.name} is one part of a split .gguf. Join the parts with `gguf-split --merge`.")
+        raise ModelError(
+            f"{path.name} is one part of a split .gguf. Join the parts with `gguf-split --merge`."
+        )
     return fields, shapes, factor
 
 

@@ -107,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"bench.load: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130  # a second Ctrl-C, or one before the first request: there is nothing to show
     if len(results) > 1:
         print(report.table(results))
     if args.output:

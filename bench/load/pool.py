@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection, wait
@@ -48,7 +49,7 @@ class Outcome(msgspec.Struct):
 class Pool:
     """Client processes of one run. Owner: the parent's main thread."""
 
-    __slots__ = ("_cpu", "_done", "_job", "_live", "_out", "_processes", "_ready", "_records", "_started")
+    __slots__ = ("_began", "_cpu", "_done", "_job", "_live", "_out", "_processes", "_ready", "_records")
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -59,24 +60,14 @@ class Pool:
         self._out: dict[int, int] = {}
         self._records: list[Record] = []
         self._cpu = 0.0
-        self._started = False
+        self._began = 0.0
 
     def run(self) -> Outcome:
         """Run the job to its end, or to the first Ctrl-C: then with what there is."""
         work = self._job.work
-        # A spawned process inherits no loop, lock or thread of ours; fork would.
-        context = multiprocessing.get_context("spawn")
         total = len(Source(work, self._job.model))
         count = max(1, min(self._job.processes, work.concurrency if _closed(work) else total))
-        counter = context.Value("q", 0)
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            share = Share(self._job.target, work, self._job.model, number, count, self._job.warmup)
-            process = context.Process(target=worker.main, args=(share, counter, theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that its death reads as end of file
-            self._processes.append(process)
-            self._live[ours] = number
+        self._start(count)
         interrupted = False
         try:
             with tqdm(
@@ -92,6 +83,26 @@ class Pool:
             lost = self._finish()
         return Outcome(self._records, self._cpu, count, interrupted, lost)
 
+    def _start(self, count: int) -> None:
+        # A spawned process inherits no loop, lock or thread of ours; fork would. It does inherit an
+        # ignored signal, so that Ctrl-C from a terminal, which goes to all, stays our business alone.
+        context = multiprocessing.get_context("spawn")
+        counter = context.Value("q", 0)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for number in range(count):
+                ours, theirs = context.Pipe()
+                share = Share(
+                    self._job.target, self._job.work, self._job.model, number, count, self._job.warmup
+                )
+                process = context.Process(target=worker.main, args=(share, counter, theirs), daemon=True)
+                process.start()
+                theirs.close()  # so that its death reads as end of file
+                self._processes.append(process)
+                self._live[ours] = number
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def _watch(self, bar: tqdm[Any]) -> None:
         while self._live:
             for pipe in wait(list(self._live)):
@@ -100,13 +111,16 @@ class Pool:
                     self._hear(pipe, pipe.recv())
                 except (EOFError, ConnectionResetError):
                     self._live.pop(pipe)
-            if not self._started and self._live and self._ready >= set(self._live.values()):
-                self._started = True
-                self._tell(time.perf_counter() + _GRACE)
-            bar.update(sum(self._done.values()) - bar.n)
-            elapsed = bar.format_dict["elapsed"]
-            if elapsed:
-                bar.set_postfix_str(f"{sum(self._out.values()) / elapsed:,.0f} tok/s", refresh=False)
+            if not self._began and self._live and self._ready >= set(self._live.values()):
+                self._began = time.perf_counter() + _GRACE
+                self._tell(self._began)
+            self._show(bar)
+
+    def _show(self, bar: tqdm[Any]) -> None:
+        if out := sum(self._out.values()):
+            rate = out / (time.perf_counter() - self._began)
+            bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
+        bar.update(sum(self._done.values()) - bar.n)
 
     def _hear(self, pipe: Connection[Any, Any], message: Ready | Tick | End) -> None:
         number = self._live[pipe]

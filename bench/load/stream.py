@@ -118,7 +118,7 @@ class Stream:
 
     def close(self, now: float, whole: bool) -> None:
         """The body is over: `whole` as announced, or cut off. Decides whether the request counts."""
-        if self._rest.strip():
+        if whole and self._rest.strip():
             self._read(self._rest, now)
         record = self.record
         if not record.usage:

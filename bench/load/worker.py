@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import resource
-import signal
 import time
 from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
@@ -55,8 +54,10 @@ class End(msgspec.Struct, frozen=True):
 
 
 def main(share: Share, counter: Synchronized[int], pipe: Connection[Any, Any]) -> None:
-    """Body of a client process. Ctrl-C is the parent's business: it says stop through the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Body of a client process. Ctrl-C is the parent's business: it says stop through the pipe.
+
+    The signal is ignored here since before this process was started.
+    """
     raise_file_limit()
 
     def take() -> int:
@@ -127,6 +128,10 @@ async def _unless_stopped(work: Coroutine[None, None, None], orders: asyncio.Que
 
 
 async def _tick(records: list[Record], pipe: Connection[Any, Any]) -> None:
+    done, out = 0, 0
     while True:
         await asyncio.sleep(TICK)
-        pipe.send(Tick(len(records), sum(record.out for record in records if record.bad is None)))
+        for record in records[done:]:  # only the new ones: a long run has very many
+            done += 1
+            out += record.out if record.bad is None else 0
+        pipe.send(Tick(done, out))

@@ -86,12 +86,13 @@ class DecodeRows:
         builder.write(self._slots[due], lengths[due] >> self._shift, pages)
 
     def _plan_short(self, builder: PlanBuilder) -> tuple[list[Request], Ints]:
-        """Pages ran out: retract rows until the rest can grow; never the last one.
+        """Pages ran out: retract rows until the rest can grow; the last one only if it stands on
+        pages that the tree has too, which coming back will spare it.
 
         A single row that still finds no page sits this step out: whoever holds the pages is about
         to end, and a request that could not fit the pool alone was never accepted.
         """
-        while len(self._requests) > 1:
+        while len(self._requests) > 1 or self._doubled():
             self._retract(self._victim())
             self._growth.retracted(
                 int(self._table.made[self._slots].sum()),
@@ -107,6 +108,9 @@ class DecodeRows:
         lengths = self._table.length[self._slots]
         ready = (lengths & self._mask) != 0
         return [r for r, ok in zip(self._requests, ready.tolist(), strict=True) if ok], self._slots[ready]
+
+    def _doubled(self) -> bool:
+        return any(r.hold is not None and r.hold.duplicates for r in self._requests)
 
     def _victim(self) -> Request:
         """Lowest priority, then the least output to compute again, then the most pages back."""

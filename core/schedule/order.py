@@ -62,7 +62,7 @@ def heaviest_subtree(prefix: Prefix, parent: Callable[[object], object | None]) 
             return waiting
         at: dict[object, list[Request]] = defaultdict(list)
         weight: dict[object, int] = defaultdict(int)
-        children: dict[object | None, set[object]] = defaultdict(set)
+        children: dict[object | None, dict[object, None]] = defaultdict(dict)
         for request in waiting:
             node, _ = prefix(request)
             at[node].append(request)
@@ -70,11 +70,11 @@ def heaviest_subtree(prefix: Prefix, parent: Callable[[object], object | None]) 
             while walk is not None:
                 weight[walk] += 1
                 above = parent(walk)
-                children[above].add(walk)
+                children[above][walk] = None
                 walk = above
         ordered: list[Request] = []
-        # Reversed pushes make the heaviest child come off the stack first; a node's own requests
-        # go after those below it, which need its pages too.
+        # The last pushed comes off first: the heaviest child, of equals the one that arrived first.
+        # A node's own requests go after those below it, which need its pages too.
         stack: list[tuple[object | None, bool]] = [(None, False)]
         while stack:
             node_or_top, done = stack.pop()
@@ -82,7 +82,7 @@ def heaviest_subtree(prefix: Prefix, parent: Callable[[object], object | None]) 
                 ordered.extend(at.get(node_or_top, ()))
                 continue
             stack.append((node_or_top, True))
-            below = sorted(children.get(node_or_top, ()), key=lambda n: weight[n])
+            below = sorted(reversed(children.get(node_or_top, {})), key=lambda n: weight[n])
             stack.extend((child, False) for child in below)
         return ordered
 

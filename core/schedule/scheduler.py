@@ -208,6 +208,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> Confirmed:
         """Take one step's answer, in the order of submission."""
         flight = self._ledger.confirm(result.step)
+        # Before the rows: a token that ends its request frees the slot the prompt's answer names.
+        prompt_logprobs, finished = self._apply_chunks(flight, result)
         table, requests, slots, tokens = self._table, flight.rows, flight.slots, result.tokens
         logprobs = result.logprobs
         alive = table.epoch[slots] == flight.epochs
@@ -226,7 +228,6 @@ class Scheduler:
         suspects = (table.made[slots] >= table.most[slots]) | (self._stop_counts[tokens] > 0) | (tokens < 0)
         ends = self._end_rows(requests, made, np.flatnonzero(suspects).tolist()) if suspects.any() else {}
         self.counters.output_tokens += len(made)
-        prompt_logprobs, finished = self._apply_chunks(flight, result)
         self._requeue_drained()
         return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished)
 

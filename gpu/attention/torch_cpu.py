@@ -88,7 +88,7 @@ class TorchAttention:
         """See `AttentionBackend.run`."""
         inputs = self._inputs
         assert inputs is not None, "prepare() comes first"
-        n, heads, dim = q.shape
+        _, heads, dim = q.shape
         kv_heads = kv.shape[2]
         self._tokens[layer].index_copy_(0, inputs.where, kv.flatten(1))
         window = self._windows[layer]
@@ -101,8 +101,7 @@ class TorchAttention:
             grouped = q[:rows].view(rows, kv_heads, group, dim)
             out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=view.mask)
             outs.append(out.reshape(rows, heads * dim))
-        for block in self._blocks[window]:
-            outs.append(self._attend_block(layer, block, q, kv))
+        outs.extend(self._attend_block(layer, block, q, kv) for block in self._blocks[window])
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_block(self, layer: int, block: _Block, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -158,8 +157,8 @@ class TorchAttention:
         blocks = []
         size = self._pool.page_size
         row = self._slots.page_table[chunk.slot]
-        for offset in range(0, chunk.count, QUERY_BLOCK):
-            count = min(QUERY_BLOCK, chunk.count - offset)
+        for offset in range(0, chunk.tokens, QUERY_BLOCK):
+            count = min(QUERY_BLOCK, chunk.tokens - offset)
             start = chunk.start + offset
             begin = max(start + 1 - window, 0) // size if window else 0
             end = start + count
@@ -167,10 +166,13 @@ class TorchAttention:
             keys = end - begin * size
             # Aligned to the first key, torch's own causal flag needs no mask at all.
             causal = start == begin * size and (not window or count <= window)
-            mask = None if causal or count == 1 and not window else self._causal(start, count, begin * size, window, keys)
+            bare = causal or (count == 1 and not window)
+            mask = None if bare else self._causal(start, count, begin * size, window, keys)
             run = _consecutive(pages)
             first = chunk.first + offset
-            blocks.append(_Block(first, first + count, pages.long() if run is None else run, keys, mask, causal))
+            blocks.append(
+                _Block(first, first + count, pages.long() if run is None else run, keys, mask, causal)
+            )
         return blocks
 
     def _causal(self, start: int, count: int, begin: int, window: int, keys: int) -> torch.Tensor:
@@ -201,9 +203,9 @@ class TorchAttention:
         rows = len(inputs.decode_slots)
         fresh = inputs.where[:rows][inputs.positions[:rows] % size == 0].tolist()
         for chunk in inputs.chunks:
-            end = chunk.start + chunk.count
+            end = chunk.start + chunk.tokens
             if end % size and end - end % size >= chunk.start:
-                fresh.append(int(inputs.where[chunk.first + chunk.count - end % size]))
+                fresh.append(int(inputs.where[chunk.first + chunk.tokens - end % size]))
         if fresh:
             pages = torch.tensor(fresh, device=inputs.where.device) // size
             self._pool.data.index_fill_(1, pages, 0)

@@ -9,6 +9,6 @@ from gpu.layers.linear import Linear
 from gpu.layers.mlp import Mlp
 from gpu.layers.moe import SparseMlp
 from gpu.layers.norm import RmsNorm
-from gpu.layers.rope import RopeTable
+from gpu.layers.rope import Rope
 
-__all__ = ["Attention", "Linear", "Mlp", "RmsNorm", "RopeTable", "SparseMlp"]
+__all__ = ["Attention", "Linear", "Mlp", "RmsNorm", "Rope", "SparseMlp"]

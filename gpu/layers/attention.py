@@ -29,10 +29,7 @@ class Attention:
         self._qkv = Linear(spec.hidden, parts, dtype, device, spec.qkv_bias)
         self._out = Linear(spec.q_size, {"o_proj": spec.hidden}, dtype, device, spec.out_bias)
         self._norms = (
-            {
-                name: RmsNorm(spec.head_dim, spec.norm_eps, dtype, device)
-                for name in ("q_norm", "k_norm")
-            }
+            {name: RmsNorm(spec.head_dim, spec.norm_eps, dtype, device) for name in ("q_norm", "k_norm")}
             if spec.qk_norm
             else {}
         )

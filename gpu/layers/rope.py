@@ -1,7 +1,5 @@
-"""Rotary embedding: frequencies of every scaling, as one table of cos and sin per position.
-
-A table makes the rotation a function of position alone, which cached prefixes rely on.
-"""
+"""Rotary embedding and its scalings. The rotation is a function of position alone: cached prefixes
+rely on that."""
 
 from __future__ import annotations
 
@@ -48,43 +46,48 @@ def _yarn(rope: RopeSpec, base: torch.Tensor, dim: int) -> torch.Tensor:
     return base / rope.factor * stretch + base * (1 - stretch)
 
 
-def _dynamic(rope: RopeSpec, dim: int, positions: int) -> torch.Tensor:
-    """Angles [positions, dim / 2]: NTK base that grows with the length a token is seen at.
+def _dynamic(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """Angles [n, dim / 2] with NTK's base, which grows with the length a token is seen at.
 
     transformers takes the length of the longest row of the batch; a row generated past the original
-    context then meets the base of its own position, which is what stands here.
+    context then meets the base of its own position, which is what stands here. A cached prefix must
+    not depend on who shares the batch.
     """
-    length = torch.arange(1, positions + 1, dtype=torch.float32).clamp(min=rope.original_max)
+    length = (positions + 1.0).clamp(min=rope.original_max)
     growth = rope.factor * length / rope.original_max - (rope.factor - 1)
     theta = rope.theta * growth ** (dim / (dim - 2))
-    steps = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    return torch.arange(positions, dtype=torch.float32)[:, None] / theta[:, None] ** steps
+    steps = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
+    return positions[:, None] / theta[:, None] ** steps
 
 
-class RopeTable:
-    """cos and sin of every position, each [positions, rotary_dim].
+class Rope:
+    """cos and sin of positions, made once a step for all layers.
 
-    `sin` is negative in its first half, so that rotating is x · cos + roll(x, half) · sin: three
-    kernels for all query and key heads of a layer.
+    No table over all positions: at a context of 131,072 it would hold 128 MiB to save eight small
+    kernels a step. `sin` is negative in its first half, so that rotating is
+    x · cos + roll(x, half) · sin: three kernels for all query and key heads of a layer.
     """
 
-    __slots__ = ("_cos", "_sin")
+    __slots__ = ("_dim", "_dtype", "_frequencies", "_rope")
 
-    def __init__(
-        self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        dim = int(head_dim * rope.partial)
-        if rope.kind == "dynamic":
-            angles = _dynamic(rope, dim, positions)
-        else:
-            angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies(rope, dim)
-        cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-        self._cos = torch.cat([cos, cos], dim=-1).to(device, dtype)
-        self._sin = torch.cat([-sin, sin], dim=-1).to(device, dtype)
+    def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rope = rope
+        self._dim = int(head_dim * rope.partial)
+        self._dtype = dtype
+        self._frequencies = frequencies(rope, self._dim).to(device)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [n, 1, rotary_dim] of `positions` [n]."""
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        """cos and sin [n, 1, rotary_dim] of `positions` [n], computed in float32."""
+        places = positions.float()
+        if self._rope.kind == "dynamic":
+            angles = _dynamic(self._rope, self._dim, places)
+        else:
+            angles = places[:, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if (scale := self._rope.attention_factor) != 1.0:
+            cos, sin = cos * scale, sin * scale
+        full_cos, full_sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return full_cos.to(self._dtype).unsqueeze(1), full_sin.to(self._dtype).unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

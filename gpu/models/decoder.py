@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
-from gpu.layers import Attention, Linear, Mlp, RmsNorm, RopeTable, SparseMlp
+from gpu.layers import Attention, Linear, Mlp, RmsNorm, Rope, SparseMlp
 from gpu.layers.linear import Places
 
 
@@ -61,8 +61,7 @@ class Decoder:
 
     __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "spec")
 
-    def __init__(self, spec: ModelSpec, positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`positions` is the longest context that will be asked for."""
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self._embedding = torch.empty(spec.vocab_size, spec.hidden, dtype=dtype, device=device)
         self._layers = [
@@ -71,7 +70,7 @@ class Decoder:
         ]
         self._norm = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
         self._head = None if spec.tied else Linear(spec.hidden, {"lm_head": spec.vocab_size}, dtype, device)
-        self._rope = RopeTable(spec.rope, spec.head_dim, positions, dtype, device)
+        self._rope = Rope(spec.rope, spec.head_dim, dtype, device)
 
     def make_mlp(self, layer: int, dtype: torch.dtype, device: torch.device) -> Mlp | SparseMlp:
         """The MLP of one layer."""

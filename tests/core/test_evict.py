@@ -12,6 +12,7 @@ from core.cache.evict import ORDERS, Order, fifo, lfu, lru, priority
 from core.cache.key import pack
 from core.cache.node import RadixNode
 from core.cache.radix import RadixTree
+from core.config.groups import Eviction
 from core.types import RootKey
 
 A = RootKey()
@@ -154,9 +155,9 @@ def next_victim(tree: RadixTree, order: Order) -> RadixNode:
     return min(leaves, key=order)
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "fifo", "priority"])
-def test_every_victim_is_the_one_a_full_search_finds(name: str) -> None:
-    order = ORDERS[name]  # type: ignore[index]
+@pytest.mark.parametrize("name", list(ORDERS))
+def test_every_victim_is_the_one_a_full_search_finds(name: Eviction) -> None:
+    order = ORDERS[name]
     tree = RadixTree(2, order)
     rng = random.Random(name)
     fresh = iter(range(1, 10**6))

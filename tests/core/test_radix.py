@@ -175,6 +175,9 @@ class TestSplit:
         node = add(tree, [1, 2, 3, 4], [11, 12])
         tree.credit(node)
         tree.promote(node, 7)
+        tree.match(A, key(1, 2, 3, 4))
+        used = node.last_access
+        assert node.split(1).last_access == used > node.created
         prefix = tree.match(A, key(1, 2))
         assert (prefix.hits, prefix.priority, prefix.created) == (1, 7, node.created)
         assert prefix.last_access > node.last_access, "only what matched was used"

@@ -300,8 +300,9 @@ def test_dfs_weight_keeps_the_heaviest_branch_together() -> None:
     h.request([*range(8), 1], max_tokens=1)
     h.request([*range(50, 58), 2], max_tokens=1)
     h.request([*range(50, 58), 3], max_tokens=1)
+    h.request([*range(50, 58), 4], max_tokens=1)
     h.run()
-    assert admitted(h)[2:] == [2, 3, 1]
+    assert admitted(h)[2:] == [2, 3, 1, 4]  # at the end both weigh one, and 1 came first
 
 
 def test_a_far_higher_priority_takes_the_place_of_the_lowest() -> None:

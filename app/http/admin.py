@@ -1,0 +1,170 @@
+"""Everything that is not generation: health, models, statistics, cache, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import secrets
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from app.errors import fault
+from app.health import Phase
+from app.http.body import decode, read_body
+from app.http.delivery import Collector, running
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.http.sampling import MAX_CHOICES, check_model, ready
+from app.http.schema import ABORT
+from app.job import Job
+from app.metrics import CONTENT_TYPE, exposition
+from app.service import Loaded
+from core.errors import NotFound, RequestError, Unavailable
+from core.request import SamplingParams
+
+HEALTH_SECONDS = 20.0
+"""How long one token may take before `/health_generate` calls the server sick. SGLang's figure."""
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return importlib.metadata.version("loom-serve")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"
+
+
+VERSION = version()
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """What the server says of itself; asks nobody, so it answers at any load."""
+    state = request.app[SERVICE].health
+    if state.phase is Phase.READY:
+        return json_response({"status": "ok"})
+    described = {
+        "status": state.phase.value,
+        "stage": state.stage,
+        "progress": round(state.progress, 3),
+        "reason": state.reason,
+    }
+    response = json_response(described, 503)
+    response.headers.update(fault(Unavailable("")).headers)
+    return response
+
+
+async def health_generate(request: web.Request) -> web.StreamResponse:
+    """Run one token through the whole engine."""
+    loaded = ready(request.app[SERVICE], None)
+    job = Job(
+        id=f"health-{secrets.token_hex(8)}",
+        prompt=np.zeros(1, np.int32),
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=1,
+        ignore_eos=True,
+    )
+    collector = Collector(1)
+    try:
+        async with asyncio.timeout(HEALTH_SECONDS):
+            async with running(loaded.engine, [job], collector.take) as runs:
+                await collector.collect(runs)
+    except TimeoutError:
+        raise Unavailable(f"One token took more than {HEALTH_SECONDS:g} s.") from None
+    return json_response({"status": "ok"})
+
+
+def _model(loaded: Loaded) -> dict[str, object]:
+    card = loaded.card
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "loom",
+        "root": card.path,
+        "parent": None,
+        "max_model_len": card.context_length,
+    }
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """The list with the one model."""
+    return json_response({"object": "list", "data": [_model(request.app[SERVICE].loaded)]})
+
+
+async def model(request: web.Request) -> web.StreamResponse:
+    """One model by name."""
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, request.match_info["id"])
+    return json_response(_model(loaded))
+
+
+async def model_info(request: web.Request) -> web.StreamResponse:
+    """SGLang's names for what the model is; its bench takes the tokenizer from here."""
+    card = request.app[SERVICE].loaded.card
+    return json_response(
+        {
+            "model_path": card.path,
+            "tokenizer_path": card.path,
+            "served_model_name": card.name,
+            "is_generation": True,
+            "architecture": card.architecture,
+            "max_context_length": card.context_length,
+            "vocab_size": card.vocab_size,
+            "dtype": card.dtype,
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.StreamResponse:
+    """Settings and statistics; `internal_states` is where SGLang's bench looks."""
+    service = request.app[SERVICE]
+    statistics = msgspec.to_builtins(service.loaded.engine.statistics())
+    card = msgspec.to_builtins(service.loaded.card)
+    return json_response(
+        {
+            **service.settings,
+            "version": VERSION,
+            "status": service.health.phase.value,
+            "started_at": service.started_at,
+            "model_card": card,
+            "internal_states": [statistics],
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """Prometheus text; also while starting, so that a scraper sees the start."""
+    text = exposition(request.app[SERVICE], VERSION)
+    # Always this content type: OpenMetrics renames what has a colon, and dashboards break.
+    return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def show_version(request: web.Request) -> web.StreamResponse:
+    """The version alone."""
+    return json_response({"version": VERSION})
+
+
+async def flush_cache(request: web.Request) -> web.StreamResponse:
+    """Empty the prefix cache, if nothing runs."""
+    if not request.app[SERVICE].loaded.engine.flush():
+        raise RequestError("The cache is in use: requests are running or waiting.", code="cache_in_use")
+    return json_response({"success": True, "message": "Cache flushed."})
+
+
+async def abort_request(request: web.Request) -> web.StreamResponse:
+    """End one request by id, or all of them."""
+    body = decode(ABORT, await read_body(request))
+    engine = request.app[SERVICE].loaded.engine
+    if body.abort_all:
+        return json_response({"success": True, "aborted": engine.abort_all()})
+    if not body.rid:
+        raise RequestError("Give 'rid', or 'abort_all': true.", "rid")
+    aborted = int(engine.abort(body.rid))
+    if not aborted:
+        # The prompts of one request with several are jobs of their own.
+        aborted = sum(engine.abort(f"{body.rid}-{i}") for i in range(MAX_CHOICES))
+    if not aborted:
+        raise NotFound(f"No request with id '{body.rid[:200]}' is here.", "rid", "request_not_found")
+    return json_response({"success": True, "aborted": aborted})

@@ -1,0 +1,178 @@
+"""Chunks of the two OpenAI streams, from byte templates made once per stream.
+
+Per token only the text is encoded; everything around it is ready. Measured: 0.6 µs per chunk,
+against 4 µs for building and encoding the object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from app.job import Piece, Run
+from core.types import Finish
+
+_encode = msgspec.json.Encoder().encode
+
+DATA = b"data: "
+END = b"\n\n"
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """What all chunks and the whole answer of one request share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def open(self) -> bytes:
+        """`{"id":...,"model":"..."`, the object left open."""
+        return _encode(self)[:-1]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asked to be told."""
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+
+
+class Shape(Protocol):
+    """What tells chat and completions apart. `open_first` and `open_next` come before the text's
+    JSON string, `close` after it."""
+
+    open_first: bytes
+    open_next: bytes
+    close: bytes
+    empty: bytes
+    """The delta of a chunk without text."""
+
+    def first_text(self, index: int) -> str:
+        """Text before the first piece of a choice (an echoed prompt)."""
+        ...
+
+    def first_extra(self, index: int) -> dict[str, object]:
+        """Fields of a choice's first chunk only."""
+        ...
+
+    def logprobs(self, index: int, piece: Piece) -> object: ...
+
+
+def usage(runs: Sequence[Run], completion_tokens: int) -> dict[str, object]:
+    """The `usage` object. A prompt counts once, however many choices it has."""
+    prompt_tokens = sum(len(run.prompt) for run in runs)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(run.requests[0].cached for run in runs)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def finish_fields(finish: Finish) -> dict[str, object]:
+    """How a choice ended, the detail under both names in use (SGLang's and vLLM's)."""
+    return {
+        "finish_reason": finish.reason.value,
+        "matched_stop": finish.matched,
+        "stop_reason": finish.matched,
+    }
+
+
+class Chunks:
+    """`Frames` of an OpenAI stream. Owner: event loop."""
+
+    __slots__ = (
+        "_count",
+        "_envelope",
+        "_heads",
+        "_next",
+        "_options",
+        "_rich",
+        "_runs",
+        "_shape",
+        "_started",
+        "_tail",
+    )
+
+    def __init__(
+        self, envelope: Envelope, shape: Shape, options: Options, runs: Sequence[Run], choices: int
+    ) -> None:
+        self._shape = shape
+        self._options = options
+        self._runs = runs
+        self._count = 0
+        self._envelope = DATA + envelope.open() + b',"choices":['
+        before = [b'%b{"index":%d,' % (self._envelope, index) for index in range(choices)]
+        self._next = [head + shape.open_next for head in before]
+        self._heads = [head + shape.open_first for head in before]
+        """Of the next chunk: the first one of a chat choice carries the role."""
+        self._started = [False] * choices
+        usage_null = b',"usage":null' if options.include_usage else b""
+        self._tail = b'%b,"logprobs":null,"finish_reason":null}]%b}%b' % (shape.close, usage_null, END)
+        self._rich = options.logprobs or options.token_ids or options.continuous_usage
+
+    def delta(self, index: int, piece: Piece) -> bytes | None:
+        """See `Frames.delta`. Tokens whose text is still uncertain make no chunk, except the first:
+        it is what clients measure the time to first token by."""
+        self._count += len(piece.tokens)
+        if self._rich or not self._started[index]:
+            return self._slow_delta(index, piece)
+        if not piece.text:
+            return None
+        return b"".join((self._heads[index], _encode(piece.text), self._tail))
+
+    def _slow_delta(self, index: int, piece: Piece) -> bytes | None:
+        options, shape = self._options, self._shape
+        first = not self._started[index]
+        if not first and not piece.text and not piece.tokens:
+            return None
+        head, text, extra = self._heads[index], piece.text, {}
+        if first:
+            text = shape.first_text(index) + text
+            extra = shape.first_extra(index)
+            if not (text or piece.tokens):
+                return None  # nothing generated, as with max_tokens 0: the end says it all
+            self._started[index] = True
+            self._heads[index] = self._next[index]
+        if options.token_ids:
+            extra["token_ids"] = piece.tokens
+        logprobs = _encode(shape.logprobs(index, piece)) if options.logprobs else b"null"
+        fields = b"," + _encode(extra)[1:-1] if extra else b""
+        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b}%b' % (
+            head,
+            _encode(text),
+            shape.close,
+            logprobs,
+            fields,
+            self._usage(options.continuous_usage),
+            END,
+        )
+
+    def finish(self, index: int, finish: Finish) -> bytes:
+        """See `Frames.finish`."""
+        fields = _encode(finish_fields(finish))[1:-1]
+        return b'%b{"index":%d,%b,"logprobs":null,%b}]%b}%b' % (
+            self._envelope,
+            index,
+            self._shape.empty,
+            fields,
+            self._usage(self._options.continuous_usage),
+            END,
+        )
+
+    def tail(self) -> bytes | None:
+        """The usage chunk, only for those who asked: others index `choices[0]` of every chunk."""
+        if not self._options.include_usage:
+            return None
+        return b"%b]%b}%b" % (self._envelope, self._usage(True), END)
+
+    def _usage(self, told: bool) -> bytes:
+        if told:
+            return b',"usage":' + _encode(usage(self._runs, self._count))
+        return b',"usage":null' if self._options.include_usage else b""

@@ -1,0 +1,209 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from app.http.body import decode, read_body
+from app.http.chunks import Envelope, Options, finish_fields, usage
+from app.http.delivery import Collector, Delivery, running
+from app.http.keys import SERVICE
+from app.http.logprobs import CompletionLogprobs, Namer, output_entries, prompt_entries, vllm_prompt_logprobs
+from app.http.openai import envelope, options, prompt_logprobs_wanted, request_id, stream_chunks
+from app.http.refuse import refuse_unsupported
+from app.http.reply import json_response
+from app.http.sampling import (
+    check_ids,
+    choices,
+    priority,
+    ready,
+    root_key,
+    sampling_params,
+    text_options,
+    truncation,
+)
+from app.http.schema import COMPLETION, CompletionBody
+from app.job import Job, Piece, Run
+from app.service import Loaded
+from core.errors import RequestError
+from core.types import Ints
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, and everybody's after it."""
+
+
+class CompletionShape:
+    """Completions' part of a chunk: text, after the prompt itself when echoed."""
+
+    __slots__ = ("_body", "_echoes", "_logprobs", "_n", "_namer", "_runs", "_told")
+
+    open_first = b'"text":'
+    open_next = b'"text":'
+    close = b""
+    empty = b'"text":""'
+
+    def __init__(
+        self, body: CompletionBody, namer: Namer, runs: Sequence[Run], echoes: Sequence[str]
+    ) -> None:
+        self._body = body
+        self._namer = namer
+        self._runs = runs
+        self._echoes = echoes
+        self._n = len(runs[0].requests)
+        self._logprobs = [CompletionLogprobs(namer) for run in runs for _ in run.requests]
+        self._told = [False] * len(self._logprobs)
+
+    def first_text(self, index: int) -> str:
+        """The echoed prompt, or nothing."""
+        return self._echoes[index // self._n] if self._body.echo else ""
+
+    def first_extra(self, index: int) -> dict[str, object]:
+        """Fields about the prompt that the client asked for."""
+        run = self._runs[index // self._n]
+        extras: dict[str, object] = {}
+        if self._body.return_token_ids:
+            extras["prompt_token_ids"] = run.prompt.tolist()
+        if self._body.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = vllm_prompt_logprobs(run, self._namer)
+        return extras
+
+    def logprobs(self, index: int, piece: Piece) -> object:
+        """Of the piece's tokens, after those of the prompt when it is echoed."""
+        entries = list(output_entries(piece.tokens, piece.logprobs or ()))
+        if self._body.echo and not self._told[index]:
+            entries = prompt_entries(self._runs[index // self._n]) + entries
+        self._told[index] = True
+        return self._logprobs[index].of(entries)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Several prompts run side by side; choices are numbered prompt by prompt."""
+    body = decode(COMPLETION, await read_body(request))
+    loaded = ready(request.app[SERVICE], body.model)
+    id = request_id(body, "cmpl")
+    jobs = completion_jobs(body, id, loaded)
+    total = sum(job.n for job in jobs)
+    namer = Namer(loaded.tokenizer, body.return_tokens_as_token_ids is True)
+    told = options(body, body.logprobs is not None)
+    head = envelope(id, "text_completion", loaded.card.name)
+    if body.stream:
+        delivery = Delivery(total)
+        async with running(loaded.engine, jobs, delivery.take) as runs:
+            shape = CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
+            # Prompt log-probabilities are complete once choice 0 has begun, not before.
+            patient = jobs[0].sampling.prompt_logprobs >= 0 and jobs[0].n > 1
+            return await stream_chunks(request, delivery, (head, shape, told), runs, patient)
+    collector = Collector(total)
+    async with running(loaded.engine, jobs, collector.take) as runs:
+        pieces = await collector.collect(runs)
+        shape = CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
+        return json_response(_answer(head, pieces, runs, told, shape))
+
+
+def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
+    """One job per prompt, everything checked that can be checked without tokens."""
+    refuse_unsupported(body)
+    prompts = _prompts(body.prompt)
+    n = choices(body.n, len(prompts))
+    vocab_size = loaded.card.vocab_size
+    echoed = body.logprobs if body.echo and body.logprobs is not None else -1
+    if body.logprobs is not None and body.logprobs < 0:
+        raise RequestError("'logprobs' must not be negative.", "logprobs")
+    base = Job(
+        id=id,
+        prompt="",
+        sampling=sampling_params(
+            body,
+            vocab_size,
+            min_tokens=body.min_tokens or 0,
+            logprobs=-1 if body.logprobs is None else body.logprobs,
+            prompt_logprobs=max(prompt_logprobs_wanted(body), echoed),
+        ),
+        text=text_options(body),
+        max_tokens=_max_tokens(body),
+        seed=body.seed,
+        n=n,
+        ignore_eos=body.ignore_eos is True,
+        add_special_tokens=body.add_special_tokens is not False,
+        truncate_prompt=truncation(body, loaded.card.context_length),
+        priority=priority(body.priority),
+        root=root_key(body.cache_salt, body.extra_key),
+    )
+    jobs = []
+    for i, prompt in enumerate(prompts):
+        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+        jobs.append(
+            msgspec.structs.replace(
+                base,
+                id=id if len(prompts) == 1 else f"{id}-{i}",
+                prompt=check_prompt(prompt, vocab_size, param),
+                prompt_param=param,
+            )
+        )
+    return jobs
+
+
+def _max_tokens(body: CompletionBody) -> int:
+    value = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if value < 0 or (value == 0 and not body.echo):
+        raise RequestError(f"'max_tokens' must be at least 1 (0 with 'echo'), got {value}.", "max_tokens")
+    return value
+
+
+def _prompts(prompt: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    """The four spellings as one list of prompts."""
+    if prompt is None or prompt in ("", []):
+        raise RequestError("'prompt' must not be empty.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    kind = type(prompt[0])
+    for i, item in enumerate(prompt):
+        if type(item) is not kind:
+            raise RequestError(
+                f"'prompt[{i}]' is of another type than 'prompt[0]': texts and token ids do not mix.",
+                f"prompt[{i}]",
+            )
+    return [prompt] if kind is int else prompt  # type: ignore[list-item,return-value]
+
+
+def check_prompt(prompt: str | list[int], vocab_size: int, param: str) -> str | Ints:
+    """One prompt, as a job takes it. Raises `RequestError` when empty or outside the vocabulary."""
+    if not prompt:
+        raise RequestError(f"'{param}' must not be empty.", param)
+    return prompt if isinstance(prompt, str) else check_ids(prompt, vocab_size, param)
+
+
+def _echoes(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], loaded: Loaded) -> list[str]:
+    """The prompts as text, in the client's own words where it sent words and none were cut."""
+    if not body.echo:
+        return []
+    skip = body.skip_special_tokens is not False
+    return [
+        job.prompt
+        if isinstance(job.prompt, str) and job.truncate_prompt is None
+        else loaded.tokenizer.decode(run.prompt.tolist(), skip_special=skip)
+        for job, run in zip(jobs, runs, strict=True)
+    ]
+
+
+def _answer(
+    head: Envelope, pieces: Sequence[Piece], runs: Sequence[Run], told: Options, shape: CompletionShape
+) -> dict[str, object]:
+    listed = []
+    for index, piece in enumerate(pieces):
+        assert piece.finish is not None
+        choice: dict[str, object] = {
+            "index": index,
+            "text": shape.first_text(index) + piece.text,
+            "logprobs": shape.logprobs(index, piece) if told.logprobs else None,
+            **finish_fields(piece.finish),
+            **shape.first_extra(index),
+        }
+        if told.token_ids:
+            choice["token_ids"] = piece.tokens
+        listed.append(choice)
+    tokens = sum(len(piece.tokens) for piece in pieces)
+    return {**msgspec.structs.asdict(head), "choices": listed, "usage": usage(runs, tokens)}

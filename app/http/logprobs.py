@@ -1,0 +1,146 @@
+"""Log-probabilities in the three shapes that clients read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from app.job import Piece, Run
+from core.plan import RowLogprobs
+
+FLOOR = -9999.0
+"""JSON has no infinity: what masked tokens get, as in vLLM."""
+
+
+class Names(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_text(self, id: int) -> str: ...
+    def token_bytes(self, id: int) -> bytes: ...
+
+
+class Namer:
+    """Spells tokens: as text, or as `token_id:17` where clients must tell equal texts apart."""
+
+    __slots__ = ("_as_ids", "_names")
+
+    def __init__(self, names: Names, as_ids: bool = False) -> None:
+        self._names = names
+        self._as_ids = as_ids
+
+    def text(self, token: int) -> str:
+        """Never raises for an id inside the vocabulary."""
+        return f"token_id:{token}" if self._as_ids else self._names.token_text(token)
+
+    def bytes(self, token: int) -> list[int]:
+        """The exact bytes, which the text of half a character does not tell."""
+        return list(self._names.token_bytes(token))
+
+
+class Entry(NamedTuple):
+    """One position: its token, that token's log-probability, the best (token, value) pairs."""
+
+    token: int
+    value: float | None
+    top: list[tuple[int, float]]
+
+
+def finite(value: float) -> float:
+    """`value`, with what JSON cannot spell replaced by `FLOOR`."""
+    return value if math.isfinite(value) else FLOOR
+
+
+def output_entries(tokens: Sequence[int], rows: Sequence[RowLogprobs]) -> Iterator[Entry]:
+    """Entries of sampled tokens."""
+    for token, row in zip(tokens, rows, strict=False):
+        top = [(int(id), finite(float(v))) for id, v in zip(row.top_ids, row.top_values, strict=True)]
+        yield Entry(token, finite(row.chosen), top)
+
+
+def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
+    """Entries of the prompt from position `start`; the value of position 0 is None: nothing comes
+    before it."""
+    entries = [Entry(int(token), None, []) for token in run.prompt[start:]]
+    for chunk in run.prompt_logprobs():
+        for i in range(len(chunk.values)):
+            at = chunk.start + i - start
+            if not 0 <= at < len(entries):
+                continue
+            top = [
+                (int(id), finite(float(v)))
+                for id, v in zip(chunk.top_ids[i], chunk.top_values[i], strict=True)
+            ]
+            entries[at] = Entry(entries[at].token, finite(float(chunk.values[i])), top)
+    return entries
+
+
+def chat_logprobs(piece: Piece, namer: Namer) -> dict[str, object]:
+    """`choices[].logprobs` of chat."""
+    content = []
+    for entry in output_entries(piece.tokens, piece.logprobs or ()):
+        item = _chat_token(entry.token, entry.value, namer)
+        item["top_logprobs"] = [_chat_token(token, value, namer) for token, value in entry.top]
+        content.append(item)
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:
+    return {"token": namer.text(token), "logprob": value, "bytes": namer.bytes(token)}
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of completions; offsets go on from chunk to chunk. Owner: event loop."""
+
+    __slots__ = ("_namer", "_offset")
+
+    def __init__(self, namer: Namer) -> None:
+        self._namer = namer
+        self._offset = 0
+
+    def of(self, entries: Sequence[Entry]) -> dict[str, object]:
+        """The parallel lists of OpenAI's old format, read by lm-eval."""
+        tokens, offsets = [], []
+        tops: list[dict[str, float] | None] = []
+        for entry in entries:
+            name = self._namer.text(entry.token)
+            tokens.append(name)
+            offsets.append(self._offset)
+            self._offset += len(name)
+            tops.append(self._top(name, entry))
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [entry.value for entry in entries],
+            "tokens": tokens,
+            "top_logprobs": tops,
+        }
+
+    def _top(self, name: str, entry: Entry) -> dict[str, float] | None:
+        if entry.value is None:
+            return None
+        top: dict[str, float] = {}
+        for token, value in entry.top:
+            top.setdefault(self._namer.text(token), value)  # of equal texts the likelier one counts
+        top.setdefault(name, entry.value)
+        return top
+
+
+def vllm_prompt_logprobs(run: Run, namer: Namer) -> list[dict[str, dict[str, object]] | None]:
+    """`prompt_logprobs` as vLLM spells it: per position a map from token id, None for the first.
+
+    `rank` of the prompt's own token is known only when it is among the best.
+    """
+    listed: list[dict[str, dict[str, object]] | None] = []
+    for entry in prompt_entries(run):
+        if entry.value is None:
+            listed.append(None)
+            continue
+        ranked: dict[str, dict[str, object]] = {}
+        for rank, (token, value) in enumerate(entry.top, 1):
+            ranked[str(token)] = {"logprob": value, "rank": rank, "decoded_token": namer.text(token)}
+        ranked.setdefault(
+            str(entry.token),
+            {"logprob": entry.value, "rank": None, "decoded_token": namer.text(entry.token)},
+        )
+        listed.append(ranked)
+    return listed

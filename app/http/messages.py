@@ -1,0 +1,150 @@
+"""Chat messages: checked by hand, because a template may read any field of theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from app.http.body import check_depth
+from core.errors import RequestError
+
+Message = dict[str, Any]
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""Role to the role that templates know. Most templates drop a `developer` message without a word."""
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+_TEMPLATE_OWN = frozenset(
+    {"chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "continue_final_message"}
+)
+"""Arguments of the renderer that a client must not set behind its back (CVE-2025-62426)."""
+
+
+def check_messages(messages: list[Message] | None) -> list[Message]:
+    """Messages as templates take them: known roles, text content, tool arguments as objects.
+
+    Raises `RequestError` naming the message and, for a part that is not text, the part.
+    """
+    if not messages:
+        raise RequestError("'messages' must have at least one message.", "messages")
+    check_depth(messages, "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _message(message: Message, param: str) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(f"'{param}.role' must be one of {', '.join(_ROLES)}.", f"{param}.role")
+    checked = {name: value for name, value in message.items() if value is not None}
+    checked["role"] = _ROLES[role]
+    checked["content"] = _content(message.get("content"), role, bool(message.get("tool_calls")), param)
+    if "tool_calls" in checked:
+        checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{param}.tool_calls")
+    for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
+        if name in checked and not isinstance(checked[name], str):
+            raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
+    return checked
+
+
+def _content(content: object, role: str, calls: bool, param: str) -> str:
+    param = f"{param}.content"
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part(part, f"{param}[{j}]") for j, part in enumerate(content))
+    if content is None and (role == "assistant" or calls):
+        return ""
+    raise RequestError(f"'{param}' must be a string or a list of text parts.", param)
+
+
+def _part(part: object, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise RequestError(f"'{param}' must be an object with a 'type'.", param)
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
+    if kind not in _TEXT_PARTS:
+        raise RequestError(
+            f"'{param}' is of type '{kind[:40]}', but this model takes text only.", param, "unsupported"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"'{param}.text' must be a string.", f"{param}.text")
+    return text
+
+
+def _tool_calls(calls: object, param: str) -> list[Message]:
+    if not isinstance(calls, list):
+        raise RequestError(f"'{param}' must be a list.", param)
+    return [_tool_call(call, f"{param}[{j}]") for j, call in enumerate(calls)]
+
+
+def _tool_call(call: object, param: str) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(call, dict)
+        or not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+    ):
+        raise RequestError(f"'{param}' must have a 'function' with a 'name'.", param)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # Clients send JSON in a string; templates iterate over an object.
+        arguments = _parsed(arguments)
+        check_depth(arguments, f"{param}.function.arguments")
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        parsed: object = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def check_tools(tools: list[Message] | None) -> list[Message] | None:
+    """Tool declarations for the template: named functions, not absurdly deep."""
+    if not tools:
+        return None
+    check_depth(tools, "tools")
+    for i, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"'tools[{i}].function.name' must be a string.", f"tools[{i}].function.name")
+    return tools
+
+
+def template_arguments(sent: dict[str, Any] | None, **named: object) -> dict[str, Any]:
+    """`chat_template_kwargs` and the named fields that are set, for the template."""
+    arguments = dict(sent or {})
+    check_depth(arguments, "chat_template_kwargs")
+    for name in arguments:
+        if name in _TEMPLATE_OWN or not name.isidentifier() or name == "self":
+            raise RequestError(
+                f"'chat_template_kwargs' must not set '{name[:40]}'.", f"chat_template_kwargs.{name[:40]}"
+            )
+    arguments.update({name: value for name, value in named.items() if value is not None})
+    return arguments
+
+
+def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:
+    """(add_generation_prompt, continue_final_message): one excludes the other."""
+    if add and continue_final:
+        raise RequestError(
+            "'add_generation_prompt' and 'continue_final_message' exclude each other.",
+            "continue_final_message",
+        )
+    continued = bool(continue_final)
+    return (not continued if add is None else add), continued

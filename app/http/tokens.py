@@ -1,0 +1,87 @@
+"""`/tokenize` and `/detokenize`: what the model would see."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from app.http.body import decode, read_body
+from app.http.keys import SERVICE
+from app.http.messages import check_messages, check_tools, generation_prompt, template_arguments
+from app.http.reply import json_response
+from app.http.sampling import check_ids, check_model
+from app.http.schema import DETOKENIZE, TOKENIZE, TokenizeBody
+from app.service import Loaded
+from core.errors import RequestError
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """A prompt, several, or messages; lists give lists."""
+    body = decode(TOKENIZE, await read_body(request))
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, body.model)
+    texts, add_special = await _texts(body, loaded)
+    encoded = [(await loaded.tokenizer.encode_async(text, add_special)).tolist() for text in texts]
+    single = not isinstance(body.prompt, list)
+    answer: dict[str, object] = {
+        "tokens": encoded[0] if single else encoded,
+        "count": len(encoded[0]) if single else [len(ids) for ids in encoded],
+        "max_model_len": loaded.card.context_length,
+    }
+    if body.return_token_strs:
+        names = [[loaded.tokenizer.token_text(id) for id in ids] for ids in encoded]
+        answer["token_strs"] = names[0] if single else names
+    return json_response(answer)
+
+
+async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
+    """The texts to encode, and whether special tokens are to be added."""
+    if body.chat_template is not None:
+        raise RequestError("'chat_template' cannot be sent by clients.", "chat_template", "unsupported")
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("Give exactly one of 'prompt' and 'messages'.", "prompt")
+    if body.prompt is not None:
+        if body.prompt == []:
+            raise RequestError("'prompt' must not be empty.", "prompt")
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        return texts, body.add_special_tokens is not False
+    add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
+    text = await loaded.template.render_async(
+        check_messages(body.messages),
+        tools=check_tools(body.tools),
+        add_generation_prompt=add,
+        continue_final_message=continued,
+        **template_arguments(body.chat_template_kwargs),
+    )
+    return [text], body.add_special_tokens is True
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """Ids to text, under the names of both SGLang (`text`) and vLLM (`prompt`)."""
+    body = decode(DETOKENIZE, await read_body(request))
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, body.model)
+    tokens = body.tokens
+    if tokens is None:
+        raise RequestError("'tokens' is missing.", "tokens")
+    lists: list[list[int]] = []
+    single = not tokens or isinstance(tokens[0], int)
+    for i, item in enumerate([tokens] if single else tokens):
+        if not isinstance(item, list) or any(not isinstance(id, int) for id in item):
+            raise RequestError("'tokens' must not mix ids and lists.", "tokens" if single else f"tokens[{i}]")
+        lists.append([int(id) for id in item if isinstance(id, int)])
+    limit = loaded.card.context_length
+    for i, ids in enumerate(lists):
+        param = "tokens" if single else f"tokens[{i}]"
+        if len(ids) > limit:
+            raise RequestError(f"'{param}' has more than {limit} ids, the model's context.", param)
+        if ids:
+            check_ids(ids, loaded.card.vocab_size, param)
+    skip = body.skip_special_tokens is not False
+    texts = []
+    for ids in lists:
+        texts.append(loaded.tokenizer.decode(ids, skip_special=skip))
+        await asyncio.sleep(0)  # a text of the model's context takes about 1 ms; others run between
+    text = texts[0] if single else texts
+    return json_response({"text": text, "prompt": text})

@@ -1,0 +1,385 @@
+"""Jinja2 with limits: what a chat template may do before it is stopped.
+
+A template comes with the model, so with whoever made the model. Jinja2's immutable sandbox keeps it
+from reaching Python; nothing there keeps it from running for ever or from filling the memory, and
+a thread cannot be killed. So the template is compiled with checks where work is made:
+
+    loops                  every turn looks at the clock (`_Turns`)
+    calls, filters, tests  look at the clock; their arguments cannot ask for huge results
+    + * % ** ~             are refused when the result would be too large
+    output, set blocks     are added up before they are joined
+
+Between two checks only native code over values of bounded size runs, so a template stops within
+tens of milliseconds of its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from functools import wraps
+from itertools import chain
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes, pass_eval_context
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as LoopControls  # noqa: N812
+from jinja2.nodes import EvalContext
+from jinja2.parser import Parser
+from jinja2.runtime import Context, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_CHARS = 32 * 2**20
+"""In one string a template makes, its output among them; a request body has no more."""
+MAX_ITEMS = 1_000_000
+"""In one list it makes, and values seen when a nested one is printed or compared."""
+MAX_ARGUMENT = 100_000
+"""Of numbers given to filters and string methods: widths, counts, precisions."""
+MAX_BITS = 4_096
+"""In whole numbers."""
+MAX_WORK = 10**9
+"""Length of a string times that of a string argument: what `strip` may compare."""
+
+_DROPPED = ("center", "indent", "pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
+"""Filters replaced below, or used by no chat template and unbounded in time or size."""
+
+
+class OutOfTime(TemplateError):
+    """The template passed its deadline."""
+
+
+class Budget(threading.local):
+    """How long the rendering on this thread may go on.
+
+    The thread's own processor time counts, so a busy machine fails nobody's template.
+    """
+
+    def __init__(self) -> None:
+        self._deadline = 0.0
+        self._ticks = 0
+
+    def start(self, seconds: float) -> None:
+        """Called before each rendering."""
+        self._deadline = time.thread_time() + seconds
+        self._ticks = 0
+
+    def tick(self) -> None:
+        """Raise `OutOfTime` past the deadline. The clock costs 0.3 µs, so it is read every 16th
+        time; the first 16 calls of a template that does little read it once."""
+        self._ticks += 1
+        if self._ticks & 15 == 0 and time.thread_time() > self._deadline:
+            raise OutOfTime("the chat template ran for too long")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja2 as `transformers` configures it for chat templates, with the limits above.
+
+    Templates of one sandbox may render on several threads; each has its own budget. A rendering
+    raises `TemplateError`, or what Python raises for what the template does (`TypeError`, ...).
+    """
+
+    intercepted_binops = frozenset(("+", "*", "%", "**"))
+
+    def __init__(self, names: Mapping[str, Callable[..., object]] | None = None) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, LoopControls],
+            finalize=_printable,
+            optimized=False,  # constant folding would run filters while compiling, with no budget
+        )
+        self.budget = Budget()
+        self.concat = _concat
+        for name in _DROPPED:
+            del self.filters[name]
+        del self.globals["lipsum"]
+        self.filters |= {"tojson": _to_json, "indent": _indent}
+        self.filters = {name: self._guarded(call) for name, call in self.filters.items()}
+        self.tests = {name: self._guarded(call) for name, call in self.tests.items()}
+        self.filters |= {_TURNS: self._turns, _JOIN: _join_values, _BOUNDED: _bounded}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _now, "namespace": _Names, "dict": _new_dict}
+        self.globals |= names or {}
+
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
+        _Checks().visit(source)
+        return super()._generate(source, name, filename, defer_init)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, N805, B902
+        __self.budget.tick()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str | bytes | list | tuple | dict | int | float):
+            _check_arguments(__obj.__name__, owner, args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
+        self.budget.tick()
+        _check_operands(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter or test that looks at the clock and at its arguments. `wraps` keeps the marks by
+        which Jinja2 knows what to pass first."""
+        passes = hasattr(call, "jinja_pass_arg")
+        name = getattr(call, "__name__", "").removeprefix("do_").removeprefix("sync_do_")
+
+        @wraps(call)
+        def guarded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            self.budget.tick()
+            values = args[1:] if passes else args
+            if values:
+                _check_arguments(name, values[0], values[1:], kwargs)
+            return call(*args, **kwargs)
+
+        return guarded
+
+    def _turns(self, items: Iterable[Any]) -> _Turns:
+        return _Turns(items, self.budget)
+
+
+_TURNS, _JOIN, _BOUNDED = "loom turns", "loom join", "loom bounded"  # no template can spell these
+
+
+class _Checks(NodeTransformer):
+    """Puts the checks that no hook of Jinja2 reaches into a parsed template."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - the visitor's naming
+        self.generic_visit(node)
+        node.iter = _filter(node.iter, _TURNS)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), _JOIN)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _filter(node.expr, _BOUNDED)
+        for operand in node.ops:
+            operand.expr = _filter(operand.expr, _BOUNDED)
+        return node
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(node, _BOUNDED) if node.ctx == "load" else node
+
+
+def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _Turns:
+    """What a loop goes over, looking at the clock every turn."""
+
+    __slots__ = ("_budget", "_items")
+
+    def __init__(self, items: Iterable[Any], budget: Budget) -> None:
+        self._items = items
+        self._budget = budget
+
+    def __iter__(self) -> Iterator[Any]:
+        tick = self._budget.tick
+        for item in self._items:
+            tick()
+            yield item
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[arg-type]  # TypeError is what Jinja2 expects then
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks an assistant's words for training; here it only shows them."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja2's interface
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_show"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def _show(self, context: EvalContext, caller: Macro) -> str:
+        return str(caller())
+
+
+class _Names(Namespace):
+    """`namespace()` that refuses names which begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401, N805 - `self` may be a name
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"the name {name!r} begins with an underscore")
+
+
+# -- what a template may ask for -------------------------------------------------------------------
+
+
+def _refuse(what: str) -> NoReturn:
+    raise SecurityError(f"{what} is larger than a chat template may make")
+
+
+def _check_arguments(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+    """Refuse a call of a filter or method whose result or work could be out of proportion."""
+    for argument in chain(args, kwargs.values()):
+        if isinstance(argument, int) and abs(argument) > MAX_ARGUMENT and name not in _PLAIN:
+            _refuse(f"the argument {name}(... {argument!r:.20} ...)")
+        if isinstance(argument, str) and isinstance(value, str) and len(value) * len(argument) > MAX_WORK:
+            _refuse(f"the work of {name}()")
+    if name == "replace" and isinstance(value, str) and len(args) >= 2:
+        if len(value) + value.count(str(args[0])) * len(str(args[1])) > MAX_CHARS:
+            _refuse("the result of replace()")
+    elif name in ("format", "format_map"):
+        _check_format(str(value))
+    elif name in _WALKED:
+        glue = value if isinstance(value, str) else next(iter(args), "")
+        items = args[0] if isinstance(value, str) and args else value
+        _bounded(items, len(glue) if isinstance(glue, str) else 0)
+    elif name == "sum" and not isinstance(kwargs.get("start", args[1] if len(args) > 1 else 0), int | float):
+        raise SecurityError("sum() adds numbers only")
+
+
+_WALKED = frozenset(("join", "tojson", "_to_json", "string", "soft_str", "e", "escape", "forceescape", "replace"))
+"""Filters that print nested values."""
+_PLAIN = frozenset(("default", "eq", "ne", "lt", "le", "gt", "ge", "in", "test_in", "get", "index", "count"))
+"""May be given any number: it is only compared or passed through."""
+
+_LONG_FIELD = re.compile(r"\d{5}|\*|\{[^{}]*\{")
+
+
+def _check_format(text: str) -> None:
+    """Widths of five digits, or that are themselves arguments."""
+    if _LONG_FIELD.search(text):
+        _refuse("a width in a format")
+
+
+def _check_operands(operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() + right.bit_length()
+        if operator == "**":
+            bits = left.bit_length() * max(right, 1)
+        if operator in ("**", "*") and bits > MAX_BITS:
+            _refuse("a number")
+    elif operator == "*":
+        for value, times in ((left, right), (right, left)):
+            if isinstance(times, int) and isinstance(value, str | bytes | list | tuple):
+                limit = MAX_CHARS if isinstance(value, str | bytes) else MAX_ITEMS
+                if len(value) * max(times, 0) > limit:
+                    _refuse("a repetition")
+    elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+        if len(left) + len(right) > (MAX_CHARS if isinstance(left, str) else MAX_ITEMS):
+            _refuse("a sum")
+    elif operator == "%" and isinstance(left, str | bytes):
+        _check_format(str(left))
+        _bounded(right)
+
+
+def _bounded(value: Any, per_item: int = 0) -> Any:  # noqa: ANN401
+    """`value`, unless it is nested so that printing or comparing it would not end in time: a list
+    of itself twice, forty times over, takes no memory until it is printed."""
+    if not isinstance(value, list | tuple | dict | set | frozenset):
+        return value
+    seen = chars = 0
+    ahead: list[Iterator[Any]] = [iter((value,))]
+    while ahead:
+        for item in ahead[-1]:
+            seen += 1
+            chars += per_item
+            if isinstance(item, str):
+                chars += len(item)
+            elif isinstance(item, dict):
+                ahead.append(chain(item.keys(), item.values()))
+                break
+            elif isinstance(item, list | tuple | set | frozenset):
+                ahead.append(iter(item))
+                break
+            if seen > MAX_ITEMS or chars > MAX_CHARS:
+                _refuse("a value")
+        else:
+            ahead.pop()
+        if seen > MAX_ITEMS or len(ahead) > 1_000:
+            _refuse("a value")
+    return value
+
+
+def _printable(value: Any) -> Any:  # noqa: ANN401
+    """Jinja2's `finalize`: every value on its way into the output."""
+    return _bounded(value)
+
+
+def _concat(parts: Iterable[str]) -> str:
+    """Joins the output of a template, macro or block."""
+    pieces: list[str] = []
+    total = 0
+    for part in parts:
+        total += len(part)
+        if total > MAX_CHARS:
+            _refuse("the output")
+        pieces.append(part)
+    return "".join(pieces)
+
+
+def _join_values(values: list[Any]) -> str:
+    """The `~` operator."""
+    return _concat(str(_bounded(value)) for value in values)
+
+
+# -- names that chat templates know ----------------------------------------------------------------
+
+
+def _raise(message: object) -> NoReturn:
+    raise TemplateError(str(message))
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form[:1_000])
+
+
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
+    return dict(*args, **kwargs)
+
+
+def _to_json(
+    x: Any,  # noqa: ANN401
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja2's own escapes HTML, which models were not trained on."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    """Jinja2's filter, its size known before it is made."""
+    space = width if isinstance(width, str) else " " * width
+    text = str(s) + "\n"
+    if len(text) + text.count("\n") * len(space) > MAX_CHARS:
+        _refuse("the result of indent()")
+    if blank:
+        result = text.removesuffix("\n").replace("\n", "\n" + space)
+    else:
+        lines = text.splitlines()
+        result = "\n".join(space + line if line and i else line for i, line in enumerate(lines))
+    return space + result if first else result
+
+
+def is_undefined(value: object) -> bool:
+    """A name the template looked up in vain."""
+    return isinstance(value, Undefined)

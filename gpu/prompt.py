@@ -1,0 +1,46 @@
+"""Prompt log-probabilities of the chunks that ask, a slice at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from core.plan import Chunk, PromptLogprobs, StepPlan
+from gpu.inputs import ChunkRow, StepInputs
+from gpu.models.base import CausalModel
+from gpu.sample.logprobs import prompt_logprobs
+
+POSITIONS = 256
+"""Logits held at once: 256 × 152,000 floats are 148 MiB, a whole step's would be 1.2 GiB."""
+
+
+def score_prompts(
+    model: CausalModel, hidden: torch.Tensor, plan: StepPlan, inputs: StepInputs
+) -> tuple[PromptLogprobs, ...]:
+    """Of every asking chunk, in order, with ascending `start`; `hidden` [n, hidden] is the step's."""
+    return tuple(
+        piece
+        for chunk, row in zip(plan.chunks, inputs.chunks, strict=True)
+        if chunk.logprobs >= 0
+        for piece in _score(model, hidden, chunk, row)
+    )
+
+
+def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, row: ChunkRow) -> list[PromptLogprobs]:
+    # Positions:  start   start+1 ... end-1   end
+    # tokens:     t0      t1      ... tn-1    target, or none
+    # The token at p is scored by the hidden state at p - 1, so t0 was the chunk before's business.
+    end = chunk.start + row.tokens
+    first = max(chunk.start + 1, chunk.logprobs_start)
+    last = end if chunk.target >= 0 else end - 1
+    known = np.append(chunk.tokens, chunk.target)
+    pieces = []
+    for begin in range(first, last + 1, POSITIONS):
+        stop = min(begin + POSITIONS, last + 1)
+        at = row.first + begin - 1 - chunk.start
+        logits = model.logits(hidden[at : at + stop - begin])
+        targets = torch.tensor(
+            known[begin - chunk.start : stop - chunk.start], dtype=torch.int64, device=hidden.device
+        )
+        pieces.append(prompt_logprobs(chunk.slot, begin, logits, targets, chunk.logprobs))
+    return pieces

@@ -1,0 +1,111 @@
+"""One step on one device. Knows the order of things, and neither models nor features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from core.clock import monotonic
+from core.plan import NewSlot, PromptLogprobs, RowLogprobs, StepPlan, StepResult
+from gpu.attention import AttentionBackend
+from gpu.context import ForwardContext
+from gpu.inputs import gather
+from gpu.models.base import CausalModel
+from gpu.prompt import score_prompts
+from gpu.state.slots import SlotState
+from gpu.thread import assert_device_thread
+
+
+class Sampled(Protocol):
+    """What a sampler made: tokens int64 [n], -1 where logits were not finite."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+
+    @property
+    def logprobs(self) -> dict[int, RowLogprobs]: ...
+
+
+class TokenSampler(Protocol):
+    """Logits to tokens, by each slot's parameters. Owner: launch thread."""
+
+    def apply(self, new_slots: Sequence[NewSlot]) -> None:
+        """Take over the parameters of new slots. Before the forward."""
+        ...
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Sampled:
+        """Choose a token per row: logits float32 [n, vocab], slots and positions int64 [n]; a
+        position is that of the token being sampled."""
+        ...
+
+
+class Pending:
+    """A launched step. `wait` may block, and belongs to the waiter thread."""
+
+    __slots__ = ("_logprobs", "_prompt", "_seconds", "_tokens", "step")
+
+    def __init__(
+        self,
+        step: int,
+        tokens: torch.Tensor,
+        logprobs: dict[int, RowLogprobs],
+        prompt: tuple[PromptLogprobs, ...],
+        seconds: float,
+    ) -> None:
+        self.step = step
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._prompt = prompt
+        self._seconds = seconds
+
+    def wait(self) -> StepResult:
+        """The step's answer. Its arrays are read-only."""
+        tokens = self._tokens.cpu().numpy().astype(np.int32)
+        tokens.setflags(write=False)
+        return StepResult(self.step, tokens, self._logprobs, self._prompt, self._seconds)
+
+
+class ModelRunner:
+    """Runs plans against one model, its pool and its slots.
+
+    Owner: launch thread. A CPU computes within `launch`; a device that runs on its own will return
+    from it early, and only `Pending.wait` knows the difference.
+    """
+
+    __slots__ = ("_attention", "_model", "_page_size", "_sampler", "_slots", "device")
+
+    def __init__(
+        self,
+        model: CausalModel,
+        slots: SlotState,
+        attention: AttentionBackend,
+        sampler: TokenSampler,
+        page_size: int,
+    ) -> None:
+        self._model = model
+        self._slots = slots
+        self._attention = attention
+        self._sampler = sampler
+        self._page_size = page_size
+        self.device = slots.length.device
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Apply the plan's writes, gather, forward, sample, leave the tokens in their cells."""
+        assert_device_thread(self.device)
+        begun = monotonic()
+        self._slots.apply(plan)
+        self._sampler.apply(plan.new_slots)
+        inputs = gather(plan, self._slots, self._page_size)
+        self._attention.prepare(inputs)
+        hidden = self._model.forward(ForwardContext(inputs.positions, self._attention), inputs.ids)
+        tokens, logprobs = inputs.sample_slots, dict[int, RowLogprobs]()
+        if plan.num_samples:
+            logits = self._model.logits(hidden[inputs.sample_rows])
+            sampled = self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions)
+            tokens, logprobs = sampled.tokens, sampled.logprobs
+            self._slots.write_tokens(inputs.sample_slots, tokens)
+        prompt = score_prompts(self._model, hidden, plan, inputs)
+        return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun)

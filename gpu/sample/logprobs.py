@@ -1,0 +1,98 @@
+"""Log-probabilities of the model's raw distribution: before bias, penalties and temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.plan import PromptLogprobs, RowLogprobs
+from core.types import NAN_TOKEN, Floats, Ints
+from gpu.sample.select import largest
+
+Array = TypeVar("Array", Ints, Floats)
+
+_BLOCK = 64
+"""Prompt rows normalised at once: bounds the copy to 39 MB at a vocabulary of 151,936."""
+
+
+class Ranked(NamedTuple):
+    """The k best of each row, best first, lowest id first among equals: [n, k] each."""
+
+    ids: Ints
+    values: Floats
+
+
+def raw_logprobs(logits: Tensor) -> Tensor:
+    """Log-softmax of `logits` float32 [n, vocab], in new memory: sampling changes the logits."""
+    return logits.log_softmax(-1)
+
+
+def rank(values: Tensor, k: int) -> Ranked:
+    """The `k` best (at most vocab) of `values` float32 [n, vocab].
+
+    topk alone breaks ties as it likes, and logits that were bfloat16 tie often: the first of the
+    list must be the token that greedy takes. So one more is fetched, and only the rows where the
+    last one in equals the first one out are looked through.
+    """
+    k = min(k, values.shape[-1])
+    if k == 0:
+        nothing = np.zeros((len(values), 0))
+        return Ranked(_frozen(nothing.astype(np.int32)), _frozen(nothing.astype(np.float32)))
+    top = values.topk(min(k + 1, values.shape[-1]), dim=-1)
+    top_ids, top_values = top.indices.cpu().numpy(), top.values.cpu().numpy()
+    order = np.lexsort((top_ids, -top_values))
+    ids = np.take_along_axis(top_ids, order, -1).astype(np.int32)
+    best = np.take_along_axis(top_values, order, -1)
+    if k < best.shape[-1]:
+        for row in np.flatnonzero(best[:, k - 1] == best[:, k]):
+            picked = largest(values[row], float(best[row, k - 1]), k)
+            worth, by_worth = values[row].index_select(0, picked).sort(descending=True, stable=True)
+            ids[row, :k] = picked[by_worth].cpu().numpy()
+            best[row, :k] = worth.cpu().numpy()
+    return Ranked(_frozen(ids[:, :k]), _frozen(best[:, :k]))
+
+
+def row_logprobs(raw: Tensor, tokens: Sequence[int], ks: Sequence[int]) -> list[RowLogprobs | None]:
+    """One answer per row of `raw` float32 [m, vocab]: of the sampled token and the `ks` best.
+
+    None where the token is -1: a distribution that is not finite has no log-probabilities.
+    """
+    ids = torch.tensor(tokens, dtype=torch.int64, device=raw.device).clamp_(min=0)
+    chosen = raw.gather(1, ids.unsqueeze(1)).squeeze(1).tolist()
+    ranked = rank(raw, max(ks))
+    return [
+        None if token == NAN_TOKEN else RowLogprobs(chosen[i], ranked.ids[i, :k], ranked.values[i, :k])
+        for i, (token, k) in enumerate(zip(tokens, ks, strict=True))
+    ]
+
+
+def prompt_logprobs(slot: int, start: int, logits: Tensor, targets: Tensor, k: int) -> PromptLogprobs:
+    """Of the prompt tokens `targets` int64 [n], each predicted by its row of `logits` [n, vocab].
+
+    `start` is the position of the first target. `k` = 0 gives the targets' values only. Rows that
+    are not finite give NaN.
+    """
+    values, ids, best = [], [], []
+    for first in range(0, max(len(targets), 1), _BLOCK):
+        raw = raw_logprobs(logits[first : first + _BLOCK])
+        wanted = targets[first : first + _BLOCK].unsqueeze(1)
+        values.append(raw.gather(1, wanted).squeeze(1).cpu().numpy())
+        ranked = rank(raw, k)
+        ids.append(ranked.ids)
+        best.append(ranked.values)
+    return PromptLogprobs(
+        slot,
+        start,
+        _frozen(np.concatenate(values)),
+        _frozen(np.concatenate(ids)),
+        _frozen(np.concatenate(best)),
+    )
+
+
+def _frozen(array: Array) -> Array:
+    array.setflags(write=False)
+    return array

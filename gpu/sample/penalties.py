@@ -1,0 +1,65 @@
+"""Repetition, frequency and presence penalties, and the counts they need."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.types import Ints
+from gpu.sample.select import where
+
+
+class Penalty(NamedTuple):
+    """One row's penalties; 1, 0 and 0 are off."""
+
+    repetition: float
+    frequency: float
+    presence: float
+
+
+class Counts:
+    """Owner: launch thread. A pool of count rows, for the few slots that are penalised.
+
+    5 bytes per vocabulary entry and row: how often a token was generated, and whether it occurs in
+    prompt or output at all. `NewSlot.count_row` names a slot's row; rows are not cleared when given
+    back but when handed out.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._generated = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self._seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
+
+    def reset(self, row: int, prompt: Ints, output: Ints) -> None:
+        """Start over with what a request has so far; `output` is not empty after a retraction."""
+        generated, seen = self._generated[row].zero_(), self._seen[row].zero_()
+        seen[torch.tensor(prompt, dtype=torch.int64, device=seen.device)] = True
+        tokens = torch.tensor(output, dtype=torch.int64, device=seen.device)
+        seen[tokens] = True
+        generated.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+    def penalise(self, logits: Tensor, row: int, penalty: Penalty) -> None:
+        """Change `logits` float32 [vocab] in place, for the tokens seen so far.
+
+        Repetition first: a positive logit is divided, a negative one multiplied. Then
+        `frequency` times the number of times generated and `presence` once if generated are
+        subtracted; the prompt does not count for these two.
+        """
+        ids = where(self._seen[row])
+        x = logits.index_select(0, ids)
+        if penalty.repetition != 1.0:
+            x = torch.where(x > 0, x / penalty.repetition, x * penalty.repetition)
+        if penalty.frequency != 0.0 or penalty.presence != 0.0:
+            times = self._generated[row].index_select(0, ids)
+            x -= penalty.frequency * times + penalty.presence * (times > 0)
+        logits.index_copy_(0, ids, x)
+
+    def add(self, rows: Tensor, tokens: Tensor) -> None:
+        """Count `tokens` int64 [n] for count rows `rows` int64 [n]; a token of -1 is not counted."""
+        valid = tokens >= 0
+        rows, tokens = rows[valid], tokens[valid]
+        self._generated.index_put_(
+            (rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True
+        )
+        self._seen[rows, tokens] = True

@@ -1,0 +1,130 @@
+"""From a step's logits to its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from core.plan import NewSlot, RowLogprobs
+from core.types import NAN_TOKEN
+from gpu.sample.bias import BiasTable
+from gpu.sample.filters import survivors
+from gpu.sample.logprobs import raw_logprobs, row_logprobs
+from gpu.sample.noise import bits, exponential, row_keys
+from gpu.sample.params import BIASED, COUNTED, DRAWS, LOGPROBS, MIN_TOKENS, ParamTable, SlotParams
+from gpu.sample.penalties import Counts
+from gpu.sample.select import argmax
+
+
+class Sampled(NamedTuple):
+    """`tokens` int64 [n], -1 where a row's logits were not finite; `logprobs` by row, for the rows
+    that asked and have a token."""
+
+    tokens: Tensor
+    logprobs: dict[int, RowLogprobs]
+
+
+class Sampler:
+    """Owner: launch thread. What every slot wants, and the choice of its next token.
+
+    The steps of a row, each skipped when no row of the batch needs it: raw log-probabilities;
+    logit_bias; stop ids masked before min_tokens; repetition, frequency, presence penalty; then for
+    greedy rows the argmax, lowest id on ties, for others temperature, top_k, top_p, min_p and a
+    race of the tokens that are left.
+
+    The race: token i wins with probability weight_i / sum of weights if its weight over its
+    exponential noise is the largest. That is Gumbel-max, argmax(logit + gumbel) with gumbel =
+    -log(exponential), exponentiated: one logarithm less per token.
+
+    A row's token depends on its logits, its slot's parameters and counts, its seed and position.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, count_rows: int, device: torch.device) -> None:
+        self._params = ParamTable(max_rows + 1)  # slot 0 is the dump and stays neutral
+        self._bias = BiasTable(max_rows + 1, device)
+        self._counts = Counts(count_rows, vocab_size, device)
+        self._ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+
+    def apply(self, new_slots: Sequence[NewSlot]) -> None:
+        """Take over slots. Nothing of their former owners remains."""
+        self._params.write(new_slots)
+        for new in new_slots:
+            self._bias.set(new.slot, new.params)
+            if new.count_row >= 0:
+                self._counts.reset(new.count_row, new.prompt, new.output)
+
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+        """Choose a token per row: `logits` float32 [n, vocab], changed in place; `slots`,
+        `positions` int64 [n], a position being that of the token to choose.
+
+        A row has no token (-1) if a logit is NaN or plus infinity or all are minus infinity, also
+        when bias, mask or penalties made it so. Sampled tokens are counted for penalised slots.
+        """
+        host_slots, host_positions = slots.cpu().numpy(), positions.cpu().numpy()
+        needs = self._params.needs(host_slots)
+        if not needs:
+            return Sampled(_greedy(logits).tokens, {})
+        rows = self._params.read(host_slots)
+        asked = [i for i, row in enumerate(rows) if row.needs & LOGPROBS]
+        raw = raw_logprobs(logits[asked]) if asked else None
+        if needs & (BIASED | MIN_TOKENS | COUNTED):
+            self._adjust(logits, host_slots.tolist(), host_positions.tolist(), rows)
+        tokens, best = _greedy(logits)
+        if needs & DRAWS:
+            self._draw(tokens, best, logits, host_positions, rows)
+        if needs & COUNTED:
+            counted = [i for i, row in enumerate(rows) if row.needs & COUNTED]
+            count_rows = torch.tensor([rows[i].count_row for i in counted], device=logits.device)
+            self._counts.add(count_rows, tokens[counted])
+        if raw is None:
+            return Sampled(tokens, {})
+        answers = row_logprobs(raw, tokens[asked].tolist(), [rows[i].logprobs for i in asked])
+        return Sampled(
+            tokens, {i: answer for i, answer in zip(asked, answers, strict=True) if answer is not None}
+        )
+
+    def _adjust(self, logits: Tensor, slots: list[int], positions: list[int], rows: list[SlotParams]) -> None:
+        """Bias, min_tokens and penalties, in place."""
+        for i, (slot, position, row) in enumerate(zip(slots, positions, rows, strict=True)):
+            if row.needs & BIASED:
+                self._bias.add_bias(logits[i], slot)
+            if row.needs & MIN_TOKENS and position - row.prompt_len < row.min_tokens:
+                self._bias.mask_stops(logits[i], slot)
+            if row.needs & COUNTED:
+                self._counts.penalise(logits[i], row.count_row, row.penalty)
+
+    def _draw(
+        self,
+        tokens: Tensor,
+        best: Tensor,
+        logits: Tensor,
+        positions: NDArray[np.int64],
+        rows: list[SlotParams],
+    ) -> None:
+        """Overwrite the greedy `tokens` of the rows that draw."""
+        seeds = np.array([row.seed for row in rows], np.int64)
+        keys = row_keys(seeds, positions).to(logits.device)
+        finite = (tokens != NAN_TOKEN).tolist()
+        for i, (row, top) in enumerate(zip(rows, best.tolist(), strict=True)):
+            if row.needs & DRAWS and finite[i]:
+                field = survivors(logits[i], self._ids, top, row.rule)
+                race = field.weights.div_(exponential(bits(keys[i], field.ids)))
+                tokens[i] = field.ids[argmax(race)]
+
+
+class _Greedy(NamedTuple):
+    """Each row's argmax, -1 if its largest logit `best` is not finite."""
+
+    tokens: Tensor
+    best: Tensor
+
+
+def _greedy(logits: Tensor) -> _Greedy:
+    ids = argmax(logits)
+    best = logits.gather(1, ids.unsqueeze(1)).squeeze(1)  # NaN wins the argmax, so one look is enough
+    return _Greedy(torch.where(best.isfinite(), ids, NAN_TOKEN), best)

@@ -1,0 +1,126 @@
+"""Safetensors: one file, or shards named by an index. Read through mmap by a few threads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from core.errors import ModelError
+from gpu.thread import device_thread
+from gpu.weights.fill import Filler
+
+THREADS = 4
+"""Readers: page faults of one overlap copies of another. More gave nothing on two cores."""
+
+_RUN = 32
+"""Tensors per task: a model of one file still spreads over the threads."""
+
+Progress = Callable[[float], None]
+"""Called with the share done, 0 to 1, from any thread."""
+
+Task = Callable[[Callable[[], None]], None]
+"""Reads some tensors; calls its argument after each."""
+
+
+def fill_from_safetensors(filler: Filler, directory: Path, device: torch.device, progress: Progress) -> None:
+    """Fill from a Hugging Face directory. Raises `ModelError` naming the file that is missing,
+    truncated or not in the format."""
+    tasks = list(_tasks(_names_by_file(directory)))
+    total = sum(len(names) for _, names in tasks)
+    run_tasks([_reader(filler, path, names) for path, names in tasks], total, device, progress)
+
+
+def run_tasks(
+    tasks: list[Task],
+    total: int,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Run tasks, each given a function to call per tensor done, on the reading threads.
+
+    The first error cancels what has not begun and is raised.
+    """
+    # disable=None: a bar only where somebody can watch it.
+    with tqdm(total=total, desc="weights", unit="tensor", disable=None) as bar:
+        done = iter(range(1, total + 1))
+
+        def tick() -> None:
+            bar.update()
+            progress(next(done, total) / total)
+
+        def run(task: Task) -> None:
+            with device_thread(device):
+                task(tick)
+
+        with ThreadPoolExecutor(THREADS, "loom-load") as pool:
+            futures = [pool.submit(run, task) for task in tasks]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _reader(filler: Filler, path: Path, names: list[str]) -> Task:
+    def read(tick: Callable[[], None]) -> None:
+        with open_file(path) as file:
+            for name in names:
+                try:
+                    if filler.wants(name, file.get_slice(name).get_shape()):
+                        filler.put(name, file.get_tensor(name))
+                except SafetensorError as error:
+                    raise ModelError(f"{path}: cannot read {name}: {error}.") from error
+                tick()
+
+    return read
+
+
+def open_file(path: Path) -> safe_open:
+    """Map a file; its header must agree with its size."""
+    if not path.is_file():
+        raise ModelError(f"{path} is missing: fetch the checkpoint again.")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} is truncated or not a safetensors file ({error}): fetch it again."
+        ) from error
+
+
+def _names_by_file(directory: Path) -> dict[Path, list[str]]:
+    """Tensor names of every file of a checkpoint."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        single = directory / "model.safetensors"
+        if not single.is_file():
+            raise ModelError(
+                f"{directory} has no model.safetensors and no model.safetensors.index.json; "
+                "only safetensors and .gguf weights are read."
+            )
+        with open_file(single) as file:
+            return {single: list(file.keys())}
+    try:
+        names = json.loads(index.read_text("utf-8"))["weight_map"]
+        files: dict[Path, list[str]] = {}
+        for name, shard in names.items():
+            files.setdefault(directory / shard, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not an index of shards ({error!r}).") from error
+    # All of them before the first is read: a missing last shard should not cost the others' time.
+    if gone := [path.name for path in files if not path.is_file()]:
+        raise ModelError(
+            f"{directory} lacks {', '.join(sorted(gone))}, named by {index.name}: fetch it again."
+        )
+    return files
+
+
+def _tasks(files: dict[Path, list[str]]) -> Iterator[tuple[Path, list[str]]]:
+    for path, names in files.items():
+        for first in range(0, len(names), _RUN):
+            yield path, names[first : first + _RUN]

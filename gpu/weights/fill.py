@@ -1,0 +1,72 @@
+"""Tensors into parameters, with the books kept: every name once, every shape right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from core.errors import ModelError
+from gpu.layers.linear import Places
+
+_NOT_WEIGHTS = ("rotary_emb.inv_freq",)
+"""Suffixes of tensors that old checkpoints carry and that are computed here."""
+
+_SHOWN = 6
+"""Names listed of each kind of fault: enough to see the pattern, short enough for one line."""
+
+
+class Filler:
+    """Copies named tensors into a model's places, then says whether the checkpoint fitted.
+
+    `wants` and `put` may be called from several threads: each name is one thread's, and the books
+    are dictionary and list appends. `finish` comes after all of them.
+    """
+
+    __slots__ = ("_filled", "_misshapen", "_places", "_unexpected")
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._filled: dict[str, None] = {}
+        self._misshapen: list[str] = []
+        self._unexpected: list[str] = []
+
+    def wants(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether to read the tensor `name`; a name or shape that does not fit is noted."""
+        place = self._places.get(name)
+        if place is None:
+            # A tied head may be stored as well; transformers ignores it, and so do we.
+            if name != "lm_head.weight" and not name.endswith(_NOT_WEIGHTS):
+                self._unexpected.append(name)
+            return False
+        if tuple(shape) != tuple(place.shape):
+            self._misshapen.append(f"{name} {list(shape)} instead of {list(place.shape)}")
+            self._filled[name] = None
+            return False
+        return True
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` into the place of `name`, converting its dtype. Once per name."""
+        if name in self._filled:
+            raise ModelError(f"The checkpoint holds {name} twice.")
+        self._places[name].copy_(tensor)
+        self._filled[name] = None
+
+    def finish(self, source: str) -> None:
+        """Raise one `ModelError` for all that did not fit. `source` names the checkpoint."""
+        missing = [name for name in self._places if name not in self._filled]
+        faults = [
+            _list("missing", missing),
+            _list("not part of this architecture", sorted(self._unexpected)),
+            _list("of the wrong shape", sorted(self._misshapen)),
+        ]
+        if any(faults):
+            told = "; ".join(fault for fault in faults if fault)
+            raise ModelError(f"{source} does not match its config: {told}.")
+
+
+def _list(kind: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} tensors {kind}: {', '.join(names[:_SHOWN])}{more}"

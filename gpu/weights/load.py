@@ -1,0 +1,41 @@
+"""From a checkpoint to a model that can run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from core.models import ModelSpec, family_of
+from gpu.models.base import CausalModel
+from gpu.thread import device_thread
+from gpu.weights.dummy import fill_dummy
+from gpu.weights.files import Progress, fill_from_safetensors
+from gpu.weights.fill import Filler
+from gpu.weights.gguf import fill_from_gguf
+
+
+def load_model(
+    spec: ModelSpec,
+    source: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = lambda share: None,
+) -> CausalModel:
+    """Build the model of `spec` and fill it from `source`: a Hugging Face directory, a .gguf file,
+    or None for random weights. Raises `ModelError`; nothing is half filled."""
+    module, _, name = family_of(spec.architecture).model.partition(":")
+    with device_thread(device):
+        model: CausalModel = getattr(import_module(module), name)(spec, dtype, device)
+        places = model.places()
+        if source is None:
+            fill_dummy(places, device)
+            return model
+        filler = Filler(places)
+        if source.suffix == ".gguf":
+            fill_from_gguf(filler, source, device, progress)
+        else:
+            fill_from_safetensors(filler, source, device, progress)
+        filler.finish(str(source))
+        return model

@@ -1,0 +1,125 @@
+"""The two threads of a device: one launches plans, one waits for what was launched."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+
+from core.mailbox import Closed, Mailbox, Outbox
+from core.plan import StepFailure, StepPlan, StepResult
+from gpu.thread import device_thread
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Launched(Protocol):
+    """A step under way."""
+
+    @property
+    def step(self) -> int: ...
+
+    def wait(self) -> StepResult:
+        """Block until the step is done."""
+        ...
+
+
+class Runner(Protocol):
+    """What the launch thread drives, and owns from then on."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start a step. Called in plan order, from one thread."""
+        ...
+
+
+class Worker:
+    """Plans in, results out, in order.
+
+        plans ──► loom-launch-N ──► launched ──► loom-wait-N ──► outbox
+
+    The first exception becomes one `StepFailure`, behind the results of the steps before it; every
+    plan after it is dropped. `_failed` is set once, by either thread: seen late, it costs a step
+    that nobody reads.
+
+    Owner: event loop; the underscored methods say which thread runs them.
+    """
+
+    __slots__ = ("_failed", "_launched", "_outbox", "_plans", "_runner", "_threads")
+
+    def __init__(self, runner: Runner, outbox: Outbox[StepResult | StepFailure], index: int = 0) -> None:
+        self._runner = runner
+        self._outbox = outbox
+        self._plans: Mailbox[StepPlan] = Mailbox()
+        self._launched: Mailbox[Launched | StepFailure] = Mailbox()
+        self._failed = threading.Event()
+        # Daemons: a process that dies for another reason must not hang on a step.
+        self._threads = (
+            threading.Thread(target=self._launch, name=f"loom-launch-{index}", daemon=True),
+            threading.Thread(target=self._wait, name=f"loom-wait-{index}", daemon=True),
+        )
+
+    def start(self) -> None:
+        """Start both threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand over a plan; never blocks. Raises `Closed` after `close`."""
+        self._plans.put(plan)
+
+    def close(self) -> None:
+        """Finish what was submitted, then join. Idempotent, and fine before `start`."""
+        self._plans.close()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _launch(self) -> None:
+        """Launch thread: until the plans end, launch them, or drop them after a failure."""
+        with device_thread(self._runner.device):
+            while (plan := _take(self._plans)) is not None:
+                if self._failed.is_set():
+                    continue
+                launched = self._attempt(plan.step, partial(self._runner.launch, plan))
+                self._launched.put(launched)
+        self._launched.close()
+
+    def _wait(self) -> None:
+        """Waiter thread: post results until the first failure, which is the last thing posted."""
+        with device_thread(self._runner.device):
+            posted_failure = False
+            while (launched := _take(self._launched)) is not None:
+                if posted_failure:
+                    continue
+                if isinstance(launched, StepFailure):
+                    result: StepResult | StepFailure = launched
+                else:
+                    result = self._attempt(launched.step, launched.wait)
+                posted_failure = isinstance(result, StepFailure)
+                self._outbox.put(result)
+
+    def _attempt(self, step: int, act: Callable[[], T]) -> T | StepFailure:
+        """The boundary of both threads: whatever a step raises ends here, as data."""
+        try:
+            return act()
+        except Exception as error:
+            self._failed.set()
+            log.exception("step %d failed", step)
+            return StepFailure(step, f"{type(error).__name__}: {error}")
+
+
+def _take(box: Mailbox[T]) -> T | None:
+    """Next item, None at the end."""
+    try:
+        return box.take()
+    except Closed:
+        return None

@@ -1,0 +1,104 @@
+"""A real server on a free port, with an engine that only talks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from app.http.routes import make_app
+from app.http.runner import Runner
+from app.service import Loaded, ModelCard, Service
+from core.config import ServeConfig
+from tests.fakes.engine import CONTEXT, FakeEngine
+from tests.fakes.tokenizer import VOCAB, ByteTokenizer, JoinTemplate
+
+CARD = ModelCard(
+    name="org/tiny",
+    path="/models/tiny",
+    architecture="LlamaForCausalLM",
+    context_length=CONTEXT,
+    vocab_size=VOCAB,
+    dtype="float32",
+    created=1_700_000_000,
+)
+
+
+class Server:
+    """What a test holds: the engine to steer, the service, a client session with the base address."""
+
+    def __init__(self, url: str, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession):
+        self.url = url
+        self.port = port
+        self.service = service
+        self.engine = engine
+        self.http = http
+
+    async def post(self, path: str, body: object = None, data: bytes | None = None) -> tuple[int, dict]:
+        """Status and decoded body."""
+        sent = {"json": body} if data is None else {"data": data}
+        async with self.http.post(path, **sent) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: object) -> list[str]:
+        """The payloads of a stream's events."""
+        async with self.http.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            text = (await response.read()).decode()
+        assert text.endswith("\n\n")
+        events = text[:-2].split("\n\n")
+        assert all(event.startswith("data: ") for event in events), events
+        return [event[6:] for event in events]
+
+
+Start = Callable[..., Awaitable[Server]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Starts servers; all of them are gone after the test."""
+    runners: list[Runner] = []
+    sessions: list[aiohttp.ClientSession] = []
+
+    async def start(serve: ServeConfig = ServeConfig(), ready: bool = True, sndbuf: int = 0) -> Server:  # noqa: B008
+        engine = FakeEngine()
+        service = Service({"device": "cpu"})
+        if ready:
+            service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
+        runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
+        await runner.setup()
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        if sndbuf:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
+        await web.SockSite(runner, listener).start()
+        port = listener.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        session = aiohttp.ClientSession(base_url=url)
+        runners.append(runner)
+        sessions.append(session)
+        return Server(url, port, service, engine, session)
+
+    yield start
+    for session in sessions:
+        await session.close()
+    for runner in runners:
+        await runner.cleanup()
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def server(start: Start) -> Server:
+    """A ready server with the default settings."""
+    return await start()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until `condition` holds. The bound is for a failing test only."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)

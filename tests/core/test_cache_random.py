@@ -1,0 +1,257 @@
+"""Random workloads against a plain dictionary, with the books checked after every step.
+
+The oracle knows nothing of nodes: it maps (root, tokens up to the end of a page) to the page that
+holds them. Insertions it predicts; evictions it reads off the tree after each call, and says which
+were allowed. Beside it stands the device's memory: what each page was last written with.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from core.cache import CacheManager, CacheStatistics, Hold
+from core.config.groups import Eviction
+from core.types import Ints, RootKey
+
+STEPS = 450
+ROOTS = (RootKey(), RootKey(adapter="a"), RootKey(salt="a"))
+
+Prefix = tuple[RootKey, bytes]
+"""A root and the int32 tokens up to the end of a page (and one more with bigrams)."""
+
+
+class Running:
+    """One request: `tokens` are known, the KV of the first `written` is in the hold's pages."""
+
+    __slots__ = ("hold", "root", "tokens", "written")
+
+    def __init__(self, root: RootKey, tokens: Ints, hold: Hold, written: int) -> None:
+        self.root = root
+        self.tokens = tokens
+        self.hold = hold
+        self.written = written
+
+
+class World:
+    """A cache, its oracle, a device memory and the requests that run."""
+
+    def __init__(self, page_size: int, eviction: Eviction, bigram: bool, radix: bool, seed: str) -> None:
+        self.rng = random.Random(seed)
+        self.size = page_size
+        self.bigram = bigram
+        self.radix = radix
+        self.num_pages = self.rng.choice([12, 30, 48])
+        self.cache = CacheManager(self.num_pages, page_size, radix=radix, eviction=eviction, bigram=bigram)
+        self.cached: dict[Prefix, int] = {}
+        self.memory: dict[int, Prefix] = {}
+        self.running: list[Running] = []
+        # Prompts are drawn from two patterns for a page, so that prefixes collide at any page size.
+        self.patterns = [[self.rng.randrange(2) for _ in range(page_size)] for _ in range(2)]
+
+    # -- the oracle
+
+    def prefix(self, root: RootKey, tokens: Ints, page: int) -> Prefix | None:
+        """What page number `page` of `tokens` is cached under; None if that is not known yet."""
+        end = (page + 1) * self.size + self.bigram
+        return (root, tokens[:end].tobytes()) if end <= len(tokens) else None
+
+    def expected(self, root: RootKey, tokens: Ints, limit: int) -> list[int]:
+        pages: list[int] = []
+        while len(pages) < limit // self.size:
+            prefix = self.prefix(root, tokens, len(pages))
+            if prefix is None or prefix not in self.cached:
+                break
+            pages.append(self.cached[prefix])
+        return pages
+
+    def protected(self) -> set[Prefix]:
+        held = set()
+        for request in self.running:
+            for page in range(request.hold.shared):
+                prefix = self.prefix(request.root, request.tokens, page)
+                assert prefix is not None
+                held.add(prefix)
+        return held
+
+    def in_tree(self) -> set[int]:
+        return {page for node in self.cache._tree.walk() for page in node.pages.tolist()}
+
+    def forget_evicted(self, allowed: bool) -> None:
+        """Take from the oracle what the tree has dropped; raise if it must not have."""
+        present = self.in_tree()
+        gone = {prefix for prefix, page in self.cached.items() if page not in present}
+        assert allowed or not gone, "evicted without need"
+        assert not gone & self.protected(), "evicted under a lock"
+        for prefix in gone:
+            del self.cached[prefix]
+        assert set(self.cached.values()) == present, "the tree holds what nobody inserted"
+        for root, tokens in self.cached:
+            before = tokens[: -4 * self.size]
+            first = len(before) < 4 * (self.size + self.bigram)
+            assert first or (root, before) in self.cached, "a hole in a prefix"
+
+    # -- what a scheduler does
+
+    def draw(self) -> Ints:
+        rng = self.rng
+        if self.running and rng.random() < 0.2:
+            base = rng.choice(self.running).tokens.tolist()
+            base = base[: rng.randint(0, len(base))]
+        else:
+            base = []
+        for _ in range(rng.randint(0, 5)):
+            base += rng.choice(self.patterns)
+        base += [rng.randrange(2) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.2:
+            base[rng.randrange(len(base))] ^= 1
+        return np.array(base, np.int32)
+
+    def look(self) -> None:
+        tokens, root = self.draw(), self.rng.choice(ROOTS)
+        limit = self.rng.randint(0, len(tokens))
+        match = self.cache.match(root, tokens, limit)
+        assert match.pages.tolist() == self.expected(root, tokens, limit)
+        assert match.tokens == len(match.pages) * self.size
+        self.forget_evicted(allowed=False)
+
+    def admit(self) -> None:
+        tokens, root, spare = self.draw(), self.rng.choice(ROOTS), self.rng.choice([0, 0, 2, 8])
+        limit = len(tokens) - 1
+        expected = self.expected(root, tokens, limit)
+        match = self.cache.match(root, tokens, limit)
+        assert match.pages.tolist() == expected
+        before = self.cache.statistics()
+        hold = self.cache.try_reserve(match, len(tokens), spare)
+        need = max(-(-len(tokens) // self.size) - len(expected), 0)
+        held = self.protected()
+        unlocked = sum(self.cached[p] not in expected for p in self.cached if p not in held)
+        fits = before.free + unlocked >= need + spare
+        assert (hold is not None) == fits
+        if hold is None:
+            assert self.cache.statistics() == before
+            self.forget_evicted(allowed=False)
+            return
+        for page, at in enumerate(expected):
+            assert self.memory[at] == self.prefix(root, tokens, page), "a hit on other content"
+        self.running.append(Running(root, tokens, hold, match.tokens))
+        self.forget_evicted(allowed=need > before.free)
+
+    def write(self, request: Running, end: int) -> None:
+        """The step that computes KV up to `end`: only pages of this request's own."""
+        for page in range(request.written // self.size, -(-end // self.size)):
+            at = request.hold.pages[page]
+            assert at not in self.cached.values(), "a cached page was overwritten"
+            prefix = self.prefix(request.root, request.tokens, page)
+            if prefix is not None:
+                self.memory[at] = prefix
+        request.written = end
+
+    def commit(self, request: Running, finish: bool = False) -> None:
+        tokens = request.tokens[: request.written]
+        hold, start = request.hold, request.hold.shared
+        pages = list(hold.pages)
+        end = max((len(tokens) - self.bigram) // self.size, start) if self.radix else start
+        lost = []
+        for page in range(start, end):
+            # Content is known by now, also where the last bigram was not when it was written.
+            prefix = self.prefix(request.root, tokens, page)
+            assert prefix is not None
+            self.memory[pages[page]] = prefix
+            if self.cached.setdefault(prefix, pages[page]) != pages[page]:
+                lost.append(pages[page])
+        if finish:
+            self.running.remove(request)
+            self.cache.release(hold, request.root, tokens, self.rng.randint(-2, 2))
+            return
+        duplicates = hold.duplicates + lost
+        self.cache.commit(hold, request.root, tokens, self.rng.randint(-2, 2))
+        assert (hold.pages, hold.shared, hold.duplicates) == (pages, end, duplicates)
+
+    def chunk(self) -> None:
+        request = self.rng.choice(self.running)
+        self.write(request, self.rng.randint(request.written, len(request.tokens)))
+        self.commit(request)
+        self.forget_evicted(allowed=False)
+
+    def decode(self) -> None:
+        request = self.rng.choice(self.running)
+        count = self.rng.randint(1, self.size)
+        grown = [*request.tokens.tolist(), *(self.rng.randrange(2) for _ in range(count))]
+        need = -(-len(grown) // self.size) - len(request.hold.pages)
+        before = self.cache.statistics()
+        pages = self.cache.try_take(need)
+        if pages is None:
+            assert need > before.free + before.cached
+            assert self.cache.statistics() == before
+            self.commit(request, finish=True)  # retracted
+            self.forget_evicted(allowed=False)
+            return
+        request.hold.pages += pages.tolist()
+        request.tokens = np.array(grown, np.int32)
+        self.forget_evicted(allowed=need > before.free)
+
+    def finish(self) -> None:
+        request = self.rng.choice(self.running)
+        self.write(request, len(request.tokens))
+        self.commit(request, finish=True)
+        self.forget_evicted(allowed=False)
+
+    def abort(self) -> None:
+        request = self.rng.choice(self.running)
+        self.running.remove(request)
+        self.cache.release(request.hold, request.root, None)
+        self.forget_evicted(allowed=False)
+
+    def flush(self) -> None:
+        before = self.cache.statistics()
+        assert self.cache.flush() == before.cached
+        self.forget_evicted(allowed=True)
+        assert set(self.cached) == self.protected()
+
+    def step(self) -> None:
+        if self.running:
+            actions = [self.look, self.admit, self.chunk, self.decode, self.finish, self.abort, self.flush]
+            (action,) = self.rng.choices(actions, weights=[10, 30, 30, 25, 15, 4, 1])
+        else:
+            action = self.admit
+        action()
+        self.cache.check_integrity([request.hold for request in self.running])
+        for request in self.running:
+            shared = request.hold.shared
+            full = self.expected(request.root, request.tokens, shared * self.size)
+            assert len(full) == shared, "a locked prefix must always match"
+
+    def drain(self) -> CacheStatistics:
+        while self.running:
+            self.finish()
+        self.cache.check_integrity([])
+        return self.cache.statistics()
+
+
+@pytest.mark.parametrize("bigram", [False, True], ids=["plain", "bigram"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("eviction", get_args(Eviction))
+def test_random_workload(eviction: Eviction, page_size: int, bigram: bool) -> None:
+    """24 worlds of 450 steps."""
+    world = World(page_size, eviction, bigram, True, f"{eviction} {page_size} {bigram}")
+    for _ in range(STEPS):
+        world.step()
+    done = world.drain()
+    assert done.protected == 0
+    assert done.free + done.cached == done.total
+    assert done.evicted_pages > 0, "the pool was never short: the run has shown too little"
+    assert done.hit_tokens > 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_random_workload_without_the_tree(page_size: int) -> None:
+    world = World(page_size, "lru", False, False, f"off {page_size}")
+    for _ in range(STEPS):
+        world.step()
+    done = world.drain()
+    assert done.free == done.total
+    assert (done.hit_tokens, done.nodes) == (0, 0)

@@ -1,0 +1,216 @@
+"""An engine that says what it is told to: `app.service.Control` without a model.
+
+The same checks as the real one's, so that an error's field is the one a client would see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy as np
+
+from app.job import Job, Piece, Sink
+from app.text.stops import check_stops
+from core.errors import ContextExceeded, LoomError, RequestError
+from core.plan import PromptLogprobs, RowLogprobs
+from core.request import Request, SamplingParams
+from core.request.params import check
+from core.stats import CacheStatistics, EngineStatistics, Histogram, SchedulerStatistics
+from core.types import Finish, FinishReason, Ints
+from tests.fakes.tokenizer import VOCAB, ByteTokenizer
+
+CONTEXT = 512
+WORDS = ("Hel", "lo", " wörld", " 😀", "!")
+"""What every choice says, one token each, until its length; then from the start again."""
+
+
+def row(token: int, k: int) -> RowLogprobs:
+    """Log-probabilities that say which token they belong to."""
+    ids = np.array([(token + i) % VOCAB for i in range(k)], np.int32)
+    return RowLogprobs(-float(token) / 100, ids, np.array([-float(i) for i in range(k)], np.float32))
+
+
+class FakeRun:
+    """A job of the fake. Tests push pieces by hand, or `speak` does."""
+
+    def __init__(self, engine: FakeEngine, job: Job, prompt: Ints, params: SamplingParams, sink: Sink) -> None:
+        self.engine = engine
+        self.job = job
+        self.prompt = prompt
+        self.params = params
+        self.requests = [Request(f"{job.id}-{i}", prompt, params) for i in range(job.n)]
+        for request in self.requests:
+            request.cached = engine.cached
+        self.sink = sink
+        self.open = set(range(job.n))
+        self.done = asyncio.Event()
+        self.aborted = False
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        k, start = self.params.prompt_logprobs, max(self.params.prompt_logprobs_start, 1)
+        if k < 0 or start >= len(self.prompt):
+            return []
+        rows = [row(int(token), k) for token in self.prompt[start:]]
+        return [
+            PromptLogprobs(
+                slot=1,
+                start=start,
+                values=np.array([r.chosen for r in rows], np.float32),
+                top_ids=np.array([r.top_ids for r in rows], np.int32).reshape(len(rows), k),
+                top_values=np.array([r.top_values for r in rows], np.float32).reshape(len(rows), k),
+            )
+        ]
+
+    async def wait(self) -> None:
+        await self.done.wait()
+
+    def abort(self) -> None:
+        self.aborted = bool(self.open) or self.aborted
+        for index in sorted(self.open):
+            self.push(index, Piece("", [], None, Finish(FinishReason.ABORT)))
+
+    def push(self, index: int, piece: Piece) -> None:
+        """Hand one piece out, as the engine's delivery would."""
+        if index not in self.open:
+            return
+        if piece.finish is not None:
+            self.requests[index].finish = piece.finish
+            self.open.discard(index)
+        self.sink(index, piece)
+        if not self.open:
+            self.done.set()
+            self.engine.live.pop(self.job.id, None)
+
+    async def speak(self) -> None:
+        """All choices in step, one word a turn of the loop."""
+        limit = self.params.max_tokens
+        for at in range(max(limit, 1)):
+            for index in sorted(self.open):
+                self.push(index, self.piece(at, limit))
+            await asyncio.sleep(0)
+
+    def piece(self, at: int, limit: int) -> Piece:
+        if limit == 0:
+            return Piece("", [], None, Finish(FinishReason.LENGTH))
+        if self.engine.fail_at == at:
+            return Piece("", [], None, self.engine.failure)
+        word = WORDS[at % len(WORDS)]
+        token = word.encode()[0]
+        logprobs = [row(token, self.params.logprobs)] if self.params.logprobs >= 0 else None
+        finish = None
+        if self.job.text.stop and word == "!":
+            finish = Finish(FinishReason.STOP, self.job.text.stop[0])
+        elif at + 1 == limit:
+            finish = Finish(FinishReason.LENGTH)
+        return Piece(word, [token], logprobs, finish)
+
+
+class FakeEngine:
+    """Owner: event loop."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, FakeRun] = {}
+        self.runs: list[FakeRun] = []
+        self.refusal: LoomError | Exception | None = None
+        """Raised by the next start."""
+        self.gate: asyncio.Event | None = None
+        """Start waits for it."""
+        self.started = asyncio.Event()
+        """Set when a start begins (behind a gate too)."""
+        self.manual = False
+        """Say nothing; the test pushes."""
+        self.fail_at = -1
+        self.failure = Finish(FinishReason.ERROR, message="The device was lost.")
+        self.cached = 0
+        self.flushed = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, job: Job, sink: Sink) -> FakeRun:
+        self.started.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        if job.id in self.live:
+            raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
+        run = FakeRun(self, job, *self._complete(job), sink)
+        self.live[job.id] = run
+        self.runs.append(run)
+        if not self.manual:
+            task = asyncio.get_running_loop().create_task(run.speak())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return run
+
+    def _complete(self, job: Job) -> tuple[Ints, SamplingParams]:
+        if isinstance(job.prompt, str):
+            prompt = ByteTokenizer().encode(job.prompt, job.add_special_tokens)
+        else:
+            prompt = job.prompt
+        if job.truncate_prompt is not None:
+            prompt = prompt[-job.truncate_prompt :]
+        room = CONTEXT - len(prompt)
+        wanted = min(len(WORDS), room) if job.max_tokens is None else job.max_tokens
+        if wanted > room or room < 1:
+            raise ContextExceeded(CONTEXT, len(prompt), wanted, job.prompt_param)
+        seed = 7 if job.seed is None else job.seed
+        params = msgspec.structs.replace(job.sampling, max_tokens=wanted, seed=seed)
+        check(params, VOCAB)
+        check_stops(job.text.stop, job.text.stop_regex)
+        return prompt, params
+
+    def abort(self, id: str) -> bool:
+        run = self.live.get(id)
+        if run is not None:
+            run.abort()
+        return run is not None
+
+    def abort_all(self) -> int:
+        runs = list(self.live.values())
+        for run in runs:
+            run.abort()
+        return len(runs)
+
+    def flush(self) -> bool:
+        if self.live:
+            return False
+        self.flushed += 1
+        return True
+
+    def statistics(self) -> EngineStatistics:
+        histogram = Histogram((0.1, 1.0), (3, 2, 1), 4.5)
+        cache = CacheStatistics(
+            page_size=16,
+            total=100,
+            free=40,
+            cached=35,
+            protected=5,
+            nodes=7,
+            queried_tokens=1000,
+            hit_tokens=250,
+            evicted_pages=3,
+        )
+        scheduler = SchedulerStatistics(
+            waiting=2,
+            waiting_tokens=64,
+            running=len(self.live),
+            in_flight=1,
+            steps=10,
+            prompt_tokens=1000,
+            cached_tokens=250,
+            output_tokens=500,
+            retractions=1,
+            finished={"stop": 4, "length": 3, "abort": 1},
+            cache=cache,
+        )
+        return EngineStatistics(
+            scheduler=scheduler,
+            last_step_at=1.0,
+            step_seconds=0.02,
+            loop_lag=0.001,
+            ttft=histogram,
+            inter_token=histogram,
+            end_to_end=histogram,
+            queue=histogram,
+        )

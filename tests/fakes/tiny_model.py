@@ -1,0 +1,116 @@
+"""Tiny random checkpoints of every family, made on the fly by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+VOCAB = 256
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Far above the usual 0.02: logits then differ by more than rounding, and greedy text is a test.
+    "initializer_range": 0.3,
+}
+
+
+def _rope(kind: str, **more: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+_LLAMA3 = _rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-bias": ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-llama3": ("Llama", {**_LLAMA3, "head_dim": 24}),
+    "llama-linear": ("Llama", _rope("linear", factor=4.0)),
+    "llama-dynamic": ("Llama", {**_rope("dynamic", factor=4.0), "max_position_embeddings": 48}),
+    "llama-yarn": ("Llama", _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 32}),
+    "mistral-full": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", _MOE),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {**_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    ),
+}
+"""Name to (family, what differs from `_SIZES`)."""
+
+
+class Tiny(NamedTuple):
+    """A saved checkpoint and the transformers model it was saved from, fp32."""
+
+    path: Path
+    reference: Any
+
+
+def build(name: str, directory: Path, max_shard_size: str = "1GB") -> Tiny:
+    """Make variant `name` and save it under `directory`. The same weights every time."""
+    family, changes = VARIANTS[name]
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            # transformers starts norms at one and biases at zero: a swapped or forgotten one would not show.
+            if key.endswith(("norm.weight", "layernorm.weight")):
+                weight.uniform_(0.5, 1.5)
+            elif key.endswith("bias"):
+                weight.normal_(0.0, 0.2)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return Tiny(directory, model)
+
+
+def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    """What transformers' own generate continues `prompt` with, ignoring end of sequence."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """transformers' logits [len(tokens), vocab] of a sequence."""
+    return model(torch.tensor([tokens])).logits[0]

@@ -1,0 +1,64 @@
+"""A tokenizer of bytes and a template that is a join: nothing to load, everything predictable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from core.errors import RequestError
+from core.types import Ints
+
+VOCAB = 260
+BOS, EOS = 256, 257
+
+
+class ByteTokenizer:
+    """Ids below 256 are bytes; 256 begins, 257 ends a text."""
+
+    vocab_size = VOCAB
+    eos_ids = frozenset({EOS})
+
+    def encode(self, text: str, add_special: bool = True) -> Ints:
+        ids = list(text.encode())
+        return np.array([BOS, *ids] if add_special else ids, np.int32)
+
+    async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints:
+        return self.encode(text, add_special)
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        special = {BOS: "<s>", EOS: "</s>"}
+        parts = [
+            bytes([id]) if id < 256 else b"" if skip_special else special.get(id, "").encode() for id in ids
+        ]
+        return b"".join(parts).decode(errors="replace")
+
+    def token_text(self, id: int) -> str:
+        return self.token_bytes(id).decode(errors="replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([id]) if id < 256 else {BOS: b"<s>", EOS: b"</s>"}.get(id, b"")
+
+
+class JoinTemplate:
+    """`role: content` lines. A content of `RAISE` is what a template refuses."""
+
+    async def render_async(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> str:
+        if any(message["content"] == "RAISE" for message in messages):
+            raise RequestError("The chat template refused: no RAISE.", "messages")
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        if tools:
+            lines.insert(0, f"tools: {len(tools)}\n")
+        lines += [f"{key}={value}\n" for key, value in sorted(kwargs.items())]
+        if add_generation_prompt:
+            lines.append("assistant: ")
+        text = "".join(lines)
+        return text.removesuffix("\n") if continue_final_message else text

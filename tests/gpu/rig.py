@@ -1,0 +1,123 @@
+"""A runner driven by hand-made plans: what a scheduler does, without deciding anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
+from core.request import SamplingParams
+from gpu.attention import TorchAttention
+from gpu.build import spec_of
+from gpu.kv.pool import KvPool
+from gpu.runner import ModelRunner
+from gpu.sample.sampler import Sampled, Sampler
+from gpu.state.slots import SlotState
+from gpu.thread import device_thread
+from gpu.weights import load_model
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class WatchedSampler(Sampler):
+    """The real sampler, keeping the last step's logits [n, vocab]."""
+
+    logits: torch.Tensor
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Sampled:
+        self.logits = logits.clone()
+        return super().sample(logits, slots, positions)
+
+
+class Rig:
+    """Owner: the test. Pages are handed out in a shuffled order unless `consecutive`."""
+
+    def __init__(
+        self,
+        path: Path,
+        page_size: int = 16,
+        rows: int = 4,
+        tokens: int = 1024,
+        consecutive: bool = False,
+    ) -> None:
+        self.spec = spec_of(path)
+        self.page_size = page_size
+        pages = tokens // page_size + 1
+        self.model = load_model(self.spec, path, torch.float32, CPU)
+        with device_thread(CPU):
+            self.pool = KvPool(
+                self.spec.layers, pages, page_size, (self.spec.kv_heads, self.spec.head_dim), torch.float32, CPU
+            )
+            self.slots = SlotState(rows, pages, CPU)
+            windows = [self.spec.window(layer) for layer in range(self.spec.layers)]
+            self.sampler = WatchedSampler(rows, self.spec.vocab_size, rows, CPU)
+            self.runner = ModelRunner(
+                self.model,
+                self.slots,
+                TorchAttention(self.pool, self.slots, windows),
+                self.sampler,
+                page_size,
+            )
+        order = np.arange(1, pages)
+        if not consecutive:
+            np.random.default_rng(3).shuffle(order)
+        self.free = order[::-1].tolist()
+        self.pages: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+        self.steps = 0
+
+    def new(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        *,
+        shared: Sequence[int] = (),
+        params: SamplingParams = GREEDY,
+        count_row: int = -1,
+    ) -> NewSlot:
+        """A slot that starts behind `shared` full pages of somebody else."""
+        cached = len(shared) * self.page_size
+        self.pages[slot] = list(shared)
+        self.lengths[slot] = cached
+        return NewSlot(slot, params, ints(prompt), ints([]), cached, count_row)
+
+    def plan(
+        self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
+    ) -> StepPlan:
+        """A plan with the page writes that its rows need."""
+        cells: list[tuple[int, int, int]] = []
+        for fresh in new:
+            cells += [(fresh.slot, at, page) for at, page in enumerate(self.pages[fresh.slot])]
+        for slot, count in [(s, 1) for s in decode] + [(c.slot, len(c.tokens)) for c in chunks]:
+            self.lengths[slot] += count
+            while len(self.pages[slot]) * self.page_size < self.lengths[slot]:
+                cells.append((slot, len(self.pages[slot]), page := self.free.pop()))
+                self.pages[slot].append(page)
+        columns = np.array(cells, np.int32).reshape(-1, 3).T
+        self.steps += 1
+        return StepPlan(self.steps, ints(decode), tuple(chunks), tuple(new), PageWrites(*columns))
+
+    def step(
+        self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
+    ) -> StepResult:
+        """Plan, launch, wait."""
+        plan = self.plan(decode, chunks, new)
+        with device_thread(CPU):
+            return self.runner.launch(plan).wait()
+
+    def generate(self, slot: int, prompt: Sequence[int], tokens: int) -> list[int]:
+        """Greedy text of one row: the whole prompt in a step, then decode."""
+        result = self.step(chunks=[Chunk(slot, 0, ints(prompt), True)], new=[self.new(slot, prompt)])
+        out = [int(result.tokens[0])]
+        while len(out) < tokens:
+            out.append(int(self.step(decode=[slot]).tokens[0]))
+        return out
+
+
+def ints(values: Sequence[int]) -> np.ndarray:
+    """int32, as plans carry them."""
+    return np.array(values, np.int32)

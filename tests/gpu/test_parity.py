@@ -1,0 +1,72 @@
+"""The same logits and the same text as transformers, whatever the plan looked like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.plan import Chunk
+from tests.fakes import tiny_model
+from tests.fakes.tiny_model import Tiny
+from tests.gpu.rig import Rig, ints
+
+A = [int(i * 37 % 251) + 3 for i in range(40)]
+B = [int(i * 53 % 241) + 5 for i in range(23)]
+C = A[:32] + [9, 8, 7, 6, 5]
+TOKENS = 64
+
+
+@pytest.fixture(scope="module", params=sorted(tiny_model.VARIANTS))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return tiny_model.build(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def texts(tiny: Tiny) -> list[list[int]]:
+    return [tiny_model.greedy(tiny.reference, prompt, TOKENS) for prompt in (A, B, C)]
+
+
+@pytest.mark.parametrize(("page_size", "consecutive"), [(1, False), (16, False), (16, True)])
+def test_greedy_text_is_that_of_transformers(
+    tiny: Tiny, texts: list[list[int]], page_size: int, consecutive: bool
+) -> None:
+    rig = Rig(tiny.path, page_size, consecutive=consecutive)
+    outs: dict[int, list[int]] = {1: [], 2: [], 3: []}
+    # A in two chunks that cut a page; B joins the second; C stands on A's first 32 tokens.
+    rig.step(chunks=[Chunk(1, 0, ints(A[:17]), False)], new=[rig.new(1, A)])
+    two = rig.step(
+        chunks=[Chunk(1, 17, ints(A[17:]), True), Chunk(2, 0, ints(B), True)], new=[rig.new(2, B)]
+    )
+    outs[1].append(int(two.tokens[0]))
+    outs[2].append(int(two.tokens[1]))
+    new = rig.new(3, C, shared=rig.pages[1][: 32 // page_size])
+    three = rig.step(decode=[2, 1], chunks=[Chunk(3, 32, ints(C[32:]), True)], new=[new])
+    for slot, token in zip((2, 1, 3), three.tokens.tolist(), strict=True):
+        outs[slot].append(token)
+    while rows := [slot for slot, out in outs.items() if len(out) < TOKENS]:
+        for slot, token in zip(rows, rig.step(decode=rows).tokens.tolist(), strict=True):
+            outs[slot].append(token)
+    assert [outs[1], outs[2], outs[3]] == texts
+
+
+def test_logits_are_those_of_transformers(tiny: Tiny, texts: list[list[int]]) -> None:
+    if rope_depends_on_the_batch(tiny):
+        pytest.skip("transformers rotates all of a long prompt by its last position; the text is compared")
+    sequence = A + texts[0][:24]
+    want = tiny_model.logits(tiny.reference, sequence)
+    rig = Rig(tiny.path)
+    rig.step(chunks=[Chunk(1, 0, ints(A[:9]), False)], new=[rig.new(1, A)])
+    rig.step(chunks=[Chunk(1, 9, ints(A[9:]), True)])
+    got = [rig.sampler.logits[0]]
+    for _ in texts[0][:24]:
+        rig.step(decode=[1])
+        got.append(rig.sampler.logits[0])
+    torch.testing.assert_close(torch.stack(got), want[len(A) - 1 :], atol=1e-4, rtol=0)
+
+
+def rope_depends_on_the_batch(tiny: Tiny) -> bool:
+    return tiny.reference.config.rope_parameters["rope_type"] == "dynamic"
+
+

@@ -1,0 +1,93 @@
+"""Log-probabilities of the raw distribution: values, order, ties, blocks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.sample import prompt_logprobs
+from gpu.sample.logprobs import rank, raw_logprobs, row_logprobs
+
+
+def logits_like_bfloat16(n: int, vocab: int) -> torch.Tensor:
+    return (torch.randn(n, vocab, generator=torch.Generator().manual_seed(n)) * 4).bfloat16().float()
+
+
+@pytest.mark.parametrize("k", [1, 5, 128])
+def test_rank_is_the_head_of_a_stable_sort(k: int) -> None:
+    values = logits_like_bfloat16(40, 3_000)
+    ranked = rank(values, k)
+    by_sort = values.sort(dim=-1, descending=True, stable=True)
+    assert np.array_equal(ranked.ids, by_sort.indices[:, :k].numpy())
+    assert np.array_equal(ranked.values, by_sort.values[:, :k].numpy())
+
+
+def test_rank_of_equals_names_the_lowest_ids() -> None:
+    assert rank(torch.zeros(2, 1_000), 3).ids.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert rank(torch.zeros(1, 4), 128).ids.tolist() == [[0, 1, 2, 3]]
+    assert rank(torch.zeros(2, 4), 0).ids.shape == (2, 0)
+
+
+def test_row_logprobs_are_those_of_log_softmax() -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * 5
+    expected = logits.double().log_softmax(-1)
+    answers = row_logprobs(raw_logprobs(logits), [7, 450, -1], [0, 500, 2])
+    first, second, third = answers
+    assert first is not None
+    assert second is not None
+    assert third is None
+    assert first.chosen == pytest.approx(float(expected[0, 7]), abs=1e-5)
+    assert (len(first.top_ids), len(first.top_values)) == (0, 0)
+    assert second.chosen == pytest.approx(float(expected[1, 450]), abs=1e-5)
+    assert (second.top_ids.dtype, second.top_values.dtype) == (np.int32, np.float32)
+    assert sorted(second.top_ids.tolist()) == list(range(500))
+    assert (np.diff(second.top_values) <= 0).all()
+    assert np.exp(second.top_values.astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
+    assert second.top_values == pytest.approx(expected[1][second.top_ids].numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 64, 150])
+@pytest.mark.parametrize("k", [0, 4])
+def test_prompt_logprobs_row_by_row(n: int, k: int) -> None:
+    logits = logits_like_bfloat16(n, 300)
+    targets = torch.arange(n) * 7 % 300
+    before = logits.clone()
+    answer = prompt_logprobs(5, 11, logits, targets, k)
+    expected = logits.double().log_softmax(-1)
+    assert (answer.slot, answer.start) == (5, 11)
+    assert answer.values == pytest.approx(expected[torch.arange(n), targets].numpy(), abs=1e-5)
+    assert answer.top_ids.shape == answer.top_values.shape == (n, k)
+    order = expected.sort(dim=-1, descending=True, stable=True)
+    assert np.array_equal(answer.top_ids, order.indices[:, :k].numpy())
+    assert answer.top_values == pytest.approx(order.values[:, :k].numpy(), abs=1e-5)
+    assert torch.equal(logits, before)
+
+
+def test_prompt_logprobs_do_not_depend_on_the_chunking() -> None:
+    logits, targets = logits_like_bfloat16(130, 300), torch.arange(130)
+    whole = prompt_logprobs(1, 1, logits, targets, 3)
+    for first, last in ((0, 1), (1, 70), (70, 130)):
+        part = prompt_logprobs(1, 1 + first, logits[first:last], targets[first:last], 3)
+        assert np.array_equal(part.values, whole.values[first:last])
+        assert np.array_equal(part.top_ids, whole.top_ids[first:last])
+        assert np.array_equal(part.top_values, whole.top_values[first:last])
+
+
+def test_prompt_logprobs_of_nothing_and_of_nan() -> None:
+    nothing = prompt_logprobs(1, 1, torch.empty(0, 300), torch.empty(0, dtype=torch.int64), 3)
+    assert (len(nothing.values), nothing.top_ids.shape) == (0, (0, 3))
+    logits = logits_like_bfloat16(3, 300)
+    logits[1, 0] = math.nan
+    values = prompt_logprobs(1, 1, logits, torch.tensor([4, 5, 6]), 3).values
+    assert np.isnan(values).tolist() == [False, True, False]
+
+
+def test_what_crosses_the_threads_is_read_only() -> None:
+    answer = prompt_logprobs(1, 1, logits_like_bfloat16(2, 300), torch.tensor([0, 1]), 2)
+    row = row_logprobs(raw_logprobs(logits_like_bfloat16(1, 300)), [0], [2])[0]
+    assert row is not None
+    arrays = (answer.values, answer.top_ids, answer.top_values, row.top_ids, row.top_values)
+    assert not any(array.flags.writeable for array in arrays)
