@@ -71,9 +71,9 @@ class Engine:
             self._streams[request.id] = stream
         self._wake()
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Request, finish: Finish) -> None:
         """End a request in any state; its last piece follows."""
-        self.scheduler.abort(request)
+        self.scheduler.abort(request, finish)
         self._wake()
 
     def take_prompt_logprobs(self, request: Request) -> list[PromptLogprobs]:

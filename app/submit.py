@@ -21,7 +21,7 @@ from core.plan import PromptLogprobs
 from core.request import Request, SamplingParams
 from core.request.params import SEED_LIMIT, check
 from core.stats import EngineStatistics
-from core.types import Ints
+from core.types import Finish, FinishReason, Ints
 
 MAX_CHOICES = 128
 """CVE-2026-34756 is a server that copies a request for each of an unbounded `n`."""
@@ -65,9 +65,10 @@ class LiveRun:
     async def wait(self) -> None:
         await asyncio.shield(self._done)
 
-    def abort(self) -> None:
+    def abort(self, message: str | None = None) -> None:
+        """End it; with a `message` the client is told of an error."""
         for request in self.requests:
-            self._engine.abort(request)
+            self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the last choice has ended."""
@@ -124,10 +125,10 @@ class Submitter:
             run.abort()
         return run is not None
 
-    def abort_all(self) -> int:
+    def abort_all(self, message: str | None = None) -> int:
         runs = [run for run in self._runs.values() if run is not None]
         for run in runs:
-            run.abort()
+            run.abort(message)
         return len(runs)
 
     def flush(self) -> bool:

@@ -141,6 +141,7 @@ def _preflight(request: web.Request) -> web.Response:
 async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     """on_response_prepare: what every response carries, streams and errors too."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _request_id(request)
+    response.headers["Server"] = "loom"
     response.headers["Access-Control-Allow-Origin"] = "*"
     response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
 

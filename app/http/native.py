@@ -10,7 +10,7 @@ from aiohttp import web
 
 from app.http.body import decode, read_body
 from app.http.completions import check_prompt
-from app.http.delivery import Buffer, Collector, Delivery, running
+from app.http.delivery import Collector, Delivery, running
 from app.http.keys import SERVICE
 from app.http.logprobs import Entry, Namer, output_entries, prompt_entries
 from app.http.refuse import refuse_unsupported
@@ -47,11 +47,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = decode(NATIVE, await read_body(request))
     loaded = ready(request.app[SERVICE], None)
     jobs = native_jobs(body, loaded)
-    single = not isinstance(body.text or body.input_ids, list) or (
-        body.text is None and not isinstance((body.input_ids or [0])[0], list)
-    )
     total = sum(job.n for job in jobs)
-    single = single and total == 1
+    single = total == 1 and _one_prompt(body)
     namer = Namer(loaded.tokenizer)
     try:
         if body.stream:
@@ -134,6 +131,11 @@ def _prompts(body: NativeBody) -> tuple[str, list[str | list[int]]]:
     return "input_ids", [ids] if kind is int else ids  # type: ignore[list-item,return-value]
 
 
+def _one_prompt(body: NativeBody) -> bool:
+    """The prompt was not sent in a list of prompts."""
+    return isinstance(body.text, str) or (body.text is None and isinstance((body.input_ids or [0])[0], int))
+
+
 def _ids(rid: str | list[str] | None, prompts: int) -> list[str]:
     if isinstance(rid, list):
         if len(rid) != prompts:
@@ -170,10 +172,10 @@ class Answers:
         self._n = jobs[0].n
 
     def of(self, index: int, piece: Piece) -> dict[str, object]:
-        """`piece` holds all of the choice so far."""
+        """`piece` is all of the choice."""
         meta = self.meta(index, len(piece.tokens), piece.finish)
         if self._body.return_logprob:
-            meta |= self._logprobs(index, piece)
+            meta |= self.output_logprobs(piece) | self.input_logprobs(index)
         return {"text": piece.text, "output_ids": piece.tokens, "meta_info": meta}
 
     def meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
@@ -188,16 +190,23 @@ class Answers:
             "cached_tokens": run.requests[0].cached,
         }
 
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, object]:
+    def output_logprobs(self, piece: Piece) -> dict[str, list[object]]:
+        """Of the piece's tokens."""
+        return self._lists("output", list(output_entries(piece.tokens, piece.logprobs or ())))
+
+    def input_logprobs(self, index: int) -> dict[str, list[object]]:
+        """Of the prompt's tokens from `logprob_start_len` on, where asked for."""
         job, run = self._jobs[index // self._n], self._runs[index // self._n]
-        fields: dict[str, object] = {}
-        given = [("output", list(output_entries(piece.tokens, piece.logprobs or ())))]
-        if job.sampling.prompt_logprobs >= 0:
-            given.append(("input", prompt_entries(run, job.sampling.prompt_logprobs_start)))
-        for side, entries in given:
-            fields[f"{side}_token_logprobs"] = [self._tuple(e.value, e.token) for e in entries]
-            if self._body.top_logprobs_num:
-                fields[f"{side}_top_logprobs"] = [self._top(entry) for entry in entries]
+        if job.sampling.prompt_logprobs < 0:
+            return {}
+        return self._lists("input", prompt_entries(run, job.sampling.prompt_logprobs_start))
+
+    def _lists(self, side: str, entries: list[Entry]) -> dict[str, list[object]]:
+        fields: dict[str, list[object]] = {
+            f"{side}_token_logprobs": [self._tuple(entry.value, entry.token) for entry in entries]
+        }
+        if self._body.top_logprobs_num:
+            fields[f"{side}_top_logprobs"] = [self._top(entry) for entry in entries]
         return fields
 
     def _top(self, entry: Entry) -> list[object] | None:
@@ -218,24 +227,33 @@ def _finish(finish: Finish, tokens: int) -> dict[str, object]:
 
 
 class NativeFrames:
-    """`Frames` of `/generate`: every event tells everything so far. Owner: event loop."""
+    """`Frames` of `/generate`: every event tells everything so far. Owner: event loop.
 
-    __slots__ = ("_answers", "_body", "_buffers", "_single", "_texts")
+    Encoded pieces of a string or list, joined, are the encoded whole; so each piece is encoded once
+    and only copied from then on. The prompt's log-probabilities are in the last event alone.
+    """
+
+    __slots__ = ("_answers", "_logprobs", "_single", "_texts", "_tokens", "_wanted")
 
     def __init__(self, body: NativeBody, answers: Answers, total: int, single: bool) -> None:
-        self._body = body
         self._answers = answers
         self._single = single
-        self._buffers = [Buffer() for _ in range(total)]
-        # JSON escapes characters one by one, so encoded pieces joined are the encoded whole: the
-        # text is escaped once, and only copied from then on.
+        self._wanted = body.return_logprob is True
+        self._tokens: list[list[int]] = [[] for _ in range(total)]
         self._texts = [bytearray() for _ in range(total)]
+        self._logprobs: list[dict[str, bytearray]] = [{} for _ in range(total)]
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`. A last piece waits for `finish`, which tells all of it."""
-        buffer = self._buffers[index]
-        buffer.add(piece)
+        self._tokens[index] += piece.tokens
         self._texts[index] += _encode(piece.text)[1:-1]
+        if self._wanted and piece.logprobs:
+            known = self._logprobs[index]
+            for name, listed in self._answers.output_logprobs(piece).items():
+                encoded = known.setdefault(name, bytearray())
+                if encoded:
+                    encoded += b","
+                encoded += _encode(listed)[1:-1]
         return None if piece.finish is not None else self._event(index, None)
 
     def finish(self, index: int, finish: Finish) -> bytes:
@@ -247,15 +265,15 @@ class NativeFrames:
         return None
 
     def _event(self, index: int, finish: Finish | None) -> bytes:
-        buffer = self._buffers[index]
-        if self._body.return_logprob:
-            answer = self._answers.of(index, Piece("", buffer.tokens, buffer.logprobs, finish))
-            meta = answer["meta_info"]
-        else:
-            meta = self._answers.meta(index, len(buffer.tokens), finish)
-        return b'data: {"text":"%b",%b"output_ids":%b,"meta_info":%b}\n\n' % (
+        tokens = self._tokens[index]
+        meta = self._answers.meta(index, len(tokens), finish)
+        if finish is not None and self._wanted:
+            meta |= self._answers.input_logprobs(index)
+        logprobs = b"".join(b',"%b":[%b]' % (k.encode(), bytes(v)) for k, v in self._logprobs[index].items())
+        return b'data: {"text":"%b",%b"output_ids":%b,"meta_info":%b%b}}\n\n' % (
             bytes(self._texts[index]),
             b"" if self._single else b'"index":%d,' % index,
-            _encode(buffer.tokens),
-            _encode(meta),
+            _encode(tokens),
+            _encode(meta)[:-1],
+            logprobs,
         )

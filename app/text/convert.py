@@ -37,7 +37,9 @@ def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
         progress(f"reading the configuration and vocabulary of {path.name} (once)")
         fields, shapes, factor = _read_gguf(path)
         config = gguf_config(fields, shapes, factor)
-        generation: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+        generation: dict[str, Any] = {
+            key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config
+        }
         tokenizer, settings = _read_tokenizer(path.parent, path.name)
         if fields.get("tokenizer.ggml.pre") == "smollm":
             tokenizer = _split_digits(tokenizer)

@@ -1,7 +1,7 @@
 """Token ids to text as they come, one detokenizer per choice.
 
 What is emitted is never taken back, so a token's text waits until its last character is whole. The
-concatenated pieces are what decoding all the ids at once (after the same prompt tail) gives.
+concatenated pieces are what `Tokenizer.decode` gives for all the ids, after the same prompt tail.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Sequence
 
 from app.text.tokenizer import Tokenizer
-from app.text.vocab import PER_BYTE, Family
+from app.text.vocab import Family
 
 _Feed = Callable[[Sequence[int]], str]
 
@@ -25,10 +25,6 @@ class Detokenizer:
     `prompt_tail` is the last few ids of the prompt: they decide whether a leading space belongs to
     the text, and complete a character that the prompt cut in half. About 0.2 µs per token for
     vocabularies that are tables (`Family.BYTE_LEVEL`, `BYTE_FALLBACK`), 5 to 10 µs for others.
-
-    A byte-fallback vocabulary's invalid bytes are one U+FFFD each, as sentencepiece has it.
-    `tokenizers` does the same, but for a run of byte tokens with both whole characters and invalid
-    bytes in it, all of which it replaces: it could not say what a run is before its end.
     """
 
     __slots__ = ("_decode", "_half", "_raw", "_starting", "_texts", "_windows", "feed")
@@ -47,8 +43,7 @@ class Detokenizer:
             self._windows = _Windows(tokenizer, prompt_tail, skip_special)
             self.feed = self._windows.feed
             return
-        errors = "replace" if words.family is Family.BYTE_LEVEL else PER_BYTE
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors)
+        self._decode = codecs.getincrementaldecoder("utf-8")(words.errors)
         tail = b"".join(self._raw[token] for token in prompt_tail if 0 <= token < words.size)
         self._decode.decode(tail)
         self._half = bool(self._decode.getstate()[0])

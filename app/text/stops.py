@@ -106,7 +106,9 @@ class StopScanner:
         before = len(self._held)
         held = self._held + text
         found = self._find(held, before)
-        if self._patterns is not None and (match := self._patterns.feed(text, found.end - before if found else None)):
+        if self._patterns is not None and (
+            match := self._patterns.feed(text, found.end - before if found else None)
+        ):
             start, end = before + match.start, before + match.end
             if found is None or end < found.end or (end == found.end and start < found.start):
                 found = _Found(max(start, 0), end, match.name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any
 
@@ -38,13 +38,11 @@ class Vocabulary:
 
     __slots__ = ("family", "raw", "shown_raw", "shown_texts", "size", "special_ids", "strips_space", "texts")
 
-    def __init__(self, vocab: Mapping[str, int], added: Mapping[str, bool], decoder: Json | None) -> None:
-        """`vocab` maps every token, added ones too, to its id; `added` maps an added token to
-        whether it is special; `decoder` is that entry of tokenizer.json."""
+    def __init__(self, vocab: Mapping[str, int], special: frozenset[int], decoder: Json | None) -> None:
+        """`vocab` maps every token, added ones too, to its id; `decoder` is that entry of
+        tokenizer.json."""
         self.size = max(vocab.values(), default=-1) + 1
-        self.special_ids = frozenset(
-            vocab[text] for text, special in added.items() if special and text in vocab
-        )
+        self.special_ids = special
         self.family, self.strips_space = _family(decoder)
         self.raw: list[bytes] = []
         self.texts: list[str | None] = []
@@ -58,6 +56,19 @@ class Vocabulary:
         if self.raw:
             for token in self.special_ids:
                 self.shown_raw[token], self.shown_texts[token] = b"", ""
+
+    @property
+    def errors(self) -> str:
+        """Handler for `bytes.decode` that shows invalid bytes as this family does."""
+        return PER_BYTE if self.family is Family.BYTE_FALLBACK else "replace"
+
+    def decode(self, ids: Iterable[int], skip_special: bool) -> str:
+        """Text of ids by the tables. `tokenizers` agrees but for byte-fallback runs with both whole
+        characters and invalid bytes, all of which it replaces; sentencepiece keeps the characters,
+        and a stream cannot know what a run will be."""
+        raw, size = self.shown_raw if skip_special else self.raw, self.size
+        data = b"".join([raw[token] for token in ids if 0 <= token < size])
+        return (data.removeprefix(b" ") if self.strips_space else data).decode(errors=self.errors)
 
 
 def _family(decoder: Json | None) -> tuple[Family, bool]:

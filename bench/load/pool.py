@@ -49,7 +49,19 @@ class Outcome(msgspec.Struct):
 class Pool:
     """Client processes of one run. Owner: the parent's main thread."""
 
-    __slots__ = ("_began", "_cpu", "_done", "_job", "_live", "_out", "_processes", "_ready", "_records")
+    __slots__ = (
+        "_began",
+        "_context",
+        "_counter",
+        "_cpu",
+        "_done",
+        "_job",
+        "_live",
+        "_out",
+        "_processes",
+        "_ready",
+        "_records",
+    )
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -61,6 +73,9 @@ class Pool:
         self._records: list[Record] = []
         self._cpu = 0.0
         self._began = 0.0
+        # A spawned process inherits no loop, lock or thread of ours; fork would.
+        self._context = multiprocessing.get_context("spawn")
+        self._counter = self._context.Value("q", 0)  # the next index; it must outlive the children's start
 
     def run(self) -> Outcome:
         """Run the job to its end, or to the first Ctrl-C: then with what there is."""
@@ -84,18 +99,15 @@ class Pool:
         return Outcome(self._records, self._cpu, count, interrupted, lost)
 
     def _start(self, count: int) -> None:
-        # A spawned process inherits no loop, lock or thread of ours; fork would. It does inherit an
-        # ignored signal, so that Ctrl-C from a terminal, which goes to all, stays our business alone.
-        context = multiprocessing.get_context("spawn")
-        counter = context.Value("q", 0)
+        job = self._job
+        # A child inherits an ignored signal: Ctrl-C from a terminal goes to all, but is our business alone.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for number in range(count):
-                ours, theirs = context.Pipe()
-                share = Share(
-                    self._job.target, self._job.work, self._job.model, number, count, self._job.warmup
-                )
-                process = context.Process(target=worker.main, args=(share, counter, theirs), daemon=True)
+                ours, theirs = self._context.Pipe()
+                share = Share(job.target, job.work, job.model, number, count, job.warmup)
+                told = (share, self._counter, theirs)
+                process = self._context.Process(target=worker.main, args=told, daemon=True)
                 process.start()
                 theirs.close()  # so that its death reads as end of file
                 self._processes.append(process)

@@ -82,7 +82,8 @@ def heaviest_subtree(prefix: Prefix, parent: Callable[[object], object | None]) 
                 ordered.extend(at.get(node_or_top, ()))
                 continue
             stack.append((node_or_top, True))
-            below = sorted(reversed(children.get(node_or_top, {})), key=lambda n: weight[n])
+            below = list(children.get(node_or_top, {}))[::-1]
+            below.sort(key=lambda n: weight[n])
             stack.extend((child, False) for child in below)
         return ordered
 

@@ -27,6 +27,7 @@ from core.stats import SchedulerStatistics
 from core.types import NAN_TOKEN, Finish, FinishReason
 
 SHUFFLE_SEED = 0
+ABORTED = Finish(FinishReason.ABORT)
 
 
 class Confirmed(NamedTuple):
@@ -147,10 +148,10 @@ class Scheduler:
         request.finish = finish
         self.counters.finished[finish.reason.value] += 1
 
-    def abort(self, request: Request, finish: Finish | None = None) -> None:
+    def abort(self, request: Request, finish: Finish = ABORTED) -> None:
         """End a request whose client is gone, or that ran out of time."""
         if request.state is not State.FINISHED:
-            self.finish(request, finish or Finish(FinishReason.ABORT))
+            self.finish(request, finish)
             self._finished.append(request)
 
     def take_finished(self) -> list[Request]:

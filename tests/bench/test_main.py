@@ -75,7 +75,7 @@ async def test_ctrl_c_prints_what_was_measured() -> None:
 
     async with serving(Stuck()) as url:
         process = await start("--url", url, "--concurrency", "1", "--requests", "9", "--input-len", "4")
-        await stuck.wait()
+        await asyncio.wait_for(stuck.wait(), 60)  # only so that a failure is no hang
         process.send_signal(signal.SIGINT)
         code, out, err = await finish(process)
     assert code == 130, err

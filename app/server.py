@@ -1,0 +1,246 @@
+"""The composition root: the one file that sees app, core and gpu. Builds, serves, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import uvloop
+from aiohttp import web
+
+from app import logs
+from app.checkpoint import Checkpoint, resolve
+from app.engine import Engine
+from app.health import Health, Phase
+from app.housekeeping import Housekeeping
+from app.http.routes import make_app
+from app.http.runner import Runner
+from app.service import Loaded, ModelCard, Service
+from app.submit import Limits, Submitter
+from app.text.template import ChatTemplate
+from app.text.tokenizer import Tokenizer
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import Config
+from core.errors import ConfigError
+from core.executor import Executor
+from core.models import read_spec
+from core.schedule.scheduler import Scheduler
+from gpu.build import build_executor
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: a burst of clients must not see resets."""
+DRAIN_POLL = 0.02
+FAREWELL = 0.5
+"""Seconds between a failure and the exit, for last events to reach the clients."""
+
+T = TypeVar("T")
+
+
+def run(config: Config) -> int:
+    """Serve until a signal or a failure; returns the exit code. Raises `ConfigError`."""
+    logs.set_up(config.serve.log_level)
+    raise_file_limit()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Server(config).serve())
+
+
+class Server:
+    """One process: the HTTP face first, the model behind it as soon as it is loaded.
+
+    Owner: event loop.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        settings = msgspec.to_builtins(config)
+        settings["serve"].pop("api_key")
+        self._service = Service(settings)
+        self._stop = asyncio.Event()
+        self._failed = False
+        self._submitter: Submitter | None = None
+
+    async def serve(self) -> int:
+        """From the bound port to the last answer."""
+        serve = self._config.serve
+        listener = bind(serve.host, serve.port)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        runner = Runner(make_app(self._service, serve), shutdown_timeout=FAREWELL)
+        await runner.setup()
+        await web.SockSite(runner, listener, backlog=BACKLOG).start()
+        host, port = listener.getsockname()[:2]
+        log.info("listening on http://%s:%d, loading the model", host, port)
+        try:
+            begun = time.perf_counter()
+            parts = await self._while_running(in_thread(self._load, loop))
+            if parts is not None:
+                await self._run_engine(*parts, begun)
+        finally:
+            await runner.cleanup()
+        return int(self._failed)
+
+    # -- start -------------------------------------------------------------------------------------
+
+    def _load(self) -> tuple[Checkpoint, Tokenizer, ChatTemplate, Executor, int]:
+        """Loading thread: everything that takes seconds."""
+        config = self._config
+        checkpoint = resolve(config.model, lambda text: self._progress(text, 0.0))
+        spec = read_spec(checkpoint.config)
+        self._progress("tokenizer", 0.0)
+        tokenizer = Tokenizer.load(
+            checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id
+        )
+        template = ChatTemplate.load(
+            checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens
+        )
+        executor = build_executor(
+            spec, checkpoint.path, config.model, config.cache, config.schedule, self._progress
+        )
+        return checkpoint, tokenizer, template, executor, spec.vocab_size
+
+    def _progress(self, stage: str, share: float) -> None:
+        """Loading thread: a frozen record replaces another, which any thread may do."""
+        if self._service.health.phase is Phase.STARTING:
+            self._service.health = Health(Phase.STARTING, stage, share)
+
+    async def _run_engine(
+        self,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        executor: Executor,
+        vocab_size: int,
+        begun: float,
+    ) -> None:
+        config, capabilities = self._config, executor.capabilities
+        cache = CacheManager(
+            capabilities.num_pages,
+            capabilities.page_size,
+            radix=config.cache.radix_cache,
+            eviction=config.cache.eviction,
+        )
+        scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
+        engine = Engine(scheduler, executor, config.schedule.overlap_depth, monotonic)
+        engine.on_failure = self._on_failure
+        limits = Limits(capabilities.context_length, vocab_size)
+        self._submitter = submitter = Submitter(engine, tokenizer, limits, monotonic)
+        loop = asyncio.get_running_loop()
+        engine.start(loop)
+        housekeeping = Housekeeping(engine, loop)
+        housekeeping.start()
+        card = ModelCard(
+            name=checkpoint.name,
+            path=str(checkpoint.tokenizer or checkpoint.path),
+            architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
+            context_length=capabilities.context_length,
+            vocab_size=vocab_size,
+            dtype=config.model.dtype,
+            created=int(time.time()),
+        )
+        self._service.ready(Loaded(card, tokenizer, template, submitter))
+        log.info("%s is ready after %.1f s", card.name, time.perf_counter() - begun)
+        try:
+            await self._stop.wait()
+            await self._drain(submitter)
+        finally:
+            housekeeping.stop()
+            engine.close()
+            tokenizer.close()
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def _on_signal(self) -> None:
+        """The first signal drains, the second one stops at once."""
+        if self._stop.is_set():
+            log.warning("second signal: stopping now")
+            if self._submitter is not None:
+                self._submitter.abort_all("The server is shutting down.")
+        self._stop.set()
+
+    def _on_failure(self, reason: str) -> None:
+        log.error("the engine failed: %s", reason)
+        self._failed = True
+        self._service.health = Health(Phase.FAILED, "failed", 1.0, f"the engine failed: {reason}")
+        self._stop.set()
+
+    async def _drain(self, submitter: Submitter) -> None:
+        """Let what runs finish, up to the deadline; then end it with an error event."""
+        submitter.drain()
+        if self._failed:
+            await asyncio.sleep(FAREWELL)
+            return
+        self._service.health = Health(Phase.DRAINING, "draining", 1.0, "the server is shutting down")
+        log.info("draining for up to %g s", self._config.serve.drain_timeout)
+        deadline = monotonic() + self._config.serve.drain_timeout
+        while not submitter.idle and not self._failed and monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL)
+        if cut := submitter.abort_all("The server is shutting down."):
+            log.warning("the drain deadline cut off %d requests", cut)
+            await asyncio.sleep(FAREWELL)
+
+    async def _while_running(self, work: asyncio.Future[T]) -> T | None:
+        """The result of `work`, or None when a signal comes first."""
+        stop = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        return work.result() if work.done() else None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises `ConfigError` naming the flag to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}. "
+            "Choose another with --port (0 takes a free one) or --host."
+        ) from error
+    return listener
+
+
+def in_thread(work: Callable[[], T], loop: asyncio.AbstractEventLoop) -> asyncio.Future[T]:
+    """Run `work` in a daemon thread: a signal during a long load must not wait for it."""
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if not future.done():
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+    def body() -> None:
+        try:
+            result, error = work(), None
+        except BaseException as caught:
+            result, error = None, caught
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=body, name="loom-load", daemon=True).start()
+    return future
+
+
+def raise_file_limit() -> None:
+    """A socket per stream: the usual soft limit of 1,024 would cap the clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    log.debug("open files: %d, now %d", soft, hard)

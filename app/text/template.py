@@ -1,0 +1,365 @@
+"""Messages to prompt text, through the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError
+
+from app.text.sandbox import OutOfTime, Sandbox
+from core.errors import ModelError, RequestError
+
+Message = Mapping[str, Any]
+
+TIME_LIMIT = 1.0
+"""Seconds of processor time for one prompt. The slowest honest one measured, 1,000 messages with
+tool calls, takes 0.05 s."""
+
+INLINE_CHARS = 8_192
+INLINE_TIME = 0.001
+"""Short conversations render on the loop, in 20 to 100 µs; one that is not done in a millisecond is
+started anew in a pool thread, so that no template can hold the loop."""
+
+THREADS = 2
+MAX_SOURCE = 1 << 20
+"""Characters of a template; the longest in use have 20,000."""
+
+RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
+"""Names that template arguments cannot set: they have fields of their own."""
+
+_FAILURES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+"""What a template raises for messages that it was not made for, and by its own mistakes."""
+_TOO_MUCH = (RecursionError, MemoryError)
+
+_PROBE = "a probe of what the template reads"
+_MARK = "<<the last message goes on here>>"
+
+
+class ChatTemplate:
+    """The template of one model, compiled once.
+
+    Owner: event loop. Rendering is pure, so `render_async` may use a pool thread.
+    """
+
+    __slots__ = (
+        "_pool",
+        "_sandbox",
+        "_silence",
+        "_special",
+        "_template",
+        "_texts",
+        "_wants_objects",
+        "_wants_parts",
+    )
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens` are the names (`bos_token`, ...) that templates use. None for `source`
+        makes every rendering a `RequestError`. Raises `ModelError` for what does not compile."""
+        self._sandbox = Sandbox()
+        self._special = dict(special_tokens or {})
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="template")
+        self._template = self._compile(source) if source is not None else None
+        self._wants_parts = False
+        self._texts = True
+        self._wants_objects = True
+        self._silence: str | None = None
+        if self._template is not None:
+            self._probe()
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path | None,
+        override: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> ChatTemplate:
+        """Template of a tokenizer's directory, or `override` in its place. Raises `ModelError`."""
+        source = override
+        if source is None and directory is not None:
+            source = read_template(directory)
+        return cls(source, special_tokens)
+
+    @property
+    def present(self) -> bool:
+        """Whether the model has a template at all."""
+        return self._template is not None
+
+    def close(self) -> None:
+        """Stop the pool threads, after what they are rendering. Idempotent."""
+        self._pool.shutdown()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **arguments: Any,  # noqa: ANN401 - the client's, for the template alone
+    ) -> str:
+        """Prompt text of a conversation.
+
+        A message's `content` is text, None, or a list of text parts; `arguments` are further names
+        for the template. `continue_final_message` leaves the last message open for the model to go
+        on with. Raises `RequestError` naming `messages`, a part of one, or an argument.
+        """
+        context = self._context(messages, tools, add_generation_prompt, continue_final_message, arguments)
+        return self._render(context, continue_final_message, TIME_LIMIT)
+
+    async def render_async(
+        self,
+        messages: Sequence[Message],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **arguments: Any,  # noqa: ANN401
+    ) -> str:
+        """Like `render`, at most about a millisecond of it on the loop."""
+        context = self._context(messages, tools, add_generation_prompt, continue_final_message, arguments)
+        if _chars((context["messages"], tools, arguments), INLINE_CHARS) <= INLINE_CHARS:
+            try:
+                return self._render(context, continue_final_message, INLINE_TIME)
+            except _Late:
+                pass
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, self._render, context, continue_final_message, TIME_LIMIT
+        )
+
+    # -- rendering ---------------------------------------------------------------------------------
+
+    def _render(self, context: dict[str, Any], open_end: bool, seconds: float) -> str:
+        assert self._template is not None
+        self._sandbox.budget.start(seconds)
+        try:
+            text = self._template.render(context)
+        except OutOfTime as error:
+            if seconds < TIME_LIMIT:
+                raise _Late from error
+            raise RequestError(
+                f"The chat template did not finish within {TIME_LIMIT:g} s for these messages.", "messages"
+            ) from error
+        except SecurityError as error:
+            raise RequestError(f"The chat template was stopped: {_reason(error)}.", "messages") from error
+        except _FAILURES as error:
+            raise RequestError(
+                f"The chat template refuses these messages: {_reason(error)}", "messages"
+            ) from error
+        except _TOO_MUCH as error:
+            raise RequestError(
+                "The chat template nests too deeply for these messages.", "messages"
+            ) from error
+        if not open_end:
+            return text
+        at = text.rfind(_MARK)
+        if at < 0:
+            raise RequestError(
+                "continue_final_message: the chat template does not show the last message's content.",
+                "continue_final_message",
+            )
+        # A template that trims has taken the space behind the mark, and would the text's own.
+        return text[:at] if text[at:].startswith(_MARK + " ") else text[:at].rstrip()
+
+    def _context(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        arguments: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Every name the template sees. Raises `RequestError` for what can be told beforehand."""
+        if self._template is None:
+            raise RequestError(
+                "This model has no chat template. Use /v1/completions, or have the operator set one "
+                "with --chat-template."
+            )
+        if not messages:
+            raise RequestError("messages must not be empty.", "messages")
+        taken = RESERVED | self._sandbox.globals.keys() | self._special.keys()
+        if wrong := next((name for name in arguments if name in taken), None):
+            raise RequestError(f"chat_template_kwargs must not set {wrong!r}.", "chat_template_kwargs")
+        plain = [self._message(message, index) for index, message in enumerate(messages)]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message and add_generation_prompt exclude each other.",
+                    "continue_final_message",
+                )
+            plain[-1] = _left_open(plain[-1])
+        return {
+            **self._special,
+            **arguments,
+            "messages": plain,
+            "tools": list(tools) if tools else None,
+            "documents": arguments.get("documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    # -- messages as the template wants them -------------------------------------------------------
+
+    def _message(self, message: Message, index: int) -> dict[str, Any]:
+        plain = dict(message)
+        content = plain.get("content")
+        if isinstance(content, list | tuple):
+            texts = [_text_of(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content)]
+            if self._texts or not self._wants_parts:
+                plain["content"] = "\n".join(texts)
+            else:
+                plain["content"] = [{"type": "text", "text": text} for text in texts]
+        elif isinstance(content, str) and not self._texts and self._wants_parts:
+            plain["content"] = [{"type": "text", "text": content}]
+        elif content is None and plain.get("tool_calls"):
+            plain["content"] = self._silence
+        if self._wants_objects and isinstance(calls := plain.get("tool_calls"), list | tuple):
+            plain["tool_calls"] = [_with_objects(call) for call in calls]
+        return plain
+
+    def _probe(self) -> None:
+        """Find out by trying what the template makes of content as text and as parts, and of tool
+        arguments as objects. Reading its source instead would have to follow every variable."""
+        text = self._try([{"role": "user", "content": _PROBE}])
+        parts = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        self._texts = _PROBE in text
+        # A template that only prints its content shows the list itself.
+        self._wants_parts = _PROBE in parts and "'text'" not in parts and '"text"' not in parts
+        # Most write tool arguments with `tojson`, a few paste the text that they expect. For the
+        # words around a call some test for None and some search in it: both are met in the wild.
+        for objects, content in ((True, None), (True, ""), (False, None), (False, "")):
+            arguments = {_PROBE: 1} if objects else json.dumps({_PROBE: 1})
+            call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
+            asked: list[Message] = [{"role": "user", "content": "?"}]
+            asked.append({"role": "assistant", "content": content, "tool_calls": [call]})
+            if _PROBE in self._try(asked):
+                self._wants_objects, self._silence = objects, content
+                break
+
+    def _try(self, messages: Sequence[Message]) -> str:
+        context = {
+            **self._special,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
+        try:
+            return self._render(context, False, TIME_LIMIT)
+        except RequestError:
+            return ""
+
+    def _compile(self, source: str) -> Template:
+        if len(source) > MAX_SOURCE:
+            raise ModelError(
+                f"the chat template has {len(source)} characters; at most {MAX_SOURCE} are read."
+            )
+        try:
+            return self._sandbox.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template does not compile: {error.message} (line {error.lineno}). "
+                "Name another with --chat-template."
+            ) from error
+        except (*_FAILURES, *_TOO_MUCH, SyntaxError) as error:
+            raise ModelError(
+                f"the chat template does not compile: {_reason(error)}. Name another with --chat-template."
+            ) from error
+
+
+class _Late(Exception):
+    """Not finished in the time it had on the loop."""
+
+
+def read_template(directory: Path) -> str | None:
+    """Chat template of a tokenizer's directory: chat_template.jinja, chat_template.json, or
+    tokenizer_config.json, where several may have names and `default` is taken. None without one.
+    Raises `ModelError`."""
+    jinja = directory / "chat_template.jinja"
+    try:
+        if jinja.is_file():
+            return jinja.read_text(encoding="utf-8")
+        for name in ("chat_template.json", "tokenizer_config.json"):
+            path = directory / name
+            content = json.loads(path.read_bytes()) if path.is_file() else {}
+            found = content.get("chat_template") if isinstance(content, dict) else None
+            if isinstance(found, list):
+                named = {
+                    entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)
+                }
+                found = named.get("default")
+            if isinstance(found, str):
+                return found
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the chat template in {directory}: {error}.") from error
+    return None
+
+
+def _text_of(part: object, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping):
+        kind = part.get("type", "text")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if kind in ("text", "refusal", "input_text", "output_text") and isinstance(text, str):
+            return text
+        if kind not in ("text", "refusal", "input_text", "output_text"):
+            raise RequestError(f"This model reads text only, not parts of type {kind!r:.40}.", param)
+    raise RequestError('A part must be {"type": "text", "text": "..."}.', param)
+
+
+def _with_objects(call: object) -> object:
+    """A tool call with its arguments as an object, where they are the text of one."""
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}
+
+
+def _left_open(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a mark where its text ends, to cut the prompt there."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        last = {**content[-1], "text": content[-1]["text"] + _MARK + " "}
+        return {**message, "content": [*content[:-1], last]}
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK + " "}
+    raise RequestError("continue_final_message needs a last message with text.", "continue_final_message")
+
+
+def _chars(value: object, limit: int) -> int:
+    """Characters in the strings of a nested value, counted no further than past `limit`; every
+    other value counts as a few."""
+    total = 0
+    ahead: list[Iterator[object]] = [iter((value,))]
+    while ahead and total <= limit:
+        item = next(ahead[-1], ahead)
+        if item is ahead:
+            ahead.pop()
+        elif isinstance(item, str):
+            total += len(item) + 8
+        elif isinstance(item, Mapping):
+            ahead.append(iter(item.values()))
+        elif isinstance(item, list | tuple):
+            ahead.append(iter(item))
+        else:
+            total += 8
+    return total
+
+
+def _reason(error: BaseException) -> str:
+    """First 300 characters of what went wrong, on one line, without a full stop at the end."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:300].rstrip(".")
