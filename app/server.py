@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -103,9 +103,7 @@ class Server:
         tokenizer = Tokenizer.load(
             checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id
         )
-        template = ChatTemplate.load(
-            checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens
-        )
+        template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
         executor = build_executor(
             spec, checkpoint.path, config.model, config.cache, config.schedule, self._progress
         )
@@ -194,7 +192,8 @@ class Server:
     async def _while_running(self, work: asyncio.Future[T]) -> T | None:
         """The result of `work`, or None when a signal comes first."""
         stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        waited: list[asyncio.Future[Any]] = [work, stop]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return work.result() if work.done() else None
 

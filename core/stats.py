@@ -17,8 +17,16 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """In the tree, under a running request."""
     nodes: int
     queried_tokens: int
+    """Looked up by requests that were admitted."""
     hit_tokens: int
+    """Of these, found."""
     evicted_pages: int
+    """Dropped to make room; a flush does not count."""
+
+    @property
+    def private(self) -> int:
+        """Held by running requests outside the tree."""
+        return self.total - self.free - self.cached - self.protected
 
 
 class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -106,8 +106,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self.filters |= {"tojson": _to_json, "indent": _indent}
         filters: Mapping[str, Callable[..., Any]] = self.filters
+        tests: Mapping[str, Callable[..., Any]] = self.tests
         self.filters = {name: self._guarded(name, call) for name, call in filters.items()}
-        self.tests = {name: self._guarded(name, call) for name, call in self.tests.items()}
+        self.tests = {name: self._guarded(name, call) for name, call in tests.items()}
         self.filters |= {_TURNS: self._turns, _JOIN: _join_values, _BOUNDED: _bounded}
         self.globals |= {
             "raise_exception": _raise,

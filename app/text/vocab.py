@@ -105,15 +105,26 @@ def _byte_alphabet() -> dict[int, int]:
 
 BYTE_ALPHABET: Mapping[int, int] = _byte_alphabet()
 
+
+class _AlphabetOnly(dict[int, int]):
+    """Sends every other character beyond Latin-1, so that one pass over a token tells them apart."""
+
+    def __missing__(self, character: int) -> int:
+        return 0xFFFF
+
+
+_ALPHABET_ONLY = _AlphabetOnly(BYTE_ALPHABET)
+
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _bytes(text: str, family: Family) -> bytes:
     if family is Family.BYTE_LEVEL:
         # A token with a character outside the alphabet is taken literally, as tokenizers does.
-        if all(map(BYTE_ALPHABET.__contains__, map(ord, text))):
-            return text.translate(BYTE_ALPHABET).encode("latin-1")
-        return text.encode()
+        try:
+            return text.translate(_ALPHABET_ONLY).encode("latin-1")
+        except UnicodeEncodeError:
+            return text.encode()
     if match := _FALLBACK.fullmatch(text):
         return bytes((int(match[1], 16),))
     return text.replace("▁", " ").encode()

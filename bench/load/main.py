@@ -43,6 +43,10 @@ _FIELDS: tuple[tuple[str, type, str], ...] = (
 """Flags that are fields of `Workload`; given beside a scenario they override it."""
 
 
+Runs = list[tuple[str, list[Record]]]
+"""Scenario name and records: what a plot is drawn from."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parse = argparse.ArgumentParser("python -m bench.load", description=__doc__)
@@ -103,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         model = args.model or server.first_model(target)
         jobs = [Job(target, work, model, args.processes, args.warmup) for work in works]
         conditions = describe(args, target, model)
-        results, runs = _run_all(jobs, goals, conditions, args.flush)
+        _check_writable(args.output, args.plot)
+        results, runs = _run_all(jobs, goals, conditions, args)
     except (OSError, ValueError) as error:
         print(f"bench.load: {error}", file=sys.stderr)
         return 2
@@ -111,28 +116,34 @@ def main(argv: list[str] | None = None) -> int:
         return 130  # a second Ctrl-C, or one before the first request: there is nothing to show
     if len(results) > 1:
         print(report.table(results))
-    if args.output:
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
-    if args.plot and not plot.draw(args.plot, runs, args.label or model):
+    if args.plot and not plot.draw(args.plot, runs, args.label or str(target.port)):
         print("no plot: matplotlib is not installed (pip install '.[bench]')", file=sys.stderr)
-    if results and results[-1]["interrupted"]:
+    if results[-1]["interrupted"]:
         return 130
     return 0 if any(result["ok"] for result in results) else 1
 
 
+def _check_writable(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is not a directory")  # better now than after an hour
+
+
 def _run_all(
-    jobs: list[Job], goals: dict[str, float], conditions: report.Result, flush: bool
-) -> tuple[list[report.Result], list[tuple[str, list[Record]]]]:
+    jobs: list[Job], goals: dict[str, float], conditions: report.Result, args: argparse.Namespace
+) -> tuple[list[report.Result], Runs]:
     results: list[report.Result] = []
-    runs: list[tuple[str, list[Record]]] = []
+    runs: Runs = []
     for job in jobs:
-        if flush and not server.flush(job.target):
+        if args.flush and not server.flush(job.target):
             print("the server cannot flush its cache: see cached share", file=sys.stderr)
         outcome = Pool(job).run()
         conditions = conditions | {"client_processes": outcome.processes, "warmup": job.warmup}
         results.append(report.summary(job.work, outcome, goals, conditions))
         runs.append((job.work.name, outcome.records))
         print(report.block(results[-1]) + "\n", flush=True)
+        if args.output:  # after each one: what is measured stays, whatever happens to the next
+            args.output.write_text(json.dumps(results, indent=1) + "\n")
         if outcome.interrupted:
             break
     return results, runs

@@ -121,7 +121,7 @@ class Pool:
                 assert isinstance(pipe, Connection)
                 try:
                     self._hear(pipe, pipe.recv())
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):  # it died, perhaps in the middle of a message
                     self._live.pop(pipe)
             if not self._began and self._live and self._ready >= set(self._live.values()):
                 self._began = time.perf_counter() + _GRACE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,42 +32,57 @@ def summary(work: Workload, outcome: Outcome, goals: dict[str, float], condition
     """
     good = [record for record in outcome.records if record.bad is None]
     wall = span(outcome.records)
-    out, prompt = sum(r.out for r in good), sum(r.prompt for r in good)
-    events = sum(len(r.times) for r in good)
-    cached = [(r.cached, r.prompt) for r in good if r.cached is not None]
-    told = sum(p for _, p in cached)
-    table = {f"{kind}_ms": percentiles(1000 * x for x in samples(good, kind)) for kind in _KINDS}
-    late = percentiles(1000 * (r.sent - r.planned) for r in outcome.records)
-
-    def per_second(amount: float) -> float:
-        return round(amount / wall, 3) if wall else 0.0
-
+    latency = {f"{kind}_ms": percentiles(1000 * x for x in samples(good, kind)) for kind in _KINDS}
+    late = percentiles(1000 * (record.sent - record.planned) for record in outcome.records)
     return {
         "name": work.name,
-        "out_tok_s": per_second(out),
-        "tot_tok_s": per_second(out + prompt),
-        "req_s": per_second(len(good)),
-        "goodput_req_s": per_second(sum(meets(r, goals) for r in good)) if goals else None,
-        "goodput_goals_ms": goals or None,
+        **_rates(good, wall, goals),
         "headline": work.headline,
-        **{kind: points["p50"] if points else None for kind, points in table.items()},
-        "percentiles": table,
+        **{kind: points and points["p50"] for kind, points in latency.items()},
+        "percentiles": latency,
         "ok": len(good),
         "bad": len(outcome.records) - len(good),
         "failures": failures(outcome.records),
-        "cached_share": round(sum(c for c, _ in cached) / told, 4) if told else None,
-        "events_per_token": round(events / out, 4) if out else None,
-        "out_tokens": out,
-        "prompt_tokens": prompt,
-        "without_usage": sum(not r.usage for r in good),
-        "finish": dict(Counter(r.finish or "none" for r in good)),
+        **_counts(good),
         "wall_s": round(wall, 4),
-        "late_ms": late["p99"] if late else None,
+        "late_ms": late and late["p99"],
         "client_cpu": round(outcome.cpu, 3),
         "interrupted": outcome.interrupted,
         "lost_processes": outcome.lost,
-        "workload": {k: v for k, v in msgspec.to_builtins(work).items() if k not in ("trace", "dataset")},
+        "workload": {
+            **msgspec.to_builtins(work),
+            "trace": Path(work.trace).name,
+            "dataset": Path(work.dataset).name,
+        },
         "conditions": conditions,
+    }
+
+
+def _rates(good: list[Record], wall: float, goals: dict[str, float]) -> Result:
+    per_second = 1 / wall if wall else 0.0
+    out = sum(record.out for record in good)
+    within = sum(meets(record, goals) for record in good)
+    return {
+        "out_tok_s": round(out * per_second, 3),
+        "tot_tok_s": round((out + sum(record.prompt for record in good)) * per_second, 3),
+        "req_s": round(len(good) * per_second, 4),
+        "goodput_req_s": round(within * per_second, 4) if goals else None,
+        "goodput_goals_ms": goals or None,
+    }
+
+
+def _counts(good: list[Record]) -> Result:
+    out = sum(record.out for record in good)
+    events = sum(len(record.times) for record in good)
+    told = [record for record in good if record.cached is not None]
+    prompt = sum(record.prompt for record in told)
+    return {
+        "cached_share": round(sum(record.cached or 0 for record in told) / prompt, 4) if prompt else None,
+        "events_per_token": round(events / out, 4) if out else None,
+        "out_tokens": out,
+        "prompt_tokens": sum(record.prompt for record in good),
+        "without_usage": sum(not record.usage for record in good),
+        "finish": dict(Counter(record.finish or "none" for record in good)),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import resource
 import time
 from collections.abc import Callable, Coroutine
@@ -94,6 +95,9 @@ async def _work(share: Share, take: Callable[[], int], pipe: Connection[Any, Any
             ticker.cancel()
             cpu = (time.process_time() - before) / (time.perf_counter() - since)
     client.close()
+    # Reading it on the loop has made the pipe non-blocking, and the records do not fit its buffer.
+    asyncio.get_running_loop().remove_reader(pipe.fileno())
+    os.set_blocking(pipe.fileno(), True)
     pipe.send(End(msgspec.msgpack.encode(driver.records), cpu))
 
 

@@ -131,6 +131,8 @@ def named(names: str) -> list[Workload]:
         if name != "table" and name not in SCENARIOS:
             raise ValueError(f"unknown scenario {name}: choose from table, {', '.join(SCENARIOS)}")
         chosen += [SCENARIOS[one] for one in (TABLE if name == "table" else (name,))]
+    if not chosen:
+        raise ValueError("no scenario named")
     return chosen
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import msgspec
-
 from core.cache.evict import ORDERS
 from core.cache.hold import Hold
 from core.cache.integrity import check
@@ -15,6 +13,7 @@ from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError, PageAllocator
 from core.cache.radix import RadixTree
 from core.config.groups import Eviction
+from core.stats import CacheStatistics
 from core.types import Ints, RootKey
 
 
@@ -27,30 +26,6 @@ class Match(NamedTuple):
     tokens: int
     queried: int = 0
     """Tokens that were looked up, for the hit rate."""
-
-
-class CacheStatistics(msgspec.Struct, frozen=True, gc=False):
-    """Pages now, tokens and pages since start. free + cached + protected + private = total."""
-
-    total: int
-    """Usable pages: the dump is not among them."""
-    free: int
-    cached: int
-    """In the tree and evictable."""
-    protected: int
-    """In the tree under a lock."""
-    nodes: int
-    queried_tokens: int
-    """Looked up by requests that were admitted."""
-    hit_tokens: int
-    """Of these, found."""
-    evicted_pages: int
-    """Dropped to make room; a flush does not count."""
-
-    @property
-    def private(self) -> int:
-        """Held by running requests outside the tree."""
-        return self.total - self.free - self.cached - self.protected
 
 
 class CacheManager:
@@ -178,6 +153,7 @@ class CacheManager:
     def statistics(self) -> CacheStatistics:
         """Counters only: nothing is walked."""
         return CacheStatistics(
+            page_size=self.page_size,
             total=self._pages.total,
             free=self._pages.free,
             cached=self._tree.evictable,

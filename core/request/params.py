@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -88,21 +89,23 @@ def check(params: SamplingParams, vocab_size: int) -> None:
             f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens}).",
             "min_tokens",
         )
-    if len(params.logit_bias) > MAX_BIAS:
-        raise RequestError(f"logit_bias takes at most {MAX_BIAS} entries.", "logit_bias")
+    _check_bias(params.logit_bias, vocab_size)
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids.", "stop_token_ids")
-    for token, bias in params.logit_bias:
+    _check_ids(params.stop_ids, vocab_size, "stop_token_ids")
+
+
+def _check_bias(bias: tuple[tuple[int, float], ...], vocab_size: int) -> None:
+    if len(bias) > MAX_BIAS:
+        raise RequestError(f"logit_bias takes at most {MAX_BIAS} entries.", "logit_bias")
+    _check_ids((token for token, _ in bias), vocab_size, "logit_bias")
+    if not all(-100.0 <= value <= 100.0 for _, value in bias):
+        raise RequestError("logit_bias values must be between -100 and 100.", "logit_bias")
+
+
+def _check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
+    for token in ids:
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"logit_bias names token {token}; this model has ids 0 to {vocab_size - 1}.",
-                "logit_bias",
-            )
-        if not -100.0 <= bias <= 100.0:
-            raise RequestError("logit_bias values must be between -100 and 100.", "logit_bias")
-    for token in params.stop_ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"stop_token_ids names token {token}; this model has ids 0 to {vocab_size - 1}.",
-                "stop_token_ids",
+                f"{param} names token {token}; this model has ids 0 to {vocab_size - 1}.", param
             )

@@ -31,7 +31,9 @@ CARD = ModelCard(
 class Server:
     """What a test holds: the engine to steer, the service, a client session with the base address."""
 
-    def __init__(self, url: str, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession):
+    def __init__(
+        self, url: str, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession
+    ):
         self.url = url
         self.port = port
         self.service = service

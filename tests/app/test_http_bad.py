@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from app.http.routes import make_app
 from app.http.runner import Runner
+from app.http.schema import ChatBody, CompletionBody, NativeBody, NativeSampling
 from app.service import Loaded, Service
 from core.config import ServeConfig
 from tests.app.conftest import CARD, Server, Start
@@ -112,7 +113,12 @@ CASES: list[tuple[str, object, int, str | None]] = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [5]}]}, 400, "messages[0].content[0]"),
     (CHAT, {"messages": [*HI, {"role": "user", "content": IMAGE}]}, 400, "messages[1].content[1]"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages[0].content[0].text"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        400,
+        "messages[0].content[0].text",
+    ),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 3}]}, 400, "messages[0].tool_calls"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0]"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "extra": deep(200)}]}, 400, "messages"),
@@ -228,7 +234,6 @@ RAW: list[tuple[bytes, str]] = [
     (b'{"temperature":Infinity}', "not valid JSON"),
     (b'{"temperature":1e999}', "out of range"),
     (b'{"seed":' + b"9" * 5000 + b"}", "out of range"),
-    (b'{"x":"\xff"}', "UTF-8"),
     (b'{"model":"\xff"}', "UTF-8"),
     (b'{"model":"\xed\xa0\x80"}', "UTF-8"),
     (b'{"model":"\\ud800"}', "not valid JSON"),
@@ -285,8 +290,12 @@ async def test_any_content_type_is_read_as_json(server: Server) -> None:
 
 
 async def test_null_is_unset_and_unknown_fields_are_ignored(server: Server) -> None:
-    names = set(server.http and __import__("app.http.schema", fromlist=["ChatBody"]).ChatBody.__struct_fields__)
-    body = {name: None for name in names} | {"messages": HI, "best_of": 1, "user": 5, "metadata": {"a": [1]}}
+    body = dict.fromkeys(ChatBody.__struct_fields__) | {
+        "messages": HI,
+        "best_of": 1,
+        "user": 5,
+        "metadata": {"a": [1]},
+    }
     status, _ = await server.post(CHAT, body)
     assert status == 200
 
@@ -307,8 +316,8 @@ async def test_duplicate_request_id(server: Server) -> None:
 FIELDS = sorted(
     {
         name
-        for kind in ("ChatBody", "CompletionBody", "NativeBody", "NativeSampling")
-        for name in getattr(__import__("app.http.schema", fromlist=[kind]), kind).__struct_fields__
+        for kind in (ChatBody, CompletionBody, NativeBody, NativeSampling)
+        for name in kind.__struct_fields__
     }
 )
 LEAVES = st.one_of(
@@ -320,7 +329,9 @@ LEAVES = st.one_of(
     st.text(max_size=5),
     st.sampled_from(["user", "assistant", "text", "auto", "json_object", "org/tiny", "image_url"]),
 )
-NAMES = st.one_of(st.sampled_from([*FIELDS, "role", "content", "type", "function", "name"]), st.text(max_size=3))
+NAMES = st.one_of(
+    st.sampled_from([*FIELDS, "role", "content", "type", "function", "name"]), st.text(max_size=3)
+)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
@@ -330,7 +341,9 @@ BODIES = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5),
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).map(lambda d: {**d, "messages": HI}),
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).map(lambda d: {"prompt": [1, 2], **d}),
-    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).map(lambda d: {"text": "a", "sampling_params": d}),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).map(
+        lambda d: {"text": "a", "sampling_params": d}
+    ),
     VALUES,
 )
 

@@ -63,6 +63,15 @@ async def test_two_scenarios_from_the_command_line_to_the_file(tmp_path: Path) -
     assert out.splitlines()[-1].startswith("short512")
 
 
+async def test_records_larger_than_a_pipe_come_through(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    async with serving(Fake()) as url:
+        flags = ("--requests", "10", "--concurrency", "5", "--output-len", "6000", "--processes", "1")
+        code, _, err = await finish(await start("--url", url, *flags, "--warmup", "0", "--output", str(file)))
+    (result,) = json.loads(file.read_text())
+    assert (code, result["ok"], result["out_tokens"], result["lost_processes"]) == (0, 10, 60_000, 0), err
+
+
 async def test_ctrl_c_prints_what_was_measured() -> None:
     stuck = asyncio.Event()
 

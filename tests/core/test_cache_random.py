@@ -13,8 +13,9 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from core.cache import CacheManager, CacheStatistics, Hold
+from core.cache import CacheManager, Hold
 from core.config.groups import Eviction
+from core.stats import CacheStatistics
 from core.types import Ints, RootKey
 
 STEPS = 450

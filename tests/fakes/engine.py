@@ -34,7 +34,9 @@ def row(token: int, k: int) -> RowLogprobs:
 class FakeRun:
     """A job of the fake. Tests push pieces by hand, or `speak` does."""
 
-    def __init__(self, engine: FakeEngine, job: Job, prompt: Ints, params: SamplingParams, sink: Sink) -> None:
+    def __init__(
+        self, engine: FakeEngine, job: Job, prompt: Ints, params: SamplingParams, sink: Sink
+    ) -> None:
         self.engine = engine
         self.job = job
         self.prompt = prompt

@@ -81,8 +81,9 @@ FILTERED = {
 }
 
 
-@pytest.mark.parametrize("name", FILTERED)
-@pytest.mark.parametrize("seed", [0, LAST_SEED])
+@pytest.mark.parametrize(
+    ("name", "seed"), [*((name, 0) for name in FILTERED), ("plain", LAST_SEED), ("all", LAST_SEED)]
+)
 def test_frequencies_over_positions_are_exact(name: str, seed: int) -> None:
     params = FILTERED[name]
     row, n = random_logits(1)[0], 2_000
@@ -335,14 +336,22 @@ def everything(slot: int) -> NewSlot:
     return new_slot(slot, params, range(10), (4, 4), count_row=0)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(seed=1), GREEDY, PENALISED])
+OTHER_BIAS = SamplingParams(
+    seed=1, logit_bias=((9, 2.0),), min_tokens=20, max_tokens=30, stop_ids=frozenset({5})
+)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(seed=1), GREEDY, PENALISED, OTHER_BIAS])
 def test_a_slot_forgets_its_former_owner(params: SamplingParams) -> None:
     sampler = Sampler(1, VOCAB, 1, CPU)
     sampler.apply([everything(1)])
     row = random_logits(1)[0]
     assert set(generate(sampler, 1, 12, 3, row)) == {8}
-    sampler.apply([new_slot(1, params, count_row=0 if params.penalised else -1)])
-    assert generate(sampler, 1, 3, 30, row) == generate(make(params), 1, 3, 30, row)
+    # Its prompt repeats what the former owner generated.
+    sampler.apply([new_slot(1, params, (4, 4, 8), count_row=0 if params.penalised else -1)])
+    fresh = Sampler(1, VOCAB, 1, CPU)
+    fresh.apply([new_slot(1, params, (4, 4, 8), count_row=0 if params.penalised else -1)])
+    assert generate(sampler, 1, 3, 30, row) == generate(fresh, 1, 3, 30, row)
     assert sample(sampler, row[None], [1], [40]).logprobs == {}
 
 

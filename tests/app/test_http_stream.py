@@ -1,0 +1,382 @@
+"""Streams: order, bytes, slow readers, silence, failures, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from app.http import sse
+from app.job import Piece
+from core.errors import Overloaded
+from core.types import Finish, FinishReason
+from tests.app.conftest import Server, Start, until
+from tests.fakes.engine import FakeRun
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+STOP = Finish(FinishReason.STOP, "END")
+
+
+def post(path: str, body: object, version: str = "1.1") -> bytes:
+    """The bytes of a request."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+async def first_run(server: Server) -> FakeRun:
+    await until(lambda: bool(server.engine.runs))
+    return server.engine.runs[-1]
+
+
+async def test_chat_stream_byte_for_byte(server: Server) -> None:
+    body = {
+        "messages": HI,
+        "stream": True,
+        "rid": "r1",
+        "stop": "END",
+        "max_tokens": 9,
+        "max_completion_tokens": 5,
+    }
+    server.engine.manual = True
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(post(CHAT, body))
+    run = await first_run(server)
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+    assert head.startswith("http/1.1 200 ok\r\n")
+    for line in (
+        "content-type: text/event-stream",
+        "cache-control: no-cache",
+        "x-accel-buffering: no",
+        "transfer-encoding: chunked",
+    ):
+        assert f"\r\n{line}\r\n" in head
+
+    async def chunk() -> bytes:
+        size = int(await reader.readuntil(b"\r\n"), 16)
+        return (await reader.readexactly(size + 2))[:-2]
+
+    run.push(0, Piece('He"l', [1]))
+    first = await chunk()
+    created = json.loads(first[6:])["created"]
+    before = (
+        f'data: {{"id":"r1","object":"chat.completion.chunk","created":{created},"model":"org/tiny",'
+        '"choices":[{"index":0,"delta":'
+    ).encode()
+    plain = b',"logprobs":null,"finish_reason":null}]}\n\n'
+    assert first == before + b'{"role":"assistant","content":"He\\"l"}' + plain
+    run.push(0, Piece("", [2]))  # half a character: nothing to tell yet
+    run.push(0, Piece("é\n", [3]))
+    assert await chunk() == before + '{"content":"é\\n"}'.encode() + plain
+    run.push(0, Piece("!", [4], None, STOP))
+    assert await chunk() == before + b'{"content":"!"}' + plain
+    end = b',"logprobs":null,"finish_reason":"stop","matched_stop":"END","stop_reason":"END"}]}\n\n'
+    assert await chunk() == before + b"{}" + end
+    assert await chunk() == b"data: [DONE]\n\n"
+    assert await reader.readexactly(5) == b"0\r\n\r\n"
+    writer.close()
+
+
+async def test_first_token_without_text_still_tells_the_role(server: Server) -> None:
+    server.engine.manual = True
+    events = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
+    run = await first_run(server)
+    run.push(0, Piece("", [1]))
+    await asyncio.sleep(0)
+    run.push(0, Piece("x", [2], None, STOP))
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in (await events)[:-1]]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(delta.get("content", "") for delta in deltas) == "x"
+
+
+async def test_usage_only_when_asked(server: Server) -> None:
+    server.engine.cached = 4
+    body: dict[str, Any] = {"messages": HI, "stream": True, "max_tokens": 2}
+    assert not any('"usage"' in event for event in await server.events(CHAT, body))
+    body["stream_options"] = {"include_usage": True}
+    *chunks, last, done = await server.events(CHAT, body)
+    assert done == "[DONE]"
+    assert all(json.loads(chunk)["usage"] is None for chunk in chunks)
+    assert json.loads(last)["choices"] == []
+    assert json.loads(last)["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 2,
+        "total_tokens": 22,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    body["stream_options"] = {"continuous_usage_stats": True}
+    *chunks, done = await server.events(CHAT, body)
+    assert [json.loads(chunk)["usage"]["completion_tokens"] for chunk in chunks][-1] == 2
+    assert all(json.loads(chunk)["choices"] for chunk in chunks)
+
+
+async def test_choices_of_prompts_share_a_stream(server: Server) -> None:
+    body = {"prompt": ["ab", "cd"], "n": 2, "stream": True, "max_tokens": 3, "echo": True}
+    *chunks, done = await server.events(COMPLETIONS, body)
+    texts, ends = [""] * 4, [""] * 4
+    for chunk in map(json.loads, chunks):
+        (choice,) = chunk["choices"]
+        assert not ends[choice["index"]]
+        texts[choice["index"]] += choice["text"]
+        ends[choice["index"]] = choice["finish_reason"] or ""
+    assert texts == ["abHello wörld", "abHello wörld", "cdHello wörld", "cdHello wörld"]
+    assert ends == ["length"] * 4 and done == "[DONE]"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_streamed_logprobs_are_those_of_the_whole_answer(server: Server, n: int) -> None:
+    body = {"prompt": "abc", "max_tokens": 3, "logprobs": 2, "echo": True, "n": n, "prompt_logprobs": 1}
+    _, whole = await server.post(COMPLETIONS, body)
+    streamed: list[dict[str, list[Any]]] = [{} for _ in range(n)]
+    for event in (await server.events(COMPLETIONS, {**body, "stream": True}))[:-1]:
+        (choice,) = json.loads(event)["choices"]
+        for name, listed in (choice["logprobs"] or {}).items():
+            streamed[choice["index"]].setdefault(name, []).extend(listed)
+    for index in range(n):
+        assert streamed[index] == whole["choices"][index]["logprobs"]
+        assert streamed[index]["tokens"] == ["<s>", "a", "b", "c", "H", "l", " "]
+        assert streamed[index]["token_logprobs"][0] is None
+        assert streamed[index]["text_offset"] == [0, 3, 4, 5, 6, 7, 8]
+
+
+async def test_chat_logprobs_and_token_ids_streamed(server: Server) -> None:
+    body = {"messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    _, whole = await server.post(CHAT, body)
+    content, ids = [], []
+    events = [json.loads(event) for event in (await server.events(CHAT, {**body, "stream": True}))[:-1]]
+    for event in events:
+        choice = event["choices"][0]
+        content += (choice["logprobs"] or {"content": []})["content"]
+        ids += choice.get("token_ids", [])
+    assert content == whole["choices"][0]["logprobs"]["content"]
+    assert content[0] == {
+        "token": "H",
+        "logprob": -0.72,
+        "bytes": [72],
+        "top_logprobs": [{"token": "H", "logprob": 0.0, "bytes": [72]}],
+    }
+    assert ids == whole["choices"][0]["token_ids"] == [72, 108, 32]
+    assert events[0]["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
+async def test_generate_streams_cumulative_text(server: Server) -> None:
+    body = {"text": "abc", "stream": True, "sampling_params": {"max_new_tokens": 4}, "return_logprob": True}
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(GENERATE, {**body, "rid": "g"}))
+    run = await first_run(server)
+    for at in range(4):
+        run.push(0, run.piece(at, 4))
+        await asyncio.sleep(0.01)
+    *events, done = await task
+    texts = [json.loads(event)["text"] for event in events]
+    assert texts[-1] == "Hello wörld 😀" and all(
+        b.startswith(a) for a, b in zip(texts, texts[1:], strict=False)
+    )
+    last = json.loads(events[-1])
+    assert last["output_ids"] == [72, 108, 32, 32]
+    assert last["meta_info"] == {
+        "id": "g",
+        "finish_reason": {"type": "length", "length": 4},
+        "prompt_tokens": 4,
+        "completion_tokens": 4,
+        "cached_tokens": 0,
+        "output_token_logprobs": [
+            [-0.72, 72, None],
+            [-1.08, 108, None],
+            [-0.32, 32, None],
+            [-0.32, 32, None],
+        ],
+    }
+    assert done == "[DONE]"
+
+
+async def test_http_1_0_ends_with_the_connection(server: Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(post(CHAT, {"messages": HI, "stream": True}, "1.0"))
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
+    writer.close()
+
+
+# -- slow readers and silence ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+async def test_a_slow_reader_gets_merged_deltas_and_the_whole_text(start: Start, path: str) -> None:
+    server = await start(sndbuf=4096)
+    server.engine.manual = True
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, ("127.0.0.1", server.port))
+    body = {"messages": HI, "stream": True} if path == CHAT else {"text": "hi", "stream": True}
+    if path == CHAT:
+        body["stream_options"] = {"include_usage": True}
+    await loop.sock_sendall(slow, post(path, body))
+    run = await first_run(server)
+    tokens = 5000
+    for at in range(tokens):
+        run.push(0, Piece(f"{at} ", [at % 256]))
+        if at % 50 == 0:
+            await asyncio.sleep(0)
+    run.push(0, Piece("", [], None, STOP))
+    await asyncio.wait_for(run.wait(), 5)  # the engine was never held up
+    reader, writer = await asyncio.open_connection(sock=slow)
+    await reader.readuntil(b"\r\n\r\n")
+    raw = b""
+    while (size := int(await reader.readuntil(b"\r\n"), 16)) > 0:
+        raw += (await reader.readexactly(size + 2))[:-2]
+    events = [event[6:] for event in raw.decode().split("\n\n")[:-1]]
+    assert events.pop() == "[DONE]"
+    assert len(events) < tokens / 2
+    wanted = "".join(f"{at} " for at in range(tokens))
+    if path == CHAT:
+        assert json.loads(events.pop())["usage"]["completion_tokens"] == tokens
+        got = "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events)
+    else:
+        got = json.loads(events[-1])["text"]
+    assert got == wanted
+    writer.close()
+
+
+async def test_a_reader_that_never_reads_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "STALL", 0.05)
+    server = await start(sndbuf=4096)
+    server.engine.manual = True
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, ("127.0.0.1", server.port))
+    await loop.sock_sendall(slow, post(CHAT, {"messages": HI, "stream": True}))
+    run = await first_run(server)
+    for at in range(50):
+        run.push(0, Piece("x" * 10_000, [at]))
+        await asyncio.sleep(0)
+    await until(lambda: run.aborted)
+    slow.close()
+
+
+async def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse.EventStream.__init__, "__defaults__", (0.01,))
+    server.engine.manual = True
+    async with server.http.post(CHAT, json={"messages": HI, "stream": True}) as response:
+        run = await first_run(server)
+        assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+        run.push(0, Piece("x", [1], None, STOP))
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+# -- failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "kind"),
+    [
+        (Finish(FinishReason.ERROR, message="The device was lost."), 500, "server_error"),
+        (Finish(FinishReason.ABORT, message="Waited too long."), 503, "service_unavailable_error"),
+    ],
+)
+async def test_failure_of_the_engine(server: Server, failure: Finish, status: int, kind: str) -> None:
+    server.engine.fail_at, server.engine.failure = 2, failure
+    for path, body in (
+        (CHAT, {"messages": HI}),
+        (COMPLETIONS, {"prompt": "a", "n": 2}),
+        (GENERATE, {"text": "a"}),
+    ):
+        events = await server.events(path, {**body, "stream": True})
+        assert events[-1] == "[DONE]"
+        error = json.loads(events[-2])["error"]
+        assert (error["message"], error["type"], error["param"]) == (failure.message, kind, None)
+        async with server.http.post(path, json=body) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["type"] == kind
+            if status == 503:
+                assert int(response.headers["Retry-After"]) >= 1
+                assert int(response.headers["retry-after-ms"]) >= 1
+            else:
+                assert response.headers["x-should-retry"] == "false"
+    assert not server.engine.live
+
+
+async def test_one_failed_choice_ends_the_others(server: Server) -> None:
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True, "n": 3}))
+    run = await first_run(server)
+    run.push(1, Piece("", [], None, Finish(FinishReason.ERROR, message="not a number")))
+    events = await task
+    assert "not a number" in events[-2] and events[-1] == "[DONE]"
+    assert run.aborted and not run.open
+
+
+async def test_abort_by_the_client_is_a_finish_reason(server: Server) -> None:
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True, "rid": "mine"}))
+    run = await first_run(server)
+    run.push(0, Piece("a", [1]))
+    assert await server.post("/abort_request", {"rid": "mine"}) == (200, {"success": True, "aborted": 1})
+    *_, finish, done = await task
+    assert json.loads(finish)["choices"][0]["finish_reason"] == "abort" and done == "[DONE]"
+
+
+async def test_overload_says_when_to_come_back(server: Server) -> None:
+    server.engine.refusal = Overloaded("The queue is full.", 2.5)
+    for stream in (False, True):
+        async with server.http.post(CHAT, json={"messages": HI, "stream": stream}) as response:
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "3" and response.headers["retry-after-ms"] == "2500"
+            assert (await response.json())["error"]["type"] == "rate_limit_error"
+
+
+async def test_an_unforeseen_error_tells_nothing_of_the_inside(server: Server) -> None:
+    server.engine.refusal = ZeroDivisionError("secret /path")
+    async with server.http.post(CHAT, json={"messages": HI}) as response:
+        assert response.status == 500 and response.headers["x-should-retry"] == "false"
+        assert "secret" not in await response.text()
+    server.engine.refusal = None
+    assert (await server.post(CHAT, {"messages": HI}))[0] == 200
+
+
+# -- clients that go away ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("tokens", [0, 2])
+async def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool, tokens: int) -> None:
+    server.engine.manual = True
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(post(CHAT, {"messages": HI, "stream": stream, "n": 2}))
+    run = await first_run(server)
+    for at in range(tokens):
+        run.push(0, Piece("x", [at]))
+    writer.close()
+    await until(lambda: run.aborted)
+    assert not server.engine.live
+
+
+async def test_a_client_that_goes_away_while_its_request_is_starting(server: Server) -> None:
+    server.engine.gate = asyncio.Event()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(post(COMPLETIONS, {"prompt": ["a", "b"]}))
+    await server.engine.started.wait()
+    loop_tasks = {task for task in asyncio.all_tasks() if "RequestHandler" in repr(task.get_coro())}
+    writer.close()
+    await until(lambda: all(task.done() for task in loop_tasks))
+    server.engine.gate.set()
+    await asyncio.sleep(0)
+    assert not server.engine.runs
+
+
+async def test_a_later_prompt_that_is_refused_frees_the_earlier_ones(server: Server) -> None:
+    server.engine.manual = True
+    status, answer = await server.post(COMPLETIONS, {"prompt": ["a", "x" * 600]})
+    assert status == 400 and answer["error"]["param"] == "prompt[1]"
+    assert server.engine.runs[0].aborted and not server.engine.live

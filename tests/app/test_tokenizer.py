@@ -1,0 +1,151 @@
+"""Ids, special tokens and bytes of a vocabulary; encoding off the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.text.tokenizer import INLINE_CHARS, Tokenizer
+from core.errors import ModelError, RequestError
+from tests.app import vocabularies
+from tests.app.assets import asset
+
+
+def test_a_directory_is_read_with_its_special_tokens(tmp_path: Path) -> None:
+    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|im_start|>", "add_bos_token": False}
+    path = vocabularies.save(vocabularies.byte_level(), tmp_path, **settings)
+    tokenizer = Tokenizer.load(path, 300, eos_ids=[7, 299, 300])
+    start, end = tokenizer.bos_id, tokenizer.encode("<|im_end|>").tolist()[0]
+    assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}
+    assert tokenizer.eos_ids == {7, 299, end}  # 300 is no id of the model
+    assert start in tokenizer.special_ids and len(tokenizer.special_ids) == 3
+    assert tokenizer.encode("hello").tolist()[-1] == tokenizer.vocab_size - 7
+    assert tokenizer.encode("hello").dtype.name == "int32"
+
+
+def test_bos_is_added_where_only_the_settings_ask_for_it(tmp_path: Path) -> None:
+    path = vocabularies.save(
+        vocabularies.byte_level(), tmp_path, bos_token="<|im_start|>", add_bos_token=True
+    )
+    tokenizer = Tokenizer.load(path, 300)
+    assert tokenizer.encode("a").tolist() == [tokenizer.bos_id, ord("a")]
+    assert tokenizer.encode("a", add_special=False).tolist() == [ord("a")]
+
+
+def test_bos_is_not_added_twice(tmp_path: Path) -> None:
+    path = vocabularies.save(vocabularies.byte_fallback(), tmp_path, bos_token="<s>", add_bos_token=True)
+    tokenizer = Tokenizer.load(path, 300)
+    assert tokenizer.encode("a").tolist().count(1) == 1
+
+
+def test_tokens_that_only_the_settings_name_are_added(tmp_path: Path) -> None:
+    core = vocabularies.byte_level()
+    size = core.get_vocab_size()
+    entry = {"content": "<|eot_id|>", "special": True}
+    path = vocabularies.save(core, tmp_path / "good", added_tokens_decoder={str(size): entry})
+    tokenizer = Tokenizer.load(path, 300)
+    assert tokenizer.encode("<|eot_id|>").tolist() == [size]
+    assert size in tokenizer.eos_ids
+    path = vocabularies.save(core, tmp_path / "bad", added_tokens_decoder={"999": entry})
+    with pytest.raises(ModelError, match="999"):
+        Tokenizer.load(path, 300)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": 1}'])
+def test_an_unreadable_tokenizer_says_which(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path, 300)
+
+
+def test_settings_must_be_an_object(tmp_path: Path) -> None:
+    vocabularies.save(vocabularies.byte_level(), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
+        Tokenizer.load(tmp_path, 300)
+
+
+def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text() -> None:
+    text = "hello 🙂 é\n"
+    tokenizer = Tokenizer(vocabularies.byte_level(), {})
+    ids = tokenizer.encode(text).tolist()
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert tokenizer.token_text(0xF0) == "\ufffd"
+    assert tokenizer.token_bytes(10_000) == tokenizer.token_bytes(-1) == b""
+    tokenizer = Tokenizer(vocabularies.byte_fallback(), {})
+    ids = tokenizer.encode(text, add_special=False).tolist()
+    assert b"".join(map(tokenizer.token_bytes, ids)) == b" " + text.encode()
+    assert tokenizer.token_text(tokenizer.encode("a", add_special=False)[0]) == " a"
+    assert Tokenizer(vocabularies.word_pieces(), {}).token_bytes(3) == b"happy"
+
+
+def test_invalid_bytes_are_replaced_one_by_one_in_byte_fallback() -> None:
+    tokenizer = Tokenizer(vocabularies.byte_fallback(), {})
+    ids = [3 + byte for byte in b"a\xe6\x97\xe6\x97\xa5\x80"]
+    assert tokenizer.decode([1, *ids]) == "a\ufffd\ufffd日\ufffd"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "fine, then \udfff", "x" * 5_000 + "\ud800"])
+async def test_lone_surrogates_name_the_field(text: str) -> None:
+    tokenizer = Tokenizer(vocabularies.byte_level(), {})
+    with pytest.raises(RequestError, match="surrogate") as caught:
+        await tokenizer.encode_async(text, param="messages")
+    assert caught.value.param == "messages"
+    tokenizer.close()
+
+
+async def test_long_texts_encode_alike_in_pool_threads() -> None:
+    core = vocabularies.byte_level()
+    tokenizer = Tokenizer(core, {"bos_token": "<|im_start|>", "add_bos_token": True})
+    texts = [f"hello <|im_end|>{i} two words 🙂 " * 100 for i in range(20)]
+    assert all(len(text) > INLINE_CHARS for text in texts)
+    apart = await asyncio.gather(*map(tokenizer.encode_async, texts))
+    assert [ids.tolist() for ids in apart] == [tokenizer.encode(text).tolist() for text in texts]
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("size", [10, 256, 1_000])
+def test_without_a_tokenizer_bytes_are_tokens(size: int) -> None:
+    tokenizer = Tokenizer.load(None, size, eos_ids=[2])
+    assert tokenizer.vocab_size == size
+    assert tokenizer.eos_ids == {2}
+    texts = [tokenizer.decode([token]) for token in range(256, size)]
+    assert len(set(texts)) == len(texts)
+    if size >= 256:
+        assert tokenizer.decode(tokenizer.encode("hello 🙂 é")) == "hello 🙂 é"
+        assert tokenizer.encode("<300>").max() < 256
+
+
+def test_importing_it_is_light() -> None:
+    heavy = "{'torch', 'transformers', 'gguf', 'huggingface_hub', 'jinja2', 'aiohttp'}"
+    script = f"import sys, app.text.tokenizer, app.text.detokenizer, app.checkpoint\nassert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "eos", "bos"),
+    [
+        ("tokenizers/qwen3", {151645}, None),
+        ("tokenizers/llama3_1", {128009}, 128000),
+        ("tokenizers/deepseek_v3", {1}, 0),
+        ("models/stories260K", {2}, 1),
+    ],
+)
+async def test_real_vocabularies(name: str, eos: set[int], bos: int | None) -> None:
+    path = asset(name)
+    tokenizer = Tokenizer.load(path, 200_000)
+    assert tokenizer.eos_ids == eos
+    assert tokenizer.bos_id == bos
+    text = "It's 12,345 日本語 🙂 <|im_end|>\n" * 40
+    ids = tokenizer.encode(text)
+    assert (await tokenizer.encode_async(text)).tolist() == ids.tolist()
+    assert (ids[0] == bos) == (bos is not None)
+    body = tokenizer.encode(text, add_special=False).tolist()
+    assert b"".join(map(tokenizer.token_bytes, body)).removeprefix(b" ") == text.encode()
+    json.dumps([tokenizer.token_text(token) for token in body])
+    tokenizer.close()

@@ -1,0 +1,101 @@
+"""Who may import whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.ratchet import tree
+from tests.ratchet.tree import ROOMS, files, limits, module, name
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_what_it_may(room: str) -> None:
+    allowed = {room, *sys.stdlib_module_names, *limits()["imports"][room]}
+    strangers = [
+        f"{name(path)}: {target}"
+        for path in files(room)
+        for target, _ in tree.imports(path)
+        if target.split(".")[0] not in allowed and name(path) != limits()["imports"]["composition_root"]
+    ]
+    assert strangers == []
+
+
+def test_core_touches_no_files_sockets_or_clocks() -> None:
+    """Only `env.py` reads the outside and only `clock.py` the time."""
+    outside = {"os", "socket", "time", "asyncio", "subprocess", "pathlib", "logging"}
+    found = {
+        f"{name(path)}: {target}"
+        for path in files("core")
+        for target, _ in tree.imports(path)
+        if target.split(".")[0] in outside
+    }
+    assert found == {"core/env.py: os", "core/env.py: pathlib", "core/clock.py: time"}
+
+
+def test_deferred_imports_are_the_listed_ones() -> None:
+    found = sorted(
+        f"{name(path)}: {target}"
+        for room in ROOMS
+        for path in files(room)
+        for target, deferred in tree.imports(path)
+        if deferred
+    )
+    assert found == sorted(limits()["imports"]["deferred"])
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_packages_of_a_room_form_no_cycle(room: str) -> None:
+    """Units are the room's sub-packages and top-level modules; deferred and typing-only imports count."""
+    edges: dict[str, set[str]] = {}
+    units = {".".join(module(path).split(".")[:2]) for path in files(room)} - {room}
+    for path in files(room):
+        unit = ".".join(module(path).split(".")[:2])
+        for target, _ in tree.imports(path):
+            other = ".".join(target.split(".")[:2])
+            if other in units and other != unit and unit != room:
+                edges.setdefault(unit, set()).add(other)
+    order: list[str] = []
+    while left := units - set(order):
+        free = sorted(unit for unit in left if edges.get(unit, set()) <= set(order))
+        assert free, f"a cycle among {sorted(left)}: { {u: sorted(edges.get(u, ())) for u in sorted(left)} }"
+        order += free
+
+
+def test_nothing_imports_bench_or_tests() -> None:
+    found = [
+        f"{name(path)}: {target}"
+        for room in ROOMS
+        for path in files(room)
+        for target, _ in tree.imports(path)
+        if target.split(".")[0] in ("bench", "tests")
+    ]
+    assert found == []
+
+
+def run(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tree.ROOT)
+
+
+def test_core_runs_without_torch() -> None:
+    run(
+        "import sys, pkgutil, importlib, core\n"
+        "for m in pkgutil.walk_packages(core.__path__, 'core.'): importlib.import_module(m.name)\n"
+        "assert not {'torch', 'aiohttp', 'transformers'} & set(sys.modules)"
+    )
+
+
+def test_the_command_line_needs_no_heavy_library() -> None:
+    """Time varies by machine; what costs it does not."""
+    run(
+        "import sys, app.cli\n"
+        "app.cli.make_parser().format_help()\n"
+        "heavy = {'torch', 'transformers', 'aiohttp', 'tokenizers', 'uvloop', 'jinja2'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+
+
+def test_http_never_brings_torch() -> None:
+    run("import sys, app.http.routes, app.submit\nassert 'torch' not in sys.modules")
