@@ -1,4 +1,4 @@
-"""Everything that is not generation: health, models, statistics, cache, aborts."""
+"""For operators: health, statistics, cache, aborts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from app.http.body import decode, read_body
 from app.http.delivery import Collector, running
 from app.http.keys import SERVICE
 from app.http.reply import json_response
-from app.http.sampling import MAX_CHOICES, check_model, ready
+from app.http.sampling import MAX_CHOICES, ready
 from app.http.schema import ABORT
 from app.job import Job
 from app.metrics import CONTENT_TYPE, exposition
-from app.service import Loaded
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
 
@@ -68,53 +67,11 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
     collector = Collector(1)
     try:
         async with asyncio.timeout(HEALTH_SECONDS):
-            async with running(loaded.engine, [job], collector.take) as runs:
-                await collector.collect(runs)
+            async with running(loaded.engine, [job], collector.take):
+                await collector.collect()
     except TimeoutError:
         raise Unavailable(f"One token took more than {HEALTH_SECONDS:g} s.") from None
     return json_response({"status": "ok"})
-
-
-def _model(loaded: Loaded) -> dict[str, object]:
-    card = loaded.card
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created,
-        "owned_by": "loom",
-        "root": card.path,
-        "parent": None,
-        "max_model_len": card.context_length,
-    }
-
-
-async def models(request: web.Request) -> web.StreamResponse:
-    """The list with the one model."""
-    return json_response({"object": "list", "data": [_model(request.app[SERVICE].loaded)]})
-
-
-async def model(request: web.Request) -> web.StreamResponse:
-    """One model by name."""
-    loaded = request.app[SERVICE].loaded
-    check_model(loaded, request.match_info["id"])
-    return json_response(_model(loaded))
-
-
-async def model_info(request: web.Request) -> web.StreamResponse:
-    """SGLang's names for what the model is; its bench takes the tokenizer from here."""
-    card = request.app[SERVICE].loaded.card
-    return json_response(
-        {
-            "model_path": card.path,
-            "tokenizer_path": card.path,
-            "served_model_name": card.name,
-            "is_generation": True,
-            "architecture": card.architecture,
-            "max_context_length": card.context_length,
-            "vocab_size": card.vocab_size,
-            "dtype": card.dtype,
-        }
-    )
 
 
 async def server_info(request: web.Request) -> web.StreamResponse:

@@ -65,7 +65,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
             return await stream_chunks(request, delivery, (chunk, shape, told), runs, patient)
     collector = Collector(job.n)
     async with running(loaded.engine, [job], collector.take) as runs:
-        pieces = await collector.collect(runs)
+        pieces = await collector.collect()
         whole = envelope(job.id, "chat.completion", loaded.card.name)
         extras = prompt_extras(body, runs[0], namer)
         return json_response(_answer(whole, pieces, runs[0], told, namer) | extras)

@@ -13,10 +13,10 @@ from app.http.delivery import Collector, Delivery, running
 from app.http.keys import SERVICE
 from app.http.logprobs import CompletionLogprobs, Namer, output_entries, prompt_entries, vllm_prompt_logprobs
 from app.http.openai import envelope, options, prompt_logprobs_wanted, request_id, stream_chunks
+from app.http.prompts import check_prompt, split_prompts
 from app.http.refuse import refuse_unsupported
 from app.http.reply import json_response
 from app.http.sampling import (
-    check_ids,
     choices,
     priority,
     ready,
@@ -29,7 +29,6 @@ from app.http.schema import COMPLETION, CompletionBody
 from app.job import Job, Piece, Run
 from app.service import Loaded
 from core.errors import RequestError
-from core.types import Ints
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, and everybody's after it."""
@@ -98,7 +97,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             return await stream_chunks(request, delivery, (head, shape, told), runs, patient)
     collector = Collector(total)
     async with running(loaded.engine, jobs, collector.take) as runs:
-        pieces = await collector.collect(runs)
+        pieces = await collector.collect()
         shape = CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
         return json_response(_answer(head, pieces, runs, told, shape))
 
@@ -106,7 +105,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
 def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
     """One job per prompt, everything checked that can be checked without tokens."""
     refuse_unsupported(body)
-    prompts = _prompts(body.prompt)
+    if not body.prompt:
+        raise RequestError("'prompt' must not be empty.", "prompt")
+    prompts, _ = split_prompts(body.prompt, "prompt")
     n = choices(body.n, len(prompts))
     vocab_size = loaded.card.vocab_size
     echoed = body.logprobs if body.echo and body.logprobs is not None else -1
@@ -151,29 +152,6 @@ def _max_tokens(body: CompletionBody) -> int:
     if value < 0 or (value == 0 and not body.echo):
         raise RequestError(f"'max_tokens' must be at least 1 (0 with 'echo'), got {value}.", "max_tokens")
     return value
-
-
-def _prompts(prompt: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
-    """The four spellings as one list of prompts."""
-    if prompt is None or prompt in ("", []):
-        raise RequestError("'prompt' must not be empty.", "prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    kind = type(prompt[0])
-    for i, item in enumerate(prompt):
-        if type(item) is not kind:
-            raise RequestError(
-                f"'prompt[{i}]' is of another type than 'prompt[0]': texts and token ids do not mix.",
-                f"prompt[{i}]",
-            )
-    return [prompt] if kind is int else prompt  # type: ignore[list-item,return-value]
-
-
-def check_prompt(prompt: str | list[int], vocab_size: int, param: str) -> str | Ints:
-    """One prompt, as a job takes it. Raises `RequestError` when empty or outside the vocabulary."""
-    if not prompt:
-        raise RequestError(f"'{param}' must not be empty.", param)
-    return prompt if isinstance(prompt, str) else check_ids(prompt, vocab_size, param)
 
 
 def _echoes(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], loaded: Loaded) -> list[str]:

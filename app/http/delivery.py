@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -44,22 +45,28 @@ class Buffer:
 class Collector:
     """A sink that keeps everything, for answers sent at once. Owner: event loop."""
 
-    __slots__ = ("_buffers",)
+    __slots__ = ("_buffers", "_done", "_left")
 
     def __init__(self, choices: int) -> None:
         self._buffers = [Buffer() for _ in range(choices)]
+        self._left = choices
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self, index: int, piece: Piece) -> None:
         """The engine's sink."""
         self._buffers[index].add(piece)
+        if piece.finish is None or self._done.done():
+            return
+        self._left -= 1
+        if (error := failure(piece.finish)) is not None:
+            self._done.set_exception(error)
+        elif not self._left:
+            self._done.set_result(None)
 
-    async def collect(self, runs: Sequence[Run]) -> list[Piece]:
-        """Every choice complete, in order. Raises what went wrong with the first that failed."""
-        for run in runs:
-            await run.wait()
-        for buffer in self._buffers:
-            if buffer.finish is not None and (error := failure(buffer.finish)) is not None:
-                raise error
+    async def collect(self) -> list[Piece]:
+        """Every choice complete, in order. Raises what went wrong with the first that failed, and
+        does not wait for the others then."""
+        await self._done
         return [buffer.piece() for buffer in self._buffers]
 
 
@@ -155,18 +162,20 @@ class Delivery:
         frames, stream = self._frames, self._stream
         assert frames is not None and stream is not None
         finish = piece.finish
-        if finish is not None and (error := failure(finish)) is not None:
+        error = None if finish is None else failure(finish)
+        if error is not None:  # what was produced before the failure is still told
+            piece = Piece(piece.text, piece.tokens, piece.logprobs)
+        if (event := frames.delta(index, piece)) is not None:
+            stream.write(event)
+        if finish is None:
+            return
+        if error is None:
+            stream.write(frames.finish(index, finish))
+            self._left -= 1
+        if error is not None or not self._left:
             self._error = error
             self._holding = True
             stream.wake()
-            return
-        if (event := frames.delta(index, piece)) is not None:
-            stream.write(event)
-        if finish is not None:
-            stream.write(frames.finish(index, finish))
-            self._left -= 1
-            if not self._left:
-                stream.wake()
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from app.http import admin
+from app.http import admin, models
 from app.http.chat import chat
 from app.http.completions import completions
 from app.http.keys import SERVE, SERVICE
@@ -23,13 +23,13 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/v1/detokenize", detokenize),
-    ("GET", "/v1/models", admin.models),
-    ("GET", "/v1/models/{id:.+}", admin.model),
+    ("GET", "/v1/models", models.models),
+    ("GET", "/v1/models/{id:.+}", models.model),
     ("GET", "/health", admin.health),
     ("GET", "/health_generate", admin.health_generate),
     ("GET", "/metrics", admin.metrics),
-    ("GET", "/model_info", admin.model_info),
-    ("GET", "/get_model_info", admin.model_info),
+    ("GET", "/model_info", models.model_info),
+    ("GET", "/get_model_info", models.model_info),
     ("GET", "/server_info", admin.server_info),
     ("GET", "/get_server_info", admin.server_info),
     ("GET", "/version", admin.show_version),

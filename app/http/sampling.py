@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
+import msgspec
 
 from app.health import Phase
+from app.http.prompts import check_ids
 from app.http.schema import Generation, NativeSampling
 from app.job import TextOptions
 from app.service import Loaded, Service
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
-from core.types import Ints, RootKey
+from core.types import RootKey
 
 MAX_N = 128
 MAX_CHOICES = 2048
@@ -70,7 +71,7 @@ def sampling_params(
     if body.stop_token_ids:
         check_ids(body.stop_token_ids, vocab_size, prefix + "stop_token_ids")
         fields["stop_ids"] = frozenset(body.stop_token_ids)
-    return SamplingParams(**fields)  # type: ignore[arg-type]
+    return msgspec.structs.replace(SamplingParams(), **fields)
 
 
 _PLAIN = (
@@ -92,21 +93,6 @@ def _bias(bias: Mapping[str, float], prefix: str) -> tuple[tuple[int, float], ..
             raise RequestError(f"'{param}' has key '{key[:20]}', which is not a token id.", param)
         pairs[int(key)] = value
     return tuple(pairs.items())
-
-
-def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> Ints:
-    """Token ids as int32 [n]; `RequestError` for an empty list or one outside the vocabulary."""
-    if not ids:
-        raise RequestError(f"'{param}' must not be empty.", param)
-    array = np.asarray(ids, np.int64)
-    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if wrong.size:
-        raise RequestError(
-            f"'{param}' has token id {array[wrong[0]]} at position {wrong[0]}; "
-            f"this model has ids 0 to {vocab_size - 1}.",
-            param,
-        )
-    return array.astype(np.int32)
 
 
 def text_options(body: Generation | NativeSampling) -> TextOptions:

@@ -116,6 +116,9 @@ class EventStream:
             if not self._waker.done() and self._loop.time() >= self._last + self.keep_alive:
                 self.write(b": keep-alive\n\n")
         self._waker = None
+        self._check_there()
+
+    def _check_there(self) -> None:
         transport = self._protocol.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
@@ -132,3 +135,4 @@ class EventStream:
             if self._protocol.transport is not None:
                 self._protocol.transport.abort()
             raise ConnectionResetError("the client does not read") from None
+        self._check_there()

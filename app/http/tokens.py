@@ -9,8 +9,9 @@ from aiohttp import web
 from app.http.body import decode, read_body
 from app.http.keys import SERVICE
 from app.http.messages import check_messages, check_tools, generation_prompt, template_arguments
+from app.http.prompts import check_ids, split_ids
 from app.http.reply import json_response
-from app.http.sampling import check_ids, check_model
+from app.http.sampling import check_model
 from app.http.schema import DETOKENIZE, TOKENIZE, TokenizeBody
 from app.service import Loaded
 from core.errors import RequestError
@@ -65,19 +66,12 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     tokens = body.tokens
     if tokens is None:
         raise RequestError("'tokens' is missing.", "tokens")
-    lists: list[list[int]] = []
-    single = not tokens or isinstance(tokens[0], int)
-    for i, item in enumerate([tokens] if single else tokens):
-        if not isinstance(item, list) or any(not isinstance(id, int) for id in item):
-            raise RequestError("'tokens' must not mix ids and lists.", "tokens" if single else f"tokens[{i}]")
-        lists.append([int(id) for id in item if isinstance(id, int)])
-    limit = loaded.card.context_length
+    lists, single = split_ids(tokens, "tokens")
     for i, ids in enumerate(lists):
         param = "tokens" if single else f"tokens[{i}]"
-        if len(ids) > limit:
-            raise RequestError(f"'{param}' has more than {limit} ids, the model's context.", param)
-        if ids:
-            check_ids(ids, loaded.card.vocab_size, param)
+        if len(ids) > loaded.card.context_length:
+            raise RequestError(f"'{param}' has more ids than the model's context takes.", param)
+        check_ids(ids, loaded.card.vocab_size, param)
     skip = body.skip_special_tokens is not False
     texts = []
     for ids in lists:

@@ -33,7 +33,7 @@ class Server:
 
     def __init__(
         self, url: str, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession
-    ):
+    ) -> None:
         self.url = url
         self.port = port
         self.service = service

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -38,8 +39,8 @@ def native(**fields: object) -> dict[str, object]:
     return {"text": "hi", "sampling_params": fields}
 
 
-def deep(levels: int) -> Any:
-    value: Any = 1
+def deep(levels: int) -> object:
+    value: object = 1
     for _ in range(levels):
         value = {"a": value}
     return value
@@ -273,7 +274,7 @@ async def test_oversized_body_is_refused_before_it_is_read(start: Start) -> None
     assert head.startswith(b"HTTP/1.1 413 ")
     writer.close()
 
-    async def chunks() -> Any:
+    async def chunks() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b" " * 1000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -174,9 +175,7 @@ async def test_generate_streams_cumulative_text(server: Server) -> None:
         await asyncio.sleep(0.01)
     *events, done = await task
     texts = [json.loads(event)["text"] for event in events]
-    assert texts[-1] == "Hello wörld 😀" and all(
-        b.startswith(a) for a, b in zip(texts, texts[1:], strict=False)
-    )
+    assert texts[-1] == "Hello wörld 😀" and all(b.startswith(a) for a, b in pairwise(texts))
     last = json.loads(events[-1])
     assert last["output_ids"] == [72, 108, 32, 32]
     assert last["meta_info"] == {

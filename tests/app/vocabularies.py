@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -60,7 +59,7 @@ def word_pieces() -> tokenizers.Tokenizer:
     return core
 
 
-def save(core: tokenizers.Tokenizer, directory: Path, **settings: Any) -> Path:
+def save(core: tokenizers.Tokenizer, directory: Path, **settings: object) -> Path:
     """tokenizer.json and tokenizer_config.json in `directory`, which is returned."""
     directory.mkdir(parents=True, exist_ok=True)
     core.save(str(directory / "tokenizer.json"))

@@ -14,6 +14,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("core", "app", "gpu")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+FORKS = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.IfExp,
+    ast.comprehension,
+    ast.match_case,
+)
 
 
 @cache
@@ -73,7 +83,7 @@ def branches(function: Function) -> int:
         node = stack.pop()
         if isinstance(node, Function):
             continue
-        if isinstance(node, ast.If | ast.For | ast.AsyncFor | ast.While | ast.ExceptHandler | ast.IfExp) or isinstance(node, ast.comprehension | ast.match_case):
+        if isinstance(node, FORKS):
             count += 1
         elif isinstance(node, ast.BoolOp):
             count += len(node.values) - 1

@@ -1,0 +1,58 @@
+"""Prompts in all their spellings: a text, texts, token ids, lists of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from core.errors import RequestError
+from core.types import Ints
+
+Prompt = str | list[int]
+
+
+def split_prompts(value: str | Sequence[str | int | list[int]], param: str) -> tuple[list[Prompt], bool]:
+    """The prompts, and whether `value` is one prompt rather than a list of them.
+
+    Raises `RequestError` for a mixed list, naming the first item of another type.
+    """
+    if isinstance(value, str):
+        return [value], True
+    kinds = set(map(type, value))
+    if len(kinds) > 1:
+        i = next(i for i, item in enumerate(value) if type(item) is not type(value[0]))
+        raise RequestError(
+            f"'{param}[{i}]' is of another type than '{param}[0]': texts, ids and lists of ids do not mix.",
+            f"{param}[{i}]",
+        )
+    if kinds <= {int}:
+        return [cast(list[int], value)], True
+    return cast(list[Prompt], value), False
+
+
+def split_ids(value: Sequence[int | list[int]], param: str) -> tuple[list[list[int]], bool]:
+    """The same for token ids alone."""
+    lists, single = split_prompts(value, param)
+    return cast(list[list[int]], lists), single
+
+
+def check_prompt(prompt: Prompt, vocab_size: int, param: str) -> str | Ints:
+    """One prompt, as a job takes it. Raises `RequestError` when empty or outside the vocabulary."""
+    if not prompt:
+        raise RequestError(f"'{param}' must not be empty.", param)
+    return prompt if isinstance(prompt, str) else check_ids(prompt, vocab_size, param)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> Ints:
+    """Token ids as int32 [n]; `RequestError` for an id outside the vocabulary."""
+    array = np.asarray(ids, np.int64)
+    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
+    if wrong.size:
+        raise RequestError(
+            f"'{param}' has token id {array[wrong[0]]} at position {wrong[0]}; "
+            f"this model has ids 0 to {vocab_size - 1}.",
+            param,
+        )
+    return array.astype(np.int32)

@@ -1,0 +1,1 @@
+"""Benches of `core` units: no device, no sockets."""

@@ -1,0 +1,336 @@
+"""Chat templates render as transformers renders them, and none can hold the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.text.template import TIME_LIMIT, ChatTemplate, read_template
+from core.errors import ModelError, RequestError
+from tests.app.assets import asset
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"  # parts only
+BOTH = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+USER = [{"role": "user", "content": "hi"}]
+
+
+def refused(template: ChatTemplate, messages: Any = USER, **arguments: Any) -> RequestError:  # noqa: ANN401
+    with pytest.raises(RequestError) as caught:
+        template.render(messages, **arguments)
+    return caught.value
+
+
+def test_a_conversation() -> None:
+    template = ChatTemplate(CHATML)
+    assert template.render(USER) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(USER, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_special_tokens_arguments_and_tools_reach_the_template() -> None:
+    source = "{{ bos_token }}{{ tools | tojson }}{% if thinking %}yes{% endif %}{{ messages[0]['content'] }}"
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    tool = {"type": "function", "function": {"name": "f<é>"}}
+    text = template.render(USER, [tool], thinking=True)
+    assert text == "<s>" + json.dumps([tool], ensure_ascii=False) + "yeshi"
+    assert template.render(USER) == "<s>nullhi"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "raise_exception", "range"])
+def test_arguments_cannot_take_the_place_of_what_is_the_servers(name: str) -> None:
+    template = ChatTemplate(CHATML, {"bos_token": "<s>"})
+    context: dict[str, Any] = {name: "x"}
+    if name != "tools":
+        assert refused(template, **context).param == "chat_template_kwargs"
+
+
+def test_transformers_settings() -> None:
+    template = ChatTemplate(
+        "{%- for m in messages %}\n    {% if loop.first %}\n  A{{ loop.length }}\n  {% endif %}\n{% break %}\n{% endfor %}"
+        "{% generation %}G{% endgeneration %}{{ strftime_now('%%') }}{{ '<&>' | tojson }}"
+        "{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ dict(a=1) | tojson(indent=1) }}"
+    )
+    assert template.render(USER) == '  A1\nG%"<&>"2{\n "a": 1\n}'
+
+
+def test_text_parts_are_joined_where_the_template_prints_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "user\none\ntwo<" in ChatTemplate(CHATML).render([{"role": "user", "content": parts}])
+    assert ChatTemplate(BOTH).render([{"role": "user", "content": parts}]) == "one\ntwo"
+
+
+def test_text_becomes_a_part_where_the_template_wants_parts() -> None:
+    assert ChatTemplate(PARTS).render(USER) == "[hi]"
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert ChatTemplate(PARTS).render([{"role": "user", "content": parts}]) == "[one][two]"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "x"}},
+        {"type": "text"},
+        {"type": "text", "text": 1},
+        5,
+        None,
+    ],
+)
+def test_a_part_that_is_no_text_is_named(part: object) -> None:
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, part]},
+    ]
+    assert refused(ChatTemplate(CHATML), messages).param == "messages[1].content[1]"
+
+
+def test_the_last_message_can_be_left_open() -> None:
+    template = ChatTemplate(CHATML)
+    messages = [*USER, {"role": "assistant", "content": "The answer is "}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nThe answer is ")
+    trimming = ChatTemplate(CHATML.replace("message.content", "message.content | trim"))
+    text = trimming.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.endswith("assistant\nThe answer is")
+    assert refused(template, messages, continue_final_message=True).param == "continue_final_message"
+    silent = [*USER, {"role": "assistant", "content": None}]
+    error = refused(template, silent, continue_final_message=True, add_generation_prompt=False)
+    assert error.param == "continue_final_message"
+
+
+def test_tool_arguments_come_as_the_template_reads_them() -> None:
+    loop = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    end = "{% endfor %}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    objects = ChatTemplate(loop + "{{ c.function.arguments | tojson }}" + end)
+    assert objects.render(messages) == 'hi{"x": [1]}'
+    texts = ChatTemplate(loop + "{{ 'f' + c.function.arguments }}" + end)
+    assert texts.render(messages) == 'hif{"x": [1]}'
+
+
+def test_no_template_says_what_to_do() -> None:
+    template = ChatTemplate(None)
+    assert not template.present
+    assert "/v1/completions" in refused(template).message
+
+
+def test_errors_of_the_template_are_the_requests() -> None:
+    assert refused(ChatTemplate(CHATML), []).param == "messages"
+    error = refused(ChatTemplate("{{ raise_exception('roles must\nalternate') }}"))
+    assert (error.param, "roles must alternate" in error.message) == ("messages", True)
+    for source in ("{{ a.b.c }}", "{{ 'a' + 1 }}", "{{ 1 // 0 }}", "{{ [][3].x }}", "{% include 'x' %}"):
+        assert refused(ChatTemplate(source)).param == "messages"
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x | nothing }}", "{% for x in y %}", "x" * 2_000_000])
+def test_what_does_not_compile_is_the_operators(source: str) -> None:
+    with pytest.raises(ModelError):
+        ChatTemplate(source)
+
+
+def test_templates_are_found_in_their_three_places(tmp_path: Path) -> None:
+    assert read_template(tmp_path) is None
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert read_template(tmp_path) == "D"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "J"}')
+    assert read_template(tmp_path) == "J"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert read_template(tmp_path) == "F"
+    assert ChatTemplate.load(tmp_path, "override").render(USER) == "override"
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError):
+        read_template(tmp_path)
+
+
+# -- hostile templates -----------------------------------------------------------------------------
+
+_R = "range(99999)"
+ENDLESS = [
+    "{% for a in R %}{% for b in R %}{% endfor %}{% endfor %}",
+    "{% for a in R %}{% for b in R %}{% for c in R %}{{ c }}{% endfor %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for a in R if namespace(x=a).x < 0 %}{% endfor %}" * 20,
+    "{% set ns = namespace(s='x') %}{% for a in R %}{% for b in R %}{% set ns.s = ns.s ~ 'x' %}{% endfor %}{% endfor %}",
+    "{% for x in [[1, 2]] * 50 recursive %}{{ loop(R) if x is iterable else '' }}{{ loop([[1]] * 50) }}{% endfor %}",
+    "{% for a in R %}{% set x = R | map('string') | list | length %}{% endfor %}",
+]
+HUGE = [
+    "{% for a in range(10 ** 12) %}{% endfor %}",
+    "{{ 'x' * 10 ** 10 }}",
+    "{{ [0] * 10 ** 10 }}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{% set ns = namespace(s='x') %}{% for a in R %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='x') %}{% for a in R %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(n=9) %}{% for a in R %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "{% set ns = namespace(l=[1]) %}{% for a in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+    "{% set ns = namespace(l=[1]) %}{% for a in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | tojson }}",
+    "{% set n = namespace(l=[1], m=[1]) %}{% for a in range(60) %}{% set n.l = [n.l, n.l] %}{% set n.m = [n.m, n.m] %}"
+    "{% endfor %}{{ n.l == n.m }}",
+    "{{ 'x' | center(10 ** 10) }}",
+    "{{ 'x'.ljust(10 ** 10) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%*d' % (10 ** 9, 1) }}",
+    "{{ '{:>10000000000}'.format(1) }}",
+    "{{ '{:{w}}'.format(1, w='1000000000') }}",
+    "{{ '%10000000000d' | format(1) }}",
+    "{{ ('x' * 10 ** 5) | replace('x', 'y' * 10 ** 5) }}",
+    "{{ ('x' * 10 ** 5).replace('x', 'y' * 10 ** 5) }}",
+    "{{ ('x' * 10 ** 6).join(['a'] * 10 ** 5) }}",
+    "{{ (['a'] * 10 ** 5) | join('x' * 10 ** 6) }}",
+    "{{ ('x\\n' * 10 ** 5) | indent('y' * 10 ** 5) }}",
+    "{{ [1] | tojson(indent=10 ** 10) }}",
+    "{{ 1.5 | round(10 ** 9) }}",
+    "{{ ([[1] * 10 ** 5] * 10 ** 4) | sum(start=[]) | length }}",
+    "{% set big = 'x' * 10 ** 6 %}{% set s %}{% for a in R %}{{ big }}{% endfor %}{% endset %}",
+    "{% set big = 'x' * 10 ** 6 %}{% for a in R %}{{ big }}{% endfor %}",
+    "{{ ('a' * 10 ** 7).strip('b' * 10 ** 6 + 'a') }}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_endless_templates_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A shorter limit, so that seven of these and their probes do not take half a minute.
+    monkeypatch.setattr("app.text.template.TIME_LIMIT", 0.1)
+    template = ChatTemplate(source.replace("R", _R))
+    began = time.thread_time()
+    error = refused(template)
+    assert error.param == "messages"
+    assert time.thread_time() - began < 10 * 0.1  # stopped near its deadline, not at its end
+
+
+@pytest.mark.parametrize("source", HUGE)
+def test_huge_values_are_never_made(source: str) -> None:
+    error = refused(ChatTemplate(source.replace("R", _R)))
+    assert error.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__['__builtins__'] }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ self.__init__.__globals__.__builtins__ }}",
+        "{{ dict.__class__.__mro__ | list }}",
+        "{{ ''['__class__']['__mro__'] }}",
+        "{{ '' | attr('__class__') | attr('__mro__') }}",
+        "{{ [''] | map(attribute='__class__') | map(attribute='__mro__') | list }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ ''.format_map.__self__.__class__.__mro__ }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+    ],
+)
+def test_gadgets_find_no_way_out(source: str) -> None:
+    template = ChatTemplate(source)
+    opened: list[str] = []
+    sys.addaudithook(lambda event, _: opened.append(event) if event in _WATCHED and watching else None)
+    watching = True
+    try:
+        text = template.render(USER)
+    except RequestError:
+        text = ""
+    finally:
+        watching = False
+    assert "class" not in text and "builtins" not in text
+    assert not opened
+
+
+_WATCHED = frozenset(("open", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"))
+
+
+async def test_slow_conversations_leave_the_loop() -> None:
+    threads = []
+
+    class Watched(str):
+        """Text that notes where it is printed."""
+
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            threads.append(asyncio.get_event_loop_policy() is not None and _on_loop())
+            return "x"
+
+    template = ChatTemplate(CHATML)
+    short = await template.render_async([{"role": "user", "content": "hi"}])
+    assert short == template.render(USER)
+    long = [{"role": "user", "content": "word " * 5_000}]
+    assert await template.render_async(long) == template.render(long)
+    many = await asyncio.gather(*(template.render_async(long) for _ in range(8)))
+    assert set(many) == {template.render(long)}
+    template.close()
+
+
+def _on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def test_a_runaway_template_does_not_hold_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.text.template.TIME_LIMIT", 0.2)
+    template = ChatTemplate(ENDLESS[0].replace("R", _R))
+    turns = 0
+    done = asyncio.ensure_future(template.render_async(USER))
+    while not done.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert isinstance(done.exception(), RequestError)
+    assert turns > 2  # the loop went on while it ran
+    template.close()
+
+
+def test_the_limit_is_a_second() -> None:
+    assert TIME_LIMIT == 1.0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "deepseek_v3"])
+def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
+    """The checks woven into the template change nothing that it prints."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    source = read_template(asset(f"tokenizers/{name}"))
+    assert source is not None
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    plain.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+    plain.globals["strftime_now"] = lambda form: "today"
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    ]
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"a": "é<"}'}}
+    talk = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": " hello\n"},
+        {"role": "assistant", "content": "<think>hm</think>hi"},
+        {"role": "user", "content": "again"},
+    ]
+    used = [
+        *talk,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5"},
+    ]
+    template = ChatTemplate(source, special)
+    for messages, offered in ((talk, None), (talk, tools), (used, None), (used, tools)):
+        context = template._context(messages, offered, True, False, {})
+        assert template.render(messages, offered) == plain.from_string(source).render(context)
+    assert "é<" in template.render(used, tools)

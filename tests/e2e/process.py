@@ -1,0 +1,136 @@
+"""`python -m app` as a process, the way an operator runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120.0
+"""Seconds for a start: torch alone takes several on a busy machine."""
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def dummy_model(directory: Path) -> Path:
+    """A directory that `--load-format dummy` can serve."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def flags(model: Path) -> list[str]:
+    """Serve the dummy model with a small pool."""
+    return [
+        "--model",
+        str(model),
+        "--load-format",
+        "dummy",
+        "--chat-template",
+        str(model / "template.jinja"),
+        "--kv-tokens",
+        "16384",
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A start that is meant to fail."""
+    return subprocess.run(
+        [sys.executable, "-m", "app", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+class Process:
+    """A running server."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "app", "--port", str(self.port), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    async def ready(self, session: aiohttp.ClientSession) -> list[dict[str, object]]:
+        """Wait until `/health` says ok; returns every other answer it gave before."""
+        seen: list[dict[str, object]] = []
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log()
+            try:
+                async with session.get(f"{self.url}/health") as answer:
+                    body = await answer.json()
+                    if answer.status == 200:
+                        return seen
+                    seen.append(body)
+            except aiohttp.ClientConnectionError:
+                continue
+        raise AssertionError("the server did not become ready")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Exit code, once it has ended."""
+        return self.process.wait(PATIENCE)
+
+    def log(self) -> str:
+        """What it wrote, after it has ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Process]:
+    """Start, and make sure that it is gone afterwards."""
+    server = Process(*arguments)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+        if server.process.stderr is not None:
+            server.process.stderr.close()

@@ -1,0 +1,139 @@
+"""Start, work, drain and end of a real server process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.process import Process, dummy_model, flags, run_to_end, serving
+
+LONG = {"prompt": "x" * 50, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dummy_model(tmp_path_factory.mktemp("dummy"))
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as opened:
+        yield opened
+
+
+async def read_events(answer: aiohttp.ClientResponse) -> list[Any]:
+    """Every event's payload, the last being "[DONE]"."""
+    body = (await answer.read()).decode()
+    lines = [line[6:] for line in body.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+async def statistic(session: aiohttp.ClientSession, server: Process, name: str) -> float:
+    async with session.get(f"{server.url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name)))
+
+
+async def wait_for(session: aiohttp.ClientSession, server: Process, name: str, value: float) -> None:
+    async with asyncio.timeout(60):
+        while await statistic(session, server, name) != value:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["--model", "nowhere.gguf"], "nowhere.gguf"),
+        (["--port", "70000"], "--port"),
+        (["--page-size", "3"], "power of two"),
+    ],
+)
+def test_a_bad_start_ends_with_one_clear_line_and_code_2(arguments: list[str], words: str) -> None:
+    ended = run_to_end(*arguments, "--offline")
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("loom: error:")
+    assert words in last
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_occupied_port_is_named(model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = run_to_end(*flags(model), "--port", port)
+    assert ended.returncode == 2
+    assert port in ended.stderr
+    assert "--port" in ended.stderr
+
+
+def test_checkpoints_that_cannot_be_served_say_why(tmp_path: Path) -> None:
+    dummy = dummy_model(tmp_path)
+    config = json.loads((dummy / "config.json").read_text())
+    (dummy / "config.json").write_text(json.dumps({**config, "architectures": ["MysteryForCausalLM"]}))
+    unknown = run_to_end(*flags(dummy))
+    assert (unknown.returncode, "MysteryForCausalLM" in unknown.stderr) == (2, True)
+    (dummy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7}))
+    huge = run_to_end(*flags(dummy))
+    assert huge.returncode == 2
+    assert "memory" in huge.stderr.splitlines()[-1]
+
+
+async def test_a_life_of_requests_clients_that_leave_and_a_drain(
+    model: Path, session: aiohttp.ClientSession
+) -> None:
+    with serving(*flags(model), "--drain-timeout", "60") as server:
+        before = await server.ready(session)
+        assert all(body["status"] == "starting" for body in before)
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "ignore_eos": True}
+        async with session.post(f"{server.url}/v1/chat/completions", json=body) as answer:
+            chat = await answer.json()
+        assert chat["usage"]["completion_tokens"] == 8
+
+        # A client that leaves in the middle of a stream frees its pages.
+        gone = await session.post(f"{server.url}/v1/completions", json=LONG)
+        await gone.content.readany()
+        await wait_for(session, server, "loom_requests_running", 1)
+        gone.close()
+        await wait_for(session, server, "loom_requests_running", 0)
+
+        # What runs when the signal comes is finished; nothing new is taken.
+        running = await session.post(f"{server.url}/v1/completions", json=LONG)
+        await running.content.readany()
+        server.signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            while True:
+                async with session.get(f"{server.url}/health") as health:
+                    if health.status == 503:
+                        break
+        async with session.post(f"{server.url}/v1/completions", json=LONG) as refused:
+            assert refused.status == 503
+            assert "retry-after" in refused.headers
+        events = await read_events(running)
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert server.wait() == 0
+
+
+async def test_the_drain_deadline_ends_streams_with_an_error_event(
+    model: Path, session: aiohttp.ClientSession
+) -> None:
+    with serving(*flags(model), "--drain-timeout", "0") as server:
+        await server.ready(session)
+        running = await session.post(f"{server.url}/v1/completions", json=LONG)
+        await running.content.readany()
+        server.signal(signal.SIGTERM)
+        events = await read_events(running)
+        assert "shutting down" in events[-2]["error"]["message"]
+        assert events[-1] == "[DONE]"
+        assert server.wait() == 0
