@@ -5,7 +5,7 @@ from __future__ import annotations
 from app.job import Piece, Sink
 from app.text.detokenizer import Detokenizer
 from app.text.stops import StopScanner
-from core.plan import RowLogprobs
+from core.plan import PromptLogprobs, RowLogprobs
 from core.types import Finish, FinishReason
 
 
@@ -16,7 +16,17 @@ class Stream:
     the piece that makes it so. Owner: event loop.
     """
 
-    __slots__ = ("_detokenizer", "_index", "_logprobs", "_sink", "_stops", "_tokens", "count", "done")
+    __slots__ = (
+        "_detokenizer",
+        "_index",
+        "_logprobs",
+        "_sink",
+        "_stops",
+        "_tokens",
+        "count",
+        "done",
+        "prompt_logprobs",
+    )
 
     def __init__(self, index: int, sink: Sink, detokenizer: Detokenizer, stops: StopScanner | None) -> None:
         self._index = index
@@ -28,16 +38,13 @@ class Stream:
         self.count = 0
         """Tokens that reached the client's answer."""
         self.done = False
+        self.prompt_logprobs: list[PromptLogprobs] = []
+        """As steps bring them, ascending `start`; complete before the first piece."""
 
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
         """One more token. Returns the finish when its text completes a stop string; that piece has
         been sent then."""
-        self.count += 1
-        self._tokens.append(token)
-        if logprobs is not None:
-            if self._logprobs is None:
-                self._logprobs = []
-            self._logprobs.append(logprobs)
+        self._count(token, logprobs)
         text = self._detokenizer.feed([token])
         if self._stops is not None and text:
             text, matched = self._stops.feed(text)
@@ -56,10 +63,7 @@ class Stream:
             return
         if last is not None:
             if finish.reason is FinishReason.STOP:
-                self.count += 1
-                self._tokens.append(last)
-                if logprobs is not None and self._logprobs is not None:
-                    self._logprobs.append(logprobs)
+                self._count(last, logprobs)
             elif self.feed(last, logprobs) is not None:
                 return
         text = self._detokenizer.finish()
@@ -70,6 +74,14 @@ class Stream:
             else:
                 text += self._stops.flush()
         self._send(text, finish)
+
+    def _count(self, token: int, logprobs: RowLogprobs | None) -> None:
+        self.count += 1
+        self._tokens.append(token)
+        if logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs.append(logprobs)
 
     def _send(self, text: str, finish: Finish | None) -> None:
         piece = Piece(text, self._tokens, self._logprobs, finish)

@@ -13,11 +13,15 @@ from app.deliver import Stream
 from app.recorder import Recorder
 from core.clock import Clock
 from core.executor import Executor
-from core.plan import PromptLogprobs, StepFailure
+from core.plan import StepFailure
 from core.request import Request
 from core.schedule.scheduler import Confirmed, Scheduler
 from core.stats import EngineStatistics
 from core.types import Finish, FinishReason
+
+BACKLOG = 4
+"""Results that may wait for delivery before planning pauses. Only a device that is faster than the
+loop gets there; without a bound its tokens would pile up in memory."""
 
 SLICE = 32
 """Rows delivered in one callback: 32 rows of at most 10 µs stay under the loop's 0.3 ms."""
@@ -42,7 +46,6 @@ class Engine:
         self._depth = min(depth, executor.capabilities.max_depth)
         self._clock = clock
         self._streams: dict[str, Stream] = {}
-        self._prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self._backlog: deque[tuple[Confirmed, int]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_due = False
@@ -76,14 +79,6 @@ class Engine:
         self.scheduler.abort(request, finish)
         self._wake()
 
-    def take_prompt_logprobs(self, request: Request) -> list[PromptLogprobs]:
-        """What has been collected so far, ascending `start`."""
-        return self._prompt_logprobs.setdefault(request.id, [])
-
-    def forget(self, request: Request) -> None:
-        """Nobody asks about this request any more."""
-        self._prompt_logprobs.pop(request.id, None)
-
     # -- the step ----------------------------------------------------------------------------------
 
     def _wake(self) -> None:
@@ -105,7 +100,7 @@ class Engine:
         self._deliver_soon()
 
     def _submit(self) -> None:
-        while self.failure is None and self.scheduler.in_flight <= self._depth:
+        while self._may_plan():
             plan = self.scheduler.plan()
             if plan is None:
                 break
@@ -113,6 +108,11 @@ class Engine:
         ended = self.scheduler.take_finished()
         if ended:
             self._backlog.append((Confirmed([], [], {}, {}, [], ended), 0))
+
+    def _may_plan(self) -> bool:
+        return (
+            self.failure is None and self.scheduler.in_flight <= self._depth and len(self._backlog) < BACKLOG
+        )
 
     def _deliver_soon(self) -> None:
         if self._backlog and not self._deliver_due:
@@ -127,7 +127,8 @@ class Engine:
         confirmed, start = self._backlog.popleft()
         if start == 0:
             for request, logprobs in confirmed.prompt_logprobs:
-                self._prompt_logprobs.setdefault(request.id, []).append(logprobs)
+                if (stream := self._streams.get(request.id)) is not None:
+                    stream.prompt_logprobs.append(logprobs)
         stop = min(start + SLICE, len(confirmed.requests))
         self._deliver_rows(confirmed, start, stop)
         if stop < len(confirmed.requests):
@@ -135,6 +136,8 @@ class Engine:
         else:
             for request in confirmed.finished:
                 self._end(request)
+            if not self._backlog and not self.scheduler.in_flight:
+                self._wake()  # planning may have paused
         self._deliver_soon()
 
     def _deliver_rows(self, confirmed: Confirmed, start: int, stop: int) -> None:

@@ -58,13 +58,14 @@ class Housekeeping:
         gc.unfreeze()
 
     def _measure(self) -> None:
-        now = self._loop.time()
+        """uvloop's own clock stands still during a turn of the loop, so it cannot see a long one."""
+        now = time.monotonic()
         if self._due:
-            self._lags = [*self._lags[-LAG_WINDOW:], now - self._due]
+            self._lags = [*self._lags[-LAG_WINDOW:], max(now - self._due, 0.0)]
             self._engine.recorder.lag = max(self._lags)
         if not self._stopped:
             self._due = now + LAG_EVERY
-            self._loop.call_at(self._due, self._measure)
+            self._loop.call_later(LAG_EVERY, self._measure)
 
     def _collect(self) -> None:
         if self._stopped:

@@ -40,12 +40,13 @@ class Limits(msgspec.Struct, frozen=True):
 class LiveRun:
     """A job's requests while they run. Owner: event loop."""
 
-    __slots__ = ("_done", "_engine", "_left", "_sink", "id", "prompt", "requests")
+    __slots__ = ("_done", "_engine", "_left", "_sink", "id", "prompt", "requests", "streams")
 
     def __init__(self, job: Job, prompt: Ints, engine: Engine, sink: Sink) -> None:
         self.id = job.id
         self.prompt = prompt
         self.requests: list[Request] = []
+        self.streams: list[Stream] = []
         self._engine = engine
         self._sink = sink
         self._left = job.n
@@ -60,7 +61,8 @@ class LiveRun:
         self._sink(index, piece)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
-        return self._engine.take_prompt_logprobs(self.requests[0])
+        """See `app.job.Run.prompt_logprobs`."""
+        return self.streams[0].prompt_logprobs
 
     async def wait(self) -> None:
         await asyncio.shield(self._done)
@@ -108,7 +110,7 @@ class Submitter:
             del self._runs[job.id]
             raise
         self._runs[job.id] = run
-        run.on_done(lambda: self._forget(run))
+        run.on_done(lambda: self._runs.pop(run.id))
         return run
 
     def drain(self) -> None:
@@ -150,7 +152,7 @@ class Submitter:
 
     async def _encode(self, job: Job) -> Ints:
         if isinstance(job.prompt, str):
-            prompt = await self._tokenizer.encode_async(job.prompt, job.add_special_tokens)
+            prompt = await self._tokenizer.encode_async(job.prompt, job.add_special_tokens, job.prompt_param)
         else:
             prompt = job.prompt
             if len(prompt) and not (int(prompt.min()) >= 0 and int(prompt.max()) < self._limits.vocab_size):
@@ -169,7 +171,6 @@ class Submitter:
         check_stops(job.text.stop, job.text.stop_regex)
         run = LiveRun(job, prompt, self._engine, sink)
         now = self._clock()
-        streams = []
         for index in range(job.n):
             own = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
             if index:  # the prompt's log-probabilities are the same for every choice
@@ -177,8 +178,8 @@ class Submitter:
             run.requests.append(
                 Request(f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root)
             )
-            streams.append(Stream(index, run.deliver, self._detokenizer(job, prompt), self._stops(job)))
-        self._engine.add(run.requests, streams)
+            run.streams.append(Stream(index, run.deliver, self._detokenizer(job, prompt), self._stops(job)))
+        self._engine.add(run.requests, run.streams)
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:
@@ -204,8 +205,3 @@ class Submitter:
         if not text.stop and not text.stop_regex:
             return None
         return StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
-
-    def _forget(self, run: LiveRun) -> None:
-        self._runs.pop(run.id, None)
-        for request in run.requests:
-            self._engine.forget(request)

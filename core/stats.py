@@ -47,7 +47,8 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Cumulative-style histogram: `counts[i]` observations at most `bounds[i]`; last is the rest."""
+    """`counts[i]` observations above `bounds[i - 1]` and at most `bounds[i]`; the last are the rest.
+    `total` is their sum."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]

@@ -81,6 +81,7 @@ def build_executor(
     progress("pool", 0.0)
     context = min(context, memory.tokens)
     with device_thread(device):
+        loaded.seal()
         heads = (spec.kv_heads, spec.head_dim)
         pool = KvPool(spec.layers, memory.num_pages, cache.page_size, heads, dtype, device)
         slots = SlotState(rows, -(-context // cache.page_size), device)

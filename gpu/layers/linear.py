@@ -11,6 +11,10 @@ Places = dict[str, torch.Tensor]
 """Checkpoint name to the view its tensor is copied into."""
 
 
+PACK_ROWS = 8
+"""Rows that packed weights are laid out for: good from 1 to a few hundred (see `Linear.seal`)."""
+
+
 class Linear:
     """y = x Wᵀ + b, with the parts of W stacked along the output.
 
@@ -18,7 +22,7 @@ class Linear:
     `weight` [sum of outputs, inputs], `bias` [sum of outputs] or None.
     """
 
-    __slots__ = ("_parts", "bias", "weight")
+    __slots__ = ("_packed", "_parts", "bias", "weight")
 
     def __init__(
         self,
@@ -29,13 +33,30 @@ class Linear:
         bias: bool = False,
     ) -> None:
         outputs = sum(parts.values())
+        self._packed = False
         self._parts = dict(parts)
         self.weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
         self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, inputs] to [n, outputs]."""
+        if self._packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return out
         return F.linear(x, self.weight, self.bias)
+
+    def seal(self) -> None:
+        """The weights are final: lay them out for the device. `places` is void from here on.
+
+        On a CPU in float32 that is oneDNN's blocked layout, the one torch's own compiler packs
+        into; F.linear calls MKL on plain rows instead. Measured on one AVX-512 core with 576 to
+        49,152 outputs: 1.3 times the speed at 1 row, 1.7 to 2.3 times at 8, 1.1 times at 336.
+        """
+        plain = self.weight.device.type != "cpu" or self.weight.dtype != torch.float32
+        if plain or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
+        self._packed = True
 
     def places(self, prefix: str) -> Places:
         """`{prefix}{part}.weight` and `.bias` of every part."""

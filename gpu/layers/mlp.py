@@ -40,5 +40,9 @@ class Mlp:
         """[n, hidden] to [n, hidden]."""
         return self._down(gate(self._gate_up(x), self._act))
 
+    def seal(self) -> None:
+        self._gate_up.seal()
+        self._down.seal()
+
     def places(self, prefix: str) -> Places:
         return self._gate_up.places(prefix) | self._down.places(prefix)

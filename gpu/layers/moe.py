@@ -56,6 +56,11 @@ class SparseMlp:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), experts
 
+    def seal(self) -> None:
+        """The experts stay plain: packing 3 × experts small matrices a layer would lose the one
+        tensor that grouped kernels want."""
+        self._router.seal()
+
     def places(self, prefix: str) -> Places:
         found = self._router.places(prefix)
         width = self._moe.intermediate

@@ -24,6 +24,11 @@ class CausalModel(Protocol):
         """float32 [n, vocab_size] of hidden states [n, hidden]."""
         ...
 
+    def seal(self) -> None:
+        """Called once, after filling and before the first forward: the weights are final and may
+        be laid out for the device. `places` is void from here on."""
+        ...
+
     def places(self) -> Places:
         """Every checkpoint name the model wants and the view it fills."""
         ...

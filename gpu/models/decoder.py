@@ -7,7 +7,6 @@ number or a switch.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
@@ -44,6 +43,10 @@ class Layer:
         x = self._attention(ctx, x)
         return self._mlp(self._after.add(x, residual))
 
+    def seal(self) -> None:
+        self._attention.seal()
+        self._mlp.seal()
+
     def places(self, prefix: str) -> Places:
         return (
             self._before.places(f"{prefix}input_layernorm")
@@ -69,7 +72,9 @@ class Decoder:
             for layer in range(spec.layers)
         ]
         self._norm = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
-        self._head = None if spec.tied else Linear(spec.hidden, {"lm_head": spec.vocab_size}, dtype, device)
+        self._head = Linear(spec.hidden, {"lm_head": spec.vocab_size}, dtype, device)
+        if spec.tied:
+            self._head.weight = self._embedding
         self._rope = Rope(spec.rope, spec.head_dim, dtype, device)
 
     def make_mlp(self, layer: int, dtype: torch.dtype, device: torch.device) -> Mlp | SparseMlp:
@@ -88,12 +93,17 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`."""
-        weight = self._embedding if self._head is None else self._head.weight
-        return F.linear(hidden, weight).float()
+        return self._head(hidden).float()
+
+    def seal(self) -> None:
+        """See `CausalModel.seal`. A tied head becomes a copy where sealing changes the layout."""
+        for layer in self._layers:
+            layer.seal()
+        self._head.seal()
 
     def places(self) -> Places:
         """See `CausalModel.places`. A tied head has no name of its own."""
         found = {"model.embed_tokens.weight": self._embedding} | self._norm.places("model.norm")
         for index, layer in enumerate(self._layers):
             found |= layer.places(f"model.layers.{index}.")
-        return found | (self._head.places("") if self._head is not None else {})
+        return found if self.spec.tied else found | self._head.places("")

@@ -283,6 +283,14 @@ async def test_oversized_body_is_refused_before_it_is_read(start: Start) -> None
         assert nested(await response.json())["code"] == "request_too_large"
 
 
+async def test_a_body_that_never_arrives(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.http.body.BODY_SECONDS", 0.02)
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+
+
 async def test_any_content_type_is_read_as_json(server: Server) -> None:
     for kind in ("text/plain", "application/json; charset=utf-8", "application/x-www-form-urlencoded"):
         data = json.dumps(chat()).encode()

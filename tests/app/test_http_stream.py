@@ -145,6 +145,20 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer(server: Server, n
         assert streamed[index]["text_offset"] == [0, 3, 4, 5, 6, 7, 8]
 
 
+async def test_prompt_logprobs_are_awaited_by_a_choice_that_begins_early(server: Server) -> None:
+    server.engine.manual = True
+    body = {"prompt": "ab", "max_tokens": 1, "logprobs": 0, "echo": True, "n": 2, "stream": True}
+    task = asyncio.create_task(server.events(COMPLETIONS, body))
+    run = await first_run(server)
+    for index in (1, 0):
+        await asyncio.sleep(0.01)
+        run.push(index, run.piece(0, 1))
+    for event in (await task)[:-1]:
+        (choice,) = json.loads(event)["choices"]
+        if choice["finish_reason"] is None:
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx([None, -0.97, -0.98, -0.72])
+
+
 async def test_chat_logprobs_and_token_ids_streamed(server: Server) -> None:
     body = {"messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
     _, whole = await server.post(CHAT, body)
@@ -201,6 +215,28 @@ async def test_http_1_0_ends_with_the_connection(server: Server) -> None:
     assert b"chunked" not in head
     assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
     writer.close()
+
+
+async def test_requests_sent_ahead_are_answered_in_order(server: Server) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    body = {"messages": HI, "stream": True, "max_tokens": 2}
+    writer.write(b"".join(post(CHAT, {**body, "rid": rid}) for rid in ("one", "two")))
+    for rid in ("one", "two"):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+        assert answer.count(f'"id":"{rid}"'.encode()) == answer.count(b'"id":') == 3
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()
+
+
+async def test_text_before_a_failure_is_told(server: Server) -> None:
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
+    run = await first_run(server)
+    run.push(0, Piece("so far", [1], None, Finish(FinishReason.ERROR, message="lost")))
+    text, error, done = await task
+    assert json.loads(text)["choices"][0]["delta"]["content"] == "so far"
+    assert json.loads(error)["error"]["message"] == "lost" and done == "[DONE]"
 
 
 # -- slow readers and silence ------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ from core.errors import ModelError, RequestError
 from tests.app.assets import asset
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"  # parts only
+PARTS = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
 BOTH = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
@@ -48,17 +51,18 @@ def test_special_tokens_arguments_and_tools_reach_the_template() -> None:
     assert template.render(USER) == "<s>nullhi"
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "raise_exception", "range"])
+@pytest.mark.parametrize("name", ["messages", "bos_token", "raise_exception", "range"])
 def test_arguments_cannot_take_the_place_of_what_is_the_servers(name: str) -> None:
     template = ChatTemplate(CHATML, {"bos_token": "<s>"})
-    context: dict[str, Any] = {name: "x"}
-    if name != "tools":
-        assert refused(template, **context).param == "chat_template_kwargs"
+    with pytest.raises(RequestError) as caught:
+        template.render(USER, **{name: "x"})
+    assert caught.value.param == "chat_template_kwargs"
 
 
 def test_transformers_settings() -> None:
     template = ChatTemplate(
-        "{%- for m in messages %}\n    {% if loop.first %}\n  A{{ loop.length }}\n  {% endif %}\n{% break %}\n{% endfor %}"
+        "{%- for m in messages %}\n    {% if loop.first %}\n  A{{ loop.length }}\n"
+        "  {% endif %}\n{% break %}\n{% endfor %}"
         "{% generation %}G{% endgeneration %}{{ strftime_now('%%') }}{{ '<&>' | tojson }}"
         "{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ dict(a=1) | tojson(indent=1) }}"
     )
@@ -104,8 +108,8 @@ def test_the_last_message_can_be_left_open() -> None:
     text = trimming.render(messages, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith("assistant\nThe answer is")
     assert refused(template, messages, continue_final_message=True).param == "continue_final_message"
-    silent = [*USER, {"role": "assistant", "content": None}]
-    error = refused(template, silent, continue_final_message=True, add_generation_prompt=False)
+    blind = ChatTemplate("{{ messages[0].content }}")
+    error = refused(blind, messages, continue_final_message=True, add_generation_prompt=False)
     assert error.param == "continue_final_message"
 
 
@@ -163,21 +167,27 @@ ENDLESS = [
     "{% for a in R %}{% for b in R %}{% for c in R %}{{ c }}{% endfor %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for a in R if namespace(x=a).x < 0 %}{% endfor %}" * 20,
-    "{% set ns = namespace(s='x') %}{% for a in R %}{% for b in R %}{% set ns.s = ns.s ~ 'x' %}{% endfor %}{% endfor %}",
-    "{% for x in [[1, 2]] * 50 recursive %}{{ loop(R) if x is iterable else '' }}{{ loop([[1]] * 50) }}{% endfor %}",
+    "{% set ns = namespace(s='x') %}{% for a in R %}{% for b in R %}"
+    "{% set ns.s = ns.s ~ 'x' %}{% endfor %}{% endfor %}",
+    "{% for x in [[1, 2]] * 50 recursive %}"
+    "{{ loop(R) if x is iterable else '' }}{{ loop([[1]] * 50) }}{% endfor %}",
     "{% for a in R %}{% set x = R | map('string') | list | length %}{% endfor %}",
 ]
 HUGE = [
     "{% for a in range(10 ** 12) %}{% endfor %}",
     "{{ 'x' * 10 ** 10 }}",
     "{{ [0] * 10 ** 10 }}",
-    "{{ 9 ** 9 ** 9 }}",
+    "{{ 9 ** (9 ** 9) }}",
     "{% set ns = namespace(s='x') %}{% for a in R %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "{% set ns = namespace(s='x') %}{% for a in R %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{% set ns = namespace(n=9) %}{% for a in R %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
-    "{% set ns = namespace(l=[1]) %}{% for a in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
-    "{% set ns = namespace(l=[1]) %}{% for a in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | tojson }}",
-    "{% set n = namespace(l=[1], m=[1]) %}{% for a in range(60) %}{% set n.l = [n.l, n.l] %}{% set n.m = [n.m, n.m] %}"
+    "{% set ns = namespace(l=[1]) %}"
+    "{% for a in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l }}",
+    "{% set ns = namespace(l=[1]) %}"
+    "{% for a in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}{{ ns.l | tojson }}",
+    "{% set n = namespace(l=[1], m=[1]) %}"
+    "{% for a in range(60) %}{% set n.l = [n.l, n.l] %}"
+    "{% set n.m = [n.m, n.m] %}"
     "{% endfor %}{{ n.l == n.m }}",
     "{{ 'x' | center(10 ** 10) }}",
     "{{ 'x'.ljust(10 ** 10) }}",
@@ -237,52 +247,43 @@ def test_huge_values_are_never_made(source: str) -> None:
         "{{ messages[0].update({'a': 1}) }}",
     ],
 )
-def test_gadgets_find_no_way_out(source: str) -> None:
+def test_gadgets_find_no_way_out(source: str, watched: Callable[[], list[str]]) -> None:
     template = ChatTemplate(source)
-    opened: list[str] = []
-    sys.addaudithook(lambda event, _: opened.append(event) if event in _WATCHED and watching else None)
-    watching = True
+    watched()
     try:
         text = template.render(USER)
     except RequestError:
         text = ""
-    finally:
-        watching = False
     assert "class" not in text and "builtins" not in text
-    assert not opened
+    assert watched() == []
 
 
-_WATCHED = frozenset(("open", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect"))
+@pytest.fixture(scope="module")
+def watched() -> Callable[[], list[str]]:
+    """Hands over the files, processes and connections that Python began since the last call."""
+    names = frozenset(
+        ("open", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect")
+    )
+    events: list[str] = []
+    sys.addaudithook(lambda event, _: events.append(event) if event in names else None)  # there for good
+
+    def take() -> list[str]:
+        taken = list(events)
+        events.clear()
+        return taken
+
+    return take
 
 
-async def test_slow_conversations_leave_the_loop() -> None:
-    threads = []
-
-    class Watched(str):
-        """Text that notes where it is printed."""
-
-        __slots__ = ()
-
-        def __str__(self) -> str:
-            threads.append(asyncio.get_event_loop_policy() is not None and _on_loop())
-            return "x"
-
-    template = ChatTemplate(CHATML)
-    short = await template.render_async([{"role": "user", "content": "hi"}])
-    assert short == template.render(USER)
+async def test_long_conversations_leave_the_loop() -> None:
+    template = ChatTemplate("{{ where() }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    here = str(threading.get_ident())
+    short = await template.render_async(USER, where=threading.get_ident)
+    assert short == here + "hi"
     long = [{"role": "user", "content": "word " * 5_000}]
-    assert await template.render_async(long) == template.render(long)
-    many = await asyncio.gather(*(template.render_async(long) for _ in range(8)))
-    assert set(many) == {template.render(long)}
+    many = await asyncio.gather(*(template.render_async(long, where=threading.get_ident) for _ in range(8)))
+    assert all(text.endswith("word ") and not text.startswith(here) for text in many)
     template.close()
-
-
-def _on_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def test_a_runaway_template_does_not_hold_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,4 +334,5 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
     for messages, offered in ((talk, None), (talk, tools), (used, None), (used, tools)):
         context = template._context(messages, offered, True, False, {})
         assert template.render(messages, offered) == plain.from_string(source).render(context)
-    assert "é<" in template.render(used, tools)
+    if name != "llama3_1":  # this one leaves tools out
+        assert "é<" in template.render(used, tools)

@@ -48,10 +48,12 @@ class FakeRun:
         self.open = set(range(job.n))
         self.done = asyncio.Event()
         self.aborted = False
+        self.begun = False
+        """Choice 0 has had a piece: only then the prompt's log-probabilities are known."""
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         k, start = self.params.prompt_logprobs, max(self.params.prompt_logprobs_start, 1)
-        if k < 0 or start >= len(self.prompt):
+        if k < 0 or start >= len(self.prompt) or not self.begun:
             return []
         rows = [row(int(token), k) for token in self.prompt[start:]]
         return [
@@ -76,6 +78,7 @@ class FakeRun:
         """Hand one piece out, as the engine's delivery would."""
         if index not in self.open:
             return
+        self.begun |= index == 0
         if piece.finish is not None:
             self.requests[index].finish = piece.finish
             self.open.discard(index)

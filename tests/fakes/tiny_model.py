@@ -75,7 +75,7 @@ class Tiny(NamedTuple):
     """A saved checkpoint and the transformers model it was saved from, fp32."""
 
     path: Path
-    reference: Any
+    reference: transformers.PreTrainedModel
 
 
 def build(name: str, directory: Path, max_shard_size: str = "1GB") -> Tiny:
@@ -95,7 +95,7 @@ def build(name: str, directory: Path, max_shard_size: str = "1GB") -> Tiny:
     return Tiny(directory, model)
 
 
-def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
+def greedy(model: transformers.PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
     """What transformers' own generate continues `prompt` with, ignoring end of sequence."""
     ids = torch.tensor([prompt])
     out = model.generate(
@@ -111,6 +111,6 @@ def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
 
 
 @torch.no_grad()
-def logits(model: Any, tokens: list[int]) -> torch.Tensor:
+def logits(model: transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """transformers' logits [len(tokens), vocab] of a sequence."""
     return model(torch.tensor([tokens])).logits[0]

@@ -48,9 +48,16 @@ class Rig:
         self.page_size = page_size
         pages = tokens // page_size + 1
         self.model = load_model(self.spec, path, torch.float32, CPU)
+        self.places = self.model.places()  # of what sealing leaves in place: embedding and norms
         with device_thread(CPU):
+            self.model.seal()
             self.pool = KvPool(
-                self.spec.layers, pages, page_size, (self.spec.kv_heads, self.spec.head_dim), torch.float32, CPU
+                self.spec.layers,
+                pages,
+                page_size,
+                (self.spec.kv_heads, self.spec.head_dim),
+                torch.float32,
+                CPU,
             )
             self.slots = SlotState(rows, pages, CPU)
             windows = [self.spec.window(layer) for layer in range(self.spec.layers)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from tests.gpu.rig import Rig, ints
 
 A = [int(i * 37 % 251) + 3 for i in range(40)]
 B = [int(i * 53 % 241) + 5 for i in range(23)]
-C = A[:32] + [9, 8, 7, 6, 5]
+C = [*A[:32], 9, 8, 7, 6, 5]
 TOKENS = 64
 
 
@@ -36,9 +34,7 @@ def test_greedy_text_is_that_of_transformers(
     outs: dict[int, list[int]] = {1: [], 2: [], 3: []}
     # A in two chunks that cut a page; B joins the second; C stands on A's first 32 tokens.
     rig.step(chunks=[Chunk(1, 0, ints(A[:17]), False)], new=[rig.new(1, A)])
-    two = rig.step(
-        chunks=[Chunk(1, 17, ints(A[17:]), True), Chunk(2, 0, ints(B), True)], new=[rig.new(2, B)]
-    )
+    two = rig.step(chunks=[Chunk(1, 17, ints(A[17:]), True), Chunk(2, 0, ints(B), True)], new=[rig.new(2, B)])
     outs[1].append(int(two.tokens[0]))
     outs[2].append(int(two.tokens[1]))
     new = rig.new(3, C, shared=rig.pages[1][: 32 // page_size])
@@ -68,5 +64,3 @@ def test_logits_are_those_of_transformers(tiny: Tiny, texts: list[list[int]]) ->
 
 def rope_depends_on_the_batch(tiny: Tiny) -> bool:
     return tiny.reference.config.rope_parameters["rope_type"] == "dynamic"
-
-

@@ -1,0 +1,97 @@
+"""The whole HTTP path over a fake device: how many tokens a second one core streams.
+
+    python -m bench.app.http
+
+512 clients in another process, real tokenizer, one event a token. Tokens per second of wall time
+while all streams run, and per second of this process's CPU time, which is what "per core" means on
+a machine where the client takes cores too. Lag is measured on the loop itself every 5 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from typing import Any
+
+import uvloop
+
+from bench.app import readers
+from bench.app.paced import PacedExecutor
+from bench.app.stack import Stack, capabilities, load_tokenizer
+from bench.results import write
+
+CLIENTS = 512
+TOKENS = 1200
+TICK = 0.005
+STEPS = (1e-3, 4e-3, 5e-3, 6e-3)
+"""Seconds of the fake step: the first saturates the loop, the others ask for 128, 102 and 85 thousand
+tokens a second."""
+
+
+class Lag:
+    """Lateness of a 5 ms timer, by a clock of its own: uvloop's counts whole milliseconds and stands
+    still during a turn of the loop. Owner: event loop."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+        self._loop = asyncio.get_running_loop()
+        self._due = time.perf_counter() + TICK
+        self._handle = self._loop.call_later(TICK, self._tick)
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self.seen.append(max(now - self._due, 0.0))
+        self._due = now + TICK
+        self._handle = self._loop.call_later(TICK, self._tick)
+
+    def stop(self) -> list[float]:
+        """Seconds, ascending."""
+        self._handle.cancel()
+        return sorted(self.seen)
+
+
+async def measure(seconds: float) -> dict[str, Any]:
+    """One run at a fake step of `seconds`."""
+    tokenizer = load_tokenizer()
+    executor = PacedExecutor(capabilities(CLIENTS, tokenizer.vocab_size), seconds)
+    stack = Stack(executor, tokenizer)
+    runner, port = await stack.start()
+    process, pipe = readers.start(port, CLIENTS, TOKENS)
+    scheduler = stack.engine.scheduler
+    while scheduler.running < CLIENTS:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)
+    lag = Lag()
+    first, begun, cpu = scheduler.counters.output_tokens, time.perf_counter(), time.process_time()
+    while scheduler.running == CLIENTS:
+        await asyncio.sleep(0.01)
+    made = scheduler.counters.output_tokens - first
+    wall, used = time.perf_counter() - begun, time.process_time() - cpu
+    lags = lag.stop()
+    while not pipe.poll():
+        await asyncio.sleep(0.01)
+    events = pipe.recv()
+    process.join()
+    await runner.cleanup()
+    stack.engine.close()
+    return {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": round(made / wall),
+        "tokens_per_cpu_s": round(made / used),
+        "cpu_share": round(used / wall, 3),
+        "loop_lag_p50_ms": round(1e3 * statistics.median(lags), 2),
+        "loop_lag_p99_ms": round(1e3 * lags[int(len(lags) * 0.99)], 2),
+        "events_received": events,
+        "tokens_sent": CLIENTS * TOKENS,
+    }
+
+
+def main() -> None:
+    """Measure and keep bench/results/http.json."""
+    runs = [uvloop.run(measure(seconds)) for seconds in STEPS]
+    write("http", {"clients": CLIENTS, "tokens_each": TOKENS, "runs": runs})
+
+
+if __name__ == "__main__":
+    main()

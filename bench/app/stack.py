@@ -1,0 +1,85 @@
+"""The server's own parts over another executor, in the order `app/server.py` puts them together."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+from aiohttp import web
+
+from app.checkpoint import resolve
+from app.engine import Engine
+from app.housekeeping import Housekeeping
+from app.http.routes import make_app
+from app.http.runner import Runner
+from app.server import raise_file_limit
+from app.service import Loaded, ModelCard, Service
+from app.submit import Limits, Submitter
+from app.text.template import ChatTemplate
+from app.text.tokenizer import Tokenizer
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import ModelConfig, ScheduleConfig, ServeConfig
+from core.executor import Capabilities, Executor
+from core.schedule.scheduler import Scheduler
+
+CONTEXT = 4096
+
+
+def capabilities(rows: int, vocab_size: int) -> Capabilities:
+    """Room for `rows` requests of `CONTEXT` tokens."""
+    return Capabilities(
+        num_pages=rows * CONTEXT // 16 + 1,
+        page_size=16,
+        max_rows=rows,
+        context_length=CONTEXT,
+        vocab_size=vocab_size,
+        max_step_tokens=1 << 20,
+        count_rows=rows,
+    )
+
+
+def load_tokenizer() -> Tokenizer:
+    """The default model's."""
+    checkpoint = resolve(ModelConfig(), print)
+    return Tokenizer.load(checkpoint.tokenizer, checkpoint.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
+
+
+class Stack:
+    """Engine and HTTP face in this process. Owner: event loop."""
+
+    def __init__(self, executor: Executor, tokenizer: Tokenizer) -> None:
+        caps = executor.capabilities
+        cache = CacheManager(caps.num_pages, caps.page_size)
+        # Prompts are admitted as fast as they come: their cost is not what is measured here.
+        config = ScheduleConfig(step_tokens=caps.max_step_tokens)
+        self.engine = Engine(Scheduler(caps, cache, config, monotonic), executor, 1, monotonic)
+        self.submitter = Submitter(
+            self.engine, tokenizer, Limits(caps.context_length, caps.vocab_size), monotonic
+        )
+        card = ModelCard(
+            name="fake",
+            path="fake",
+            architecture="none",
+            context_length=caps.context_length,
+            vocab_size=caps.vocab_size,
+            dtype="none",
+            created=int(time.time()),
+        )
+        self._service = Service({})
+        self._loaded = Loaded(card, tokenizer, ChatTemplate(None), self.submitter)
+
+    async def start(self) -> tuple[Runner, int]:
+        """Listen on a free port; returns it and what must be cleaned up."""
+        raise_file_limit()
+        loop = asyncio.get_running_loop()
+        self.engine.start(loop)
+        runner = Runner(make_app(self._service, ServeConfig(log_level="warning")))
+        await runner.setup()
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        await web.SockSite(runner, listener, backlog=4096).start()
+        self._service.ready(self._loaded)
+        Housekeeping(self.engine, loop).start()
+        return runner, int(listener.getsockname()[1])

@@ -1,0 +1,50 @@
+"""What every kernel file starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit`, typed: its own stubs would make every decorated function untyped."""
+    return triton.jit(function)
+
+
+@jit
+def begin(PDL: tl.constexpr) -> None:
+    """First line of a kernel: under programmatic dependent launch, wait for the kernels before.
+
+    The dependents are released at once: they come only this far until this kernel has ended, and
+    their blocks are then already resident, which hides the launch.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def options(warps: int, stages: int = 3, pdl: bool = False) -> dict[str, Any]:
+    """Launch options. The interpreter knows no PDL, so it is named only when it is wanted."""
+    found: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+    if pdl:
+        found["launch_pdl"] = True
+    return found
+
+
+def pow2(n: int) -> int:
+    """The least power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def pow2_divisor(n: int) -> int:
+    """The largest power of two that divides `n`."""
+    return n & -n
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return -(-a // b)

@@ -1,0 +1,76 @@
+"""RMSNorm, alone and behind the addition to the residual."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, jit, options, pow2
+
+
+@jit
+def _rms_norm(
+    x: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    eps: float,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # nobody writes it: before the wait
+    begin(PDL)
+    if num_rows is not None:
+        if row >= tl.load(num_rows):  # a constant and a device value cannot share an `and`
+            return
+    v = tl.load(x + row * WIDTH + cols, mask=mask, other=0.0)
+    if residual is not None:
+        at = residual + row * WIDTH + cols
+        # Rounded before the norm, as the model's own dtype rounds it in plain torch.
+        v = (v.to(tl.float32) + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
+        tl.store(at, v, mask=mask)
+    f = v.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
+    tl.store(out + row * WIDTH + cols, (f * scale * w).to(out.dtype.element_ty), mask=mask)
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, num_rows: Tensor | None, pdl: bool
+) -> Tensor:
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    block = pow2(width)
+    warps = min(max(block // 512, 1), 8)
+    _rms_norm[(rows,)](
+        x, residual, weight, out, num_rows, eps, WIDTH=width, BLOCK=block, PDL=pdl, **options(warps, pdl=pdl)
+    )
+    return out
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, num_rows: Tensor | None = None, pdl: bool = False
+) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight: `x` contiguous [n, width], `weight` [width]; a new tensor.
+
+    `num_rows` int32 [1] on the device: rows from there on are neither read nor written.
+    """
+    return _launch(x, None, weight, eps, num_rows, pdl)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Add `x` to `residual` in place, both contiguous [n, width], and norm the sum as `rms_norm`."""
+    return _launch(x, residual, weight, eps, num_rows, pdl)

@@ -1,0 +1,288 @@
+"""`--model` in all its forms, and one clear line for each way it can be wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from app.checkpoint import Checkpoint, resolve
+from app.text.convert import gguf_config, with_split
+from app.text.template import ChatTemplate
+from app.text.tokenizer import Tokenizer
+from core.config import ModelConfig
+from core.errors import ConfigError, ModelError
+from tests.app import vocabularies
+from tests.app.assets import asset
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "eos_token_id": 2, "bos_token_id": 1}
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def find(model: object, **options: Any) -> Checkpoint:  # noqa: ANN401
+    return resolve(ModelConfig(model=str(model), **options), quiet)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing of the user's is read or written."""
+    monkeypatch.setenv("LOOM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = vocabularies.save(vocabularies.byte_level(), tmp_path / "tiny", eos_token="<|im_end|>")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def test_a_directory(directory: Path) -> None:
+    found = find(directory)
+    assert (found.name, found.kind, found.path, found.tokenizer) == ("tiny", "hf", directory, directory)
+    assert (found.eos_ids, found.bos_id, found.vocab_size) == ((2,), 1, 300)
+    assert find(directory, served_model_name="other").name == "other"
+
+
+def test_generation_config_names_the_ends(directory: Path) -> None:
+    (directory / "generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.1}')
+    assert find(directory).eos_ids == (5, 6)
+
+
+def test_dummy_weights_need_only_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    found = find(tmp_path, load_format="dummy")
+    assert (found.kind, found.tokenizer) == ("dummy", None)
+    tokenizer = Tokenizer.load(found.tokenizer, found.vocab_size, found.eos_ids, found.bos_id)
+    assert tokenizer.decode(tokenizer.encode("hi")) == "hi"
+    assert tokenizer.eos_ids == {2}
+
+
+def test_the_tokenizer_and_template_can_be_elsewhere(directory: Path, tmp_path: Path) -> None:
+    other = vocabularies.save(vocabularies.byte_fallback(), tmp_path / "other")
+    (tmp_path / "t.jinja").write_text("T")
+    found = find(directory, tokenizer=str(other), chat_template=str(tmp_path / "t.jinja"))
+    assert (found.tokenizer, found.chat_template) == (other, "T")
+    with pytest.raises(ConfigError, match="--chat-template"):
+        find(directory, chat_template="/no/such")
+    with pytest.raises(ModelError, match="--tokenizer"):
+        find(directory, tokenizer="/no/such")
+
+
+def shards(directory: Path) -> None:
+    weights = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(weights))
+    (directory / "model-1.safetensors").write_bytes(b"")
+
+
+def remove(name: str, directory: Path) -> None:
+    (directory / name).unlink()
+
+
+def pickles(directory: Path) -> None:
+    remove("model.safetensors", directory)
+    (directory / "pytorch_model.bin").write_bytes(b"")
+
+
+def beside_gguf(directory: Path) -> None:
+    remove("config.json", directory)
+    (directory / "a.gguf").write_bytes(b"GGUF")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda d: remove("config.json", d), r"no config\.json"),
+        (lambda d: remove("model.safetensors", d), "no .*safetensors.* --load-format dummy"),
+        (lambda d: remove("tokenizer.json", d), "no tokenizer.*--tokenizer"),
+        (lambda d: (d / "config.json").write_text("{"), r"config\.json cannot be read"),
+        (lambda d: (d / "config.json").write_text("[]"), "JSON object"),
+        (shards, r"lacks model-2\.safetensors"),
+        (pickles, "pickles"),
+        (beside_gguf, r"--model .*a\.gguf"),
+    ],
+)
+def test_what_is_missing_is_named(directory: Path, spoil: Any, says: str) -> None:  # noqa: ANN401
+    spoil(directory)
+    with pytest.raises(ModelError, match=says) as caught:
+        find(directory)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "no-such", "no/such.gguf", "a/b/c"])
+def test_a_wrong_path_says_what_is_taken(model: str) -> None:
+    with pytest.raises(ModelError, match="hub id") as caught:
+        find(model)
+    assert model in str(caught.value)
+
+
+def test_a_hub_id_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match=r"org/name.*--offline"):
+        find("org/name", offline=True)
+
+
+def test_the_default_model_offline() -> None:
+    with pytest.raises(ModelError, match=r"SmolLM2.*--offline"):
+        find("", offline=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64])
+def test_a_file_that_is_no_gguf(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"x\.gguf is not"):
+        find(path)
+
+
+@pytest.mark.parametrize(("name", "pre"), [("qwen3", "qwen2"), ("llama3_1", "llama-bpe")])
+def test_splits_are_those_of_the_real_vocabularies(name: str, pre: str) -> None:
+    original = json.loads((asset(f"tokenizers/{name}") / "tokenizer.json").read_text())
+    bare = original | {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}}
+    split = json.loads(with_split(json.dumps(bare), pre))["pre_tokenizer"]["pretokenizers"]
+    assert split[0] == original["pre_tokenizer"]["pretokenizers"][0]
+    assert split[1]["use_regex"] is False
+
+
+# -- .gguf -----------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, architecture: str = "llama", pre: str = "smollm") -> None:
+    """A one-layer model's metadata and embedding, with the small byte-level vocabulary."""
+    core = json.loads(vocabularies.byte_level().to_str())
+    tokens = sorted(core["model"]["vocab"], key=core["model"]["vocab"].get)
+    special = [token["content"] for token in core["added_tokens"] if token["special"]]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(100_000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*tokens, *special])
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(special))
+    writer.add_token_merges([" ".join(pair) for pair in core["model"]["merges"]])
+    writer.add_bos_token_id(len(tokens))
+    writer.add_eos_token_id(len(tokens) + 1)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens) + len(special), 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path)
+    found = find(path)
+    assert (found.name, found.kind, found.path) == ("tiny", "gguf", path)
+    wanted = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100_000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": True,
+        "vocab_size": 264,
+    }
+    assert {key: found.config[key] for key in wanted} == wanted
+    assert (found.bos_id, found.eos_ids) == (261, (262,))
+    tokenizer = Tokenizer.load(found.tokenizer, found.vocab_size, found.eos_ids, found.bos_id)
+    assert tokenizer.encode("hello 12<|im_end|>").tolist() == [259, ord(" "), ord("1"), ord("2"), 262]
+    template = ChatTemplate.load(found.tokenizer, found.chat_template, tokenizer.special_tokens)
+    assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+
+    # A later start reads the converted files and imports nothing that converts.
+    script = (
+        "import sys; from app.checkpoint import resolve; from core.config import ModelConfig\n"
+        f"found = resolve(ModelConfig(model={str(path)!r}), print)\n"
+        "assert found.vocab_size == 264 and not {'gguf', 'transformers', 'torch'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+def test_an_unknown_gguf_architecture_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "mamba")
+    with pytest.raises(ModelError, match="'mamba'"):
+        find(path)
+
+
+FIELDS: dict[str, Any] = {
+    "context_length": 4096,
+    "embedding_length": 64,
+    "block_count": 2,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 9.999999974752427e-07,
+}
+
+
+def fields(kind: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+    own = {f"{kind}.{name}": value for name, value in (FIELDS | more).items()}
+    return {"general.architecture": kind, **own}
+
+
+def test_families_differ_in_what_they_have() -> None:
+    shapes = {"token_embd.weight": (64, 100), "output.weight": (64, 100), "blk.0.attn_q.bias": (64,)}
+    qwen = gguf_config(fields("qwen2"), shapes)
+    assert qwen["architectures"] == ["Qwen2ForCausalLM"]
+    assert (qwen["tie_word_embeddings"], qwen["attention_bias"], qwen["num_key_value_heads"]) == (
+        False,
+        True,
+        4,
+    )
+    assert qwen["rms_norm_eps"] == 1e-6
+    moe = {
+        "expert_count": 8,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+        "attention.key_length": 32,
+    }
+    config = gguf_config(fields("qwen3moe", **moe), shapes)
+    assert (config["num_experts"], config["moe_intermediate_size"], config["head_dim"]) == (8, 32, 32)
+
+
+def test_rope_scalings() -> None:
+    shapes = {"token_embd.weight": (64, 100)}
+    linear = gguf_config(
+        fields("llama", **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}), shapes
+    )
+    assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+    llama3 = gguf_config(fields("llama"), shapes, 32.0)["rope_scaling"]
+    assert (llama3["rope_type"], llama3["factor"]) == ("llama3", 32.0)
+
+
+def test_a_missing_field_is_named() -> None:
+    incomplete = fields("llama")
+    del incomplete["llama.block_count"]
+    with pytest.raises(ModelError, match=r"llama\.block_count"):
+        gguf_config(incomplete, {"token_embd.weight": (64, 100)})
+
+
+def test_a_real_directory() -> None:
+    found = find(asset("models/stories260K"))
+    assert (found.vocab_size, found.eos_ids, found.bos_id) == (512, (1, 2), 1)

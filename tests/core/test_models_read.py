@@ -1,0 +1,156 @@
+"""Configs to specs: every family, both spellings of rope, and what is said of a wrong field."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.errors import ModelError
+from core.models import FAMILIES, ModelSpec, read_spec
+
+BASE: dict[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 1000,
+}
+
+
+def spec(architecture: str, **changes: object) -> ModelSpec:
+    return read_spec({**BASE, "architectures": [architecture], **changes})
+
+
+def test_llama_reads_sizes_and_defaults() -> None:
+    got = spec("LlamaForCausalLM", eos_token_id=[2, 5], bos_token_id=1, torch_dtype="bfloat16")
+    assert (got.heads, got.kv_heads, got.head_dim) == (4, 2, 16)
+    assert (got.eos, got.bos, got.dtype) == ((2, 5), 1, "bfloat16")
+    assert not (got.tied or got.qkv_bias or got.out_bias or got.qk_norm or got.moe or got.window(0))
+
+
+def test_missing_kv_heads_means_one_per_head() -> None:
+    assert spec("LlamaForCausalLM", num_key_value_heads=None).kv_heads == 4
+
+
+def test_biases_differ_by_family() -> None:
+    llama = spec("LlamaForCausalLM", attention_bias=True)
+    qwen = spec("Qwen2ForCausalLM")
+    assert (llama.qkv_bias, llama.out_bias) == (True, True)
+    assert (qwen.qkv_bias, qwen.out_bias) == (True, False)
+
+
+def test_qwen3_norms_heads_of_128() -> None:
+    assert spec("Qwen3ForCausalLM").head_dim == 128
+    assert spec("Qwen3ForCausalLM").qk_norm
+
+
+def test_generation_config_adds_ends_of_sequence() -> None:
+    config = {**BASE, "architectures": ["LlamaForCausalLM"], "eos_token_id": 2}
+    assert read_spec(config, {"eos_token_id": [7, 2]}).eos == (2, 7)
+
+
+def test_mistral_window_null_is_not_absent() -> None:
+    assert spec("MistralForCausalLM", sliding_window=None).window(0) == 0
+    assert spec("MistralForCausalLM").window(3) == 4096
+    assert spec("MistralForCausalLM", sliding_window=8).window(0) == 8
+
+
+def test_qwen_window_needs_its_switch() -> None:
+    assert spec("Qwen2ForCausalLM", sliding_window=8, max_window_layers=0).window(3) == 0
+    windowed = spec("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    assert [windowed.window(i) for i in range(4)] == [0, 0, 8, 8]
+    named = spec(
+        "Qwen3ForCausalLM",
+        use_sliding_window=True,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    assert [named.window(i) for i in range(4)] == [8, 0, 8, 0]
+
+
+def test_sparse_layers_follow_step_and_list() -> None:
+    moe = spec("Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[3], num_local_experts=16)
+    assert [moe.sparse(i) for i in range(4)] == [False, True, False, False]
+    assert moe.moe is not None and moe.moe.experts == 16
+    assert not spec("LlamaForCausalLM").sparse(0)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_scaling": YARN},
+        {"rope_theta": 5e5, "rope_scaling": {**YARN, "type": "yarn"}},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5}},
+        {"rope_parameters": {"full_attention": {**YARN, "rope_theta": 5e5}}},
+    ],
+)
+def test_rope_is_read_in_every_spelling(spelling: dict[str, object]) -> None:
+    rope = spec("LlamaForCausalLM", **spelling).rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original_max) == ("yarn", 5e5, 4.0, 250)
+    assert rope.attention_factor == pytest.approx(1.1386294)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        (None, 1000),
+        ({"type": "linear", "factor": 2.5}, 2500),
+        ({"type": "dynamic", "factor": 2.0}, 2000),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),
+        ({"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1000),
+    ],
+)
+def test_context_counts_what_scaling_adds(scaling: dict[str, object] | None, context: int) -> None:
+    assert spec("LlamaForCausalLM", rope_scaling=scaling).context_length == context
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": -4}, "hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"hidden_size": 66}, "hidden_size"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"hidden_act": "swiglu"}, "hidden_act"),
+        ({"torch_dtype": "int8"}, "torch_dtype"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor"),
+        ({"rope_scaling": 3}, "rope_scaling"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_errors_name_the_field(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        spec("LlamaForCausalLM", **changes)
+
+
+def test_window_layers_must_fit() -> None:
+    with pytest.raises(ModelError, match="layer_types"):
+        spec("Qwen3ForCausalLM", use_sliding_window=True, layer_types=["full_attention"])
+
+
+def test_more_experts_per_token_than_experts() -> None:
+    with pytest.raises(ModelError, match="num_experts_per_tok"):
+        spec("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=8)
+
+
+def test_unknown_architecture_lists_the_known() -> None:
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+        spec("GPT2LMHeadModel")
+    with pytest.raises(ModelError, match="architectures"):
+        read_spec(BASE)
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_parameters_are_counted(architecture: str) -> None:
+    tied, free = (spec(architecture, tie_word_embeddings=tied) for tied in (True, False))
+    assert free.num_parameters() - tied.num_parameters() == 64 * 100

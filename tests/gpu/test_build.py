@@ -1,0 +1,79 @@
+"""From settings to an executor that answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.errors import ConfigError
+from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
+from core.types import NO_TOKENS
+from gpu.build import build_executor, spec_of
+from gpu.executor import LocalExecutor
+from tests.fakes import tiny_model
+from tests.gpu.rig import GREEDY, ints
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("qwen2", tmp_path_factory.mktemp("qwen2")).path
+
+
+def build(path: Path, cache: CacheConfig = CacheConfig(kv_tokens=512), **model: object) -> LocalExecutor:  # noqa: B008
+    config = ModelConfig(**model)  # type: ignore[arg-type]
+    return build_executor(spec_of(path), path, config, cache, ScheduleConfig(), lambda stage, share: None)
+
+
+def test_capabilities_say_what_was_built(path: Path) -> None:
+    caps = build(path).capabilities
+    assert (caps.num_pages, caps.page_size, caps.max_rows, caps.count_rows) == (33, 16, 64, 64)
+    assert (caps.context_length, caps.vocab_size, caps.device) == (256, 256, "cpu")
+    assert build(path, CacheConfig(kv_tokens=64)).capabilities.context_length == 64
+    assert build(path, context_length=100).capabilities.context_length == 100
+
+
+def test_it_answers_through_its_threads(path: Path) -> None:
+    executor = build(path)
+    executor.start(lambda: None)
+    prompt = ints(range(3, 13))
+    chunk = Chunk(1, 0, prompt, True)
+    writes = PageWrites(ints([1, 1]), ints([0, 1]), ints([1, 2]))
+    new = (NewSlot(1, GREEDY, prompt, NO_TOKENS, 0),)
+    executor.submit(StepPlan(0, NO_TOKENS, (chunk,), new, writes))
+    for step in range(1, 8):  # all submitted before the first has answered
+        executor.submit(StepPlan(step, ints([1])))
+    executor.close()
+    results = executor.results()
+    assert all(isinstance(result, StepResult) for result in results)
+    reference = tiny_model.build("qwen2", path).reference
+    assert [int(result.tokens[0]) for result in results] == tiny_model.greedy(reference, prompt.tolist(), 8)
+
+
+def test_dummy_weights_need_only_a_config(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    assert build(tmp_path, load_format="dummy").capabilities.vocab_size == 256
+
+
+def test_stages_are_reported_in_order(path: Path) -> None:
+    seen: list[str] = []
+    build_executor(
+        spec_of(path),
+        path,
+        ModelConfig(),
+        CacheConfig(kv_tokens=64),
+        ScheduleConfig(),
+        lambda stage, share: seen.append(stage),
+    )
+    assert list(dict.fromkeys(seen)) == ["memory", "weights", "pool", "ready"]
+
+
+def test_a_context_the_model_does_not_have(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--context-length 300 is longer than the 256"):
+        build(path, context_length=300)
+
+
+def test_a_device_that_is_not_there(path: Path) -> None:
+    with pytest.raises(ConfigError, match="--device cpu"):
+        build(path, device="cuda")

@@ -1,0 +1,129 @@
+"""The threads of an executor: order, failure, close."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from core.executor import Capabilities
+from core.mailbox import Closed
+from core.plan import StepFailure, StepPlan, StepResult
+from core.types import NO_TOKENS
+from gpu.executor import LocalExecutor
+from gpu.thread import assert_device_thread
+
+CPU = torch.device("cpu")
+CAPS = Capabilities(
+    num_pages=2, page_size=1, max_rows=1, context_length=1, vocab_size=1, max_step_tokens=1, count_rows=0
+)
+
+
+class Step:
+    """A launched step that waits for its gate, and may then fail."""
+
+    def __init__(self, step: int, gate: threading.Event, fails: bool, seen: list[str]) -> None:
+        self.step, self.gate, self.fails, self.seen = step, gate, fails, seen
+
+    def wait(self) -> StepResult:
+        self.gate.wait()
+        assert_device_thread(CPU)
+        self.seen.append(threading.current_thread().name)
+        if self.fails:
+            raise ValueError("late")
+        return StepResult(self.step, NO_TOKENS)
+
+
+class ScriptedRunner:
+    """Fails in launch or wait at the given steps; records who called."""
+
+    device = CPU
+
+    def __init__(self, fail_launch: int = -1, fail_wait: int = -1) -> None:
+        self.fail_launch, self.fail_wait = fail_launch, fail_wait
+        self.gate = threading.Event()
+        self.third = threading.Event()
+        self.launched: list[int] = []
+        self.threads: list[str] = []
+
+    def launch(self, plan: StepPlan) -> Step:
+        assert_device_thread(CPU)
+        self.launched.append(plan.step)
+        self.threads.append(threading.current_thread().name)
+        if len(self.launched) == 3:
+            self.third.set()
+        if plan.step == self.fail_launch:
+            raise RuntimeError("boom")
+        return Step(plan.step, self.gate, plan.step == self.fail_wait, self.threads)
+
+
+def run(runner: ScriptedRunner, steps: int) -> list[StepResult | StepFailure]:
+    """Submit plans 0 ... steps - 1, let them finish, close, and collect."""
+    executor = LocalExecutor(runner, CAPS)
+    executor.start(lambda: None)
+    for step in range(steps):
+        executor.submit(StepPlan(step, NO_TOKENS))
+    runner.gate.set()
+    executor.close()
+    return executor.results()
+
+
+def test_results_come_in_order_and_once() -> None:
+    runner = ScriptedRunner()
+    results = run(runner, 20)
+    assert [result.step for result in results] == list(range(20))
+    assert set(runner.threads) == {"loom-launch-0", "loom-wait-0"}
+
+
+def test_steps_are_launched_ahead_of_results() -> None:
+    runner = ScriptedRunner()
+    executor = LocalExecutor(runner, CAPS)
+    executor.start(lambda: None)
+    for step in range(3):
+        executor.submit(StepPlan(step, NO_TOKENS))
+    assert runner.third.wait(10)
+    assert executor.results() == []
+    runner.gate.set()
+    executor.close()
+    assert len(executor.results()) == 3
+
+
+def test_wake_is_called_and_then_there_is_something() -> None:
+    woken = threading.Event()
+    runner = ScriptedRunner()
+    runner.gate.set()
+    executor = LocalExecutor(runner, CAPS)
+    executor.start(woken.set)
+    executor.submit(StepPlan(4, NO_TOKENS))
+    assert woken.wait(10)
+    assert [result.step for result in executor.results()] == [4]
+    executor.close()
+
+
+def test_a_failed_launch_is_one_failure_behind_earlier_results() -> None:
+    runner = ScriptedRunner(fail_launch=2)
+    results = run(runner, 6)
+    assert [result.step for result in results] == [0, 1, 2]
+    failure = results[-1]
+    assert isinstance(failure, StepFailure) and failure.reason == "RuntimeError: boom"
+    assert runner.launched == [0, 1, 2]
+
+
+def test_a_failed_wait_is_the_last_thing_heard() -> None:
+    results = run(ScriptedRunner(fail_wait=1), 6)
+    assert [type(result) for result in results] == [StepResult, StepFailure]
+
+
+def test_close_is_idempotent_and_fine_before_start() -> None:
+    executor = LocalExecutor(ScriptedRunner(), CAPS)
+    executor.close()
+    executor.close()
+    with pytest.raises(Closed):
+        executor.submit(StepPlan(0, NO_TOKENS))
+    assert executor.capabilities is CAPS
+
+
+def test_a_thread_that_did_not_enter_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="device_thread"):
+        assert_device_thread(CPU)

@@ -1,0 +1,87 @@
+"""What fits, and what is said when it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from core.config import CacheConfig
+from core.errors import ConfigError
+from core.models import ModelSpec
+from gpu.memory import CPU_POOL_LIMIT, GIB, available_bytes, memory_table, plan_memory
+
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=1000,
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=128,
+    max_position=4096,
+)
+TOKEN = 2 * 2 * 2 * 16 * 4
+"""Bytes of one token's KV in float32: layers, K and V, heads, dim."""
+WEIGHTS = SPEC.num_parameters() * 4
+
+
+def pages(available: int, most: int = 10**9, **cache: float) -> int:
+    return plan_memory(SPEC, torch.float32, CacheConfig(**cache), available, most).num_pages
+
+
+def test_a_third_of_what_is_left_goes_to_the_pool() -> None:
+    assert pages(WEIGHTS + 10_000_000) == 3_000_000 // (16 * TOKEN)
+
+
+def test_the_guess_has_a_ceiling_and_a_fraction_lifts_it() -> None:
+    assert pages(64 * GIB) * 16 * TOKEN == CPU_POOL_LIMIT
+    assert pages(64 * GIB, mem_fraction=0.5) * 16 * TOKEN > CPU_POOL_LIMIT
+
+
+def test_no_more_pages_than_anybody_can_use() -> None:
+    assert pages(64 * GIB, most=100) == 8  # 7 pages of 16, and the dump
+
+
+def test_explicit_tokens_are_honoured_exactly() -> None:
+    plan = plan_memory(SPEC, torch.float32, CacheConfig(kv_tokens=40, page_size=16), GIB, 10**9)
+    assert (plan.num_pages, plan.tokens) == (4, 48)
+    with pytest.raises(ConfigError, match=r"--kv-tokens 1000000 needs .* is left"):
+        pages(WEIGHTS + 10_000_000, kv_tokens=1_000_000)
+
+
+def test_weights_that_do_not_fit_say_need_and_have() -> None:
+    with pytest.raises(ConfigError, match=r"need 0\.8 MiB, 0\.5 MiB is free.*--dtype bfloat16"):
+        pages(500_000)
+
+
+def test_a_pool_too_small_for_one_request() -> None:
+    with pytest.raises(ConfigError, match=r"at least 0\.\d MiB.*--mem-fraction"):
+        pages(WEIGHTS + 512 * TOKEN)
+    short = msgspec.structs.replace(SPEC, max_position=64)
+    assert plan_memory(short, torch.float32, CacheConfig(), WEIGHTS + 512 * TOKEN, 64).num_pages == 5
+
+
+def test_the_table_adds_up() -> None:
+    plan = plan_memory(SPEC, torch.float32, CacheConfig(), 2 * GIB, 10**9)
+    text = "\n".join(memory_table(plan))
+    assert "2.00 GiB" in text and f"{plan.tokens:,} tokens" in text
+    assert len(memory_table(plan)) == 4
+
+
+def test_available_memory_is_the_smaller_of_machine_and_container(tmp_path: Path) -> None:
+    proc = tmp_path / "meminfo"
+    proc.write_text("MemTotal: 9 kB\nMemAvailable:    8192 kB\n")
+    assert available_bytes(proc, tmp_path) == 8 * 2**20
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000000\nfile 77\n")
+    assert available_bytes(proc, tmp_path) == 4_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(proc, tmp_path) == 8 * 2**20
+
+
+def test_available_memory_without_proc(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path / "none", tmp_path) > 0

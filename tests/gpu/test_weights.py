@@ -1,0 +1,175 @@
+"""Checkpoints in: whole, sharded, tied, dummy; and one clear error for those that are not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from core.errors import ModelError
+from core.models import read_spec
+from gpu.build import spec_of
+from gpu.models.base import CausalModel
+from gpu.thread import device_thread
+from gpu.weights import load_model
+from tests.fakes import tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("qwen3-moe-mixed", tmp_path_factory.mktemp("whole")).path
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "model"))
+
+
+def load(path: Path) -> CausalModel:
+    return load_model(spec_of(path), path, torch.float32, CPU)
+
+
+def rewrite(path: Path, **changes: torch.Tensor | None) -> None:
+    """Change or remove tensors of a single-file checkpoint."""
+    file = path / "model.safetensors"
+    tensors = {
+        name: tensor for name, tensor in load_file(file).items() if changes.get(name, tensor) is not None
+    }
+    tensors |= {name: tensor for name, tensor in changes.items() if tensor is not None}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["llama-tied-bias", "qwen2", "qwen3-moe-mixed"])
+def test_every_parameter_is_filled_from_any_number_of_files(name: str, tmp_path: Path) -> None:
+    whole = tiny_model.build(name, tmp_path / "whole")
+    sharded = tiny_model.build(name, tmp_path / "sharded", max_shard_size="40KB")
+    assert len(list(sharded.path.glob("*.safetensors"))) > 2
+    one, many = load(whole.path).places(), load(sharded.path).places()
+    state = whole.reference.state_dict()
+    for key, place in one.items():
+        torch.testing.assert_close(place, many[key], rtol=0, atol=0)
+        if key in state:  # experts lie fused in transformers' own memory
+            torch.testing.assert_close(place, state[key], rtol=0, atol=0)
+
+
+def test_places_cover_every_parameter_once(made: Path) -> None:
+    spec = spec_of(made)
+    model = load_model(spec, None, torch.float32, CPU)
+    places = model.places().values()
+    with device_thread(CPU):
+        for place in places:
+            place.zero_()
+        for place in places:
+            place.add_(1.0)
+    assert all(bool((place == 1.0).all()) for place in places)
+    matrices = sum(place.numel() for place in places if place.dim() > 1)
+    assert matrices == spec.num_parameters()
+
+
+def test_weights_are_converted_to_the_dtype_asked_for(made: Path) -> None:
+    model = load_model(spec_of(made), made, torch.bfloat16, CPU)
+    name = "model.norm.weight"
+    assert model.places()[name].dtype == torch.bfloat16
+    assert torch.equal(model.places()[name], load(made).places()[name].bfloat16())
+
+
+def test_dummy_weights_need_no_file_and_repeat(made: Path) -> None:
+    spec = spec_of(made)
+    one, two = (load_model(spec, None, torch.float32, CPU).places() for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert bool((one["model.layers.0.input_layernorm.weight"] == 1).all())
+    assert one["model.embed_tokens.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_progress_reaches_the_end(made: Path) -> None:
+    shares: list[float] = []
+    load_model(spec_of(made), made, torch.float32, CPU, shares.append)
+    assert max(shares) == 1.0
+
+
+def test_one_error_lists_all_that_does_not_fit(copy: Path) -> None:
+    norm = "model.layers.1.input_layernorm.weight"
+    rewrite(copy, **{"model.norm.weight": None, norm: torch.zeros(3), "model.extra.weight": torch.zeros(1)})
+    with pytest.raises(ModelError) as caught:
+        load(copy)
+    told = str(caught.value)
+    assert "1 tensors missing: model.norm.weight" in told
+    assert "not part of this architecture: model.extra.weight" in told
+    assert f"of the wrong shape: {norm} [3] instead of [64]" in told
+
+
+def test_long_lists_of_names_are_cut(copy: Path) -> None:
+    rewrite(copy, **{name: None for name in load_file(copy / "model.safetensors") if "experts" in name})
+    with pytest.raises(ModelError, match=r"24 tensors missing: .* and 18 more"):
+        load(copy)
+
+
+def test_computed_and_tied_tensors_may_be_there(tmp_path: Path) -> None:
+    path = tiny_model.build("llama-tied-bias", tmp_path).path
+    rewrite(
+        path,
+        **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8), "lm_head.weight": torch.zeros(2)},
+    )
+    load(path)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = tiny_model.build("llama", tmp_path, max_shard_size="40KB").path
+    gone = sorted(path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(ModelError, match=gone.name):
+        load(path)
+
+
+def test_a_tensor_the_index_promises_and_the_shard_lacks(tmp_path: Path) -> None:
+    path = tiny_model.build("llama", tmp_path, max_shard_size="40KB").path
+    index = path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    files = sorted(set(content["weight_map"].values()))
+    content["weight_map"]["model.norm.weight"] = next(
+        file for file in files if file != content["weight_map"]["model.norm.weight"]
+    )
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"cannot read model\.norm\.weight"):
+        load(path)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="not an index"):
+        load(path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 200, -100])
+def test_a_truncated_file_is_named(copy: Path, keep: int) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or not"):
+        load(copy)
+
+
+def test_a_directory_without_weights(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        load(copy)
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        spec_of(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="JSON object"):
+        spec_of(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="readable JSON"):
+        spec_of(tmp_path)
+
+
+def test_a_config_that_does_not_match_its_weights(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    spec = read_spec({**config, "moe_intermediate_size": 16})
+    with pytest.raises(ModelError, match="24 tensors of the wrong shape"):
+        load_model(spec, copy, torch.float32, CPU)
