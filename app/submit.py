@@ -72,7 +72,7 @@ class LiveRun:
         for request in self.requests:
             self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the last choice has ended."""
         self._done.add_done_callback(lambda _: callback())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import cast
 
@@ -19,7 +20,7 @@ class Reader(asyncio.Protocol):
 
     def __init__(self, body: bytes, done: asyncio.Future[int]) -> None:
         self._body = body
-        self._done = done
+        self.done = done
         self._events = 0
         self._tail = b""
 
@@ -35,14 +36,14 @@ class Reader(asyncio.Protocol):
         """Count events."""
         data = self._tail + data
         self._events += data.count(b'"text":')
-        if b"data: [DONE]" in data and not self._done.done():
-            self._done.set_result(self._events)
+        if b"data: [DONE]" in data and not self.done.done():
+            self.done.set_result(self._events)
         self._tail = data[-6:]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """A stream that ends early is a failure."""
-        if not self._done.done():
-            self._done.set_exception(ConnectionResetError("the stream ended early"))
+        if not self.done.done():
+            self.done.set_exception(ConnectionResetError("the stream ended early"))
 
 
 def start(port: int, streams: int, tokens: int) -> tuple[multiprocessing.Process, Connection]:
@@ -64,9 +65,11 @@ async def _read(port: int, streams: int, tokens: int, pipe: Connection) -> None:
     for index in range(streams):
         prompt = [300 + index % 4000, 5, 6, 7]
         body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 0}
-        future: asyncio.Future[int] = loop.create_future()
-        done.append(future)
-        await loop.create_connection(
-            lambda body=body, future=future: Reader(json.dumps(body).encode(), future), "127.0.0.1", port
-        )
+        reader = Reader(json.dumps(body).encode(), loop.create_future())
+        done.append(reader.done)
+        await loop.create_connection(partial(_same, reader), "127.0.0.1", port)
     pipe.send(sum(await asyncio.gather(*done)))
+
+
+def _same(reader: Reader) -> Reader:
+    return reader

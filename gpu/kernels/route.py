@@ -227,7 +227,7 @@ def _route(
         tl.store(hist + e, tl.cumsum(counts, 0) - counts)
         tl.debug_barrier()  # what other threads of this program stored is loaded next
         _scatter_chunk(experts, ranks, hist, pairs, 0, rows * K, 8 * BLOCK_E)
-        _write_blocks(counts, blocks, 0, total, total, BLOCK_M, BLOCK_E, 2 * SPAN)
+        _write_blocks(counts, blocks, 0, total, total, BLOCK_M, BLOCK_E, 32)
     else:
         tl.store(hist + g * BLOCK_E + e, counts)
 

@@ -1,0 +1,260 @@
+"""The two grouped GEMMs of routed experts, over the tiles of `route`.
+
+    gate_up    hidden[place] = silu(x[row] · gateᵀ) · (x[row] · upᵀ)      place = 0 ... T * k - 1
+    down       out[pair]     = hidden[place] · downᵀ
+
+The list is sorted by expert, so `hidden` lies in that order and its tiles are contiguous; `out` lies
+in pair order (row * k + j), where the sum over a row's experts reads it.
+
+One kernel body serves both, and three ways to lay a tile on the tensor cores:
+
+    swap      the weights are the left operand. At few rows per expert the left side (64 at least for
+              wgmma) is then filled with weights, and the rows are the narrow right side.
+    halves    tiles with at most half (a quarter) of BLOCK_M rows run at that height. With random
+              routing the last tile of an expert is half empty on average: at 4,096 rows of 128
+              experts that is a fifth of the work at BLOCK_M 128.
+    tma       weights come through tensor descriptors: one thread asks for a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpu.kernels.jit import begin, cdiv, jit, options
+from gpu.kernels.route import Tiles
+
+
+class TileConfig(NamedTuple):
+    """How one grouped GEMM is cut. `block_n` is the width of the output; `gate_up` reads twice that."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    swap: bool
+    halves: int = 0
+    tma: bool = False
+
+
+@jit
+def _weight_tile(
+    w: tl.tensor,
+    row: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N, BLOCK_K] of the weights seen as one matrix with rows of K. The rows may run past an
+    expert's last, into the next one's: what they give is not stored."""
+    if TMA:
+        tile = w.load([row, k])
+    else:
+        at = w + row.to(tl.int64) * K + k
+        n = tl.arange(0, BLOCK_N)[:, None]
+        d = tl.arange(0, BLOCK_K)[None, :]
+        if EVEN:
+            tile = tl.load(at + n * K + d)
+        else:
+            tile = tl.load(at + n * K + d, mask=k + d < K, other=0.0)
+    return tile
+
+
+@jit
+def _multiply(x: tl.tensor, w: tl.tensor, acc: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
+    if SWAP:
+        acc = tl.dot(w, tl.trans(x), acc)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc)
+    return acc
+
+
+@jit
+def _tile(
+    a: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    pairs: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    n: tl.tensor,
+    last_place: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+) -> None:
+    m = tl.arange(0, BLOCK_M)
+    inside = m < count
+    # Rows behind `count` are computed on somebody else's row and dropped: cheaper than masking.
+    place = tl.minimum(first + m, last_place)
+    if GATED:
+        row = tl.load(pairs + place, mask=inside, other=0) // TOP_K
+    else:
+        row = place
+    d = tl.arange(0, BLOCK_K)
+    a_at = a + row.to(tl.int64)[:, None] * K + d[None, :]
+    w_row = expert * (2 * N if GATED else N) + n
+    if SWAP:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN:
+            x = tl.load(a_at + k)
+        else:
+            x = tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
+        acc = _multiply(x, _weight_tile(w, w_row, k, K, BLOCK_N, BLOCK_K, EVEN, TMA), acc, SWAP)
+        if GATED:
+            up = _multiply(x, _weight_tile(w, w_row + N, k, K, BLOCK_N, BLOCK_K, EVEN, TMA), up, SWAP)
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up
+        target = place
+    else:
+        target = tl.load(pairs + place, mask=inside, other=0)
+    result = acc.to(out.dtype.element_ty)
+    if SWAP:
+        result = tl.trans(result)
+    cols = n + tl.arange(0, BLOCK_N)
+    at = out + target.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(at, result, mask=inside[:, None] & (cols < N)[None, :])
+
+
+@jit
+def _grouped(
+    a: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    pairs: tl.tensor,
+    blocks: tl.tensor,
+    total: int,
+    places: int,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    HALVES: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    # Tiles of one block of rows follow each other, so that an expert's weights are read by programs
+    # that run at the same time: what two blocks of it share comes from L2.
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    even: tl.constexpr = K % BLOCK_K == 0
+    block = tl.program_id(0) // tiles_n
+    n = tl.program_id(0) % tiles_n * BLOCK_N
+    begin(PDL)
+    count = tl.load(blocks + 2 * total + block)
+    if count == 0:
+        return
+    expert = tl.load(blocks + block)
+    first = tl.load(blocks + total + block)
+    end = places - 1
+    quarter: tl.constexpr = BLOCK_M // 4
+    half: tl.constexpr = BLOCK_M // 2
+    if HALVES == 0:
+        _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+              BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+    elif HALVES == 1:
+        if count <= half:
+            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+                  half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+        else:
+            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+                  BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+    else:
+        if count <= quarter:
+            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+                  quarter, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+        elif count <= half:
+            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+                  half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+        else:
+            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+                  BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+
+
+def _launch(
+    a: Tensor,
+    w: Tensor,
+    out: Tensor,
+    tiles: Tiles,
+    block_m: int,
+    top_k: int,
+    gated: bool,
+    config: TileConfig,
+    pdl: bool,
+) -> Tensor:
+    experts, rows, k = w.shape
+    n = out.shape[1]
+    total = tiles.blocks.shape[1]
+    weights: Any = w
+    if config.tma:
+        weights = TensorDescriptor.from_tensor(w.view(experts * rows, k), [config.block_n, config.block_k])
+    _grouped[(total * cdiv(n, config.block_n),)](
+        a,
+        weights,
+        out,
+        tiles.pairs,
+        tiles.blocks,
+        total,
+        len(tiles.pairs),
+        N=n,
+        K=k,
+        TOP_K=top_k,
+        GATED=gated,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        SWAP=config.swap,
+        HALVES=config.halves,
+        TMA=config.tma,
+        PDL=pdl,
+        **options(config.warps, config.stages, pdl),
+    )
+    return out
+
+
+def gate_up(
+    x: Tensor, w13: Tensor, tiles: Tiles, block_m: int, config: TileConfig, *, pdl: bool = False
+) -> Tensor:
+    """silu(x · gateᵀ) · (x · upᵀ) for every pair, in the order of `tiles`.
+
+    x        [T, hidden], contiguous
+    w13      [experts, 2 * width, hidden], contiguous: gate over up
+    block_m  what `tiles` was cut with
+    returns  [T * k, width] in x's dtype; places behind the last pair are not written
+    """
+    width = w13.shape[1] // 2
+    pairs = len(tiles.pairs)
+    out = x.new_empty(pairs, width)
+    return _launch(x, w13, out, tiles, block_m, pairs // len(x), True, config, pdl)
+
+
+def down(
+    hidden: Tensor, w2: Tensor, tiles: Tiles, block_m: int, config: TileConfig, *, pdl: bool = False
+) -> Tensor:
+    """hidden · downᵀ for every pair: `hidden` [T * k, width] as `gate_up` made it, `w2`
+    [experts, hidden_size, width]. Returns [T * k, hidden_size] in pair order (row * k + j), rows of
+    pairs that went nowhere not written."""
+    out = hidden.new_empty(len(hidden), w2.shape[1])
+    return _launch(hidden, w2, out, tiles, block_m, 1, False, config, pdl)

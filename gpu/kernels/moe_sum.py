@@ -1,0 +1,109 @@
+"""The weighted sum over a row's experts, alone or with the next norm."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit, options, pow2
+from gpu.kernels.route import Routing
+
+
+@jit
+def _moe_sum(
+    parts: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    residual: tl.tensor,
+    norm: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    eps: float,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    begin(PDL)
+    if num_rows is not None:
+        if row >= tl.load(num_rows):
+            return
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        pair = row * TOP_K + j
+        live = tl.load(experts + pair) >= 0  # on other ranks' experts nothing was written here
+        part = tl.load(parts + pair.to(tl.int64) * WIDTH + cols, mask=mask & live, other=0.0)
+        total += tl.load(weights + pair) * part.to(tl.float32)
+    if residual is not None:
+        at = residual + row.to(tl.int64) * WIDTH + cols
+        old = tl.load(at, mask=mask, other=0.0)
+        # Rounded as often as in plain torch: the sum, then the new residual.
+        new = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
+        tl.store(at, new, mask=mask)
+        f = new.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
+        total = f * scale * tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * WIDTH + cols, total.to(out.dtype.element_ty), mask=mask)
+
+
+def moe_sum(parts: Tensor, routing: Routing, *, num_rows: Tensor | None = None, pdl: bool = False) -> Tensor:
+    """Sum over j of weights[t, j] · parts[t * k + j]: `parts` [T * k, width], float32 sums; a new
+    [T, width] in its dtype. Pairs of expert -1 count nothing."""
+    rows, top_k = routing.experts.shape
+    width = parts.shape[1]
+    out = parts.new_empty(rows, width)
+    block = min(pow2(width), 1024)
+    _moe_sum[(rows, cdiv(width, block))](
+        parts,
+        routing.weights,
+        routing.experts,
+        None,
+        None,
+        out,
+        num_rows,
+        0.0,
+        WIDTH=width,
+        TOP_K=top_k,
+        BLOCK=block,
+        PDL=pdl,
+        **options(4, pdl=pdl),
+    )
+    return out
+
+
+def moe_sum_add_norm(
+    parts: Tensor,
+    routing: Routing,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`moe_sum`, added to `residual` [T, width] in place, and the RMSNorm of that: one kernel, and the
+    sum itself never reaches memory. Returns the normed [T, width]."""
+    rows, top_k = routing.experts.shape
+    width = parts.shape[1]
+    out = torch.empty_like(residual)
+    block = pow2(width)
+    _moe_sum[(rows, 1)](
+        parts,
+        routing.weights,
+        routing.experts,
+        residual,
+        weight,
+        out,
+        num_rows,
+        eps,
+        WIDTH=width,
+        TOP_K=top_k,
+        BLOCK=block,
+        PDL=pdl,
+        **options(min(max(block // 512, 1), 8), pdl=pdl),
+    )
+    return out

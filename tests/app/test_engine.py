@@ -1,0 +1,317 @@
+"""The step loop against a fake device: order, stops, failures, and what every stream is promised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from app.engine import BACKLOG, SLICE, Engine
+from app.job import Job, Piece, TextOptions
+from app.submit import Limits, LiveRun, Submitter
+from app.text.tokenizer import Tokenizer
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import ScheduleConfig
+from core.errors import ContextExceeded, Overloaded, RequestError, Unavailable
+from core.executor import Capabilities
+from core.plan import StepPlan
+from core.request import SamplingParams
+from core.schedule.scheduler import Scheduler
+from core.types import FinishReason
+from tests.fakes.executor import FakeExecutor, oracle
+
+VOCAB = 300
+PROMPT = np.asarray([65, 66, 67], np.int32)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes are tokens."""
+    return Tokenizer.load(None, VOCAB, [2])
+
+
+class Bench:
+    """An engine over a fake executor, and the pieces that came out."""
+
+    def __init__(self, tokenizer: Tokenizer, depth: int = 1, eager: bool = True, **options: object) -> None:
+        fail_at = int(str(options.pop("fail_at", -1)))
+        capabilities = Capabilities(
+            num_pages=129,
+            page_size=4,
+            max_rows=int(str(options.pop("rows", 8))),
+            context_length=512,
+            vocab_size=VOCAB,
+            max_step_tokens=2048,
+            count_rows=4,
+        )
+        self.executor = FakeExecutor(capabilities, eager=eager, fail_at=fail_at)
+        config = ScheduleConfig(**options)  # type: ignore[arg-type]
+        scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
+        self.engine = Engine(scheduler, self.executor, depth, monotonic)
+        self.submitter = Submitter(self.engine, tokenizer, Limits(512, VOCAB), monotonic)
+        self.engine.start(asyncio.get_running_loop())
+        self.pieces: dict[str, list[Piece]] = {}
+
+    async def start(self, id: str, max_tokens: int | None = 8, **job: object) -> LiveRun:
+        job = {"prompt": PROMPT, "sampling": GREEDY, "ignore_eos": True, **job}
+        asked = Job(id=id, max_tokens=max_tokens, **job)  # type: ignore[arg-type]
+        run = await self.submitter.start(asked, lambda index, piece: self._take(f"{id}-{index}", piece))
+        assert isinstance(run, LiveRun)
+        return run
+
+    def _take(self, id: str, piece: Piece) -> None:
+        seen = self.pieces.setdefault(id, [])
+        assert not seen or seen[-1].finish is None, "a piece after the last one"
+        seen.append(piece)
+
+    def tokens(self, id: str) -> list[int]:
+        return [token for piece in self.pieces[id] for token in piece.tokens]
+
+    def reason(self, id: str) -> FinishReason | None:
+        finish = self.pieces[id][-1].finish
+        return finish.reason if finish else None
+
+
+async def settle() -> None:
+    """Let every callback that is due run."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(params=[0, 1, 2])
+async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
+    bench = Bench(tokenizer, depth=request.param)
+    yield bench
+    bench.engine.scheduler.check_integrity()
+    assert bench.submitter.idle
+    bench.engine.close()
+
+
+async def test_every_choice_gets_the_same_text_at_every_depth(bench: Bench) -> None:
+    run = await bench.start("a", 12, n=3)
+    await run.wait()
+    await settle()
+    expected = oracle(PROMPT.tolist(), 12, VOCAB)
+    for index in range(3):
+        assert bench.tokens(f"a-{index}") == expected
+        assert bench.reason(f"a-{index}") is FinishReason.LENGTH
+    assert [r.params.seed for r in run.requests] == [run.requests[0].params.seed + i for i in range(3)]
+
+
+async def test_a_stop_string_ends_the_request_and_takes_back_what_ran_ahead(
+    bench: Bench, tokenizer: Tokenizer
+) -> None:
+    full = oracle(PROMPT.tolist(), 40, VOCAB)
+    text = tokenizer.decode(full)
+    stop = text[10:13]
+    run = await bench.start("a", 40, text=TextOptions(stop=(stop,)))
+    await run.wait()
+    await settle()
+    assert "".join(piece.text for piece in bench.pieces["a-0"]) == text[: text.index(stop)]
+    finish = bench.pieces["a-0"][-1].finish
+    assert finish is not None and finish.matched == stop
+    assert run.requests[0].output == bench.tokens("a-0")
+
+
+async def test_the_pieces_of_an_unfinished_text_concatenate_to_its_decoding(
+    bench: Bench, tokenizer: Tokenizer
+) -> None:
+    run = await bench.start("a", 60)
+    await run.wait()
+    text = "".join(piece.text for piece in bench.pieces["a-0"])
+    assert text == tokenizer.decode(oracle(PROMPT.tolist(), 60, VOCAB))
+
+
+async def test_prompt_logprobs_outlive_the_run(bench: Bench) -> None:
+    prompt = np.arange(30, dtype=np.int32)
+    run = await bench.start("a", 2, prompt=prompt, sampling=SamplingParams(temperature=0, prompt_logprobs=0))
+    await run.wait()
+    await settle()
+    values = [v for entry in run.prompt_logprobs() for v in entry.values.tolist()]
+    assert values == [float(i) for i in range(1, 30)]
+
+
+async def test_logprobs_stay_aligned_with_tokens_to_the_stop_token(bench: Bench) -> None:
+    expected = oracle(PROMPT.tolist(), 9, VOCAB)
+    sampling = SamplingParams(temperature=0, logprobs=0, stop_ids=frozenset({expected[-1]}))
+    run = await bench.start("a", 30, sampling=sampling)
+    await run.wait()
+    for piece in bench.pieces["a-0"]:
+        assert len(piece.logprobs or ()) == len(piece.tokens)
+    assert bench.tokens("a-0") == expected[: expected.index(expected[-1]) + 1]
+
+
+async def test_abort_gives_one_last_piece_and_frees_at_once(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    run = await bench.start("a", 100, n=2)
+    await settle()
+    bench.executor.complete()
+    await settle()
+    run.abort()
+    assert bench.engine.scheduler.running == 0
+    await run.wait()
+    assert [bench.reason(f"a-{i}") for i in range(2)] == [FinishReason.ABORT] * 2
+    bench.executor.complete(len(bench.executor.pending))
+    await settle()
+    assert bench.submitter.idle
+
+
+async def test_plans_are_submitted_before_anything_is_delivered(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, rows=SLICE * 2)
+    events: list[str] = []
+    submit = bench.executor.submit
+
+    def watched(plan: StepPlan) -> None:
+        events.append(f"submit {plan.step}")
+        submit(plan)
+
+    bench.executor.submit = watched  # type: ignore[method-assign]
+    letter = next(i for i in range(VOCAB) if oracle([i], 1, VOCAB)[0] in range(97, 123))
+    prompt = np.asarray([letter], np.int32)  # its first token is a letter: text that is certain at once
+    job = Job(id="a", prompt=prompt, max_tokens=20, n=SLICE * 2, sampling=GREEDY, ignore_eos=True)
+    run = await bench.submitter.start(job, lambda index, piece: events.append("piece"))
+    await settle()
+    assert events == ["submit 0", "submit 1"]  # one step runs, one is planned ahead
+    bench.executor.complete()
+    await settle()
+    assert events[2] == "submit 2"
+    assert events[3:] and set(events[3:]) == {"piece"}
+    run.abort()
+    bench.executor.complete(len(bench.executor.pending))
+    await run.wait()
+
+
+async def test_a_burst_of_jobs_goes_into_one_step(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    runs = await asyncio.gather(*(bench.start(f"j{i}", 3) for i in range(5)))
+    await asyncio.gather(*(run.wait() for run in runs))
+    assert len(bench.executor.plans[0].chunks) == 5
+
+
+async def test_planning_pauses_while_delivery_lags_behind(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, rows=64)
+    longest = 0
+    run = await bench.start("a", 64, n=64)
+    while not all(request.finish for request in run.requests):
+        longest = max(longest, len(bench.engine._backlog))
+        await asyncio.sleep(0)
+    await run.wait()
+    assert 0 < longest <= BACKLOG + 1
+
+
+async def test_a_failed_step_ends_every_stream_with_the_reason(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, fail_at=4, rows=2)
+    reasons: list[str] = []
+    bench.engine.on_failure = reasons.append
+    runs = [await bench.start(f"j{i}", 50) for i in range(4)]  # two run, two wait
+    await asyncio.gather(*(run.wait() for run in runs))
+    for i in range(4):
+        finish = bench.pieces[f"j{i}-0"][-1].finish
+        assert finish is not None
+        assert (finish.reason, finish.message) == (FinishReason.ERROR, "injected")
+    assert reasons == ["injected"]
+    with pytest.raises(Unavailable):
+        await bench.start("late")
+
+
+async def test_an_id_is_taken_while_its_job_lives(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    run = await bench.start("a")
+    with pytest.raises(RequestError) as error:
+        await bench.start("a")
+    assert error.value.param == "request_id"
+    run.abort()
+    await run.wait()
+    await settle()
+    bench.executor.complete(len(bench.executor.pending))
+    again = await bench.start("a")
+    again.abort()
+
+
+@pytest.mark.parametrize(
+    ("job", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"prompt": np.asarray([VOCAB], np.int32)}, "prompt"),
+        ({"prompt": np.asarray([-1], np.int32)}, "prompt"),
+        ({"prompt": np.zeros(0, np.int32)}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"sampling": SamplingParams(temperature=-1)}, "temperature"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "temperature"),
+        ({"sampling": SamplingParams(top_p=0)}, "top_p"),
+        ({"sampling": SamplingParams(logit_bias=((VOCAB, 1.0),))}, "logit_bias"),
+        ({"sampling": SamplingParams(stop_ids=frozenset({VOCAB}))}, "stop_token_ids"),
+        ({"text": TextOptions(stop=("",))}, "stop"),
+        ({"text": TextOptions(stop_regex=("(",))}, "stop_regex"),
+        ({"max_tokens": 600}, "prompt"),
+        ({"prompt": np.zeros(512, np.int32), "max_tokens": None}, "prompt"),
+    ],
+)
+async def test_a_wrong_job_names_its_field_and_queues_nothing(
+    tokenizer: Tokenizer, job: dict[str, object], param: str
+) -> None:
+    bench = Bench(tokenizer)
+    with pytest.raises(RequestError) as error:
+        await bench.start("a", **job)  # type: ignore[arg-type]
+    assert error.value.param == param
+    assert bench.submitter.idle
+    assert bench.executor.plans == []
+
+
+async def test_a_full_queue_refuses_and_forgets_the_id(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, rows=1, max_queued=2)
+    runs = [await bench.start("first")]
+    await settle()
+    runs += [await bench.start(f"w{i}") for i in range(2)]
+    for _ in range(2):
+        with pytest.raises(Overloaded):
+            await bench.start("late")
+    for run in runs:
+        run.abort()
+        await run.wait()
+
+
+async def test_what_does_not_fit_the_context_is_an_overflow(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    with pytest.raises(ContextExceeded, match=r"^This model's maximum context length is 512 tokens"):
+        await bench.start("a", 510)
+    run = await bench.start("b", None)
+    assert run.requests[0].params.max_tokens == 509
+    await run.wait()
+
+
+async def test_a_long_prompt_can_be_cut_from_the_left(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    run = await bench.start("a", 2, prompt=np.arange(40, dtype=np.int32), truncate_prompt=10)
+    assert run.prompt.tolist() == list(range(30, 40))
+    await run.wait()
+
+
+async def test_draining_takes_nothing_new_and_lets_the_rest_finish(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False)
+    run = await bench.start("a", 3)
+    bench.submitter.drain()
+    with pytest.raises(Unavailable):
+        await bench.start("b")
+    while bench.reason("a-0") is None if "a-0" in bench.pieces else True:
+        await settle()
+        bench.executor.complete(len(bench.executor.pending))
+    await run.wait()
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 3, VOCAB)
+
+
+async def test_statistics_count_what_happened(bench: Bench) -> None:
+    run = await bench.start("a", 6)
+    await run.wait()
+    await settle()
+    stats = bench.submitter.statistics()
+    assert stats.scheduler.output_tokens == 6
+    assert stats.scheduler.finished == {"length": 1}
+    assert sum(stats.ttft.counts) == sum(stats.end_to_end.counts) == 1
+    assert bench.submitter.flush()
+    assert bench.submitter.statistics().scheduler.cache.cached == 0
