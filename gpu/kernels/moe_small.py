@@ -31,7 +31,7 @@ class SmallConfig(NamedTuple):
 
 
 @jit
-def _dot_rows(
+def _products(
     w: tl.tensor,
     x: tl.tensor,
     rows: tl.tensor,
@@ -39,7 +39,7 @@ def _dot_rows(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """float32 [rows]: w[rows] · x over K elements, `w` and `x` at their first."""
+    """float32 [rows, BLOCK_K] that sum along the second axis to w[rows] · x, K elements each."""
     acc = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
         d = k + tl.arange(0, BLOCK_K)
@@ -47,7 +47,7 @@ def _dot_rows(
         at = w + rows[:, None] * K + d[None, :]
         tile = tl.load(at, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
         acc += tile * tl.load(x + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return tl.sum(acc, 1)
+    return acc
 
 
 @jit
@@ -88,8 +88,8 @@ def _small_up(
     cols = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     inside = cols < N
     own = w13 + chosen.to(tl.int64) * (2 * N * K)
-    gate = _dot_rows(own, x + row * K, cols, inside, K, BLOCK_K)
-    up = _dot_rows(own + N * K, x + row * K, cols, inside, K, BLOCK_K)
+    gate = tl.sum(_products(own, x + row * K, cols, inside, K, BLOCK_K), 1)
+    up = tl.sum(_products(own + N * K, x + row * K, cols, inside, K, BLOCK_K), 1)
     result = gate * tl.sigmoid(gate) * up
     tl.store(hidden + pair * N + cols, result.to(hidden.dtype.element_ty), mask=inside)
 
@@ -114,13 +114,14 @@ def _small_down(
     begin(PDL)
     if tl.load(experts + row * TOP_K) < 0:
         return
-    total = tl.zeros([SPAN], tl.float32)
+    total = tl.zeros([SPAN, BLOCK_K], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j
         own = w2 + tl.load(experts + pair).to(tl.int64) * (N * K)
-        part = _dot_rows(own, hidden + pair * K, cols, inside, K, BLOCK_K)
+        part = _products(own, hidden + pair * K, cols, inside, K, BLOCK_K)
         total += tl.load(weights + pair) * part
-    tl.store(out + row * N + cols, total.to(out.dtype.element_ty), mask=inside)
+    # Summed across threads once, not per expert.
+    tl.store(out + row * N + cols, tl.sum(total, 1).to(out.dtype.element_ty), mask=inside)
 
 
 def _chunk(k: int, most: int) -> int:

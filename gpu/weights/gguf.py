@@ -50,38 +50,25 @@ _RUN = 16
 """Tensors per task of the reading threads."""
 
 
-def _open(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
-    """A `gguf.GGUFReader`. The package is imported only where a .gguf file is read."""
-    from gguf import GGUFReader
-
-    if not path.is_file():
-        raise ModelError(f"{path} is missing.")
-    try:
-        return GGUFReader(path)
-    except (ValueError, KeyError, IndexError, TypeError, OSError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{path} is truncated or not a GGUF file ({error}): fetch it again.") from error
-
-
 def config_from_gguf(path: Path) -> dict[str, object]:
     """The file's metadata as the config.json of the same model."""
-    reader = _open(path)
-    facts = {field.name: field.contents() for field in reader.fields.values()}
-    arch = str(facts.get("general.architecture"))
+    file = GgufFile(path)
+    arch = str(file.facts.get("general.architecture"))
     if arch not in ARCHITECTURES:
         raise ModelError(
             f"{path.name}: GGUF architecture {arch} is not supported. Supported: {', '.join(ARCHITECTURES)}."
         )
 
-    def fact(name: str) -> Any:  # noqa: ANN401 - numbers and strings of somebody's file
-        return facts.get(f"{arch}.{name}")
+    def fact(name: str) -> Fact | None:
+        return file.facts.get(f"{arch}.{name}")
 
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path.name} holds no token_embd.weight.")
     config: dict[str, object] = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": fact("embedding_length"),
         "intermediate_size": fact("feed_forward_length"),
         "num_hidden_layers": fact("block_count"),
@@ -96,8 +83,8 @@ def config_from_gguf(path: Path) -> dict[str, object]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "dtype": "float32",
-        "bos_token_id": facts.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": facts.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": file.facts.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.facts.get("tokenizer.ggml.eos_token_id"),
     }
     return config
 

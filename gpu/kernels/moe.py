@@ -1,0 +1,93 @@
+"""A layer's routed experts from router logits to their sum: which kernels, in which order.
+
+    up to a few rows    small_moe                                           2 launches
+    up to 64 rows       route, gate_up, down, moe_sum                       4
+    above               route, scatter, gate_up, down, moe_sum              5
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gpu.kernels.moe_gemm import down, gate_up
+from gpu.kernels.moe_small import small_moe
+from gpu.kernels.moe_sum import moe_sum, moe_sum_add_norm
+from gpu.kernels.norm import add_rms_norm
+from gpu.kernels.route import Routing, route
+from gpu.kernels.tuned import MoeConfig
+
+
+def _parts(
+    x: Tensor,
+    logits: Tensor,
+    weights: tuple[Tensor, Tensor],
+    top_k: int,
+    config: MoeConfig,
+    renormalise: bool,
+    num_rows: Tensor | None,
+    pdl: bool,
+) -> tuple[Tensor, Routing]:
+    """The output of every (row, expert) pair, [T * k, hidden], and who went where."""
+    w13, w2 = weights
+    routing, tiles = route(
+        logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl
+    )
+    hidden = gate_up(x, w13, tiles, config.block_m, config.up, pdl=pdl)
+    return down(hidden, w2, tiles, config.block_m, config.down, pdl=pdl), routing
+
+
+def fused_moe(
+    x: Tensor,
+    logits: Tensor,
+    weights: tuple[Tensor, Tensor],
+    top_k: int,
+    config: MoeConfig,
+    *,
+    renormalise: bool = True,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Weighted sum of the best `top_k` experts' gated MLPs.
+
+    x         [T, hidden], contiguous
+    logits    [T, experts], contiguous: the router's
+    weights   w13 [experts, 2 * width, hidden] (gate over up) and w2 [experts, hidden, width]
+    config    from `gpu.kernels.tuned`, for T rows
+    num_rows  int32 [1] on the device; rows from there on read no expert and are not written
+    returns   [T, hidden] in x's dtype
+    """
+    if config.small:
+        w13, w2 = weights
+        return small_moe(
+            x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl
+        )[0]
+    parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, pdl)
+    return moe_sum(parts, routing, num_rows=num_rows, pdl=pdl)
+
+
+def fused_moe_add_norm(
+    x: Tensor,
+    logits: Tensor,
+    weights: tuple[Tensor, Tensor],
+    top_k: int,
+    config: MoeConfig,
+    after: tuple[Tensor, Tensor, float],
+    *,
+    renormalise: bool = True,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """`fused_moe`, then the next layer's add and norm in the kernel that sums the experts.
+
+    `after` is the residual [T, hidden], updated in place, the norm's weight [hidden], and eps. Returns
+    the normed [T, hidden].
+    """
+    residual, weight, eps = after
+    if config.small:
+        w13, w2 = weights
+        total, _ = small_moe(
+            x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl
+        )
+        return add_rms_norm(total, residual, weight, eps, num_rows=num_rows, pdl=pdl)
+    parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, pdl)
+    return moe_sum_add_norm(parts, routing, residual, weight, eps, num_rows=num_rows, pdl=pdl)

@@ -1,0 +1,96 @@
+"""Tile sizes of the expert GEMMs: what was measured for a shape and device, or a rule without it.
+
+A file of `configs/kernels/` maps token counts to sizes and is written by `bench/kernels/tune.py`. The
+entry whose count is nearest by ratio serves, and a shape without a file goes by `rule`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu.kernels.moe_gemm import TileConfig
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs" / "kernels"
+
+SMALL_ROWS = 4
+"""Rows up to which every row reading its own experts is no dearer than tiles: at 4 rows of Qwen3's
+128 experts 29 of 32 are distinct, at 8 only 52 of 64."""
+
+
+class MoeShape(NamedTuple):
+    """What a config depends on. `width` is an expert's on this device: 768, or 384 under TP 2."""
+
+    experts: int
+    width: int
+    hidden: int
+    top_k: int
+    dtype: str
+    device: str
+
+    @property
+    def file(self) -> str:
+        """The file's name in `configs/kernels/`."""
+        device = self.device.replace(" ", "_")
+        return f"moe_e{self.experts}_n{self.width}_h{self.hidden}_k{self.top_k}_{self.dtype}_{device}.json"
+
+
+class MoeConfig(NamedTuple):
+    """How one MoE layer runs at one token count. With `small`, `gpu.kernels.moe_small` takes it and the
+    rest is unused."""
+
+    small: bool
+    block_m: int
+    up: TileConfig
+    down: TileConfig
+
+
+def rule(shape: MoeShape, tokens: int) -> MoeConfig:
+    """Sizes from the rows an expert gets on average: fill the 64 rows of the tensor cores' left side
+    with weights until the tokens themselves fill it. Reasoned, not measured."""
+    average = tokens * shape.top_k / shape.experts
+    small = tokens <= SMALL_ROWS
+    if average <= 12:
+        return MoeConfig(small, 16, TileConfig(64, 128, 4, 3, True), TileConfig(64, 128, 4, 3, True))
+    if average <= 24:
+        return MoeConfig(small, 32, TileConfig(64, 64, 4, 4, True), TileConfig(64, 64, 4, 4, True))
+    if average <= 64:
+        return MoeConfig(small, 64, TileConfig(64, 64, 4, 4, True), TileConfig(128, 64, 4, 4, True))
+    return MoeConfig(small, 128, TileConfig(128, 64, 8, 3, False, 1), TileConfig(256, 64, 8, 3, False, 1))
+
+
+def parse(entry: Mapping[str, Any]) -> MoeConfig:
+    """A JSON entry. Raises KeyError or TypeError where a field is missing or unknown."""
+    return MoeConfig(
+        entry["small"], entry["block_m"], TileConfig(**entry["up"]), TileConfig(**entry["down"])
+    )
+
+
+def nearest(table: Mapping[int, MoeConfig], tokens: int) -> MoeConfig:
+    """The entry whose token count is nearest by ratio; the smaller one on a tie."""
+    return table[min(sorted(table), key=lambda n: abs(math.log(n / max(tokens, 1))))]
+
+
+class MoeConfigs:
+    """The configs of one shape, the file read once, at construction.
+
+    Owner: launch thread, once built.
+    """
+
+    __slots__ = ("_shape", "_table", "source")
+
+    def __init__(self, shape: MoeShape, folder: Path = FOLDER) -> None:
+        self._shape = shape
+        path = folder / shape.file
+        self._table: dict[int, MoeConfig] = {}
+        if path.exists():
+            entries = json.loads(path.read_text())
+            self._table = {int(n): parse(entry) for n, entry in entries.items()}
+        self.source = str(path) if self._table else "rule"
+
+    def at(self, tokens: int) -> MoeConfig:
+        """For a step of `tokens` rows, padding counted."""
+        return nearest(self._table, tokens) if self._table else rule(self._shape, tokens)

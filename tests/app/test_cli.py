@@ -1,0 +1,53 @@
+"""Flags are the config's fields; a wrong one is one line."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from app.cli import GROUPS, make_parser, parse
+from core.config import Config
+
+
+def test_no_flags_are_the_defaults() -> None:
+    assert parse([]) == Config()
+    assert parse(["serve"]) == Config()
+
+
+def test_every_field_is_a_flag_with_help() -> None:
+    text = " ".join(make_parser().format_help().split())
+    for _, group in GROUPS:
+        for field in msgspec.structs.fields(group):
+            assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_flags_reach_their_groups() -> None:
+    config = parse(
+        ["--model", "m", "--page-size", "64", "--overlap-depth", "2", "--port", "0", "--prefill-first"]
+    )
+    assert (config.model.model, config.cache.page_size, config.serve.port) == ("m", 64, 0)
+    assert (config.schedule.overlap_depth, config.schedule.prefill_first) == (2, True)
+    assert parse(["--disable-radix-cache"]) == parse(["--no-radix-cache"])
+    assert not parse(["--no-radix-cache"]).cache.radix_cache
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "x"], "--port"),
+        (["--port", "-1"], "--port"),
+        (["--page-size", "24"], "--page-size"),
+        (["--order", "best"], "--order"),
+        (["--modle", "m"], "--modle"),
+        (["--mem-fraction", "2"], "--mem-fraction"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
