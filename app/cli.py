@@ -88,7 +88,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add_flag(section: Any, name: str, hint: Any, default: object) -> None:  # noqa: ANN401 - typing forms
+def _add_flag(section: Any, name: str, hint: Any, default: object) -> None:
     kind, meta = get_args(hint)
     text = f"{meta.description} (default: {default})" if default not in ("", False) else meta.description
     if kind is bool:

@@ -218,20 +218,21 @@ def in_thread(work: Callable[[], T], loop: asyncio.AbstractEventLoop) -> asyncio
     """Run `work` in a daemon thread: a signal during a long load must not wait for it."""
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: T | None, error: BaseException | None) -> None:
+    def settle(act: Callable[[Any], None], outcome: object) -> None:
         if not future.done():
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
+            act(outcome)
+
+    def post(act: Callable[[Any], None], outcome: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, act, outcome)
 
     def body() -> None:
         try:
-            result, error = work(), None
-        except BaseException as caught:
-            result, error = None, caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
+            result = work()
+        except BaseException as error:
+            post(future.set_exception, error)
+        else:
+            post(future.set_result, result)
 
     threading.Thread(target=body, name="loom-load", daemon=True).start()
     return future

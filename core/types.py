@@ -53,3 +53,7 @@ class RootKey(msgspec.Struct, frozen=True):
 
     adapter: str = ""
     salt: str = ""
+
+
+PLAIN_ROOT = RootKey()
+"""The base model, no salt."""

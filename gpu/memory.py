@@ -18,7 +18,7 @@ GIB = 2**30
 
 CPU_FRACTION = 0.3
 CPU_POOL_LIMIT = 4 * GIB
-"""A CPU's memory belongs to others too, and a guess this size already holds 180,000 tokens of the
+"""A CPU's memory belongs to others too, and a guess this size already holds 93,000 tokens of the
 default model. Who wants more says --mem-fraction or --kv-tokens."""
 
 SHORTEST_CONTEXT = 512

@@ -142,7 +142,7 @@ def gguf_config(
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(f"the .gguf architecture {kind!r} is not supported; supported are {known}.")
 
-    def want(name: str) -> Any:  # noqa: ANN401 - metadata is untyped
+    def want(name: str) -> Any:
         value = fields.get(f"{kind}.{name}")
         if value is None:
             raise ModelError(f"the .gguf file lacks the field {kind}.{name}.")

@@ -124,7 +124,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         _Checks().visit(source)
         return super()._generate(source, name, filename, defer_init)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self.budget.tick()
         # `str.format` arrives wrapped by Jinja2's own sandbox.
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
@@ -132,7 +132,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _check_arguments(__obj.__name__, owner, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.tick()
         _check_operands(operator, left, right)
         return super().call_binop(context, operator, left, right)
@@ -143,7 +143,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         passes = hasattr(call, "jinja_pass_arg")
 
         @wraps(call)
-        def guarded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def guarded(*args: Any, **kwargs: Any) -> Any:
             self.budget.tick()
             values = args[1:] if passes else args
             if values:
@@ -224,12 +224,12 @@ class _Generation(Extension):
 class _Names(Namespace):
     """`namespace()` that refuses names which begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - `self` may be a name
+    def __init__(*args: Any, **kwargs: Any) -> None:
         for name in dict(*args[1:], **kwargs):
             _check_name(name)
         Namespace.__init__(*args, **kwargs)
 
-    def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401
+    def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
@@ -246,26 +246,43 @@ def _refuse(what: str) -> NoReturn:
     raise SecurityError(f"{what} is larger than a chat template may make")
 
 
-def _check_arguments(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+def _check_arguments(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse a call of a filter or method whose result or work could be out of proportion."""
     for argument in chain(args, kwargs.values()):
-        if isinstance(argument, int) and abs(argument) > MAX_ARGUMENT and name not in _PLAIN:
-            _refuse(f"the argument {name}(... {argument!r:.20} ...)")
-        if isinstance(argument, str) and isinstance(value, str) and len(value) * len(argument) > MAX_WORK:
-            _refuse(f"the work of {name}()")
-    if name == "replace" and isinstance(value, str) and len(args) >= 2:
-        if len(value) + value.count(str(args[0])) * len(str(args[1])) > MAX_CHARS:
-            _refuse("the result of replace()")
-    elif name in ("format", "format_map"):
+        _check_argument(name, value, argument)
+    if name in ("format", "format_map"):
         _check_format(str(value))
+    elif name == "replace" and isinstance(value, str) and len(args) >= 2:
+        _check_replace(value, str(args[0]), str(args[1]))
     elif name in _WALKED:
-        glue = value if isinstance(value, str) else next(iter(args), "")
-        items = args[0] if isinstance(value, str) and args else value
-        _bounded(items, len(glue) if isinstance(glue, str) else 0)
+        _check_walk(value, args)
     elif name in _COMPARED or name in _ORDER_TESTS:
         for argument in chain((value,), args):
             _bounded(argument)
-    elif name == "sum" and not isinstance(kwargs.get("start", args[1] if len(args) > 1 else 0), int | float):
+    elif name == "sum":
+        _check_sum(kwargs.get("start", args[1] if len(args) > 1 else 0))
+
+
+def _check_argument(name: str, value: Any, argument: Any) -> None:
+    if isinstance(argument, int) and abs(argument) > MAX_ARGUMENT and name not in _PLAIN:
+        _refuse(f"the argument {name}(... {argument!r:.20} ...)")
+    if isinstance(argument, str) and isinstance(value, str) and len(value) * len(argument) > MAX_WORK:
+        _refuse(f"the work of {name}()")
+
+
+def _check_walk(value: Any, args: tuple[Any, ...]) -> None:
+    glue = value if isinstance(value, str) else next(iter(args), "")
+    items = args[0] if isinstance(value, str) and args else value
+    _bounded(items, len(glue) if isinstance(glue, str) else 0)
+
+
+def _check_replace(value: str, old: str, new: str) -> None:
+    if len(value) + value.count(old) * len(new) > MAX_CHARS:
+        _refuse("the result of replace()")
+
+
+def _check_sum(start: object) -> None:
+    if not isinstance(start, int | float):
         raise SecurityError("sum() adds numbers only")
 
 
@@ -288,19 +305,12 @@ def _check_format(text: str) -> None:
         _refuse("a width in a format")
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
+def _check_operands(operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() + right.bit_length()
-        if operator == "**":
-            bits = left.bit_length() * max(right, 1)
-        if operator in ("**", "*") and bits > MAX_BITS:
-            _refuse("a number")
+        _check_numbers(operator, left, right)
     elif operator == "*":
-        for value, times in ((left, right), (right, left)):
-            if isinstance(times, int) and isinstance(value, str | bytes | list | tuple):
-                limit = MAX_CHARS if isinstance(value, str | bytes) else MAX_ITEMS
-                if len(value) * max(times, 0) > limit:
-                    _refuse("a repetition")
+        _check_repetition(left, right)
+        _check_repetition(right, left)
     elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
         if len(left) + len(right) > (MAX_CHARS if isinstance(left, str) else MAX_ITEMS):
             _refuse("a sum")
@@ -309,7 +319,22 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:  # noqa: ANN4
         _bounded(right)
 
 
-def _bounded(value: Any, per_item: int = 0) -> Any:  # noqa: ANN401
+def _check_numbers(operator: str, left: int, right: int) -> None:
+    bits = left.bit_length() + right.bit_length()
+    if operator == "**":
+        bits = left.bit_length() * max(right, 1)
+    if operator in ("**", "*") and bits > MAX_BITS:
+        _refuse("a number")
+
+
+def _check_repetition(value: Any, times: Any) -> None:
+    if isinstance(times, int) and isinstance(value, str | bytes | list | tuple):
+        limit = MAX_CHARS if isinstance(value, str | bytes) else MAX_ITEMS
+        if len(value) * max(times, 0) > limit:
+            _refuse("a repetition")
+
+
+def _bounded(value: Any, per_item: int = 0) -> Any:
     """`value`, unless it is nested so that printing or comparing it would not end in time: a list
     of itself twice, forty times over, takes no memory until it is printed."""
     if not isinstance(value, list | tuple | dict | set | frozenset):
@@ -370,15 +395,15 @@ class _Dict:
 
     __slots__ = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
-    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:  # noqa: ANN401
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
         return dict.fromkeys(keys, value)
 
 
 def _to_json(
-    x: Any,  # noqa: ANN401
+    x: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

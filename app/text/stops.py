@@ -52,7 +52,7 @@ def check_stops(stops: Sequence[str], patterns: Sequence[str] = ()) -> None:
         compile_pattern(pattern)
 
 
-def compile_pattern(pattern: str) -> Any:  # noqa: ANN401 - re2 has no types
+def compile_pattern(pattern: str) -> Any:
     """A google-re2 pattern: linear in the text, whatever the user wrote. Compiled once per text of
     the pattern (re2 keeps them). Raises `RequestError`."""
     if len(pattern) > MAX_PATTERN_CHARS:
@@ -106,12 +106,8 @@ class StopScanner:
         before = len(self._held)
         held = self._held + text
         found = self._find(held, before)
-        if self._patterns is not None and (
-            match := self._patterns.feed(text, found.end - before if found else None)
-        ):
-            start, end = before + match.start, before + match.end
-            if found is None or end < found.end or (end == found.end and start < found.start):
-                found = _Found(max(start, 0), end, match.name)
+        if self._patterns is not None:
+            found = self._first_of(found, before, text)
         if found is not None:
             self._held = ""
             return held[: found.end if self._include else found.start], found.name
@@ -126,6 +122,17 @@ class StopScanner:
         """The text ended without a stop: what was held back."""
         held, self._held = self._held, ""
         return held
+
+    def _first_of(self, found: _Found | None, before: int, text: str) -> _Found | None:
+        """`found` or the pattern that ends earlier, at equal ends begins earlier."""
+        assert self._patterns is not None
+        match = self._patterns.feed(text, found.end - before if found else None)
+        if match is None:
+            return found
+        start, end = before + match.start, before + match.end
+        if found is None or (end, start) < (found.end, found.start):
+            return _Found(max(start, 0), end, match.name)
+        return found
 
     def _may_begin(self, text: str) -> bool:
         return any(first in text for first in self._firsts)
@@ -237,7 +244,7 @@ class _Patterns:
         return None
 
 
-def _search(compiled: Any, text: str, start: int, end: int) -> tuple[int, int] | None:  # noqa: ANN401
+def _search(compiled: Any, text: str, start: int, end: int) -> tuple[int, int] | None:
     """First match that is not empty. `^` holds at the start of the whole text only, so a character
     before `start` is kept and skipped over."""
     if start:

@@ -105,7 +105,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **arguments: Any,  # noqa: ANN401 - the client's, for the template alone
+        **arguments: Any,
     ) -> str:
         """Prompt text of a conversation.
 
@@ -123,7 +123,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **arguments: Any,  # noqa: ANN401
+        **arguments: Any,
     ) -> str:
         """Like `render`, at most about half a millisecond of it on the loop."""
         context = self._context(messages, tools, add_generation_prompt, continue_final_message, arguments)

@@ -8,7 +8,7 @@ import numpy as np
 
 from core.cache.hold import Hold
 from core.request.params import SamplingParams
-from core.types import Finish, Ints, RootKey
+from core.types import PLAIN_ROOT, Finish, Ints, RootKey
 
 
 class State(Enum):
@@ -64,7 +64,7 @@ class Request:
         *,
         arrival: float = 0.0,
         priority: int = 0,
-        root: RootKey = RootKey(),  # noqa: B008 - frozen
+        root: RootKey = PLAIN_ROOT,
     ) -> None:
         self.id = id
         self.prompt = prompt

@@ -149,17 +149,12 @@ def plan_decode(
     lengths   integer [max_slots]  tokens of each slot, this step's included
     window    positions a row sees, 0 for all
     num_rows  int32 [1] on the device; rows from there on have no work
-    skip      integer [1] on the device: leading keys that are attended to elsewhere (cascade)
+    skip      integer [1] on the device: leading keys that are attended to elsewhere (cascade); less
+              than every live row's length
     """
     rows = len(slots)
-    ints = {"dtype": torch.int32, "device": slots.device}
-    plan = DecodePlan(
-        torch.empty(rows + 1, **ints),
-        torch.empty(rows, **ints),
-        torch.empty(rows, **ints),
-        torch.empty(config.programs, **ints),
-        torch.empty(1, **ints),
-    )
+    sizes = (rows + 1, rows, rows, config.programs, 1)
+    plan = DecodePlan(*(torch.empty(size, dtype=torch.int32, device=slots.device) for size in sizes))
     _plan[(1,)](
         slots,
         lengths,
@@ -355,10 +350,8 @@ def _decode(
                 if arrived == last - first - 1:
                     tl.store(counter, 0)
                     tl.debug_barrier()
-                    acc, sums = _merge(
-                        parts, parts_lse, first + row, last + row, head, d, inside, heads, DIM
-                    )
-                    mine = True
+                    acc, sums = _merge(parts, parts_lse, first + row, last + row, head, d, inside, heads, DIM)
+                    mine = mine == 0  # true: what the others left is in `acc` now
             if mine:
                 out_at = out + (row * heads + head)[:, None] * DIM + d[None, :]
                 tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)
@@ -366,15 +359,6 @@ def _decode(
                     tl.store(lse + row * heads + head, sums, mask=head < heads)
         tile = stop
         row += 1
-    # Rows without a key here (a cascade may have taken them all): nothing to add, and said so.
-    for empty in range(c, rows, tl.num_programs(1)):
-        if tl.load(firsts + empty) == tl.load(firsts + empty + 1):
-            if tl.load(ends + empty) > 0:
-                out_at = out + (empty * heads + head)[:, None] * DIM + d[None, :]
-                tl.store(out_at, tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty), mask=inside)
-                if lse is not None:
-                    nothing = tl.zeros([BLOCK_H], tl.float32) - float("inf")
-                    tl.store(lse + empty * heads + head, nothing, mask=head < heads)
 
 
 def paged_decode(
@@ -402,8 +386,7 @@ def paged_decode(
     slots       integer [rows]
     plan        of `plan_decode` with the same `slots` and `config`
     cap         scores s become cap · tanh(s / cap); 0 for none
-    lse         float32 [rows, heads] to fill with base-2 log-sum-exp of the scaled scores, -inf for rows
-                without keys
+    lse         float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
     returns     [rows, heads * dim] (`out`, or new); padded rows are not written
     """
     k, v = cache

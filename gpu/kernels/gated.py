@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
 
 BLOCK = 1024
 """Columns per program: 8 of 16-bit elements per thread of four warps, one 16-byte load each side."""
@@ -24,9 +24,8 @@ def _silu_mul(
     cols = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     mask = cols < WIDTH
     begin(PDL)
-    if num_rows is not None:
-        if row >= tl.load(num_rows):  # a constant and a device value cannot share an `and`
-            return
+    if padding(row, num_rows):
+        return
     at = both + row * 2 * WIDTH + cols
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)

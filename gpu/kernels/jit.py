@@ -27,6 +27,12 @@ def begin(PDL: tl.constexpr) -> None:
         gdc_launch_dependents()
 
 
+@jit
+def padding(row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """Whether `row` is behind the true rows: `num_rows` points to their count, None where all are true."""
+    return row < 0 if num_rows is None else row >= tl.load(num_rows)
+
+
 def options(warps: int, stages: int = 3, pdl: bool = False) -> dict[str, Any]:
     """Launch options. The interpreter knows no PDL, so it is named only when it is wanted."""
     found: dict[str, Any] = {"num_warps": warps, "num_stages": stages}

@@ -1,8 +1,8 @@
 """A layer's routed experts from router logits to their sum: which kernels, in which order.
 
-    up to a few rows    small_moe                                           2 launches
-    up to 64 rows       route, gate_up, down, moe_sum                       4
-    above               route, scatter, gate_up, down, moe_sum              5
+up to a few rows    small_moe                                           2 launches
+up to 64 rows       route, gate_up, down, moe_sum                       4
+above               route, scatter, gate_up, down, moe_sum              5
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def _parts(
 ) -> tuple[Tensor, Routing]:
     """The output of every (row, expert) pair, [T * k, hidden], and who went where."""
     w13, w2 = weights
-    routing, tiles = route(
-        logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl
-    )
+    routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     hidden = gate_up(x, w13, tiles, config.block_m, config.up, pdl=pdl)
     return down(hidden, w2, tiles, config.block_m, config.down, pdl=pdl), routing
 
@@ -58,9 +56,7 @@ def fused_moe(
     """
     if config.small:
         w13, w2 = weights
-        return small_moe(
-            x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl
-        )[0]
+        return small_moe(x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl)[0]
     parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, pdl)
     return moe_sum(parts, routing, num_rows=num_rows, pdl=pdl)
 
@@ -85,9 +81,7 @@ def fused_moe_add_norm(
     residual, weight, eps = after
     if config.small:
         w13, w2 = weights
-        total, _ = small_moe(
-            x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl
-        )
+        total, _ = small_moe(x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
         return add_rms_norm(total, residual, weight, eps, num_rows=num_rows, pdl=pdl)
     parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, pdl)
     return moe_sum_add_norm(parts, routing, residual, weight, eps, num_rows=num_rows, pdl=pdl)

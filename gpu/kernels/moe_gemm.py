@@ -59,20 +59,13 @@ def _weight_tile(
         at = w + row.to(tl.int64) * K + k
         n = tl.arange(0, BLOCK_N)[:, None]
         d = tl.arange(0, BLOCK_K)[None, :]
-        if EVEN:
-            tile = tl.load(at + n * K + d)
-        else:
-            tile = tl.load(at + n * K + d, mask=k + d < K, other=0.0)
+        tile = tl.load(at + n * K + d) if EVEN else tl.load(at + n * K + d, mask=k + d < K, other=0.0)
     return tile
 
 
 @jit
 def _multiply(x: tl.tensor, w: tl.tensor, acc: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
-    if SWAP:
-        acc = tl.dot(w, tl.trans(x), acc)
-    else:
-        acc = tl.dot(x, tl.trans(w), acc)
-    return acc
+    return tl.dot(w, tl.trans(x), acc) if SWAP else tl.dot(x, tl.trans(w), acc)
 
 
 @jit
@@ -101,10 +94,7 @@ def _tile(
     inside = m < count
     # Rows behind `count` are computed on somebody else's row and dropped: cheaper than masking.
     place = tl.minimum(first + m, last_place)
-    if GATED:
-        row = tl.load(pairs + place, mask=inside, other=0) // TOP_K
-    else:
-        row = place
+    row = tl.load(pairs + place, mask=inside, other=0) // TOP_K if GATED else place
     d = tl.arange(0, BLOCK_K)
     a_at = a + row.to(tl.int64)[:, None] * K + d[None, :]
     w_row = expert * (2 * N if GATED else N) + n
@@ -115,10 +105,7 @@ def _tile(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        if EVEN:
-            x = tl.load(a_at + k)
-        else:
-            x = tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
+        x = tl.load(a_at + k) if EVEN else tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
         acc = _multiply(x, _weight_tile(w, w_row, k, K, BLOCK_N, BLOCK_K, EVEN, TMA), acc, SWAP)
         if GATED:
             up = _multiply(x, _weight_tile(w, w_row + N, k, K, BLOCK_N, BLOCK_K, EVEN, TMA), up, SWAP)

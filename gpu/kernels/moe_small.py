@@ -77,7 +77,9 @@ def _small_up(
     if num_rows is not None:
         live = row < tl.load(num_rows)
     one = row + tl.zeros([1], tl.int32)
-    weight, expert, _ = _best(logits, one, one < tl.where(live, row + 1, 0), E, TOP_K, RENORM, BLOCK_E, BLOCK_J)
+    weight, expert, _ = _best(
+        logits, one, one < tl.where(live, row + 1, 0), E, TOP_K, RENORM, BLOCK_E, BLOCK_J
+    )
     mine = tl.arange(0, BLOCK_J)[None, :] == pair % TOP_K
     chosen = tl.sum(tl.sum(tl.where(mine, expert, 0), 1), 0)
     if tl.program_id(0) == 0:

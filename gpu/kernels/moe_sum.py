@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
 from gpu.kernels.route import Routing
 
 
@@ -29,9 +29,8 @@ def _moe_sum(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < WIDTH
     begin(PDL)
-    if num_rows is not None:
-        if row >= tl.load(num_rows):
-            return
+    if padding(row, num_rows):
+        return
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
 
 HEADS = 8
 """Heads per program: 1,024 elements of head_dim 128, 8 per thread of four warps."""
@@ -43,9 +43,8 @@ def _qkv(
     # roll(x, ROTARY / 2): what the rotation mixes into d. Past ROTARY nothing is turned.
     other = tl.where(d < ROTARY, (d + ROTARY // 2) % ROTARY, d)
     begin(PDL)
-    if num_rows is not None:
-        if row >= tl.load(num_rows):  # a constant and a device value cannot share an `and`
-            return
+    if padding(row, num_rows):
+        return
     mask = (head < Q + 2 * KV)[:, None] & (d < DIM)[None, :]
     is_q = (head < Q)[:, None]
     is_v = (head >= Q + KV)[:, None]

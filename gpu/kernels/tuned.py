@@ -64,9 +64,7 @@ def rule(shape: MoeShape, tokens: int) -> MoeConfig:
 
 def parse(entry: Mapping[str, Any]) -> MoeConfig:
     """A JSON entry. Raises KeyError or TypeError where a field is missing or unknown."""
-    return MoeConfig(
-        entry["small"], entry["block_m"], TileConfig(**entry["up"]), TileConfig(**entry["down"])
-    )
+    return MoeConfig(entry["small"], entry["block_m"], TileConfig(**entry["up"]), TileConfig(**entry["down"]))
 
 
 def nearest(table: Mapping[int, MoeConfig], tokens: int) -> MoeConfig:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import torch
 from core.errors import ModelError
 from gpu.weights.files import Progress, Task, run_tasks
 from gpu.weights.fill import Filler
+from gpu.weights.gguf_file import GgufFile, GgufTensor
 
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -59,53 +59,58 @@ def config_from_gguf(path: Path) -> dict[str, object]:
             f"{path.name}: GGUF architecture {arch} is not supported. Supported: {', '.join(ARCHITECTURES)}."
         )
 
-    def fact(name: str) -> Fact | None:
-        return file.facts.get(f"{arch}.{name}")
+    def fact(name: str, default: float | None = None) -> float:
+        """A number among the facts of the architecture."""
+        value = file.facts.get(f"{arch}.{name}", default)
+        if value is None or isinstance(value, str):
+            raise ModelError(f"{path.name}: {arch}.{name} must be a number, got {value!r}.")
+        return value
 
     tensors = {tensor.name: tensor for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{path.name} holds no token_embd.weight.")
-    config: dict[str, object] = {
+    hidden, heads = fact("embedding_length"), fact("attention.head_count")
+    return {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"].shape[0],
-        "hidden_size": fact("embedding_length"),
+        "hidden_size": hidden,
         "intermediate_size": fact("feed_forward_length"),
         "num_hidden_layers": fact("block_count"),
-        "num_attention_heads": fact("attention.head_count"),
-        "num_key_value_heads": fact("attention.head_count_kv"),
-        "head_dim": fact("attention.key_length") or fact("embedding_length") // fact("attention.head_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fact("attention.head_count_kv", heads),
+        "head_dim": int(fact("attention.key_length", hidden // max(heads, 1))),
         "max_position_embeddings": fact("context_length"),
         # Stored as float32: 1e-5 reads back as 9.99999975e-06.
-        "rms_norm_eps": round(float(fact("attention.layer_norm_rms_epsilon")), 10),
-        "rope_theta": float(fact("rope.freq_base") or 10000.0),
-        "rope_scaling": _scaling(fact, tensors.get(_ROPE_FREQS)),
+        "rms_norm_eps": round(fact("attention.layer_norm_rms_epsilon"), 10),
+        "rope_theta": fact("rope.freq_base", 10000.0),
+        "rope_scaling": _scaling(file, arch, fact),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "dtype": "float32",
         "bos_token_id": file.facts.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.facts.get("tokenizer.ggml.eos_token_id"),
     }
-    return config
 
 
-def _scaling(fact: Callable[[str], Any], freqs: Any) -> dict[str, object] | None:  # noqa: ANN401
+def _scaling(file: GgufFile, arch: str, fact: Callable[..., float]) -> dict[str, object] | None:
     """Rope scaling in Hugging Face's words."""
-    if freqs is not None:
-        # The divisors of Llama 3.1 to 3.3; all of them use these bands, and the largest is the factor.
-        return {
-            "rope_type": "llama3",
-            "factor": float(np.max(freqs.data)),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    kind = fact("rope.scaling.type")
-    if kind in (None, "none"):
+    for tensor in file.tensors:
+        if tensor.name == _ROPE_FREQS:
+            # The divisors of Llama 3.1 to 3.3; all of them use these bands, and the largest is the factor.
+            return {
+                "rope_type": "llama3",
+                "factor": float(file.rows(tensor, tensor.shape[-1] * 4).view(np.float32).max()),
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+    kind = file.facts.get(f"{arch}.rope.scaling.type", "none")
+    if kind == "none":
         return None
-    scaling: dict[str, object] = {"rope_type": kind, "factor": float(fact("rope.scaling.factor"))}
-    if original := fact("rope.scaling.original_context_length"):
-        scaling["original_max_position_embeddings"] = int(original)
+    scaling: dict[str, object] = {"rope_type": kind, "factor": fact("rope.scaling.factor")}
+    if original := fact("rope.scaling.original_context_length", 0):
+        scaling["original_max_position_embeddings"] = original
     return scaling
 
 
@@ -131,33 +136,38 @@ def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def fill_from_gguf(filler: Filler, path: Path, device: torch.device, progress: Progress) -> None:
     """Dequantise every tensor into its place. Raises `ModelError` for a file that cannot be read."""
-    reader = _open(path)
-    facts = {field.name: field.contents() for field in reader.fields.values()}
+    file = GgufFile(path)
     permuted: dict[str, int] = {}
-    if facts.get("general.architecture") == "llama":
-        heads = int(facts["llama.attention.head_count"])
-        permuted = {"attn_q": heads, "attn_k": int(facts.get("llama.attention.head_count_kv") or heads)}
-    tensors = [tensor for tensor in reader.tensors if hf_name(tensor.name) is not None]
+    if file.facts.get("general.architecture") == "llama":
+        heads = int(file.facts["llama.attention.head_count"])
+        permuted = {"attn_q": heads, "attn_k": int(file.facts.get("llama.attention.head_count_kv", heads))}
+    tensors = [tensor for tensor in file.tensors if hf_name(tensor.name) is not None]
     tasks = [
-        _reader(filler, path, tensors[first : first + _RUN], permuted)
+        _reader(filler, file, tensors[first : first + _RUN], permuted)
         for first in range(0, len(tensors), _RUN)
     ]
     run_tasks(tasks, len(tensors), device, progress)
 
 
-def _reader(filler: Filler, path: Path, tensors: list[Any], permuted: Mapping[str, int]) -> Task:
-    from gguf import dequantize
+def _reader(filler: Filler, file: GgufFile, tensors: list[GgufTensor], permuted: Mapping[str, int]) -> Task:
+    # The package of the quantisation formats, imported only where a .gguf file is read.
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    def values(tensor: GgufTensor) -> torch.Tensor:
+        try:
+            kind = GGMLQuantizationType(tensor.kind)
+            block, size = GGML_QUANT_SIZES[kind]
+            found = dequantize(file.rows(tensor, tensor.shape[-1] // block * size), kind)
+        except (RuntimeError, ValueError, KeyError) as error:  # an unknown format is a RuntimeError
+            raise ModelError(f"Cannot dequantise {tensor.name} of the GGUF file: {error}.") from error
+        # A copy where nothing was dequantised: torch takes no read-only memory.
+        return torch.from_numpy(np.array(found, np.float32, copy=None if found.flags.writeable else True))
 
     def read(tick: Callable[[], None]) -> None:
         for tensor in tensors:
             name = hf_name(tensor.name)
-            shape = [int(size) for size in reversed(tensor.shape.tolist())]
-            if name is not None and filler.wants(name, shape):
-                try:
-                    values = dequantize(tensor.data, tensor.tensor_type)
-                except (NotImplementedError, ValueError) as error:
-                    raise ModelError(f"{path.name}: cannot dequantise {tensor.name}: {error}.") from error
-                weight = torch.from_numpy(np.array(values, dtype=np.float32)).reshape(shape)
+            if name is not None and filler.wants(name, tensor.shape):
+                weight = values(tensor).reshape(tensor.shape)
                 heads = permuted.get(tensor.name.split(".")[-2])
                 filler.put(name, weight if heads is None else unpermute(weight, heads))
             tick()

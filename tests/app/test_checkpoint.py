@@ -28,7 +28,7 @@ def quiet(_: str) -> None:
     pass
 
 
-def find(model: object, **options: Any) -> Checkpoint:  # noqa: ANN401
+def find(model: object, **options: Any) -> Checkpoint:
     return resolve(ModelConfig(model=str(model), **options), quiet)
 
 
@@ -113,7 +113,7 @@ def beside_gguf(directory: Path) -> None:
         (beside_gguf, r"--model .*a\.gguf"),
     ],
 )
-def test_what_is_missing_is_named(directory: Path, spoil: Any, says: str) -> None:  # noqa: ANN401
+def test_what_is_missing_is_named(directory: Path, spoil: Any, says: str) -> None:
     spoil(directory)
     with pytest.raises(ModelError, match=says) as caught:
         find(directory)
@@ -241,7 +241,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def fields(kind: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401
+def fields(kind: str, **more: Any) -> dict[str, Any]:
     own = {f"{kind}.{name}": value for name, value in (FIELDS | more).items()}
     return {"general.architecture": kind, **own}
 

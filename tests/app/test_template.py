@@ -30,7 +30,7 @@ BOTH = (
 USER = [{"role": "user", "content": "hi"}]
 
 
-def refused(template: ChatTemplate, messages: Any = USER, **arguments: Any) -> RequestError:  # noqa: ANN401
+def refused(template: ChatTemplate, messages: Any = USER, **arguments: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
         template.render(messages, **arguments)
     return caught.value

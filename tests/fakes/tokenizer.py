@@ -50,7 +50,7 @@ class JoinTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> str:
         if any(message["content"] == "RAISE" for message in messages):
             raise RequestError("The chat template refused: no RAISE.", "messages")

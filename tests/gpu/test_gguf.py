@@ -62,6 +62,8 @@ def write(path: Path, arch: str, reference: PreTrainedModel, quantise: bool = Fa
     writer.add_key_length(getattr(config, "head_dim", 16))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([f"token {i}" for i in range(300)])
+    writer.add_token_scores([0.5] * 300)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in reference.state_dict().items():

@@ -1,0 +1,130 @@
+"""The plain-torch meaning of every kernel: used by tests and checks alone.
+
+Same arguments as the launchers, device sizes as Python numbers, float32 inside, rows that a kernel
+leaves alone given as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight, [n, width]."""
+    f = x.float()
+    return (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def silu_mul(both: Tensor) -> Tensor:
+    """silu(first half) · second half, [n, 2 * width] to [n, width]."""
+    gate, up = both.float().chunk(2, -1)
+    return (F.silu(gate) * up).to(both.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x · cos + roll(x) · sin in the first `rotary` of [n, heads, dim]; cos, sin [n, rotary]."""
+    rotary = cos.shape[-1]
+    part = x[..., :rotary].float()
+    turned = part * cos[:, None].float() + part.roll(rotary // 2, -1) * sin[:, None].float()
+    return torch.cat([turned, x[..., rotary:].float()], -1)
+
+
+def norm_rope(
+    qkv: Tensor,
+    kv_heads: int,
+    dim: int,
+    rope: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [n, heads, dim] of `qkv` [n, ...], normed and rotated."""
+    n = len(qkv)
+    x = qkv.view(n, -1, dim)
+    q, k, v = x.split([x.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q_weight, k_weight, eps = norms
+        q, k = rms_norm(q.float(), q_weight, eps), rms_norm(k.float(), k_weight, eps)
+    cos, sin = (r.view(n, -1) for r in rope)
+    return rotate(q, cos, sin).to(qkv.dtype), rotate(k, cos, sin).to(qkv.dtype), v
+
+
+def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Weights float32 and experts int64 [T, k], best first, lowest expert first on ties."""
+    shares = F.softmax(logits.float(), -1)
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = shares.gather(1, order)
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), order
+
+
+def moe(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, top_k: int, renormalise: bool = True) -> Tensor:
+    """The weighted sum of the best experts' gated MLPs, [T, hidden]; rounds where the kernels do."""
+    weights, experts = route(logits, top_k, renormalise)
+    width = w2.shape[2]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in experts.unique().tolist():
+        rows, j = (experts == expert).nonzero(as_tuple=True)
+        both = x[rows].float() @ w13[expert].float().T
+        hidden = (F.silu(both[:, :width]) * both[:, width:]).to(x.dtype)
+        part = (hidden.float() @ w2[expert].float().T).to(x.dtype).float()
+        out.index_add_(0, rows, part * weights[rows, j, None])
+    return out.to(x.dtype)
+
+
+def decode_attention(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    pages: Tensor,
+    lengths: Sequence[int],
+    page_size: int,
+    scale: float,
+    *,
+    cap: float = 0.0,
+    window: int = 0,
+    skip: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query per row: float32 out [rows, heads, dim] and base-2 log-sum-exp [rows, heads].
+
+    `q` [rows, heads, dim], `cache` K and V [tokens, kv_heads, dim], `pages` [rows, pages].
+    """
+    k_all, v_all = cache
+    rows, heads, _ = q.shape
+    group = heads // k_all.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.zeros(rows, heads, dtype=torch.float32, device=q.device)
+    for row, length in enumerate(lengths):
+        if length == 0:
+            continue
+        start = max(skip, length - window if window else 0)
+        at = torch.arange(start, length, device=q.device)
+        where = pages[row].long()[at // page_size] * page_size + at % page_size
+        k, v = (side[where].float().repeat_interleave(group, 1) for side in (k_all, v_all))
+        scores = torch.einsum("hd,khd->hk", q[row].float(), k) * scale
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), v)
+        lse[row] = torch.logsumexp(scores, -1) * 1.4426950408889634
+    return out, lse
+
+
+def merge_state(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results [rows, heads, dim] over disjoint keys as one, and its base-2 log-sum-exp."""
+    both = torch.stack([lse, other_lse]).double()
+    total = torch.logsumexp(both * 0.6931471805599453, 0) * 1.4426950408889634
+    share = torch.exp2(both - total).nan_to_num(0.0)
+    merged = torch.stack([out, other]).double().nan_to_num(0.0) * share[..., None]
+    return merged.sum(0).to(out.dtype), total.float()
+
+
+def race(logits: Tensor, bits: Tensor, temperatures: Tensor) -> Tensor:
+    """Scores float64 [n, vocab] whose argmax is the token: logit / t + gumbel, the logit where t is 0.
+
+    `bits` as of `gpu.sample.noise.bits`, `temperatures` [n].
+    """
+    v = ((bits.double() + 0.5) * 2.0**-31).clamp(max=1 - 2.0**-24)
+    gumbel = -torch.log(-torch.log1p(-v))
+    heat = temperatures.double()[:, None]
+    x = logits.double()
+    return torch.where(heat > 0, x / heat.where(heat > 0, 1.0) + gumbel, x)
