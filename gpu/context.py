@@ -10,13 +10,11 @@ from gpu.attention.base import AttentionBackend
 class ForwardContext:
     """Owner: launch thread, for one step.
 
-    `positions` int64 [num_tokens]; `attention` is prepared for this step; `rope` holds cos and sin
-    [num_tokens, 1, rotary_dim] of the positions, set by the decoder once for all layers.
+    `positions` int64 [num_tokens]; `attention` is prepared for this step.
     """
 
-    __slots__ = ("attention", "positions", "rope")
+    __slots__ = ("attention", "positions")
 
     def __init__(self, positions: torch.Tensor, attention: AttentionBackend) -> None:
         self.positions = positions
         self.attention = attention
-        self.rope: tuple[torch.Tensor, torch.Tensor] = (positions, positions)

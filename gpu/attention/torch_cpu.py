@@ -21,22 +21,27 @@ QUERY_BLOCK = 512
 """Queries of a chunk per call: bounds a mask to 512 × context × 4 bytes (256 MiB at 128k)."""
 
 
-class _Decode(NamedTuple):
-    """All decode rows, for layers of one window. `pages` int64 [rows * p] or, when one row's pages
-    are consecutive, the first of them; `mask` [rows, 1, 1, keys] is added to scores, None when every
-    key counts."""
+MERGED_KEYS = 128
+"""Decode rows up to this length share a call whatever their lengths: padding them costs less than a
+call more per layer."""
 
+
+class _Decode(NamedTuple):
+    """Decode rows of similar length, for layers of one window. `rows` of the step are theirs; `pages`
+    int64 [rows * p] or, when one row's pages are consecutive, the first of them; `mask`
+    [rows, 1, 1, keys] is added to scores, None when every key counts."""
+
+    rows: slice | torch.Tensor
     pages: torch.Tensor | int
     keys: int
     mask: torch.Tensor | None
 
 
 class _Block(NamedTuple):
-    """Queries `first` ... `last - 1` of the step, one chunk's or a part of it, and the `keys` they
-    see: from position `pages[0] * page_size` of the slot on."""
+    """Queries `rows` of the step, one chunk's or a part of it, and the `keys` they see, from the start
+    of the first of `pages` on."""
 
-    first: int
-    last: int
+    rows: slice
     pages: torch.Tensor | int
     keys: int
     mask: torch.Tensor | None
@@ -69,7 +74,7 @@ class TorchAttention:
         self._tokens = pool.tokens()
         self._pages = pool.pages()
         self._inputs: StepInputs | None = None
-        self._decode: dict[int, _Decode] = {}
+        self._decode: dict[int, list[_Decode]] = {}
         self._blocks: dict[int, list[_Block]] = {}
 
     def prepare(self, inputs: StepInputs) -> None:
@@ -77,8 +82,7 @@ class TorchAttention:
         self._inputs = inputs
         self._clear_tails(inputs)
         kinds = set(self._windows)
-        if len(inputs.decode_slots):
-            self._decode = {window: self._decode_view(inputs, window) for window in kinds}
+        self._decode = {window: self._decode_groups(inputs, window) for window in kinds}
         self._blocks = {
             window: [block for chunk in inputs.chunks for block in self._chunk_blocks(chunk, window)]
             for window in kinds
@@ -86,34 +90,39 @@ class TorchAttention:
 
     def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        inputs = self._inputs
-        assert inputs is not None, "prepare() comes first"
-        _, heads, dim = q.shape
-        kv_heads = kv.shape[2]
-        self._tokens[layer].index_copy_(0, inputs.where, kv.flatten(1))
+        assert self._inputs is not None, "prepare() comes first"
+        self._tokens[layer].index_copy_(0, self._inputs.where, kv.flatten(1))
         window = self._windows[layer]
-        rows = len(inputs.decode_slots)
-        group = heads // kv_heads
-        outs: list[torch.Tensor] = []
-        if rows:
-            view = self._decode[window]
-            k, v = self._gather(layer, view.pages, rows, view.keys, (kv_heads, dim))
-            grouped = q[:rows].view(rows, kv_heads, group, dim)
-            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=view.mask)
-            outs.append(out.reshape(rows, heads * dim))
-        outs.extend(self._attend_block(layer, block, q, kv) for block in self._blocks[window])
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        groups, blocks, kv_heads = self._decode[window], self._blocks[window], kv.shape[2]
+        if len(groups) == 1 and not blocks:
+            return self._attend_rows(layer, groups[0], q, kv_heads)
+        out = torch.empty_like(q).flatten(1)
+        for group in groups:
+            out[group.rows] = self._attend_rows(layer, group, q[group.rows], kv_heads)
+        for block in blocks:
+            out[block.rows] = self._attend_block(layer, block, q[block.rows], kv_heads)
+        return out
 
-    def _attend_block(self, layer: int, block: _Block, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """[last - first, heads * head_dim] of one block of a chunk's queries."""
-        _, heads, dim = q.shape
-        kv_heads = kv.shape[2]
-        queries = q[block.first : block.last].transpose(0, 1).unsqueeze(0)
+    def _attend_rows(self, layer: int, group: _Decode, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """One token of each row: [rows, heads, head_dim] to [rows, heads * head_dim]."""
+        rows, heads, dim = q.shape
+        k, v = self._gather(layer, group.pages, rows, group.keys, (kv_heads, dim))
+        grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(rows, -1)
+
+    def _attend_block(self, layer: int, block: _Block, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """A run of tokens of one slot: [count, heads, head_dim] to [count, heads * head_dim]."""
+        count, heads, dim = q.shape
         k, v = self._gather(layer, block.pages, 1, block.keys, (kv_heads, dim))
         out = F.scaled_dot_product_attention(
-            queries, k, v, attn_mask=block.mask, is_causal=block.causal, enable_gqa=heads != kv_heads
+            q.transpose(0, 1).unsqueeze(0),
+            k,
+            v,
+            attn_mask=block.mask,
+            is_causal=block.causal,
+            enable_gqa=heads != kv_heads,
         )
-        return out[0].transpose(0, 1).reshape(-1, heads * dim)
+        return out[0].transpose(0, 1).reshape(count, -1)
 
     def _gather(
         self, layer: int, pages: torch.Tensor | int, rows: int, keys: int, heads: tuple[int, int]
@@ -127,30 +136,53 @@ class TorchAttention:
         both = both.permute(2, 0, 3, 1, 4)
         return both[0], both[1]
 
-    def _decode_view(self, inputs: StepInputs, window: int) -> _Decode:
-        """Pages and mask of the decode rows, trimmed to the longest row."""
-        size = self._pool.page_size
+    def _decode_groups(self, inputs: StepInputs, window: int) -> list[_Decode]:
+        """The decode rows in calls of similar length, longest first.
+
+        One call for all would pad every row to the longest: 63 short rows beside one of 8,192 tokens
+        would gather 64 times its keys. Rows of a group differ at most by a factor of two.
+        """
         lengths = inputs.decode_lengths
-        device = lengths.device
-        rows = len(lengths)
-        # A row's keys begin at the page that holds the oldest position it still sees.
-        begin = (lengths - window).clamp(min=0) // size if window else torch.zeros_like(lengths)
-        longest = int((lengths - begin * size).max())
-        count = -(-longest // size)
-        index = begin[:, None] + torch.arange(count, device=device)
-        used = index * size < lengths[:, None]
-        table = self._slots.page_table[inputs.decode_slots[:, None], index.where(used, 0)]
+        keys = lengths - self._begin(lengths, window) * self._pool.page_size
+        seen = keys.tolist()
+        groups: list[list[int]] = []
+        for row in sorted(range(len(seen)), key=seen.__getitem__, reverse=True):
+            if groups and seen[groups[-1][0]] <= max(2 * seen[row], MERGED_KEYS):
+                groups[-1].append(row)
+            else:
+                groups.append([row])
+        if len(groups) == 1:
+            return [self._decode_group(inputs, slice(0, len(seen)), window, max(seen))]
+        return [
+            self._decode_group(inputs, torch.tensor(rows, device=lengths.device), window, seen[rows[0]])
+            for rows in groups
+        ]
+
+    def _begin(self, lengths: torch.Tensor, window: int) -> torch.Tensor:
+        """Index of the page with the oldest position that the last token of each row sees."""
+        oldest = (lengths - window).clamp(min=0) if window else torch.zeros_like(lengths)
+        return oldest // self._pool.page_size
+
+    def _decode_group(
+        self, inputs: StepInputs, rows: slice | torch.Tensor, window: int, longest: int
+    ) -> _Decode:
+        """Pages and mask of some decode rows, `longest` keys each."""
+        size = self._pool.page_size
+        lengths = inputs.decode_lengths[rows, None]
+        slots = inputs.decode_slots[rows, None]
+        begin = self._begin(lengths, window)
+        index = begin + torch.arange(-(-longest // size), device=lengths.device)
+        used = index * size < lengths
+        table = self._slots.page_table[slots, index.where(used, 0)]
         # Page 0 is never written on this backend: what a shorter row gathers past its end is zero.
         pages = table.where(used, 0).flatten()
-        if rows == 1 and (run := _consecutive(pages)) is not None and not window:
-            return _Decode(run, longest, None)
-        at = begin[:, None] * size + torch.arange(longest, device=device)
-        hidden = at >= lengths[:, None]
+        at = begin * size + torch.arange(longest, device=lengths.device)
+        hidden = at >= lengths
         if window:
-            hidden |= at < lengths[:, None] - window
-        if not bool(hidden.any()):
-            return _Decode(pages, longest, None)
-        return _Decode(pages, longest, self._additive(hidden)[:, None, None])
+            hidden |= at < lengths - window
+        mask = self._additive(hidden)[:, None, None] if bool(hidden.any()) else None
+        run = _consecutive(pages) if len(lengths) == 1 else None
+        return _Decode(rows, pages if run is None else run, longest, mask)
 
     def _chunk_blocks(self, chunk: ChunkRow, window: int) -> list[_Block]:
         """A chunk in runs of at most QUERY_BLOCK queries, each with the keys it can see."""
@@ -170,9 +202,8 @@ class TorchAttention:
             mask = None if bare else self._causal(start, count, begin * size, window, keys)
             run = _consecutive(pages)
             first = chunk.first + offset
-            blocks.append(
-                _Block(first, first + count, pages.long() if run is None else run, keys, mask, causal)
-            )
+            rows = slice(first, first + count)
+            blocks.append(_Block(rows, pages.long() if run is None else run, keys, mask, causal))
         return blocks
 
     def _causal(self, start: int, count: int, begin: int, window: int, keys: int) -> torch.Tensor:

@@ -249,18 +249,19 @@ def _merge(
     for at in range(first, last, UNROLL):
         for i in tl.static_range(UNROLL):
             place = at + i
-            here = place < last
+            here = head < tl.where(place < last, HEADS, 0)
             lse_at = parts_lse + place * HEADS + head
-            lse = tl.load(lse_at, mask=here & (head < HEADS), other=float("-inf"), cache_modifier=".cg")
+            lse = tl.load(lse_at, mask=here, other=float("-inf"), cache_modifier=".cg")
             at_d = parts + (place * HEADS + head)[:, None] * DIM + d[None, :]
-            part = tl.load(at_d, mask=here & inside, other=0.0, cache_modifier=".cg")
+            part = tl.load(at_d, mask=here[:, None] & inside, other=0.0, cache_modifier=".cg")
             top = tl.maximum(high, lse)
-            known = top > float("-inf")
-            old = tl.where(known, tl.exp2(high - top), 0.0)
-            new = tl.where(known, tl.exp2(lse - top), 0.0)
+            # Heads past the group stay at -inf, and so does their maximum.
+            level = tl.where(top > float("-inf"), top, 0.0)
+            old, new = tl.exp2(high - level), tl.exp2(lse - level)
             acc = acc * old[:, None] + part * new[:, None]
             total = total * old + new
             high = top
+    total = tl.where(total > 0, total, 1.0)
     return acc / total[:, None], high + tl.log2(total)
 
 

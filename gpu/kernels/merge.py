@@ -33,8 +33,8 @@ def _merge_state(
     b = tl.load(other_lse + row * H + h, mask=h < H, other=float("-inf"))
     top = tl.maximum(a, b)
     # -inf: nothing was attended to, and what stands there as its result may be NaN.
-    wa = tl.where(a > float("-inf"), tl.exp2(a - top), 0.0)
-    wb = tl.where(b > float("-inf"), tl.exp2(b - top), 0.0)
+    level = tl.where(top > float("-inf"), top, 0.0)
+    wa, wb = tl.exp2(a - level), tl.exp2(b - level)
     total = wa + wb
     inside = (h < H)[:, None] & (d < DIM)[None, :]
     at = (row * H + h)[:, None] * DIM + d[None, :]

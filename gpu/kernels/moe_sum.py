@@ -34,7 +34,7 @@ def _moe_sum(
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j
-        live = tl.load(experts + pair) >= 0  # on other ranks' experts nothing was written here
+        live = tl.load(experts + pair + cols * 0) >= 0  # elsewhere's experts wrote nothing here
         part = tl.load(parts + pair.to(tl.int64) * WIDTH + cols, mask=mask & live, other=0.0)
         total += tl.load(weights + pair) * part.to(tl.float32)
     if residual is not None:

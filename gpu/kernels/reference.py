@@ -43,7 +43,7 @@ def norm_rope(
     """Queries, keys and values [n, heads, dim] of `qkv` [n, ...], normed and rotated."""
     n = len(qkv)
     x = qkv.view(n, -1, dim)
-    q, k, v = x.split([x.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+    q, k, v = torch.split(x, [x.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     if norms is not None:
         q_weight, k_weight, eps = norms
         q, k = rms_norm(q.float(), q_weight, eps), rms_norm(k.float(), k_weight, eps)
@@ -64,7 +64,7 @@ def moe(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, top_k: int, renormal
     weights, experts = route(logits, top_k, renormalise)
     width = w2.shape[2]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in experts.unique().tolist():
+    for expert in sorted(set(experts.flatten().tolist())):
         rows, j = (experts == expert).nonzero(as_tuple=True)
         both = x[rows].float() @ w13[expert].float().T
         hidden = (F.silu(both[:, :width]) * both[:, width:]).to(x.dtype)

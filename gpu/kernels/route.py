@@ -71,7 +71,7 @@ def _best(
     e = tl.arange(0, BLOCK_E)
     j = tl.arange(0, BLOCK_K)[None, :]
     at = logits + rows.to(tl.int64)[:, None] * E + e[None, :]
-    x = tl.load(at, mask=live[:, None] & (e < E)[None, :], other=float("-inf")).to(tl.float32) + 0.0
+    x = tl.load(at, mask=live[:, None] & (e < E)[None, :], other=0.0).to(tl.float32) + 0.0
     # Value and index in one integer whose order is that of the values, lowest expert first on ties:
     # one reduction finds both. (+ 0.0 above makes -0 equal to 0.)
     word = x.to(tl.int32, bitcast=True)

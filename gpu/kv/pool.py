@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 
@@ -16,8 +17,7 @@ class KvPool:
     and gathers both with one. `k(layer)` and `v(layer)` are the strided views
     [num_pages, page_size, kv_heads, head_dim]. Page 0 is the dump.
 
-    The memory is zeroed: the allocator hands out untouched zero pages, so this costs nothing before
-    use, and no page ever holds a NaN that nobody computed.
+    The memory starts as zeros, so that no page ever holds a NaN that nobody computed.
 
     Owner: launch thread.
     """
@@ -36,7 +36,14 @@ class KvPool:
         """`heads` is (kv_heads, head_dim)."""
         self.num_pages = num_pages
         self.page_size = page_size
-        self.data = torch.zeros(layers, num_pages, page_size, 2, *heads, dtype=dtype, device=device)
+        shape = (layers, num_pages, page_size, 2, *heads)
+        if device.type == "cpu":
+            # numpy takes zero pages from the system untouched; torch.zeros writes them, and 4 GiB of
+            # that were 10 s of every start and memory that nobody may ever need.
+            storage = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+            self.data = torch.from_numpy(storage).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     def k(self, layer: int) -> torch.Tensor:
         """[num_pages, page_size, kv_heads, head_dim], a view."""

@@ -8,7 +8,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.linear import Linear, Places
 from gpu.layers.norm import RmsNorm
-from gpu.layers.rope import rotate
+from gpu.layers.rope import Rotation, rotate
 
 
 class Attention:
@@ -34,7 +34,7 @@ class Attention:
             else {}
         )
 
-    def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
         n, heads = len(x), self._heads
         turned = heads + self._kv_heads
@@ -42,7 +42,7 @@ class Attention:
         if self._norms:
             qkv[:, :heads] = self._norms["q_norm"](qkv[:, :heads])
             qkv[:, heads:turned] = self._norms["k_norm"](qkv[:, heads:turned])
-        rotate(qkv[:, :turned], *ctx.rope)
+        rotate(qkv[:, :turned], rotation)
         kv = qkv[:, heads:].view(n, 2, self._kv_heads, -1)
         return self._out(ctx.attention.run(self._layer, qkv[:, :heads], kv))
 

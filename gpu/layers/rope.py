@@ -4,6 +4,7 @@ rely on that."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -60,12 +61,19 @@ def _dynamic(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Tensor:
     return positions[:, None] / theta[:, None] ** steps
 
 
+class Rotation(NamedTuple):
+    """cos and sin [n, 1, rotary_dim] of a step's positions; `sin` is negative in its first half."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 class Rope:
     """cos and sin of positions, made once a step for all layers.
 
     No table over all positions: at a context of 131,072 it would hold 128 MiB to save eight small
-    kernels a step. `sin` is negative in its first half, so that rotating is
-    x · cos + roll(x, half) · sin: three kernels for all query and key heads of a layer.
+    kernels a step. Rotating is x · cos + roll(x, half) · sin: three kernels for all query and key
+    heads of a layer.
     """
 
     __slots__ = ("_dim", "_dtype", "_frequencies", "_rope")
@@ -76,8 +84,8 @@ class Rope:
         self._dtype = dtype
         self._frequencies = frequencies(rope, self._dim).to(device)
 
-    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [n, 1, rotary_dim] of `positions` [n], computed in float32."""
+    def rows(self, positions: torch.Tensor) -> Rotation:
+        """The rotation of `positions` [n], computed in float32."""
         places = positions.float()
         if self._rope.kind == "dynamic":
             angles = _dynamic(self._rope, self._dim, places)
@@ -87,11 +95,12 @@ class Rope:
         if (scale := self._rope.attention_factor) != 1.0:
             cos, sin = cos * scale, sin * scale
         full_cos, full_sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        return full_cos.to(self._dtype).unsqueeze(1), full_sin.to(self._dtype).unsqueeze(1)
+        return Rotation(full_cos.to(self._dtype).unsqueeze(1), full_sin.to(self._dtype).unsqueeze(1))
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def rotate(x: torch.Tensor, rotation: Rotation) -> None:
     """Rotate the first rotary_dim of every head of `x` [n, heads, head_dim], in place."""
+    cos, sin = rotation
     dim = cos.shape[-1]
     part = x if dim == x.shape[-1] else x[..., :dim]
     turned = torch.roll(part, dim // 2, -1)

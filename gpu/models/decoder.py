@@ -12,6 +12,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers import Attention, Linear, Mlp, RmsNorm, Rope, SparseMlp
 from gpu.layers.linear import Places
+from gpu.layers.rope import Rotation
 
 
 class Layer:
@@ -36,11 +37,13 @@ class Layer:
         self._after = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
         self._mlp = mlp
 
-    def __call__(self, ctx: ForwardContext, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
         """What is still to be added to `residual` [n, hidden], which is updated in place; `x` is the
         same of the layer before, None in the first layer."""
         x = self._before(residual) if x is None else self._before.add(x, residual)
-        x = self._attention(ctx, x)
+        x = self._attention(ctx, rotation, x)
         return self._mlp(self._after.add(x, residual))
 
     def seal(self) -> None:
@@ -83,11 +86,11 @@ class Decoder:
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
-        ctx.rope = self._rope.rows(ctx.positions)
+        rotation = self._rope.rows(ctx.positions)
         residual = self._embedding[ids]
         x: torch.Tensor | None = None
         for layer in self._layers:
-            x = layer(ctx, x, residual)
+            x = layer(ctx, rotation, x, residual)
         assert x is not None
         return self._norm.add(x, residual)
 

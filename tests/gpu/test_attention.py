@@ -129,3 +129,13 @@ def test_stale_table_entries_are_not_read() -> None:
     table.slots.page_table[1:] = 50
     table.step(0, [], [(1, 30), (2, 2)])
     table.step(0, [1, 2], [])
+
+
+@pytest.mark.parametrize(("layer", "window"), [(0, 3), (1, 3), (1, 200)])
+def test_rows_of_very_different_length(layer: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.attention.torch_cpu.MERGED_KEYS", 4)
+    table = Table(4, window)
+    table.step(layer, [], [(1, 2), (2, 100), (3, 9), (4, 11)])
+    for _ in range(5):
+        table.step(layer, [3, 1, 2, 4], [])
+    table.step(layer, [2, 1], [(3, 5)])

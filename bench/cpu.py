@@ -1,0 +1,146 @@
+"""SmolLM2 on the CPU: Loom over HTTP against `transformers` generate, and what a cached prefix saves.
+
+    python -m bench.cpu
+
+Both run fp32, prompts of random token ids and the same number of greedy tokens, one after the other on
+the same cores. Bias: the peer has random weights of the same shapes, which cost the same; generate pays
+neither HTTP nor a client, and Loom's client takes a share of the cores. `transformers` serves concurrent
+requests one after the other, so its total is its single-stream rate.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from app.checkpoint import resolve
+from bench.load.client import Target
+from bench.load.pool import Job, Pool
+from bench.load.records import Record
+from bench.load.workloads import Workload
+from bench.results import write
+from core.config import ModelConfig
+
+PORT = 8765
+PROMPT, OUTPUT = 64, 128
+ROUNDS = 3
+PREFIX, SUFFIX = 2000, 16
+IDS = {"vocab_low": 1000, "vocab_high": 40_000}
+
+
+def main() -> None:
+    """Measure and keep bench/results/cpu.json."""
+    peer = statistics.median(_transformers())
+    with _server():
+        single = [_rate(_load("single", concurrency=1, requests=1)) for _ in range(ROUNDS)]
+        eight = [_rate(_load("eight", concurrency=8, requests=8)) for _ in range(ROUNDS)]
+        cold, warm = zip(*(_prefix(seed) for seed in range(ROUNDS)), strict=True)
+    one, total = statistics.median(single), statistics.median(eight)
+    write(
+        "cpu",
+        {
+            "model": "SmolLM2-135M-Instruct, fp32",
+            "prompt_tokens": PROMPT,
+            "output_tokens": OUTPUT,
+            "transformers_tok_s": round(peer, 1),
+            "loom_single_tok_s": round(one, 1),
+            "loom_eight_tok_s": round(total, 1),
+            "single_ratio": round(one / peer, 2),
+            "eight_ratio": round(total / peer, 2),
+            "shared_prefix_tokens": PREFIX,
+            "ttft_cold_ms": round(statistics.median(cold), 1),
+            "ttft_cached_ms": round(statistics.median(warm), 1),
+            "ttft_ratio": round(statistics.median(cold) / statistics.median(warm), 1),
+        },
+    )
+
+
+def _transformers() -> list[float]:
+    """Tokens per second of greedy generate, in a process of its own."""
+    config = json.dumps(resolve(ModelConfig(), print).config)
+    done = subprocess.run(
+        [sys.executable, "-c", _PEER, config], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [float(line) for line in done.stdout.split()]
+
+
+_PEER = f"""
+import json, sys, time, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+config = json.loads(sys.argv[1])
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+torch.manual_seed(0)
+for round in range({ROUNDS} + 1):
+    ids = torch.randint(1000, 40000, (1, {PROMPT}))
+    begun = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                             min_new_tokens={OUTPUT}, max_new_tokens={OUTPUT}, pad_token_id=0)
+    assert out.shape[1] == {PROMPT + OUTPUT}
+    if round:
+        print({OUTPUT} / (time.perf_counter() - begun))
+"""
+
+
+@contextmanager
+def _server() -> Iterator[None]:
+    server = subprocess.Popen([sys.executable, "-m", "app", "--port", str(PORT), "--log-level", "error"])
+    try:
+        while True:
+            assert server.poll() is None, "the server did not start"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health")
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _load(name: str, **options: Any) -> list[Record]:  # the workload's own fields
+    options = {"input_len": PROMPT, "output_len": OUTPUT, "seed": time.time_ns() % 10**6, **IDS, **options}
+    job = Job(Target.of(f"http://127.0.0.1:{PORT}"), Workload(name=name, **options), "", processes=1)
+    records = Pool(job).run().records
+    assert all(record.bad is None for record in records), "a request failed"
+    return records
+
+
+def _rate(records: list[Record]) -> float:
+    """Output tokens per second over the wall time of all."""
+    begun, ended = min(r.sent for r in records), max(r.end for r in records)
+    return float(sum(r.out for r in records) / (ended - begun))
+
+
+def _prefix(seed: int) -> tuple[float, float]:
+    """Time to first token in ms: the first of two prompts with one prefix, then the second."""
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(1000, 40_000, PREFIX).tolist()
+    times = [_first_token(prefix + rng.integers(1000, 40_000, SUFFIX).tolist()) for _ in range(2)]
+    return times[0], times[1]
+
+
+def _first_token(prompt: list[int]) -> float:
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    begun = time.perf_counter()
+    urllib.request.urlopen(request).read()
+    return 1e3 * (time.perf_counter() - begun)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What the compiler makes of every kernel, for sm_90, without a GPU: `python -m bench.kernels.compile`.
+
+Registers, stack (spills), shared memory, and which matrix instructions: HGMMA is Hopper's own, HMMA the
+older one. A kernel with a stack, or a large-batch GEMM without HGMMA, is slow before it has run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from bench.kernels import inputs
+from bench.kernels.inputs import Heads, MoeSize
+from gpu.kernels import decode, embed, gated, merge, moe, norm, qkv, sample
+from gpu.kernels.moe_gemm import TileConfig
+from gpu.kernels.tuned import MoeConfig, MoeShape, rule
+
+CPU = torch.device("cpu")
+DTYPE = torch.bfloat16
+SIZE = MoeSize(experts=128)
+
+
+class _Device:
+    """Stands for a driver: says which target to compile for, and nothing else."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
+    """Name to a call that launches what is to be compiled. Tensors are never read: only their types,
+    sizes and the divisibility of their addresses count."""
+    heads = Heads()
+    n = inputs.scalar(64, CPU)
+
+    def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def attention(page: int, size: Heads) -> None:
+        config = decode.decode_config(size.dim, size.kv, 132)
+        slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(512, dtype=torch.int64)
+        table = torch.zeros(512, 64, dtype=torch.int32)
+        both = empty(64, 2, size.kv, size.dim)
+        plan = decode.plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
+        space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
+        cache = both[:, 0], both[:, 1]
+        q = empty(256, size.q, size.dim)
+        decode.paged_decode(q, cache, table, slots, plan, space, config, page_size=page, scale=0.1, pdl=pdl)
+
+    def experts(tokens: int, config: MoeConfig | None = None) -> None:
+        shape = MoeShape(SIZE.experts, SIZE.width, SIZE.hidden, SIZE.top_k, "bfloat16", "H200")
+        x, logits = empty(tokens, SIZE.hidden), empty(tokens, SIZE.experts, dtype=torch.float32)
+        weights = (
+            empty(SIZE.experts, 2 * SIZE.width, SIZE.hidden),
+            empty(SIZE.experts, SIZE.hidden, SIZE.width),
+        )
+        after = empty(tokens, SIZE.hidden), empty(SIZE.hidden), 1e-6
+        use = config or rule(shape, tokens)
+        moe.fused_moe_add_norm(x, logits, weights, SIZE.top_k, use, after, num_rows=n, pdl=pdl)
+
+    def fused_qkv() -> None:
+        both = empty(64, 2, heads.kv, heads.dim)
+        turn = empty(256, 1, heads.dim), empty(256, 1, heads.dim)
+        norms = empty(heads.dim), empty(heads.dim), 1e-6
+        fused = empty(256, (heads.q + 2 * heads.kv) * heads.dim)
+        where = torch.zeros(256, dtype=torch.int64)
+        qkv.norm_rope_store(fused, (both[:, 0], both[:, 1]), where, turn, norms, num_rows=n, pdl=pdl)
+
+    def sampler() -> None:
+        ints = torch.zeros(256, dtype=torch.int64)
+        heat = empty(512, dtype=torch.float32)
+        sample.sample(empty(256, 151_936, dtype=torch.float32), ints, ints, heat, ints, cells=ints, pdl=pdl)
+
+    wide = TileConfig(128, 64, 8, 3, False, 1, True)
+    swapped = TileConfig(128, 64, 8, 3, True, 2, True)
+    x = empty(256, 2048)
+    lse = empty(256, 32, dtype=torch.float32)
+    ints = torch.zeros(512, dtype=torch.int64)
+    return {
+        "norm": lambda: norm.add_rms_norm(x, x, x[0], 1e-6, num_rows=n, pdl=pdl),
+        "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
+        "embed": lambda: embed.embed(x, ints, ints, n, ints, pdl=pdl),
+        "qkv": fused_qkv,
+        "sample": sampler,
+        "merge": lambda: merge.merge_state(empty(256, 32, 128), lse, empty(256, 32, 128), lse, pdl=pdl),
+        "decode, page 16": lambda: attention(16, heads),
+        "decode, page 64": lambda: attention(64, heads),
+        "decode, dim 256": lambda: attention(16, Heads(16, 8, 256)),
+        "moe 1": lambda: experts(1),
+        "moe 32": lambda: experts(32),
+        "moe 256": lambda: experts(256),
+        "moe 512": lambda: experts(512),
+        "moe 4096": lambda: experts(4096),
+        "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
+        "moe 4096 swap": lambda: experts(4096, MoeConfig(False, 128, swapped, swapped)),
+    }
+
+
+def report(name: str, kernel: Any) -> str:
+    """One line of a compiled kernel, from its SASS."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([tools / "cuobjdump", *what, file.name], capture_output=True, text=True).stdout
+            for what in (["-res-usage"], ["-sass"])
+        )
+    found = {key: int(m[1]) if (m := re.search(rf"{key}:(\d+)", usage)) else -1 for key in ("REG", "STACK")}
+    instructions = {op: len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "HMMA", "LDL", "UTMALDG")}
+    counts = " ".join(f"{op} {n}" for op, n in instructions.items() if n)
+    return (
+        f"{name:16} {kernel.metadata.name:14} warps {kernel.metadata.num_warps} REG {found['REG']:3} "
+        f"STACK {found['STACK']:4} shared {kernel.metadata.shared:6} {counts}"
+    )
+
+
+@contextmanager
+def compiling() -> Iterator[list[Any]]:
+    """Within it every launch compiles for sm_90 into Triton's cache and runs nothing; yields the list
+    that the compiled kernels are added to."""
+    found: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(run(self, *args, **kwargs | {"warmup": True}))
+
+    driver.set_active(_Device())  # for good: without a GPU there is none to return to
+    with mock.patch.object(JITFunction, "run", compile_only):
+        yield found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile the cases whose name begins with one of the arguments, all without."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--pdl", action="store_true")
+    asked = parser.parse_args(argv)
+    with compiling() as found:
+        for name, case in _cases(asked.pdl).items():
+            if asked.names and not any(name.startswith(wanted) for wanted in asked.names):
+                continue
+            found.clear()
+            case()
+            for kernel in found:
+                print(report(name, kernel), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Random inputs of the kernels, as a step would hand them over. Shared by checks, timings and tests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MoeInputs(NamedTuple):
+    """A layer: x [T, hidden], logits [T, experts], w13 and w2 as `fused_moe` takes them."""
+
+    x: Tensor
+    logits: Tensor
+    w13: Tensor
+    w2: Tensor
+
+
+class MoeSize(NamedTuple):
+    """Qwen3-30B-A3B by default. `width` is divided by the tensor-parallel ranks."""
+
+    experts: int = 128
+    width: int = 768
+    hidden: int = 2048
+    top_k: int = 8
+
+
+class Heads(NamedTuple):
+    """Query heads, KV heads, head_dim; Qwen3-30B-A3B by default."""
+
+    q: int = 32
+    kv: int = 4
+    dim: int = 128
+
+
+class Pages(NamedTuple):
+    """A layer's pages and who owns them. k, v [tokens, kv_heads, dim] are views of one allocation."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    slots: Tensor
+    lengths: Tensor
+
+
+def moe_weights(size: MoeSize, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """w13 and w2, normal with deviation hidden**-0.5, so that outputs are of the inputs' size."""
+    shapes = ((size.experts, 2 * size.width, size.hidden), (size.experts, size.hidden, size.width))
+    w13, w2 = (torch.empty(shape, dtype=dtype, device=device).normal_() for shape in shapes)
+    return w13.mul_(size.hidden**-0.5), w2.mul_(size.width**-0.5)
+
+
+def moe_inputs(tokens: int, size: MoeSize, dtype: torch.dtype, device: torch.device) -> MoeInputs:
+    """Uniform routing: every expert is as likely."""
+    x = torch.randn(tokens, size.hidden, device=device).to(dtype)
+    logits = torch.randn(tokens, size.experts, device=device)
+    return MoeInputs(x, logits, *moe_weights(size, dtype, device))
+
+
+def distinct_experts(tokens: int, size: MoeSize) -> float:
+    """Experts hit at uniform routing, on average."""
+    return size.experts * (1 - (1 - size.top_k / size.experts) ** tokens)
+
+
+def pages(
+    lengths: list[int], page_size: int, heads: Heads, dtype: torch.dtype, device: torch.device
+) -> Pages:
+    """Pages of rows with `lengths`, handed out in random order from page 1 on, slots in random order.
+
+    Page 0 and everything past a length is NaN: a kernel that lets it through is found out.
+    """
+    counts = [-(-length // page_size) for length in lengths]
+    total, longest = sum(counts) + 1, max([*counts, 1])
+    data = torch.empty(total * page_size, 2, heads.kv, heads.dim, dtype=dtype, device=device).normal_()
+    data[:page_size] = float("nan")
+    order = (torch.randperm(total - 1) + 1).to(torch.int32)
+    slots = torch.randperm(len(lengths)) + 1
+    table = torch.full((len(lengths) + 1, longest), total - 1, dtype=torch.int32)
+    by_slot = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    first = 0
+    for slot, length, count in zip(slots.tolist(), lengths, counts, strict=True):
+        own = order[first : first + count]
+        table[slot, :count] = own
+        by_slot[slot] = length
+        if length % page_size:
+            tail = int(own[-1]) * page_size
+            data[tail + length % page_size : tail + page_size] = float("nan")
+        first += count
+    k, v = data.unbind(1)
+    return Pages(k, v, table.to(device), slots.to(device), by_slot.to(device))
+
+
+def rope(tokens: int, rotary: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [tokens, 1, rotary] of random positions, sin negative in its first half."""
+    positions = torch.randint(0, 30_000, (tokens,), device=device)
+    steps = torch.arange(0, rotary, 2, device=device) / rotary
+    angles = positions[:, None] * 1e6**-steps
+    cos, sin = angles.cos(), angles.sin()
+    both = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return both[0].to(dtype).unsqueeze(1), both[1].to(dtype).unsqueeze(1)
+
+
+def scalar(value: int, device: torch.device) -> Tensor:
+    """A device int32 [1]."""
+    return torch.tensor([value], dtype=torch.int32, device=device)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖ in float64; infinite where `found` is not finite."""
+    a, b = found.double(), expected.double()
+    if not bool(a.isfinite().all()):
+        return float("inf")
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))

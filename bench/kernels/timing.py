@@ -1,0 +1,77 @@
+"""Time on the device: medians over replays of a CUDA graph, so that launching costs nothing.
+
+Give several calls over different data where one call's data fits the L2 cache: they are captured one
+after the other, and the time is per call.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+BANDWIDTH = 4.3e12
+"""Bytes per second that a large copy on an H200 moves, read and written."""
+
+FLOPS = 790e12
+"""bf16 operations per second of an 8192³ product on an H200, random data."""
+
+
+class Row(NamedTuple):
+    """One line of the table. `bytes` and `flops` are what the operation must move and do at least."""
+
+    name: str
+    case: str
+    us: float
+    bytes: float = 0.0
+    flops: float = 0.0
+    target: str = ""
+
+    @property
+    def bound(self) -> float:
+        """The least time by either peak, µs."""
+        return 1e6 * max(self.bytes / BANDWIDTH, self.flops / FLOPS)
+
+    def line(self) -> str:
+        """For print: time, rate, share of the nearer peak."""
+        by_flops = self.flops / FLOPS > self.bytes / BANDWIDTH
+        rate = (
+            f"{self.flops / self.us / 1e6:7.0f} TFLOP/s"
+            if by_flops
+            else f"{self.bytes / self.us / 1e6:7.2f} TB/s   "
+        )
+        share = self.bound / self.us
+        return f"{self.name:22} {self.case:30} {self.us:9.1f} us {rate} {share:6.1%} of peak  {self.target}"
+
+
+def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """The calls in one graph, after one warm run of each."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 15, least: int = 10) -> float:
+    """Median time per call. Calls are repeated until the graph holds at least `least` of them."""
+    rounds = -(-least // len(calls))
+    graph = capture([*calls] * rounds)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph.replay()
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    spans = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    return statistics.median(spans) * 1e3 / (rounds * len(calls))

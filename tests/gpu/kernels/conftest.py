@@ -1,0 +1,37 @@
+"""On a GPU the kernels run as they are, in bfloat16; without one, in Triton's interpreter, in float32
+(it computes bfloat16 matrix products wrongly)."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+# Read when Triton is first imported: functions decorated before it was set cannot be interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@pytest.fixture(scope="session")
+def tolerance(device: torch.device) -> float:
+    """Relative to the norm of the result."""
+    return 1e-2 if device.type == "cuda" else 1e-5
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(7)

@@ -1,0 +1,86 @@
+"""The whole expert MLP, by each of its ways, against the twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, scalar
+from gpu.kernels import reference
+from gpu.kernels.moe import fused_moe, fused_moe_add_norm
+from gpu.kernels.moe_gemm import TileConfig
+from gpu.kernels.tuned import MoeConfig
+
+SIZE = MoeSize(experts=6, width=48, hidden=96, top_k=2)
+PLAIN = TileConfig(32, 32, 4, 2, False)
+UNEVEN = TileConfig(32, 64, 4, 2, False)  # 64 divides neither 96 nor 48
+SWAP = TileConfig(32, 32, 4, 2, True)
+HALVES = TileConfig(32, 16, 4, 2, False, halves=2)
+TMA = TileConfig(32, 16, 4, 2, True, halves=1, tma=True)
+
+
+def run(inputs: MoeInputs, config: MoeConfig, live: int) -> torch.Tensor:
+    count = scalar(live, inputs.x.device)
+    weights = inputs.w13, inputs.w2
+    return fused_moe(inputs.x, inputs.logits, weights, SIZE.top_k, config, num_rows=count)
+
+
+@pytest.mark.parametrize(
+    ("rows", "live", "config"),
+    [
+        (3, 2, MoeConfig(True, 16, PLAIN, PLAIN)),
+        (11, 9, MoeConfig(False, 16, PLAIN, UNEVEN)),
+        (11, 11, MoeConfig(False, 16, UNEVEN, SWAP)),
+        (70, 66, MoeConfig(False, 64, HALVES, HALVES)),
+        (20, 20, MoeConfig(False, 32, TMA, TMA)),
+    ],
+    ids=["small", "plain", "swap", "halves", "tma"],
+)
+def test_fused_moe(
+    rows: int,
+    live: int,
+    config: MoeConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    inputs = moe_inputs(rows, SIZE, dtype, device)
+    inputs.x[live:] = float("nan")  # padded rows may hold anything
+    inputs.logits[live:] = float("nan")
+    found = run(inputs, config, live)
+    x, logits, w13, w2 = inputs
+    assert error(found[:live], reference.moe(x[:live], logits[:live], w13, w2, SIZE.top_k)) < tolerance
+
+
+def test_unused_experts_are_not_read(device: torch.device, dtype: torch.dtype) -> None:
+    for rows, config in ((2, MoeConfig(True, 16, PLAIN, PLAIN)), (9, MoeConfig(False, 16, SWAP, SWAP))):
+        inputs = moe_inputs(rows, SIZE, dtype, device)
+        inputs.logits[:, 3] = -50.0
+        expected = run(inputs, config, rows)
+        inputs.w13[3] = float("nan")
+        inputs.w2[3] = float("nan")
+        assert torch.equal(run(inputs, config, rows), expected)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_sum_add_and_norm(small: bool, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    rows, live = 4, 3
+    inputs = moe_inputs(rows, SIZE, dtype, device)
+    config = MoeConfig(small, 16, SWAP, PLAIN)
+    residual = torch.randn(rows, SIZE.hidden, device=device).to(dtype)
+    weight = torch.rand(SIZE.hidden, device=device).to(dtype)
+    before = residual.clone()
+    x, logits, w13, w2 = inputs
+    found = fused_moe_add_norm(
+        x,
+        logits,
+        (w13, w2),
+        SIZE.top_k,
+        config,
+        (residual, weight, 1e-6),
+        num_rows=scalar(live, device),
+    )
+    expected = before[:live] + reference.moe(x[:live], logits[:live], w13, w2, SIZE.top_k)
+    assert error(residual[:live], expected) < tolerance
+    assert torch.equal(residual[live:], before[live:])
+    assert error(found[:live], reference.rms_norm(expected, weight, 1e-6)) < tolerance

@@ -1,0 +1,31 @@
+"""RMSNorm kernels against their twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.kernels.inputs import error, scalar
+from gpu.kernels import reference
+from gpu.kernels.norm import add_rms_norm, rms_norm
+
+
+@pytest.mark.parametrize("width", [64, 96, 576])
+def test_norm(width: int, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    x = torch.randn(3, width, device=device).to(dtype)
+    weight = torch.rand(width, device=device).to(dtype)
+    assert error(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)) < tolerance
+
+
+def test_add_and_norm_leaves_padded_rows_alone(
+    device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    x, residual = (torch.randn(5, 96, device=device).to(dtype) for _ in range(2))
+    weight = torch.rand(96, device=device).to(dtype)
+    x[3:] = float("nan")
+    expected = residual[:3] + x[:3]
+    before = residual.clone()
+    found = add_rms_norm(x, residual, weight, 1e-5, num_rows=scalar(3, device))
+    assert error(found[:3], reference.rms_norm(expected, weight, 1e-5)) < tolerance
+    assert torch.equal(residual[:3], expected)
+    assert torch.equal(residual[3:], before[3:])

@@ -1,0 +1,54 @@
+"""Routing, and its pairs in tiles: exactly the stable sort of the twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.kernels.inputs import scalar
+from gpu.kernels import reference
+from gpu.kernels.route import max_blocks, route
+
+
+def expected_blocks(experts: torch.Tensor, count: int, block_m: int) -> list[tuple[int, ...]]:
+    """(expert, first place, rows) of every tile of `experts` [n, k]."""
+    found, first = [], 0
+    for expert, rows in enumerate(torch.bincount(experts.flatten(), minlength=count).tolist()):
+        found += [(expert, first + i, min(block_m, rows - i)) for i in range(0, rows, block_m)]
+        first += rows
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "live", "experts", "top_k", "block_m"),
+    [(1, 1, 128, 8, 16), (7, 3, 20, 3, 16), (40, 40, 8, 2, 4), (90, 81, 16, 4, 16)],
+)
+def test_tiles(rows: int, live: int, experts: int, top_k: int, block_m: int, device: torch.device) -> None:
+    logits = torch.randn(rows, experts, device=device)
+    logits[0, :5] = 9.0  # ties go to the lowest expert
+    routing, tiles = route(logits, top_k, block_m, num_rows=scalar(live, device))
+    weights, found = reference.route(logits[:live], top_k, True)
+    assert torch.equal(routing.experts[:live].long(), found)
+    assert bool((routing.experts[live:] == -1).all())
+    assert not routing.weights[live:].any()
+    torch.testing.assert_close(routing.weights[:live], weights)
+    assert torch.equal(tiles.pairs[: live * top_k].long(), found.flatten().argsort(stable=True))
+    blocks = [tuple(block) for block in tiles.blocks.T.tolist()]
+    expected = expected_blocks(found.cpu(), experts, block_m)
+    assert blocks[: len(expected)] == expected
+    assert all(block[2] == 0 for block in blocks[len(expected) :])
+
+
+def test_weights_that_are_not_renormalised(device: torch.device) -> None:
+    logits = torch.randn(3, 12, device=device)
+    routing, _ = route(logits, 2, 16, renormalise=False)
+    torch.testing.assert_close(routing.weights, reference.route(logits, 2, False)[0])
+
+
+def test_the_table_holds_the_worst_case() -> None:
+    # one row everywhere but for one expert that takes what is left
+    for rows, experts, top_k, block_m in ((1, 8, 2, 16), (9, 8, 2, 4), (33, 4, 1, 16), (100, 128, 8, 16)):
+        pairs = rows * top_k
+        lone = min(experts - 1, pairs - 1)
+        tiles = lone + -(-(pairs - lone) // block_m)
+        assert tiles <= max_blocks(rows, experts, top_k, block_m) <= pairs

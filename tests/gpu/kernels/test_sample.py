@@ -1,0 +1,70 @@
+"""The sampler's kernels: the same noise words as the CPU's, hence the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+
+from bench.kernels.inputs import scalar
+from gpu.kernels import reference
+from gpu.kernels.jit import jit
+from gpu.kernels.sample import _A, _B, _bits, _key, sample
+from gpu.sample.noise import bits, row_keys
+
+LAST = 2**63 - 1
+
+
+@jit
+def _words(seeds: tl.tensor, positions: tl.tensor, out: tl.tensor, N: tl.constexpr) -> None:
+    row = tl.program_id(0)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    key0 = _key(tl.full([], _A, tl.uint32), seed, position)
+    key1 = _key(tl.full([], _B, tl.uint32), seed, position)
+    tokens = tl.arange(0, N)
+    tl.store(out + row * N + tokens, _bits(key0, key1, tokens))
+
+
+def test_noise_words_are_those_of_the_cpu(device: torch.device) -> None:
+    seeds = np.array([0, 1, 2**32, 0x0123_4567_89AB_CDEF, LAST, 2**31], np.int64)
+    positions = np.array([0, 5, 40_961, 2**31 - 1, 7, 2**32 + 3], np.int64)
+    out = torch.zeros(len(seeds), 1024, dtype=torch.int32, device=device)
+    on_device = (torch.from_numpy(side).to(device) for side in (seeds, positions))
+    _words[(len(seeds),)](*on_device, out, N=1024)
+    tokens = torch.arange(1024, dtype=torch.int32)
+    assert torch.equal(out.cpu(), bits(row_keys(seeds, positions), tokens))
+
+
+def test_tokens(device: torch.device) -> None:
+    vocab, rows, live = 9000, 6, 5
+    logits = torch.randn(rows, vocab, device=device) * 3
+    logits[0, [17, 8000]] = 30.0  # a tie, in different programs
+    slots = torch.tensor([4, 2, 7, 1, 5, 3], device=device)
+    positions = torch.tensor([10, 11, 12, 13, 14, 15], device=device)
+    heat = torch.zeros(8, device=device)
+    heat[[2, 7, 5]] = torch.tensor([1.0, 0.6, 1.7], device=device)
+    seeds = torch.arange(8, device=device) * 1_000_003 + LAST // 2
+    cells = torch.full((8,), 77, device=device)
+    found = sample(logits, slots, positions, heat, seeds, cells=cells, num_rows=scalar(live, device))
+    keys = row_keys(seeds[slots].cpu().numpy(), positions.cpu().numpy())
+    noise = bits(keys, torch.arange(vocab, dtype=torch.int32))
+    scores = reference.race(logits.cpu(), noise, heat[slots].cpu())
+    assert found[:live].tolist() == scores[:live].argmax(-1).tolist()
+    assert int(found[0]) == 17
+    assert torch.equal(cells[slots[:live]], found[:live])
+    assert int(cells[3]) == 77
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_a_row_that_is_not_finite_has_no_token(bad: float, heat: float, device: torch.device) -> None:
+    logits = torch.randn(3, 5000, device=device)
+    logits[0, 4321] = bad
+    logits[1] = float("-inf")
+    logits[2, 1:] = float("-inf")  # one token is left
+    one = torch.arange(3, device=device)
+    cells = torch.full((3,), 5, device=device)
+    heats = torch.full((3,), heat, device=device)
+    assert sample(logits, one, one, heats, one, cells=cells).tolist() == [-1, -1, 0]
+    assert cells.tolist() == [0, 0, 0]

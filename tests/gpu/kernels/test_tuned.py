@@ -1,0 +1,41 @@
+"""Which tile sizes a step gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpu.kernels.tuned import FOLDER, MoeConfigs, MoeShape, nearest, parse, rule
+
+SHAPE = MoeShape(128, 768, 2048, 8, "bfloat16", "NVIDIA H200")
+
+
+def test_nearest_by_ratio() -> None:
+    table = {n: rule(SHAPE, n) for n in (1, 16, 256)}
+    assert [nearest(table, n) for n in (1, 3, 5, 60, 70, 9000)] == [
+        table[n] for n in (1, 1, 16, 16, 256, 256)
+    ]
+
+
+def test_a_file_is_read_back(tmp_path: Path) -> None:
+    config = rule(SHAPE, 512)
+    entry = {"small": config.small, "block_m": config.block_m}
+    entry |= {"up": config.up._asdict(), "down": config.down._asdict()}
+    (tmp_path / SHAPE.file).write_text(json.dumps({"512": entry}))
+    configs = MoeConfigs(SHAPE, tmp_path)
+    assert configs.at(1) == config
+    assert configs.source.endswith(SHAPE.file)
+
+
+def test_a_shape_without_a_file_goes_by_rule(tmp_path: Path) -> None:
+    assert MoeConfigs(SHAPE, tmp_path).at(64) == rule(SHAPE, 64)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)
+def test_shipped_files_are_whole(path: Path) -> None:
+    for tokens, entry in json.loads(path.read_text()).items():
+        assert int(tokens) > 0
+        config = parse(entry)
+        assert config.block_m in (16, 32, 64, 128)
