@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs
 from core.request import Request, SamplingParams
 from core.types import Finish, Ints, RootKey
@@ -40,6 +41,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     ignore_eos: bool = False
     add_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
     truncate_prompt: int | None = None
     """Keep only the last tokens of a longer prompt."""
     priority: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from core.grammar import CompiledGrammar
 from core.request.params import SamplingParams
 from core.types import NO_TOKENS, Ints
 
@@ -13,7 +14,8 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
 
     `prompt` [prompt_len] and `output` [output_len] are the request's tokens so far (output is not
     empty after a retraction); penalties count them. `count_row` is the slot's row in the pool of
-    token counts, -1 for a request without penalties. The slot's length starts at `cached`: tokens
+    token counts, -1 for a request without penalties. `grammar` masks the slot's tokens; its matcher has
+    to take `output` first. The slot's length starts at `cached`: tokens
     whose KV already stands in its pages.
     """
 
@@ -23,6 +25,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     output: Ints
     cached: int
     count_row: int = -1
+    grammar: CompiledGrammar | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):

@@ -7,6 +7,7 @@ from enum import Enum, auto
 import numpy as np
 
 from core.cache.hold import Hold
+from core.grammar import CompiledGrammar
 from core.request.params import SamplingParams
 from core.types import PLAIN_ROOT, Finish, Ints, RootKey
 
@@ -42,6 +43,7 @@ class Request:
         "cached",
         "finish",
         "first_token_at",
+        "grammar",
         "hold",
         "id",
         "logprobs_from",
@@ -65,6 +67,7 @@ class Request:
         arrival: float = 0.0,
         priority: int = 0,
         root: RootKey = PLAIN_ROOT,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         self.id = id
         self.prompt = prompt
@@ -72,6 +75,7 @@ class Request:
         self.arrival = arrival
         self.priority = priority
         self.root = root
+        self.grammar = grammar
         self.state = State.WAITING
         self.output: list[int] = []
         self.slot = 0

@@ -109,6 +109,7 @@ class Prefills:
                 output=tokens[len(request.prompt) :],
                 cached=match.tokens,
                 count_row=self._counts.take(request) if request.params.penalised else -1,
+                grammar=request.grammar,
             ),
             hold.pages,
         )

@@ -67,9 +67,10 @@ class Workspace(NamedTuple):
 
 
 def decode_config(head_dim: int, kv_heads: int, processors: int) -> DecodeConfig:
-    """Sizes by reasoning: two programs of 96 KiB in flight a multiprocessor at head_dim 128."""
+    """Sizes by reasoning: two programs a multiprocessor, each two tiles (64 KiB at head_dim 128) ahead.
+    The page number stands between a tile and its address, so five stages are two tiles."""
     tile = 64 if head_dim <= 128 else 32
-    return DecodeConfig(tile, 4, 3, max(2 * processors // kv_heads, 1), 1)
+    return DecodeConfig(tile, 4, 5, max(2 * processors // kv_heads, 1), 1)
 
 
 def decode_workspace(
@@ -189,6 +190,7 @@ def _attend(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     CAP: tl.constexpr,
+    WIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -202,11 +204,10 @@ def _attend(
         at = tile * TILE + tl.arange(0, TILE)
         seen = (at >= start) & (at < end)
         if PAGE % TILE == 0:  # a tile lies within a page: one page number for all
-            page = tl.load(table + tile * TILE // PAGE).to(tl.int64)
-            token = page * PAGE + at % PAGE
+            page = tl.load(table + tile * TILE // PAGE)
         else:
-            page = tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
-            token = page * PAGE + at % PAGE
+            page = tl.load(table + at // PAGE, mask=seen, other=0)
+        token = page.to(tl.int64 if WIDE else tl.int32) * PAGE + at % PAGE
         place = token[:, None] * stride + d[None, :]
         # What lies in pages past the length is arbitrary. A bad key's score is replaced; a bad value
         # must not be loaded, since 0 × NaN is NaN.
@@ -292,6 +293,7 @@ def _decode(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     CAP: tl.constexpr,
+    WIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -334,6 +336,7 @@ def _decode(
                 DIM,
                 PAGE,
                 CAP,
+                WIDE,
                 TILE,
                 BLOCK_D,
             )
@@ -416,6 +419,7 @@ def paged_decode(
         DIM=dim,
         PAGE=page_size,
         CAP=cap,
+        WIDE=len(k) * k.stride(0) >= 2**31,  # 64-bit places cost 18 to 38 registers a thread
         TILE=config.tile,
         BLOCK_H=max(pow2(group), 16),
         BLOCK_D=pow2(dim),

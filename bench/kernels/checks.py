@@ -1,0 +1,265 @@
+"""Every kernel on the GPU, in bf16 and at real sizes, against its twin: fresh random data, outputs of
+padded rows watched, NaN where nothing may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.kernels import inputs
+from bench.kernels.inputs import Heads, MoeSize, error, scalar
+from bench.kernels.timing import capture
+from gpu.kernels import decode, embed, gated, merge, moe, norm, qkv, reference, route, sample
+from gpu.kernels.moe_gemm import TileConfig
+from gpu.kernels.tuned import MoeConfig, MoeShape, rule
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+LIMIT = 8e-3
+"""Relative to the norm: bf16 rounding of a result gives 1.7e-3, of intermediates a little more."""
+
+
+class Check(NamedTuple):
+    """One line: how far off, and whether that will do."""
+
+    name: str
+    case: str
+    error: float
+    limit: float = LIMIT
+
+    @property
+    def good(self) -> bool:
+        return self.error <= self.limit
+
+    def line(self) -> str:
+        return f"{'ok  ' if self.good else 'BAD '} {self.name:18} {self.case:46} {self.error:.2e}"
+
+
+def _wrong(*pairs: tuple[Tensor, Tensor]) -> float:
+    """0 where all pairs are equal, else infinity."""
+    return 0.0 if all(torch.equal(a, b) for a, b in pairs) else float("inf")
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def elementwise() -> Iterator[Check]:
+    """Norm, gate, embedding, and what lies between projection and attention."""
+    for rows, live, width in ((1, 1, 2048), (33, 30, 4096), (512, 511, 2880)):
+        x, residual, weight = _randn(rows, width), _randn(rows, width), _randn(width)
+        before, total = residual.clone(), residual + x
+        found = norm.add_rms_norm(x, residual, weight, 1e-6, num_rows=scalar(live, DEVICE))
+        case = f"{live} of {rows} x {width}"
+        yield Check("add_rms_norm", case, error(found[:live], reference.rms_norm(total, weight, 1e-6)[:live]))
+        yield Check("add_rms_norm", f"{case}: residual", _wrong((residual[:live], total[:live]), (residual[live:], before[live:])))  # fmt: skip
+        both = _randn(rows, 2 * width)
+        yield Check("silu_mul", case, error(gated.silu_mul(both), reference.silu_mul(both)))
+    table, cells = _randn(5000, 2048), torch.randint(0, 5000, (64,), device=DEVICE)
+    slots, ids = torch.randperm(64, device=DEVICE)[:32], torch.randint(0, 5000, (100,), device=DEVICE)
+    counts = torch.tensor([32, 100], dtype=torch.int32, device=DEVICE)
+    found = embed.embed(table, cells, slots, counts, ids)
+    yield Check("embed", "32 cells, 100 ids", _wrong((found, table[torch.cat([cells[slots], ids])])))
+    for heads, normed, rotary, rows in (
+        (Heads(), True, 128, 513),
+        (Heads(32, 8, 128), False, 128, 7),
+        (Heads(14, 2, 64), False, 64, 64),
+        (Heads(16, 8, 256), True, 128, 64),
+    ):
+        fused = _randn(rows, (heads.q + 2 * heads.kv) * heads.dim)
+        turn = inputs.rope(rows, rotary, DTYPE, DEVICE)
+        norms = (_randn(heads.dim), _randn(heads.dim), 1e-6) if normed else None
+        cache = torch.zeros(1024, 2, heads.kv, heads.dim, device=DEVICE, dtype=DTYPE)
+        where = torch.randperm(1024, device=DEVICE)[:rows]
+        q, k, v = reference.norm_rope(fused, heads.kv, heads.dim, turn, norms)
+        v = v.clone()
+        got = qkv.norm_rope_store(fused, (cache[:, 0], cache[:, 1]), where, turn, norms)
+        case = f"{heads} rotary {rotary}"
+        yield Check("norm_rope_store", f"{case}: q", error(got, q))
+        yield Check("norm_rope_store", f"{case}: k", error(cache[where, 0], k))
+        yield Check("norm_rope_store", f"{case}: v", _wrong((cache[where, 1], v)))
+
+
+def routing() -> Iterator[Check]:
+    """The sorted list must be that of a stable sort, exactly."""
+    for rows, live in ((1, 1), (3, 2), (64, 60), (65, 65), (512, 500), (8192, 8192)):
+        logits = torch.randn(rows, 128, device=DEVICE)
+        routes, tiles = route.route(logits, 8, 64, num_rows=scalar(live, DEVICE))
+        weights, experts = reference.route(logits[:live], 8, True)
+        order = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=128)
+        exact = _wrong(
+            (routes.experts[:live].long(), experts),
+            (routes.experts[live:], torch.full_like(routes.experts[live:], -1)),
+            (tiles.pairs[: live * 8].long(), order),
+            (torch.zeros(128, device=DEVICE, dtype=torch.long).index_add_(0, tiles.blocks[0].clamp(max=127).long(), tiles.blocks[2].long()), counts),
+        )  # fmt: skip
+        yield Check("route", f"{live} of {rows}: list", exact)
+        yield Check("route", f"{live} of {rows}: weights", error(routes.weights[:live], weights), 1e-5)
+
+
+def experts() -> Iterator[Check]:
+    """The whole expert MLP, by rule and by every way to lay a tile, for TP 1, 2 and 4."""
+    swap, plain = TileConfig(64, 64, 4, 3, True), TileConfig(64, 64, 4, 3, False)
+    ways: list[tuple[int, str, MoeConfig | None]] = [(n, "rule", None) for n in (1, 4, 5, 64, 300, 2048)]
+    ways += [
+        (200, "plain 16", MoeConfig(False, 16, plain, plain)),
+        (200, "swap 32", MoeConfig(False, 32, swap, swap)),
+        (700, "tma 64", MoeConfig(False, 64, swap._replace(tma=True), plain._replace(tma=True))),
+        (700, "halves 1", MoeConfig(False, 128, plain._replace(halves=1), swap._replace(halves=1))),
+        (700, "halves 2 tma", MoeConfig(False, 128, swap._replace(halves=2, tma=True), plain._replace(halves=2))),
+    ]  # fmt: skip
+    for width in (768, 384, 192):
+        size = MoeSize(width=width)
+        shape = MoeShape(128, width, size.hidden, 8, "bfloat16", "H200")
+        weights = inputs.moe_weights(size, DTYPE, DEVICE)
+        for rows, name, config in ways:
+            if width != 768 and name != "rule":
+                continue
+            live = max(rows - 3, 1)
+            x, logits = _randn(rows, size.hidden), torch.randn(rows, 128, device=DEVICE)
+            x[live:] = float("nan")
+            logits[live:] = float("nan")
+            use = config or rule(shape, rows)
+            found = moe.fused_moe(x, logits, weights, 8, use, num_rows=scalar(live, DEVICE))
+            expected = reference.moe(x[:live], logits[:live], *weights, 8)
+            yield Check("fused_moe", f"{live} of {rows}, width {width}, {name}", error(found[:live], expected))
+
+
+def attention() -> Iterator[Check]:
+    """Decode over pages: sizes, page sizes, windows, caps, one program to many."""
+    cases = [
+        (Heads(), 16, [1024] * 64, 0, 0.0, 0),
+        (Heads(), 16, [1], 0, 0.0, 0),
+        (Heads(), 16, [30_000], 0, 0.0, 0),
+        (Heads(), 64, [int(n) for n in torch.randint(1, 4000, (100,))], 0, 0.0, 0),
+        (Heads(), 1, [777, 5, 3000], 0, 0.0, 0),
+        (Heads(14, 2, 64), 16, [777, 5, 3000, 64], 0, 0.0, 0),
+        (Heads(16, 8, 256), 16, [777, 5, 3000, 64], 1024, 50.0, 0),
+        (Heads(32, 8, 128), 16, [4096, 100, 2], 128, 0.0, 0),
+        (Heads(8, 1, 128), 16, [2176 + i for i in range(128)], 0, 0.0, 2048),
+    ]
+    for heads, page, lengths, window, cap, skip in cases:
+        kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
+        rows, live = len(lengths), len(lengths) - (len(lengths) > 2)
+        q = _randn(rows, heads.q, heads.dim)
+        config = decode.decode_config(heads.dim, heads.kv, _processors())
+        held = scalar(skip, DEVICE) if skip else None
+        plan = decode.plan_decode(kept.slots, kept.lengths, config, window=window, num_rows=scalar(live, DEVICE), skip=held)  # fmt: skip
+        space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
+        lse = torch.zeros(rows, heads.q, device=DEVICE)
+        scale = heads.dim**-0.5
+        args = (q, (kept.k, kept.v), kept.table, kept.slots, plan, space, config)
+        expected, sums = reference.decode_attention(
+            q, (kept.k, kept.v), kept.table[kept.slots], lengths[:live], page, scale, cap=cap, window=window, skip=skip
+        )  # fmt: skip
+        worst = 0.0
+        for _ in range(3):
+            found = decode.paged_decode(*args, page_size=page, scale=scale, cap=cap, lse=lse)
+            worst = max(worst, error(found.view_as(q)[:live], expected[:live]), error(lse[:live], sums[:live]))
+        worst = max(worst, float("inf") if bool(space.counters.any() | lse[live:].any()) else 0.0)
+        yield Check("paged_decode", f"{heads} page {page} rows {rows} window {window} cap {cap:g}", worst)
+
+
+def _processors() -> int:
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def merging() -> Iterator[Check]:
+    """Two halves as one."""
+    a, b = _randn(100, 32, 128), _randn(100, 32, 128)
+    la, lb = torch.randn(100, 32, device=DEVICE), torch.randn(100, 32, device=DEVICE)
+    expected, sums = reference.merge_state(a.float(), la, b.float(), lb)
+    merge.merge_state(a, la, b, lb)
+    yield Check("merge_state", "100 x 32 x 128", max(error(a, expected), error(la, sums)))
+
+
+def sampling() -> Iterator[Check]:
+    """Tokens equal to those of exact scores, but for rows whose best two are within 1e-4."""
+    from gpu.kernels.reference import race
+
+    rows, vocab = 64, 151_936
+    logits = torch.randn(rows, vocab, device=DEVICE) * 4
+    slots, positions = torch.randperm(rows, device=DEVICE), torch.arange(rows, device=DEVICE) + 1000
+    heat = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) % 3 > 0)
+    seeds = torch.randint(0, 2**63 - 1, (rows,), device=DEVICE)
+    cells = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    found = sample.sample(logits, slots, positions, heat, seeds, cells=cells)
+    words = _noise(seeds[slots].cpu().numpy(), positions.cpu().numpy(), vocab)
+    scores = race(logits.cpu(), words, heat[slots].cpu())
+    top = scores.topk(2, -1)
+    close = (top.values[:, 0] - top.values[:, 1]) < 1e-4
+    off = (found.cpu() != top.indices[:, 0]) & ~close
+    yield Check("sample", f"{rows} x {vocab}, {int(close.sum())} too close to call", float(off.sum()), 0.0)
+    yield Check("sample", "cells", _wrong((cells[slots], found)))
+
+
+def _noise(seeds: np.ndarray, positions: np.ndarray, vocab: int) -> Tensor:
+    """`gpu.sample.noise.bits`, restated, since that package needs more than torch: int64 [rows, vocab]."""
+    word = 0xFFFFFFFF
+
+    def mix(x: Tensor) -> Tensor:
+        x = (x ^ x >> 16) * 0x7FEB352D & word
+        x = (x ^ x >> 15) * 0x846CA68B & word
+        return x ^ x >> 16
+
+    seed, position = torch.from_numpy(seeds)[:, None], torch.from_numpy(positions)[:, None]
+    key0, key1 = (
+        mix(mix(mix(start ^ seed & word) ^ seed >> 32) ^ position & word)
+        for start in (0x6A09E667, 0xBB67AE85)
+    )
+    x = torch.arange(vocab)[None] * 0x9E3779B9 + key0 & word
+    x = (x ^ x >> 16) * 0x7FEB352D & word
+    x = x ^ key1
+    x = (x ^ x >> 15) * 0x846CA68B & word
+    return x & 0x7FFFFFFF ^ x >> 16 & 0x7FFF ^ (x >> 31) * 0x7FFF_0000 & 0 ^ (x >> 31) * 0x8000 & 0
+
+
+def dependent_launch() -> Iterator[Check]:
+    """A layer's chain with programmatic dependent launch, in a graph, replayed: bitwise as without."""
+    size = MoeSize()
+    shape = MoeShape(128, 768, 2048, 8, "bfloat16", "H200")
+    weights = inputs.moe_weights(size, DTYPE, DEVICE)
+    for rows in (1, 32, 300):
+        x, residual = _randn(rows, 2048), _randn(rows, 2048)
+        logits, weight = torch.randn(rows, 128, device=DEVICE), _randn(2048)
+        results: list[Tensor] = []
+
+        def chain(
+            pdl: bool,
+            rows: int = rows,
+            x: Tensor = x,
+            residual: Tensor = residual,
+            logits: Tensor = logits,
+            weight: Tensor = weight,
+        ) -> Tensor:
+            held = residual.clone()
+            y = x
+            for _ in range(4):
+                y = moe.fused_moe_add_norm(y, logits, weights, 8, rule(shape, rows), (held, weight, 1e-6), pdl=pdl)  # fmt: skip
+            return y
+
+        expected = chain(False)
+        graph = capture([lambda chain=chain, results=results: results.append(chain(True))])
+        worst = 0.0
+        for _ in range(20):
+            results[-1].fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            worst = max(worst, _wrong((results[-1], expected)))
+        yield Check("PDL", f"4 layers of experts, {rows} rows", worst)
+
+
+ALL: dict[str, Callable[[], Iterator[Check]]] = {
+    "elementwise": elementwise,
+    "routing": routing,
+    "experts": experts,
+    "attention": attention,
+    "merging": merging,
+    "sampling": sampling,
+    "dependent_launch": dependent_launch,
+}
