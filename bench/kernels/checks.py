@@ -4,10 +4,14 @@ padded rows watched, NaN where nothing may be read."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.kernels import inputs
@@ -56,7 +60,8 @@ def elementwise() -> Iterator[Check]:
         found = norm.add_rms_norm(x, residual, weight, 1e-6, num_rows=scalar(live, DEVICE))
         case = f"{live} of {rows} x {width}"
         yield Check("add_rms_norm", case, error(found[:live], reference.rms_norm(total, weight, 1e-6)[:live]))
-        yield Check("add_rms_norm", f"{case}: residual", _wrong((residual[:live], total[:live]), (residual[live:], before[live:])))  # fmt: skip
+        kept = _wrong((residual[:live], total[:live]), (residual[live:], before[live:]))
+        yield Check("add_rms_norm", f"{case}: residual", kept)
         both = _randn(rows, 2 * width)
         yield Check("silu_mul", case, error(gated.silu_mul(both), reference.silu_mul(both)))
     table, cells = _randn(5000, 2048), torch.randint(0, 5000, (64,), device=DEVICE)
@@ -92,12 +97,14 @@ def routing() -> Iterator[Check]:
         weights, experts = reference.route(logits[:live], 8, True)
         order = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=128)
+        expert, _, height = tiles.blocks.long()
+        filled = torch.zeros_like(counts).index_add_(0, expert.clamp(max=127), height)
         exact = _wrong(
             (routes.experts[:live].long(), experts),
             (routes.experts[live:], torch.full_like(routes.experts[live:], -1)),
             (tiles.pairs[: live * 8].long(), order),
-            (torch.zeros(128, device=DEVICE, dtype=torch.long).index_add_(0, tiles.blocks[0].clamp(max=127).long(), tiles.blocks[2].long()), counts),
-        )  # fmt: skip
+            (filled, counts),
+        )
         yield Check("route", f"{live} of {rows}: list", exact)
         yield Check("route", f"{live} of {rows}: weights", error(routes.weights[:live], weights), 1e-5)
 
@@ -111,8 +118,8 @@ def experts() -> Iterator[Check]:
         (200, "swap 32", MoeConfig(False, 32, swap, swap)),
         (700, "tma 64", MoeConfig(False, 64, swap._replace(tma=True), plain._replace(tma=True))),
         (700, "halves 1", MoeConfig(False, 128, plain._replace(halves=1), swap._replace(halves=1))),
-        (700, "halves 2 tma", MoeConfig(False, 128, swap._replace(halves=2, tma=True), plain._replace(halves=2))),
-    ]  # fmt: skip
+        (700, "halves 2", MoeConfig(False, 128, swap._replace(halves=2, tma=True), plain._replace(halves=2))),
+    ]
     for width in (768, 384, 192):
         size = MoeSize(width=width)
         shape = MoeShape(128, width, size.hidden, 8, "bfloat16", "H200")
@@ -127,7 +134,9 @@ def experts() -> Iterator[Check]:
             use = config or rule(shape, rows)
             found = moe.fused_moe(x, logits, weights, 8, use, num_rows=scalar(live, DEVICE))
             expected = reference.moe(x[:live], logits[:live], *weights, 8)
-            yield Check("fused_moe", f"{live} of {rows}, width {width}, {name}", error(found[:live], expected))
+            yield Check(
+                "fused_moe", f"{live} of {rows}, width {width}, {name}", error(found[:live], expected)
+            )
 
 
 def attention() -> Iterator[Check]:
@@ -149,18 +158,23 @@ def attention() -> Iterator[Check]:
         q = _randn(rows, heads.q, heads.dim)
         config = decode.decode_config(heads.dim, heads.kv, _processors())
         held = scalar(skip, DEVICE) if skip else None
-        plan = decode.plan_decode(kept.slots, kept.lengths, config, window=window, num_rows=scalar(live, DEVICE), skip=held)  # fmt: skip
+        count = scalar(live, DEVICE)
+        plan = decode.plan_decode(kept.slots, kept.lengths, config, window=window, num_rows=count, skip=held)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)
         scale = heads.dim**-0.5
-        args = (q, (kept.k, kept.v), kept.table, kept.slots, plan, space, config)
+        cache = kept.k, kept.v
+        args = (q, cache, kept.table, kept.slots, plan, space, config)
+        table = kept.table[kept.slots]
         expected, sums = reference.decode_attention(
-            q, (kept.k, kept.v), kept.table[kept.slots], lengths[:live], page, scale, cap=cap, window=window, skip=skip
-        )  # fmt: skip
+            q, cache, table, lengths[:live], page, scale, cap=cap, window=window, skip=skip
+        )
         worst = 0.0
         for _ in range(3):
             found = decode.paged_decode(*args, page_size=page, scale=scale, cap=cap, lse=lse)
-            worst = max(worst, error(found.view_as(q)[:live], expected[:live]), error(lse[:live], sums[:live]))
+            worst = max(
+                worst, error(found.view_as(q)[:live], expected[:live]), error(lse[:live], sums[:live])
+            )
         worst = max(worst, float("inf") if bool(space.counters.any() | lse[live:].any()) else 0.0)
         yield Check("paged_decode", f"{heads} page {page} rows {rows} window {window} cap {cap:g}", worst)
 
@@ -180,8 +194,6 @@ def merging() -> Iterator[Check]:
 
 def sampling() -> Iterator[Check]:
     """Tokens equal to those of exact scores, but for rows whose best two are within 1e-4."""
-    from gpu.kernels.reference import race
-
     rows, vocab = 64, 151_936
     logits = torch.randn(rows, vocab, device=DEVICE) * 4
     slots, positions = torch.randperm(rows, device=DEVICE), torch.arange(rows, device=DEVICE) + 1000
@@ -190,7 +202,7 @@ def sampling() -> Iterator[Check]:
     cells = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     found = sample.sample(logits, slots, positions, heat, seeds, cells=cells)
     words = _noise(seeds[slots].cpu().numpy(), positions.cpu().numpy(), vocab)
-    scores = race(logits.cpu(), words, heat[slots].cpu())
+    scores = reference.race(logits.cpu(), words, heat[slots].cpu())
     top = scores.topk(2, -1)
     close = (top.values[:, 0] - top.values[:, 1]) < 1e-4
     off = (found.cpu() != top.indices[:, 0]) & ~close
@@ -198,59 +210,46 @@ def sampling() -> Iterator[Check]:
     yield Check("sample", "cells", _wrong((cells[slots], found)))
 
 
-def _noise(seeds: np.ndarray, positions: np.ndarray, vocab: int) -> Tensor:
-    """`gpu.sample.noise.bits`, restated, since that package needs more than torch: int64 [rows, vocab]."""
-    word = 0xFFFFFFFF
+def _noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], vocab: int) -> Tensor:
+    """The words of `gpu.sample.noise`, int32 [rows, vocab]. Its file is loaded by itself: the package
+    around it needs more than torch."""
+    path = Path(norm.__file__).parents[1] / "sample" / "noise.py"
+    spec = spec_from_file_location("noise", path)
+    assert spec is not None and spec.loader is not None
+    noise = module_from_spec(spec)
+    spec.loader.exec_module(noise)
+    words: Tensor = noise.bits(noise.row_keys(seeds, positions), torch.arange(vocab, dtype=torch.int32))
+    return words
 
-    def mix(x: Tensor) -> Tensor:
-        x = (x ^ x >> 16) * 0x7FEB352D & word
-        x = (x ^ x >> 15) * 0x846CA68B & word
-        return x ^ x >> 16
 
-    seed, position = torch.from_numpy(seeds)[:, None], torch.from_numpy(positions)[:, None]
-    key0, key1 = (
-        mix(mix(mix(start ^ seed & word) ^ seed >> 32) ^ position & word)
-        for start in (0x6A09E667, 0xBB67AE85)
-    )
-    x = torch.arange(vocab)[None] * 0x9E3779B9 + key0 & word
-    x = (x ^ x >> 16) * 0x7FEB352D & word
-    x = x ^ key1
-    x = (x ^ x >> 15) * 0x846CA68B & word
-    return x & 0x7FFFFFFF ^ x >> 16 & 0x7FFF ^ (x >> 31) * 0x7FFF_0000 & 0 ^ (x >> 31) * 0x8000 & 0
+def _chain(
+    x: Tensor, logits: Tensor, weights: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], pdl: bool
+) -> Tensor:
+    """Four layers of the same experts with residual and norm."""
+    shape = MoeShape(128, 768, 2048, 8, "bfloat16", "H200")
+    residual, weight = norms[0].clone(), norms[1]
+    for _ in range(4):
+        after = residual, weight, 1e-6
+        x = moe.fused_moe_add_norm(x, logits, weights, 8, rule(shape, len(x)), after, pdl=pdl)
+    return x
 
 
 def dependent_launch() -> Iterator[Check]:
     """A layer's chain with programmatic dependent launch, in a graph, replayed: bitwise as without."""
-    size = MoeSize()
-    shape = MoeShape(128, 768, 2048, 8, "bfloat16", "H200")
-    weights = inputs.moe_weights(size, DTYPE, DEVICE)
+    weights = inputs.moe_weights(MoeSize(), DTYPE, DEVICE)
     for rows in (1, 32, 300):
         x, residual = _randn(rows, 2048), _randn(rows, 2048)
         logits, weight = torch.randn(rows, 128, device=DEVICE), _randn(2048)
-        results: list[Tensor] = []
 
-        def chain(
-            pdl: bool,
-            rows: int = rows,
-            x: Tensor = x,
-            residual: Tensor = residual,
-            logits: Tensor = logits,
-            weight: Tensor = weight,
-        ) -> Tensor:
-            held = residual.clone()
-            y = x
-            for _ in range(4):
-                y = moe.fused_moe_add_norm(y, logits, weights, 8, rule(shape, rows), (held, weight, 1e-6), pdl=pdl)  # fmt: skip
-            return y
-
-        expected = chain(False)
-        graph = capture([lambda chain=chain, results=results: results.append(chain(True))])
+        norms = residual, weight
+        expected = _chain(x, logits, weights, norms, False)
+        graph, (found,) = capture([partial(_chain, x, logits, weights, norms, True)])
         worst = 0.0
         for _ in range(20):
-            results[-1].fill_(float("nan"))
+            found.fill_(float("nan"))
             graph.replay()
             torch.cuda.synchronize()
-            worst = max(worst, _wrong((results[-1], expected)))
+            worst = max(worst, _wrong((found, expected)))
         yield Check("PDL", f"4 layers of experts, {rows} rows", worst)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,9 +47,27 @@ class Row(NamedTuple):
         return f"{self.name:22} {self.case:30} {self.us:9.1f} us {rate} {share:6.1%} of peak  {self.target}"
 
 
-def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+_cuda: Any = torch.cuda  # parts of it are untyped
+
+
+def _stream() -> Any:
+    return _cuda.Stream()
+
+
+def _event() -> Any:
+    return _cuda.Event(enable_timing=True)
+
+
+class Captured(NamedTuple):
+    """A graph, and what its calls returned: memory that each replay fills anew."""
+
+    graph: torch.cuda.CUDAGraph
+    results: list[Any]
+
+
+def capture(calls: Sequence[Callable[[], Any]]) -> Captured:
     """The calls in one graph, after one warm run of each."""
-    stream = torch.cuda.Stream()
+    stream = _stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:
@@ -57,21 +76,20 @@ def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph
+        results = [call() for call in calls]
+    return Captured(graph, results)
 
 
 def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 15, least: int = 10) -> float:
     """Median time per call. Calls are repeated until the graph holds at least `least` of them."""
     rounds = -(-least // len(calls))
-    graph = capture([*calls] * rounds)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    graph = capture([*calls] * rounds).graph
+    marks = [_event() for _ in range(replays + 1)]
     graph.replay()
     marks[0].record()
     for mark in marks[1:]:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    spans = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    spans: list[float] = [a.elapsed_time(b) for a, b in pairwise(marks)]
     return statistics.median(spans) * 1e3 / (rounds * len(calls))

@@ -309,16 +309,24 @@ def _decode(
     inside = (head < heads)[:, None] & (d < DIM)[None, :]
     begin(PDL)
     each = tl.load(share)
-    tile = c * each
-    end = tl.minimum(tile + each, tl.load(firsts + rows))
     row = tl.load(owners + c)
-    while tile < end:
-        row_first = tl.load(firsts + row)
-        row_last = tl.load(firsts + row + 1)
-        stop = tl.minimum(end, row_last)
+    tile = c * each
+    stop_all = tl.minimum(tile + each, tl.load(firsts + rows))
+    known = row < rows
+    row_first = tl.load(firsts + row, mask=known, other=0)
+    row_last = tl.load(firsts + row + 1, mask=known, other=0)
+    slot = tl.load(slots + row, mask=known, other=0).to(tl.int64)
+    start = tl.load(starts + row, mask=known, other=0)
+    end = tl.load(ends + row, mask=known, other=0)
+    while tile < stop_all:
+        # The next row's numbers are asked for now: found while this row is attended to.
+        known = row + 1 < rows
+        next_last = tl.load(firsts + row + 2, mask=known, other=0)
+        next_slot = tl.load(slots + row + 1, mask=known, other=0).to(tl.int64)
+        next_start = tl.load(starts + row + 1, mask=known, other=0)
+        next_end = tl.load(ends + row + 1, mask=known, other=0)
+        stop = tl.minimum(stop_all, row_last)
         if stop > tile:
-            slot = tl.load(slots + row).to(tl.int64)
-            start = tl.load(starts + row)
             q_at = q + row.to(tl.int64) * q_stride + head[:, None] * DIM + d[None, :]
             queries = tl.load(q_at, mask=inside, other=0.0)
             shift = start // TILE - row_first
@@ -328,7 +336,7 @@ def _decode(
                 v_cache + kv_head * DIM,
                 table + slot * table_stride,
                 start,
-                tl.load(ends + row),
+                end,
                 tile + shift,
                 stop + shift,
                 stride,
@@ -363,6 +371,8 @@ def _decode(
                     tl.store(lse + row * heads + head, sums, mask=head < heads)
         tile = stop
         row += 1
+        row_first, row_last = row_last, next_last
+        slot, start, end = next_slot, next_start, next_end
 
 
 def paged_decode(

@@ -12,7 +12,8 @@ from gpu.kernels.route import max_blocks, route
 
 def expected_blocks(experts: torch.Tensor, count: int, block_m: int) -> list[tuple[int, ...]]:
     """(expert, first place, rows) of every tile of `experts` [n, k]."""
-    found, first = [], 0
+    found: list[tuple[int, ...]] = []
+    first = 0
     for expert, rows in enumerate(torch.bincount(experts.flatten(), minlength=count).tolist()):
         found += [(expert, first + i, min(block_m, rows - i)) for i in range(0, rows, block_m)]
         first += rows

@@ -21,7 +21,7 @@ def test_nearest_by_ratio() -> None:
 
 def test_a_file_is_read_back(tmp_path: Path) -> None:
     config = rule(SHAPE, 512)
-    entry = {"small": config.small, "block_m": config.block_m}
+    entry: dict[str, object] = {"small": config.small, "block_m": config.block_m}
     entry |= {"up": config.up._asdict(), "down": config.down._asdict()}
     (tmp_path / SHAPE.file).write_text(json.dumps({"512": entry}))
     configs = MoeConfigs(SHAPE, tmp_path)

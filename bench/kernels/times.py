@@ -1,0 +1,218 @@
+"""Times of every kernel at the sizes of Qwen3-30B-A3B (and Qwen3-8B where it differs), as table rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.kernels import inputs, tune
+from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.inputs import Heads, MoeSize, distinct_experts
+from bench.kernels.timing import Row, microseconds
+from gpu.kernels import decode, embed, gated, merge, moe, norm, qkv, route, sample
+from gpu.kernels.moe_gemm import down, gate_up
+from gpu.kernels.moe_small import SmallConfig, small_moe
+from gpu.kernels.tuned import MoeConfigs, MoeShape, rule
+
+COPIES = 8
+"""Input sets of the small kernels: at decode sizes their data sits in L2 in a real step too, so no more
+are needed than hide reuse of one buffer's lines."""
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def elementwise() -> Iterator[Row]:
+    """Norm, gate, embedding, norm + rope + store."""
+    for rows in (1, 256, 2048):
+        pairs = [(_randn(rows, 2048), _randn(rows, 2048)) for _ in range(COPIES)]
+        weight = _randn(2048)
+        us = microseconds([partial(norm.add_rms_norm, x, r, weight, 1e-6) for x, r in pairs])
+        yield Row("add_rms_norm", f"{rows} x 2048", us, rows * 2048 * 2 * 4)
+        both = [_randn(rows, 2 * 12288) for _ in range(2)]
+        us = microseconds([partial(gated.silu_mul, b) for b in both])
+        yield Row("silu_mul", f"{rows} x 12288", us, rows * 12288 * 2 * 3)
+        heads = Heads()
+        width = (heads.q + 2 * heads.kv) * heads.dim
+        fused = [_randn(rows, width) for _ in range(COPIES)]
+        turn = inputs.rope(rows, heads.dim, DTYPE, DEVICE)
+        norms = _randn(heads.dim), _randn(heads.dim), 1e-6
+        cache = torch.zeros(65_536, 2, heads.kv, heads.dim, device=DEVICE, dtype=DTYPE)
+        where, sides = torch.randperm(65_536, device=DEVICE)[:rows], (cache[:, 0], cache[:, 1])
+        us = microseconds([partial(qkv.norm_rope_store, f, sides, where, turn, norms) for f in fused])
+        yield Row("norm_rope_store", f"{rows} rows 32/4/128", us, rows * width * 2 * 2)
+    table, cells = _randn(151_936, 2048), torch.randint(0, 151_936, (513,), device=DEVICE)
+    slots, counts = torch.arange(512, device=DEVICE), torch.tensor([512, 0], dtype=torch.int32, device=DEVICE)
+    us = microseconds([partial(embed.embed, table, cells, slots, counts)])
+    yield Row("embed", "512 x 2048", us, 512 * 2048 * 2 * 2)
+
+
+def _decode_calls(
+    heads: Heads, page: int, lengths: list[int], config: decode.DecodeConfig, sets: int
+) -> list[Callable[[], Tensor]]:
+    rows = len(lengths)
+    calls: list[Callable[[], Tensor]] = []
+    for _ in range(sets):
+        kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
+        plan = decode.plan_decode(kept.slots, kept.lengths, config)
+        space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
+        q = _randn(rows, heads.q, heads.dim)
+
+        calls.append(
+            partial(
+                decode.paged_decode,
+                q,
+                (kept.k, kept.v),
+                kept.table,
+                kept.slots,
+                plan,
+                space,
+                config,
+                page_size=page,
+                scale=heads.dim**-0.5,
+            )
+        )
+    return calls
+
+
+def _decode_row(
+    name: str, heads: Heads, page: int, lengths: list[int], config: decode.DecodeConfig, goal: str
+) -> Row:
+    moved = 2 * sum(lengths) * heads.kv * heads.dim * 2
+    # Enough sets that together they pass the 50 MB of L2 several times over.
+    sets = max(1, min(8, int(200e6 / moved)))
+    us = microseconds(_decode_calls(heads, page, lengths, config, sets))
+    said = f"t{config.tile} w{config.warps} s{config.stages} p{config.programs} l{config.least}"
+    shape = f"{len(lengths)} x ~{sum(lengths) // len(lengths)}"
+    return Row(
+        name, f"{shape} {heads.q}/{heads.kv}/{heads.dim} page {page}", us, moved, 0.0, f"{said} {goal}"
+    )
+
+
+def attention() -> Iterator[Row]:
+    """Decode attention: the default cut at many sizes, other cuts at three."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    base = decode.decode_config(128, 4, processors)
+    goal = "(goal 3.9 TB/s, 91%)"
+    mixed = [100, 8000, 300, 1500] * 16
+    for page in (1, 16, 64):
+        yield _decode_row("paged_decode", Heads(), page, [1024] * 256, base, goal if page == 16 else "")
+    for lengths in ([1024], [128], [32_768], [1024] * 32, [8192] * 64, [128] * 512, mixed):
+        yield _decode_row("paged_decode", Heads(), 16, lengths, base, "")
+    for heads in (Heads(32, 8, 128), Heads(16, 8, 256), Heads(14, 2, 64)):
+        config = decode.decode_config(heads.dim, heads.kv, processors)
+        yield _decode_row("paged_decode", heads, 16, [1024] * 256, config, "")
+    for lengths in ([1024] * 256, [8192] * 64, [1024]):
+        rows = []
+        for tile, warps, stages, resident in CUTS:
+            config = decode.DecodeConfig(tile, warps, stages, max(resident * processors // 4, 1), 1)
+            rows.append(_decode_row("decode cut", Heads(), 16, lengths, config, ""))
+        yield from sorted(rows, key=lambda row: row.us)[:4]
+    slots, lens = torch.arange(1, 513, device=DEVICE), torch.full((514,), 1000, device=DEVICE)
+    us = microseconds([partial(decode.plan_decode, slots, lens, base)])
+    yield Row("plan_decode", "512 rows", us, 512 * 4 * 6)
+    a, la = _randn(128, 32, 128), torch.randn(128, 32, device=DEVICE)
+    us = microseconds([partial(merge.merge_state, a, la, a.clone(), la.clone())])
+    yield Row("merge_state", "128 x 32 x 128", us, 128 * 32 * 128 * 2 * 3)
+
+
+CUTS = (
+    (64, 4, 5, 2), (64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 7, 2), (32, 4, 5, 3), (32, 4, 7, 3), (32, 4, 7, 4),
+    (32, 2, 5, 4), (32, 2, 5, 6), (64, 2, 5, 3), (128, 4, 3, 2), (128, 8, 3, 2), (64, 4, 5, 4), (32, 4, 5, 6),
+)  # fmt: skip
+"""(tile, warps, stages, programs a multiprocessor) of decode attention that are compared."""
+
+
+def sampling() -> Iterator[Row]:
+    """Greedy and drawn."""
+    for rows in (1, 32, 256, 512):
+        logits = torch.randn(rows, 151_936, device=DEVICE) * 4
+        ints = torch.arange(rows, device=DEVICE)
+        for name, heat in (("greedy", 0.0), ("drawn", 0.8)):
+            heats = torch.full((rows,), heat, device=DEVICE)
+            us = microseconds([partial(sample.sample, logits, ints, ints, heats, ints, cells=ints.clone())])
+            yield Row("sample", f"{rows} x 151936 {name}", us, rows * 151_936 * 4)
+
+
+def routing() -> Iterator[Row]:
+    """Router softmax, top-k and sort."""
+    for tokens in (1, 16, 32, 64, 256, 512, 2048, 8192):
+        logits = torch.randn(tokens, 128, device=DEVICE)
+        us = microseconds([partial(route.route, logits, 8, 64 if tokens > 256 else 16)])
+        yield Row("route", f"T {tokens}", us, tokens * (128 * 4 + 8 * 16))
+
+
+def experts(folder: Path, tokens: Sequence[int] = tune.TOKENS, width: int = 768) -> Iterator[Row]:
+    """The expert MLP whole, and its two GEMMs, by the configs of `folder` or the rule."""
+    size = MoeSize(width=width)
+    bench = tune.Bench(size, DEVICE)
+    shape = MoeShape(128, width, size.hidden, 8, "bfloat16", torch.cuda.get_device_name(0))
+    configs = MoeConfigs(shape, folder)
+    for n in tokens:
+        steps, config = bench.inputs(n), configs.at(n)
+        yield tune.row(n, size, bench.whole(config, steps))
+        if config.small:
+            continue
+        _, tiles = route.route(steps[0][1], 8, config.block_m)
+        hidden = gate_up(steps[0][0], bench.w13, tiles, config.block_m, config.up)
+        weights, flops = distinct_experts(n, size) * width * 2048 * 2, 2.0 * n * 8 * width * 2048
+        calls = [partial(gate_up, steps[0][0], bench.w13, tiles, config.block_m, config.up)]
+        yield Row("  gate_up", tune.describe(config)[:30], microseconds(calls), 2 * weights, 2 * flops)
+        calls = [partial(down, hidden, bench.w2, tiles, config.block_m, config.down)]
+        yield Row("  down", "", microseconds(calls), weights, flops)
+
+
+def small() -> Iterator[Row]:
+    """The few-rows path at several cuts, with and without dependent launch."""
+    size = MoeSize()
+    bench = tune.Bench(size, DEVICE)
+    for tokens in (1, 2, 4):
+        steps, rows = bench.inputs(tokens), []
+        for config in SMALL:
+            calls = [partial(small_moe, x, g, bench.w13, bench.w2, 8, config=config) for x, g in steps]
+            line = tune.row(tokens, size, microseconds(calls), "small_moe")
+            rows.append(line._replace(target=" ".join(map(str, config))))
+        yield from sorted(rows, key=lambda row: row.us)[:3]
+    weight = _randn(2048)
+    shape = MoeShape(128, 768, 2048, 8, "bfloat16", "")
+    for tokens in (1, 32, 256):
+        steps, residual = bench.inputs(tokens), _randn(tokens, 2048)
+        use = rule(shape, tokens)
+        for pdl in (False, True):
+            after = residual, weight, 1e-6
+            both = bench.w13, bench.w2
+            chain = [partial(moe.fused_moe_add_norm, x, g, both, 8, use, after, pdl=pdl) for x, g in steps]
+            us = microseconds(chain)
+            yield tune.row(tokens, size, us, f"moe + norm{' PDL' * pdl}")
+
+
+SMALL = tuple(
+    SmallConfig(up, up_warps, low, low_warps)
+    for up, up_warps in ((2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (2, 2))
+    for low, low_warps in ((8, 4), (4, 4), (16, 4), (16, 8), (8, 8))
+)
+
+
+def ceilings() -> Iterator[Row]:
+    """What this card moves and multiplies, to set the others beside."""
+    a, b = (torch.empty(2**31, dtype=torch.int16, device=DEVICE).random_() for _ in range(2))
+    yield Row("copy", "4 GiB to 4 GiB", microseconds([partial(b.copy_, a)], 7, 2), 2.0**34)
+    x, y = _randn(8192, 8192), _randn(8192, 8192)
+    yield Row(
+        "matmul", "8192 cubed bf16", microseconds([partial(torch.matmul, x, y)], 7, 3), 0.0, 2.0 * 8192**3
+    )
+
+
+ALL: dict[str, Callable[[], Iterator[Row]]] = {
+    "ceilings": ceilings,
+    "elementwise": elementwise,
+    "routing": routing,
+    "attention": attention,
+    "sampling": sampling,
+    "small": small,
+}

@@ -1,0 +1,260 @@
+"""Search tile sizes of the expert GEMMs: `python -m bench.kernels.tune --out DIR [--width 384]`.
+
+For every token count, each candidate height of a tile is tried with each candidate of both GEMMs, timed
+apart on the same routing; the height whose best two add up to least wins. Then the few-rows path is
+timed against it, whole. Variants are compiled beforehand by a pool of processes into Triton's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from bench.kernels.compile import compiling
+from bench.kernels.inputs import MoeSize, distinct_experts, moe_weights
+from bench.kernels.timing import Row, microseconds
+from gpu.kernels.moe import fused_moe
+from gpu.kernels.moe_gemm import TileConfig, down, gate_up
+from gpu.kernels.route import Tiles, max_blocks, route
+from gpu.kernels.tuned import MoeConfig, MoeShape, rule
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+SHARED = 227 * 1024
+"""Bytes of shared memory a program can have on Hopper."""
+
+ROUTINGS = 3
+"""Different routings per timing; at one row their experts together are larger than the L2 cache."""
+
+
+class Variant(NamedTuple):
+    """One kernel to compile: a GEMM at a tile height."""
+
+    up: bool
+    block_m: int
+    config: TileConfig
+
+
+def heights(tokens: int, size: MoeSize) -> tuple[int, ...]:
+    """Tile heights worth trying at so many rows per expert."""
+    average = tokens * size.top_k / size.experts
+    for limit, found in ((3, (16,)), (10, (16, 32)), (20, (16, 32, 64)), (40, (32, 64)), (150, (64, 128))):
+        if average <= limit:
+            return found
+    return (64, 128)
+
+
+def _fits(variant: Variant) -> bool:
+    config, weights = variant.config, 2 if variant.up else 1
+    accumulators = weights * variant.block_m * config.block_n / (32 * config.warps)
+    shared = 2 * config.block_k * (variant.block_m + weights * config.block_n) * (config.stages - 1)
+    return shared <= SHARED and accumulators <= 160
+
+
+def candidates(up: bool, block_m: int, quick: bool) -> Iterator[Variant]:
+    """Ways to cut one GEMM at a tile height. Narrow tiles stream weights; tall ones feed wgmma."""
+    if block_m <= 32:
+        widths: tuple[int, ...] = (64, 128)
+        rest = product((64, 128), (4,), (3, 4, 5), (True,), (0,), (False, True))
+        plain = product((32, 64), (128,), (4,), (3, 4), (False,), (0,), (False, True))
+    elif block_m == 64:
+        widths = (64, 128)
+        rest = product((64,), (4, 8), (3, 4), (True, False), (0, 1), (False, True))
+        plain = product((64, 128), (128,), (4,), (3,), (False,), (0,), (False,))
+    else:
+        widths = (64, 128) if up else (128, 256)
+        rest = product((64,), (8,), (3, 4), (True, False), (1, 2), (False, True))
+        plain = product(widths[:1], (64,), (4,), (3, 4), (False,), (1,), (False, True))
+    every = [TileConfig(width, *more) for more in rest for width in widths]
+    every += [TileConfig(*more) for more in plain]
+    if quick:
+        every = every[::3]
+    yield from (v for config in dict.fromkeys(every) if _fits(v := Variant(up, block_m, config)))
+
+
+class Bench:
+    """Data for one shape on the GPU. Owner: the tuner."""
+
+    def __init__(self, size: MoeSize, device: torch.device) -> None:
+        self.size = size
+        self.device = device
+        self.w13, self.w2 = moe_weights(size, torch.bfloat16, device)
+
+    def inputs(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Rows and logits of several steps."""
+        return [
+            (
+                torch.randn(tokens, self.size.hidden, device=self.device).bfloat16(),
+                torch.randn(tokens, self.size.experts, device=self.device),
+            )
+            for _ in range(ROUTINGS)
+        ]
+
+    def gemm(self, variant: Variant, steps: list[tuple[Tensor, Tensor]]) -> float:
+        """µs of one GEMM; infinite where it does not fit the device."""
+        cut = [route(logits, self.size.top_k, variant.block_m)[1] for _, logits in steps]
+        hidden = torch.randn(len(cut[0].pairs), self.size.width, device=self.device).bfloat16()
+
+        def call(x: Tensor, tiles: Tiles) -> Any:
+            if variant.up:
+                return gate_up(x, self.w13, tiles, variant.block_m, variant.config)
+            return down(hidden, self.w2, tiles, variant.block_m, variant.config)
+
+        calls = [partial(call, x, t) for (x, _), t in zip(steps, cut, strict=True)]
+        try:
+            return microseconds(calls, replays=7, least=6)
+        except (TritonError, RuntimeError) as failure:
+            torch.cuda.synchronize()  # raises again where the device, not the compiler, is at fault
+            print(f"dropped {variant}: {str(failure)[:80]}", flush=True)
+            return float("inf")
+
+    def whole(self, config: MoeConfig, steps: list[tuple[Tensor, Tensor]]) -> float:
+        """µs of the expert MLP from logits to sum."""
+        weights = self.w13, self.w2
+        calls = [partial(fused_moe, x, g, weights, self.size.top_k, config) for x, g in steps]
+        return microseconds(calls)
+
+
+def _compile(task: tuple[MoeSize, Variant]) -> None:
+    """In a process of the pool: one variant into Triton's cache, on data that is never touched."""
+    size, variant = task
+    tokens, k = 16, size.top_k
+    total = max_blocks(tokens, size.experts, k, variant.block_m)
+    tiles = Tiles(torch.empty(tokens * k, dtype=torch.int32), torch.empty(3, total, dtype=torch.int32))
+    with compiling():
+        if variant.up:
+            w13 = torch.empty(size.experts, 2 * size.width, size.hidden, dtype=torch.bfloat16)
+            x = torch.empty(tokens, size.hidden, dtype=torch.bfloat16)
+            gate_up(x, w13, tiles, variant.block_m, variant.config)
+        else:
+            w2 = torch.empty(size.experts, size.hidden, size.width, dtype=torch.bfloat16)
+            hidden = torch.empty(tokens * k, size.width, dtype=torch.bfloat16)
+            down(hidden, w2, tiles, variant.block_m, variant.config)
+
+
+def compile_all(size: MoeSize, variants: Sequence[Variant], seconds: float = 240.0) -> None:
+    """Compile in parallel, for so long at most. What is missing then is compiled when it is timed; what
+    cannot be compiled fails there again, and is dropped."""
+    context = multiprocessing.get_context("spawn")
+    workers = max(len(os.sched_getaffinity(0)) - 1, 1)
+    with ProcessPoolExecutor(workers, context) as pool:
+        wait([pool.submit(_compile, (size, variant)) for variant in variants], timeout=seconds)
+        pool.shutdown(cancel_futures=True)
+
+
+def search(bench: Bench, tokens: int, quick: bool) -> tuple[MoeConfig, float]:
+    """The best config of one token count and its µs from logits to sum."""
+    steps = bench.inputs(tokens)
+    best: tuple[float, MoeConfig] | None = None
+    for block_m in heights(tokens, bench.size):
+        timed = [
+            min((bench.gemm(v, steps), v) for v in candidates(up, block_m, quick)) for up in (True, False)
+        ]
+        config = MoeConfig(False, block_m, timed[0][1].config, timed[1][1].config)
+        if best is None or timed[0][0] + timed[1][0] < best[0]:
+            best = timed[0][0] + timed[1][0], config
+    assert best is not None
+    config = best[1]
+    spent = bench.whole(config, steps)
+    if tokens <= 8:
+        small = config._replace(small=True)
+        if (quicker := bench.whole(small, steps)) < spent:
+            return small, quicker
+    return config, spent
+
+
+def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe") -> Row:
+    """A line of the table: weights of the distinct experts, activations in and out, operations."""
+    expert = 3 * size.hidden * size.width
+    moved = 2 * (distinct_experts(tokens, size) * expert + 2 * tokens * size.hidden)
+    flops = 2.0 * tokens * size.top_k * expert
+    target = ""
+    if 32 <= tokens <= 512:
+        target = f"{us / (1e6 * moved / 4.3e12):.2f}x of bandwidth time (goal 1.15)"
+    elif tokens >= 4096:
+        target = f"{flops / us / 1e6 / 790:.1%} of 790 TFLOP/s (goal 65%)"
+    return Row(name, f"T {tokens} E {size.experts} N {size.width}", us, moved, flops, target)
+
+
+def tune(
+    width: int, tokens: Sequence[int], out: Path, seconds: float, quick: bool
+) -> tuple[dict[int, MoeConfig], list[Row]]:
+    """Search, write the file after every token count, return configs and lines. Stops in time."""
+    size, began = MoeSize(width=width), time.monotonic()
+    tall = {(up, m) for n in tokens for m in heights(n, size) for up in (True, False)}
+    variants = [v for up, m in sorted(tall) for v in candidates(up, m, quick)]
+    compile_all(size, variants)
+    print(
+        f"tune N {width}: {len(variants)} variants compiled in {time.monotonic() - began:.0f} s", flush=True
+    )
+    bench = Bench(size, torch.device("cuda"))
+    name = torch.cuda.get_device_name(0)
+    shape = MoeShape(size.experts, width, size.hidden, size.top_k, "bfloat16", name)
+    found: dict[int, MoeConfig] = {}
+    rows: list[Row] = []
+    for n in tokens:
+        if time.monotonic() - began > seconds:
+            print(f"tune N {width}: out of time before {n} tokens", flush=True)
+            break
+        config, us = search(bench, n, quick)
+        plain = bench.whole(rule(shape, n), bench.inputs(n))
+        found[n] = config
+        rows.append(row(n, size, us))
+        print(f"{rows[-1].line()}  rule {plain:.1f} us  {describe(config)}", flush=True)
+        write(out / shape.file, found)
+    return found, rows
+
+
+def describe(config: MoeConfig) -> str:
+    """A config on a line."""
+    if config.small:
+        return "small"
+    sides = (
+        f"{c.block_n}x{c.block_k} w{c.warps} s{c.stages}"
+        + " swap" * c.swap
+        + f" h{c.halves}" * bool(c.halves)
+        + " tma" * c.tma
+        for c in (config.up, config.down)
+    )
+    return f"m{config.block_m} up " + " down ".join(sides)
+
+
+def write(path: Path, found: dict[int, MoeConfig]) -> None:
+    """One entry a line, so that a change of one token count is a change of one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = {
+        n: {"small": c.small, "block_m": c.block_m, "up": c.up._asdict(), "down": c.down._asdict()}
+        for n, c in sorted(found.items())
+    }
+    lines = ",\n".join(f'  "{n}": {json.dumps(entry)}' for n, entry in entries.items())
+    path.write_text(f"{{\n{lines}\n}}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Tune one width."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--width", type=int, default=768, help="an expert's intermediate size on a rank")
+    parser.add_argument("--out", type=Path, default=Path("configs/kernels"))
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--quick", action="store_true", help="a third of the candidates")
+    asked = parser.parse_args(argv)
+    tune(asked.width, asked.tokens, asked.out, asked.seconds, asked.quick)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
