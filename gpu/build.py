@@ -71,7 +71,7 @@ def build_executor(
     device = _device(model)
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     context = _context(spec, model)
-    rows = schedule.max_running or CPU_ROWS
+    rows = _rows(schedule)
     progress("memory", 0.0)
     memory = plan_memory(spec, dtype, cache, available_bytes(), rows * context)
     for line in memory_table(memory):
@@ -109,6 +109,16 @@ def _device(model: ModelConfig) -> torch.device:
     if model.device == "cuda":
         raise ConfigError("--device cuda is not available in this version: use --device cpu.")
     return torch.device("cpu")
+
+
+def _rows(schedule: ScheduleConfig) -> int:
+    """Every running row gets a token in every step, so the budget bounds them."""
+    if schedule.max_running > schedule.step_tokens:
+        raise ConfigError(
+            f"--max-running {schedule.max_running} rows do not fit steps of --step-tokens "
+            f"{schedule.step_tokens}: lower the one or raise the other."
+        )
+    return schedule.max_running or min(CPU_ROWS, schedule.step_tokens)
 
 
 def _context(spec: ModelSpec, model: ModelConfig) -> int:

@@ -77,3 +77,15 @@ def test_a_context_the_model_does_not_have(path: Path) -> None:
 def test_a_device_that_is_not_there(path: Path) -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         build(path, device="cuda")
+
+
+def test_rows_fit_the_step_budget(path: Path) -> None:
+    def build_with(**schedule: int) -> LocalExecutor:
+        chosen = ScheduleConfig(**schedule)
+        return build_executor(
+            spec_of(path), path, ModelConfig(), CacheConfig(kv_tokens=512), chosen, lambda stage, share: None
+        )
+
+    assert build_with(step_tokens=16).capabilities.max_rows == 16
+    with pytest.raises(ConfigError, match="--step-tokens"):
+        build_with(step_tokens=16, max_running=17)
