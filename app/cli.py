@@ -7,47 +7,87 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
+from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
 from core.errors import ConfigError
 
-GROUPS: tuple[tuple[str, type[msgspec.Struct]], ...] = (
+Groups = tuple[tuple[str, type[msgspec.Struct]], ...]
+
+ENGINE_GROUPS: Groups = (
     ("model", ModelConfig),
     ("cache", CacheConfig),
     ("schedule", ScheduleConfig),
-    ("serve", ServeConfig),
 )
+GROUPS: Groups = (*ENGINE_GROUPS, ("serve", ServeConfig))
 
 BAD_USAGE = 2
 """Exit code for everything the operator can mend: argparse's own, and ours for `ConfigError`."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until told to stop; exits with 0 after a drain, 2 for what the operator must change,
-    1 when the engine failed."""
-    config = parse(sys.argv[1:] if argv is None else argv)
-    from app.server import run  # deferred: it brings torch
+INTERRUPTED = 130
 
+
+class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
+    """Flags of `generate` that are not the model's."""
+
+    input: str
+    output: str
+    concurrency: int = 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until told to stop, or `generate` a file; exits with 0 when all went well, 2 for what the
+    operator must change, 1 when the engine or a line failed."""
+    flags = sys.argv[1:] if argv is None else argv
     try:
-        code = run(config)
+        code = _generate(flags[1:]) if flags[:1] == ["generate"] else _serve(flags)
+    except KeyboardInterrupt:  # before the server has a handler of its own
+        code = INTERRUPTED
     except ConfigError as error:
         print(f"loom: error: {error}", file=sys.stderr)
         code = BAD_USAGE
     raise SystemExit(code)
 
 
+def _serve(argv: Sequence[str]) -> int:
+    config = parse(argv)
+    from app.server import run  # deferred: it brings torch
+
+    return run(config)
+
+
+def _generate(argv: Sequence[str]) -> int:
+    config, flags = parse_generate(argv)
+    from app.generate import run  # deferred: the same
+
+    return run(config, flags.input, flags.output, flags.concurrency)
+
+
 def parse(argv: Sequence[str]) -> Config:
     """Settings of a command line. Exits with 2 and one line for a flag that is wrong."""
     parser = make_parser()
     flags = argv[1:] if argv[:1] == ["serve"] else argv
-    given = vars(parser.parse_args(flags))
+    return _settings(parser, vars(parser.parse_args(flags)))
+
+
+def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
+    """The same for what comes after `generate`."""
+    parser = make_generate_parser()
+    given = vars(parser.parse_args(argv))
+    if given["concurrency"] < 0:
+        parser.error("argument --concurrency: must not be negative")
+    flags = GenerateFlags(**{name: given[name] for name in GenerateFlags.__struct_fields__})
+    return _settings(parser, given), flags
+
+
+def _settings(parser: Parser, given: Mapping[str, Any]) -> Config:
     groups: dict[str, msgspec.Struct] = {}
     for name, group in GROUPS:
-        own = {f: given[f] for f in group.__struct_fields__ if given[f] is not None}
+        own = {f: given[f] for f in group.__struct_fields__ if given.get(f) is not None}
         try:
             groups[name] = msgspec.convert(own, group)
         except msgspec.ValidationError as error:
@@ -73,11 +113,32 @@ def make_parser() -> Parser:
         description="Serve a language model over an OpenAI-compatible HTTP API.",
         allow_abbrev=False,
     )
-    for name, group in GROUPS:
-        section = parser.add_argument_group(name)
-        hints = get_type_hints(group, include_extras=True)
-        for field in msgspec.structs.fields(group):
-            _add_flag(section, field.name, hints[field.name], field.default)
+    _add_groups(parser, GROUPS)
+    return parser
+
+
+def make_generate_parser() -> Parser:
+    """Flags of `generate`."""
+    parser = Parser(
+        prog="python -m app generate",
+        description="Answer every line of a JSONL file: OpenAI batch lines, or objects with a prompt or "
+        "messages. Started again with the same output it does what is left.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--input", required=True, metavar="FILE", help="JSONL with one request a line")
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSONL that results are added to")
+    parser.add_argument(
+        "--concurrency", type=int, default=0, metavar="INT", help="requests at once; 0: what keeps it busy"
+    )
+    _add_groups(parser, ENGINE_GROUPS)
+    parsers = parser.add_argument_group("parsers")
+    _add_fields(parsers, ServeConfig, PARSERS)
+    return parser
+
+
+def _add_groups(parser: Parser, groups: Groups) -> None:
+    for name, group in groups:
+        _add_fields(parser.add_argument_group(name), group, group.__struct_fields__)
     parser.add_argument(
         "--disable-radix-cache",
         dest="radix_cache",
@@ -85,7 +146,13 @@ def make_parser() -> Parser:
         default=None,
         help=argparse.SUPPRESS,
     )
-    return parser
+
+
+def _add_fields(section: Any, group: type[msgspec.Struct], names: Sequence[str]) -> None:
+    hints = get_type_hints(group, include_extras=True)
+    for field in msgspec.structs.fields(group):
+        if field.name in names:
+            _add_flag(section, field.name, hints[field.name], field.default)
 
 
 def _add_flag(section: Any, name: str, hint: Any, default: object) -> None:

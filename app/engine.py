@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable
 
 from app.deliver import Stream
+from app.orders import Orders
 from app.recorder import Recorder
 from core.clock import Clock
 from core.executor import Executor
+from core.order import OrderDone
 from core.plan import StepFailure
 from core.request import Request
 from core.schedule.scheduler import Confirmed, Scheduler
@@ -42,6 +44,11 @@ class Engine:
         self.recorder = Recorder(clock)
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] = lambda reason: None
+        self.on_add: Callable[[list[Request]], None] = lambda requests: None
+        """Called before requests are queued: who runs in the background can make room."""
+        self.paused = False
+        """No step is planned while it is set; `resume` ends it."""
+        self.orders = Orders(executor)
         self._executor = executor
         self._depth = min(depth, executor.capabilities.max_depth)
         self._clock = clock
@@ -69,6 +76,7 @@ class Engine:
 
     def add(self, requests: list[Request], streams: list[Stream]) -> None:
         """Queue all of them, or raise and queue none."""
+        self.on_add(requests)
         self.scheduler.add(requests)
         for request, stream in zip(requests, streams, strict=True):
             self._streams[request.id] = stream
@@ -77,6 +85,17 @@ class Engine:
     def abort(self, request: Request, finish: Finish) -> None:
         """End a request in any state; its last piece follows."""
         self.scheduler.abort(request, finish)
+        self._wake()
+
+    def abort_all(self, finish: Finish) -> None:
+        """End every request that is here."""
+        for request in self.scheduler.requests():
+            self.scheduler.abort(request, finish)
+        self._wake()
+
+    def resume(self) -> None:
+        """Plan again."""
+        self.paused = False
         self._wake()
 
     # -- the step ----------------------------------------------------------------------------------
@@ -90,6 +109,9 @@ class Engine:
     def _tick(self) -> None:
         self._tick_due = False
         for result in self._executor.results():
+            if isinstance(result, OrderDone):
+                self.orders.settle(result)
+                continue
             if isinstance(result, StepFailure):
                 self._fail(result.reason)
                 return
@@ -97,6 +119,8 @@ class Engine:
             self.recorder.step(len(confirmed.tokens), result.seconds)
             self._backlog.append((confirmed, 0))
         self._submit()
+        if not self.scheduler.in_flight:
+            self.orders.is_quiet()
         self._deliver_soon()
 
     def _submit(self) -> None:
@@ -111,7 +135,10 @@ class Engine:
 
     def _may_plan(self) -> bool:
         return (
-            self.failure is None and self.scheduler.in_flight <= self._depth and len(self._backlog) < BACKLOG
+            not self.paused
+            and self.failure is None
+            and self.scheduler.in_flight <= self._depth
+            and len(self._backlog) < BACKLOG
         )
 
     def _deliver_soon(self) -> None:

@@ -52,6 +52,12 @@ class Fault(msgspec.Struct, frozen=True):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
+    def anthropic_body(self, request_id: str) -> bytes:
+        """The same for clients of Anthropic's API, which go by the type's name."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
 
 class _Row(msgspec.Struct, frozen=True):
     kind: type[LoomError]
@@ -68,6 +74,17 @@ _TABLE = (  # first match wins: the narrow classes come first
     _Row(Unavailable, 503, "service_unavailable_error", "service_unavailable"),
     _Row(EngineFailed, 500, "server_error", "engine_failed"),
 )
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 

@@ -48,6 +48,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     root: RootKey = RootKey()
     prompt_param: str = "prompt"
     """The field that an error about the prompt names: `messages` for chat."""
+    continues: bool = False
+    """Part of an answer under way: taken while draining too."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -85,6 +87,10 @@ class Run(Protocol):
 
     def abort(self) -> None:
         """Free every unfinished choice within a step; each still gets its last piece."""
+        ...
+
+    def end(self, index: int) -> None:
+        """The same for one choice."""
         ...
 
 

@@ -1,8 +1,20 @@
-"""Logging: one line a record, nothing a client sent can start a new one."""
+"""Logging: one line a record, nothing a client sent can start a new one, and no line holds the loop."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import sys
+import threading
+from collections import deque
+
+KEPT = 10_000
+"""Lines that may wait for a reader of stderr; the oldest go first. A pipe that nobody reads takes
+64 KB and then blocks its writer: that must not be the event loop."""
+
+PATIENCE = 1.0
+"""Seconds that the exit waits for lines to be read."""
 
 
 class OneLine(logging.Formatter):
@@ -12,14 +24,51 @@ class OneLine(logging.Formatter):
         super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """The head line of a record."""
         text = super().formatMessage(record)
         return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
+class Behind(logging.Handler):
+    """Hands lines to a thread that writes them to stderr.
+
+    `emit` may be called by any thread; the writer thread alone touches stderr.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque(maxlen=KEPT)
+        self._ready = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._write, name="loom-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue one record."""
+        self._idle.clear()
+        self._lines.append(self.format(record))
+        self._ready.set()
+
+    def flush(self) -> None:
+        """Wait until everything is written, but not for ever."""
+        self._idle.wait(PATIENCE)
+
+    def _write(self) -> None:
+        while True:
+            self._ready.wait()
+            self._ready.clear()
+            with contextlib.suppress(IndexError):
+                while True:
+                    sys.stderr.write(self._lines.popleft() + "\n")
+                    sys.stderr.flush()
+            self._idle.set()
+
+
 def set_up(level: str) -> None:
     """Send everything to stderr."""
-    handler = logging.StreamHandler()
+    handler = Behind()
     handler.setFormatter(OneLine())
+    atexit.register(handler.flush)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("asyncio", "urllib3", "filelock", "matplotlib"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

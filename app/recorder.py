@@ -35,7 +35,18 @@ class Recorder:
     Owner: event loop. `lag` is set by whoever measures the loop.
     """
 
-    __slots__ = ("_clock", "_end_to_end", "_inter_token", "_last_step", "_queue", "_seconds", "_ttft", "lag")
+    __slots__ = (
+        "_clock",
+        "_end_to_end",
+        "_inter_token",
+        "_last_step",
+        "_queue",
+        "_seconds",
+        "_ttft",
+        "lag",
+        "rows",
+        "steps",
+    )
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -46,9 +57,14 @@ class Recorder:
         self._last_step = 0.0
         self._seconds = 0.0
         self.lag = 0.0
+        self.steps = 0
+        self.rows = 0
+        """Sums over all steps: two readings of both give the mean rows of a step between them."""
 
     def step(self, tokens: int, seconds: float) -> None:
         """One step was applied with `tokens` new tokens: each waited since the step before."""
+        self.steps += 1
+        self.rows += tokens
         now = self._clock()
         if self._last_step and tokens:
             self._inter_token.add(now - self._last_step, tokens)

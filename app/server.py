@@ -1,4 +1,4 @@
-"""The composition root: the one file that sees app, core and gpu. Builds, serves, drains."""
+"""One process that serves: binds, loads, answers, drains."""
 
 from __future__ import annotations
 
@@ -18,24 +18,18 @@ import uvloop
 from aiohttp import web
 
 from app import logs
-from app.checkpoint import Checkpoint, resolve
-from app.engine import Engine
+from app.batch import Batches, Room
+from app.compose import Parts, assemble, load
 from app.health import Health, Phase
 from app.housekeeping import Housekeeping
+from app.http.keys import BATCHES
 from app.http.routes import make_app
 from app.http.runner import Runner
-from app.service import Loaded, ModelCard, Service
-from app.submit import Limits, Submitter
-from app.text.template import ChatTemplate
-from app.text.tokenizer import Tokenizer
-from core.cache.manager import CacheManager
+from app.service import Service
+from app.submit import Submitter
 from core.clock import monotonic
 from core.config import Config
 from core.errors import ConfigError
-from core.executor import Executor
-from core.models import read_spec
-from core.schedule.scheduler import Scheduler
-from gpu.build import build_executor
 
 log = logging.getLogger(__name__)
 
@@ -78,85 +72,46 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        runner = Runner(make_app(self._service, serve), shutdown_timeout=FAREWELL)
+        application = make_app(self._service, serve)
+        runner = Runner(application, shutdown_timeout=FAREWELL)
         await runner.setup()
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         host, port = listener.getsockname()[:2]
         log.info("listening on http://%s:%d, loading the model", host, port)
         try:
             begun = time.perf_counter()
-            parts = await self._while_running(in_thread(self._load, loop))
+            parts = await self._while_running(in_thread(lambda: load(self._config, self._progress), loop))
             if parts is not None:
-                await self._run_engine(*parts, begun)
+                await self._run_engine(parts, application[BATCHES], begun)
         finally:
             await runner.cleanup()
         return int(self._failed)
 
     # -- start -------------------------------------------------------------------------------------
 
-    def _load(self) -> tuple[Checkpoint, Tokenizer, ChatTemplate, Executor, int]:
-        """Loading thread: everything that takes seconds."""
-        config = self._config
-        checkpoint = resolve(config.model, lambda text: self._progress(text, 0.0))
-        spec = read_spec(checkpoint.config)
-        self._progress("tokenizer", 0.0)
-        tokenizer = Tokenizer.load(
-            checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id
-        )
-        template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
-        executor = build_executor(
-            spec, checkpoint.path, config.model, config.cache, config.schedule, self._progress
-        )
-        return checkpoint, tokenizer, template, executor, spec.vocab_size
-
     def _progress(self, stage: str, share: float) -> None:
         """Loading thread: a frozen record replaces another, which any thread may do."""
         if self._service.health.phase is Phase.STARTING:
             self._service.health = Health(Phase.STARTING, stage, share)
 
-    async def _run_engine(
-        self,
-        checkpoint: Checkpoint,
-        tokenizer: Tokenizer,
-        template: ChatTemplate,
-        executor: Executor,
-        vocab_size: int,
-        begun: float,
-    ) -> None:
-        config, capabilities = self._config, executor.capabilities
-        cache = CacheManager(
-            capabilities.num_pages,
-            capabilities.page_size,
-            radix=config.cache.radix_cache,
-            eviction=config.cache.eviction,
-        )
-        scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
-        engine = Engine(scheduler, executor, config.schedule.overlap_depth, monotonic)
+    async def _run_engine(self, parts: Parts, batches: Batches, begun: float) -> None:
+        live = assemble(parts, self._config)
+        engine, self._submitter = live.engine, live.submitter
         engine.on_failure = self._on_failure
-        limits = Limits(capabilities.context_length, vocab_size)
-        self._submitter = submitter = Submitter(engine, tokenizer, limits, monotonic)
         loop = asyncio.get_running_loop()
         engine.start(loop)
         housekeeping = Housekeeping(engine, loop)
         housekeeping.start()
-        card = ModelCard(
-            name=checkpoint.name,
-            path=str(checkpoint.tokenizer or checkpoint.path),
-            architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
-            context_length=capabilities.context_length,
-            vocab_size=vocab_size,
-            dtype=config.model.dtype,
-            created=int(time.time()),
-        )
-        self._service.ready(Loaded(card, tokenizer, template, submitter))
-        log.info("%s is ready after %.1f s", card.name, time.perf_counter() - begun)
+        self._service.ready(live.loaded)
+        batches.start(self._service, Room(engine, live.capabilities, self._config.schedule.step_tokens))
+        log.info("%s is ready after %.1f s", live.loaded.card.name, time.perf_counter() - begun)
         try:
             await self._stop.wait()
-            await self._drain(submitter)
+            await batches.stop()  # what is left of them waits for the next start, clients do not
+            await self._drain(live.submitter)
         finally:
             housekeeping.stop()
-            engine.close()
-            tokenizer.close()
+            live.close()
 
     # -- end ---------------------------------------------------------------------------------------
 

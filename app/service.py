@@ -9,10 +9,12 @@ import msgspec
 
 from app.health import Health, Phase
 from app.job import Generator
+from app.parsers.registry import ReasoningFamily, ToolFamily
 from core.errors import Unavailable
 from core.stats import EngineStatistics
 
 if TYPE_CHECKING:
+    from app.operator import Operator
     from app.text.template import ChatTemplate
     from app.text.tokenizer import Tokenizer
 
@@ -44,6 +46,10 @@ class Control(Generator, Protocol):
         """Empty the prefix cache; False (and nothing done) while requests run."""
         ...
 
+    def timeline(self, id: str) -> dict[str, object] | None:
+        """Where the time of a recent job went; None when it is not remembered."""
+        ...
+
     def statistics(self) -> EngineStatistics: ...
 
 
@@ -54,6 +60,12 @@ class Loaded(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer
     template: ChatTemplate
     engine: Control
+    tools: ToolFamily | None = None
+    """How the model writes tool calls; None: nobody knows."""
+    reasoning: ReasoningFamily | None = None
+    """How it marks thinking; None: it does not think."""
+    operator: Operator | None = None
+    """None where the engine is not this process's to control."""
 
 
 class Service:

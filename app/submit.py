@@ -15,8 +15,10 @@ from app.job import Job, Piece, Run, Sink
 from app.text.detokenizer import Detokenizer
 from app.text.stops import StopScanner, check_stops
 from app.text.tokenizer import Tokenizer
+from app.timeline import Timelines, Waits
 from core.clock import Clock
 from core.errors import ContextExceeded, RequestError, Unavailable
+from core.grammar import CompiledGrammar, GrammarCompiler
 from core.plan import PromptLogprobs
 from core.request import Request, SamplingParams
 from core.request.params import SEED_LIMIT, check
@@ -72,6 +74,10 @@ class LiveRun:
         for request in self.requests:
             self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
 
+    def end(self, index: int) -> None:
+        """See `app.job.Run.end`."""
+        self._engine.abort(self.requests[index], Finish(FinishReason.ABORT))
+
     def on_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the last choice has ended."""
         self._done.add_done_callback(lambda _: callback())
@@ -83,9 +89,28 @@ class Submitter:
     Owner: event loop.
     """
 
-    __slots__ = ("_clock", "_draining", "_engine", "_limits", "_rng", "_runs", "_tokenizer")
+    __slots__ = (
+        "_clock",
+        "_draining",
+        "_engine",
+        "_grammars",
+        "_limits",
+        "_rng",
+        "_runs",
+        "_timelines",
+        "_tokenizer",
+    )
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, limits: Limits, clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        clock: Clock,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Without `grammars` constraints are refused."""
+        self._grammars = grammars
         self._engine = engine
         self._tokenizer = tokenizer
         self._limits = limits
@@ -93,25 +118,38 @@ class Submitter:
         self._rng = random.SystemRandom()
         self._runs: dict[str, LiveRun | None] = {}
         self._draining = False
+        self._timelines = Timelines(engine.recorder, clock)
 
     async def start(self, job: Job, sink: Sink) -> Run:
         """See `app.job.Generator.start`."""
-        self._check_open()
+        self._check_open(job)
         if not 1 <= job.n <= MAX_CHOICES:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
         if job.id in self._runs:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
         self._runs[job.id] = None  # the id is taken while the prompt is being encoded
+        arrived = self._clock()
         try:
             prompt = await self._encode(job)
-            self._check_open()
-            run = self._enqueue(job, prompt, sink)
+            encoded = self._clock()
+            grammar = await self._compile(job)
+            self._check_open(job)
+            run = self._enqueue(job, prompt, grammar, sink)
         except BaseException:
             del self._runs[job.id]
             raise
         self._runs[job.id] = run
-        run.on_done(lambda: self._runs.pop(run.id))
+        waits = Waits(arrived, encoded - arrived, self._clock() - encoded)
+        self._timelines.open(run.id, run.requests, waits)
+        run.on_done(lambda: self._done(run.id))
         return run
+
+    def _done(self, id: str) -> None:
+        del self._runs[id]
+        self._timelines.close(id)
+
+    def timeline(self, id: str) -> dict[str, object] | None:
+        return self._timelines.of(id)
 
     def drain(self) -> None:
         """Take no more jobs; those here go on."""
@@ -134,7 +172,10 @@ class Submitter:
         return len(runs)
 
     def flush(self) -> bool:
-        if not self._engine.scheduler.idle:
+        # Steps in flight do not count: those that ended requests left behind only write, before
+        # any later plan reads. A client that has had its last answer may flush at once.
+        now = self._engine.scheduler.statistics()
+        if now.running or now.waiting:
             return False
         self._engine.scheduler.cache.flush()
         return True
@@ -144,10 +185,10 @@ class Submitter:
 
     # -- one job -----------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
+    def _check_open(self, job: Job) -> None:
         if self._engine.failure is not None:
             raise Unavailable(f"The engine has failed: {self._engine.failure}")
-        if self._draining:
+        if self._draining and not job.continues:
             raise Unavailable("The server is shutting down.")
 
     async def _encode(self, job: Job) -> Ints:
@@ -165,7 +206,18 @@ class Submitter:
             raise RequestError("The prompt is empty: give at least one token.", job.prompt_param)
         return np.ascontiguousarray(prompt, np.int32)
 
-    def _enqueue(self, job: Job, prompt: Ints, sink: Sink) -> LiveRun:
+    async def _compile(self, job: Job) -> CompiledGrammar | None:
+        if job.grammar is None:
+            return None
+        if self._grammars is None:
+            raise RequestError(
+                f"'{job.grammar.param}' is not supported: this model's vocabulary cannot be constrained.",
+                job.grammar.param,
+                "unsupported",
+            )
+        return await self._grammars.compile(job.grammar)
+
+    def _enqueue(self, job: Job, prompt: Ints, grammar: CompiledGrammar | None, sink: Sink) -> LiveRun:
         sampling = self._complete(job, len(prompt))
         check(sampling, self._limits.vocab_size)
         check_stops(job.text.stop, job.text.stop_regex)
@@ -176,7 +228,15 @@ class Submitter:
             if index:  # the prompt's log-probabilities are the same for every choice
                 own = msgspec.structs.replace(own, prompt_logprobs=-1)
             run.requests.append(
-                Request(f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root)
+                Request(
+                    f"{job.id}-{index}",
+                    prompt,
+                    own,
+                    arrival=now,
+                    priority=job.priority,
+                    root=job.root,
+                    grammar=grammar,
+                )
             )
             run.streams.append(Stream(index, run.deliver, self._detokenizer(job, prompt), self._stops(job)))
         self._engine.add(run.requests, run.streams)
@@ -190,11 +250,17 @@ class Submitter:
         max_tokens = room if job.max_tokens is None else job.max_tokens
         if max_tokens > room:
             raise ContextExceeded(self._limits.context_length, prompt_len, max_tokens, job.prompt_param)
-        stop_ids = job.sampling.stop_ids
-        if not job.ignore_eos:
+        stop_ids, min_tokens = job.sampling.stop_ids, job.sampling.min_tokens
+        if job.ignore_eos and job.grammar is not None and not stop_ids:
+            # A complete grammar has no other token than the end: it is put off for as long as there is
+            # another, and no longer.
+            min_tokens = max_tokens
+        if not job.ignore_eos or job.grammar is not None:
             stop_ids = stop_ids | self._tokenizer.eos_ids
         seed = self._rng.randrange(SEED_LIMIT) if job.seed is None else job.seed
-        return msgspec.structs.replace(job.sampling, max_tokens=max_tokens, seed=seed, stop_ids=stop_ids)
+        return msgspec.structs.replace(
+            job.sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop_ids=stop_ids
+        )
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from core.order import Order, OrderDone
 from core.plan import StepFailure, StepPlan, StepResult
 
 
@@ -43,7 +44,11 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None: ...
 
-    def results(self) -> list[StepResult | StepFailure]:
+    def order(self, order: Order) -> None:
+        """Do something between steps: after the plans submitted so far, before those that follow."""
+        ...
+
+    def results(self) -> list[StepResult | StepFailure | OrderDone]:
         """What has arrived since the last call, oldest first; does not wait."""
         ...
 

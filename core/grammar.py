@@ -15,15 +15,31 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """A constraint as text. Equal specs share one compiled grammar.
+    """A constraint as text. Specs of equal kind and text share one compiled grammar.
 
-    `text` is the schema or structural tag as JSON, the pattern, the grammar's source, or a JSON list of
-    choices; empty for `json_object`. `param` is the request field that errors name.
+    `text` is the schema or structural tag as JSON, the pattern (the syntax of Rust's regex crate, the
+    whole answer has to match), the grammar's source (GBNF or Lark), or a JSON list of choices; empty
+    for `json_object`. `param` is the request field that errors name.
     """
 
     kind: GrammarKind
     text: str = ""
     param: str = "response_format"
+
+
+class TokenTable(msgspec.Struct, frozen=True):
+    """A vocabulary, as grammars have to know it.
+
+    `raw[id]` is the exact bytes of a token. `control` are the added tokens: text never matches them.
+    `stops` end a generation. `width` is the number of logits, which may exceed the vocabulary.
+    `definition` is the content of tokenizer.json.
+    """
+
+    raw: list[bytes]
+    control: frozenset[int]
+    stops: frozenset[int]
+    width: int
+    definition: str
 
 
 class CompiledGrammar(Protocol):
@@ -35,11 +51,12 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarCompiler(Protocol):
-    """Turns specs into grammars, off the loop, within its limits."""
+    """Turns specs into grammars, off the loop, within its limits. Owner: event loop."""
 
     async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Cached by spec. Raises `RequestError` naming `spec.param` and the unsupported keyword, the
-        syntax error or the limit that was passed."""
+        """Cached by kind and text. Raises `RequestError` naming `spec.param` and the unsupported
+        keyword, the syntax error or the limit that was passed; `Overloaded` when too many wait.
+        Cancelling it leaves others that wait for the same grammar alone."""
         ...
 
     def close(self) -> None:

@@ -17,10 +17,12 @@ from gpu.attention import TorchAttention
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
 from gpu.memory import available_bytes, memory_table, plan_memory
+from gpu.models.base import CausalModel
 from gpu.runner import ModelRunner
 from gpu.sample.sampler import Sampler
 from gpu.state.slots import SlotState
 from gpu.thread import device_thread
+from gpu.upkeep import Upkeep
 from gpu.weights import config_from_gguf, load_model
 
 log = logging.getLogger(__name__)
@@ -76,19 +78,30 @@ def build_executor(
     memory = plan_memory(spec, dtype, cache, available_bytes(), rows * context)
     for line in memory_table(memory):
         log.info("%s", line)
-    weights = None if model.load_format == "dummy" else source
-    loaded = load_model(spec, weights, dtype, device, lambda share: progress("weights", share))
-    progress("pool", 0.0)
     context = min(context, memory.tokens)
-    with device_thread(device):
+
+    def load(path: str) -> CausalModel:
+        if Path(path) != source and spec_of(Path(path)) != spec_of(source):
+            raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
+        weights = None if model.load_format == "dummy" else Path(path)
+        loaded = load_model(spec, weights, dtype, device, lambda share: progress("weights", share))
         loaded.seal()
+        return loaded
+
+    def make_pool() -> KvPool:
         heads = (spec.kv_heads, spec.head_dim)
-        pool = KvPool(spec.layers, memory.num_pages, cache.page_size, heads, dtype, device)
+        return KvPool(spec.layers, memory.num_pages, cache.page_size, heads, dtype, device)
+
+    with device_thread(device):
+        loaded = load(str(source))
+        progress("pool", 0.0)
+        pool = make_pool()
         slots = SlotState(rows, -(-context // cache.page_size), device)
         windows = [spec.window(layer) for layer in range(spec.layers)]
         attention = TorchAttention(pool, slots, windows)
         sampler = Sampler(rows, spec.vocab_size, rows, device)
-        runner = ModelRunner(loaded, slots, attention, sampler, cache.page_size)
+        upkeep = Upkeep(str(source), load, make_pool)
+        runner = ModelRunner(loaded, slots, attention, sampler, cache.page_size, upkeep)
     progress("ready", 1.0)
     return LocalExecutor(
         runner,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from core.executor import Capabilities
 from core.mailbox import Outbox
+from core.order import Order, OrderDone
 from core.plan import StepFailure, StepPlan, StepResult
 from gpu.worker import Runner, Worker
 
@@ -20,7 +21,7 @@ class LocalExecutor:
 
     def __init__(self, runner: Runner, capabilities: Capabilities) -> None:
         self._capabilities = capabilities
-        self._outbox: Outbox[StepResult | StepFailure] = Outbox()
+        self._outbox: Outbox[StepResult | StepFailure | OrderDone] = Outbox()
         self._worker = Worker(runner, self._outbox)
 
     @property
@@ -37,7 +38,11 @@ class LocalExecutor:
         """Queue a plan. Raises `core.mailbox.Closed` after `close`."""
         self._worker.submit(plan)
 
-    def results(self) -> list[StepResult | StepFailure]:
+    def order(self, order: Order) -> None:
+        """Queue an order behind the plans submitted so far."""
+        self._worker.submit(order)
+
+    def results(self) -> list[StepResult | StepFailure | OrderDone]:
         """What has arrived since the last call."""
         return self._outbox.drain()
 

@@ -9,14 +9,19 @@ import numpy as np
 import torch
 
 from core.clock import monotonic
+from core.order import Order, OrderDone
 from core.plan import NewSlot, PromptLogprobs, RowLogprobs, StepPlan, StepResult
+from core.types import NAN_TOKEN
 from gpu.attention import AttentionBackend
 from gpu.context import ForwardContext
+from gpu.grammar.matchers import Masks, Matchers
 from gpu.inputs import gather
+from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.prompt import score_prompts
 from gpu.state.slots import SlotState
 from gpu.thread import assert_device_thread
+from gpu.upkeep import Upkeep
 
 
 class Sampled(Protocol):
@@ -36,16 +41,18 @@ class TokenSampler(Protocol):
         """Take over the parameters of new slots. Before the forward."""
         ...
 
-    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Sampled:
+    def sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, masks: Masks | None
+    ) -> Sampled:
         """Choose a token per row: logits float32 [n, vocab], slots and positions int64 [n]; a
-        position is that of the token being sampled."""
+        position is that of the token being sampled. `masks` says what constrained rows may take."""
         ...
 
 
 class Pending:
     """A launched step. `wait` may block, and belongs to the waiter thread."""
 
-    __slots__ = ("_logprobs", "_prompt", "_seconds", "_tokens", "step")
+    __slots__ = ("_failed", "_logprobs", "_prompt", "_seconds", "_tokens", "step")
 
     def __init__(
         self,
@@ -54,18 +61,20 @@ class Pending:
         logprobs: dict[int, RowLogprobs],
         prompt: tuple[PromptLogprobs, ...],
         seconds: float,
+        failed: dict[int, str],
     ) -> None:
         self.step = step
         self._tokens = tokens
         self._logprobs = logprobs
         self._prompt = prompt
         self._seconds = seconds
+        self._failed = failed
 
     def wait(self) -> StepResult:
         """The step's answer. Its arrays are read-only."""
         tokens = self._tokens.cpu().numpy().astype(np.int32)
         tokens.setflags(write=False)
-        return StepResult(self.step, tokens, self._logprobs, self._prompt, self._seconds)
+        return StepResult(self.step, tokens, self._logprobs, self._prompt, self._seconds, self._failed)
 
 
 class ModelRunner:
@@ -75,7 +84,16 @@ class ModelRunner:
     from it early, and only `Pending.wait` knows the difference.
     """
 
-    __slots__ = ("_attention", "_model", "_page_size", "_sampler", "_slots", "device")
+    __slots__ = (
+        "_attention",
+        "_matchers",
+        "_model",
+        "_page_size",
+        "_sampler",
+        "_slots",
+        "_upkeep",
+        "device",
+    )
 
     def __init__(
         self,
@@ -84,28 +102,63 @@ class ModelRunner:
         attention: AttentionBackend,
         sampler: TokenSampler,
         page_size: int,
+        upkeep: Upkeep | None = None,
     ) -> None:
-        self._model = model
+        """Without `upkeep` orders are refused."""
+        self._model: CausalModel | None = model
+        self._upkeep = upkeep
         self._slots = slots
         self._attention = attention
         self._sampler = sampler
         self._page_size = page_size
+        self._matchers = Matchers()
         self.device = slots.length.device
 
     def launch(self, plan: StepPlan) -> Pending:
         """Apply the plan's writes, gather, forward, sample, leave the tokens in their cells."""
         assert_device_thread(self.device)
+        model = self._model
+        assert model is not None, "a step came while the weights are given back"
         begun = monotonic()
         self._slots.apply(plan)
         self._sampler.apply(plan.new_slots)
+        self._matchers.apply(plan.new_slots)
         inputs = gather(plan, self._slots, self._page_size)
         self._attention.prepare(inputs)
-        hidden = self._model.forward(ForwardContext(inputs.positions, self._attention), inputs.ids)
+        hidden = model.forward(ForwardContext(inputs.positions, self._attention), inputs.ids)
         tokens, logprobs = inputs.sample_slots, dict[int, RowLogprobs]()
+        failed: dict[int, str] = {}
         if plan.num_samples:
-            logits = self._model.logits(hidden[inputs.sample_rows])
-            sampled = self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions)
+            logits = model.logits(hidden[inputs.sample_rows])
+            # Behind the forward: a device computes while its masks are filled on the host.
+            masks = self._matchers.fill(plan)
+            sampled = self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions, masks)
             tokens, logprobs = sampled.tokens, sampled.logprobs
+            if masks is not None:
+                failed = self._accept(masks, tokens, logprobs)
             self._slots.write_tokens(inputs.sample_slots, tokens)
-        prompt = score_prompts(self._model, hidden, plan, inputs)
-        return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun)
+        prompt = score_prompts(model, hidden, plan, inputs)
+        return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun, failed)
+
+    def _accept(self, masks: Masks, tokens: torch.Tensor, logprobs: dict[int, RowLogprobs]) -> dict[int, str]:
+        """Move the matchers on; a row whose matcher cannot has no token."""
+        failed = self._matchers.accept(masks, tokens.tolist())
+        for row in failed:
+            tokens[row] = NAN_TOKEN
+            logprobs.pop(row, None)
+        return failed
+
+    def carry_out(self, order: Order) -> OrderDone:
+        """Do what an operator asked between steps."""
+        assert_device_thread(self.device)
+        if self._upkeep is None:
+            return OrderDone(order.id, "this runner takes no orders")
+        return self._upkeep.carry_out(order, self)
+
+    def use_model(self, model: CausalModel | None) -> None:
+        """See `gpu.upkeep.Replaceable`."""
+        self._model = model
+
+    def use_pool(self, pool: KvPool | None) -> None:
+        """See `gpu.upkeep.Replaceable`."""
+        self._attention.bind(pool)

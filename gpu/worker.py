@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from core.mailbox import Closed, Mailbox, Outbox
+from core.order import Order, OrderDone
 from core.plan import StepFailure, StepPlan, StepResult
 from gpu.thread import device_thread
 
@@ -40,6 +41,10 @@ class Runner(Protocol):
         """Start a step. Called in plan order, from one thread."""
         ...
 
+    def carry_out(self, order: Order) -> OrderDone:
+        """Do what an operator asked, between steps, from the same thread."""
+        ...
+
 
 class Worker:
     """Plans in, results out, in order.
@@ -55,11 +60,13 @@ class Worker:
 
     __slots__ = ("_failed", "_launched", "_outbox", "_plans", "_runner", "_threads")
 
-    def __init__(self, runner: Runner, outbox: Outbox[StepResult | StepFailure], index: int = 0) -> None:
+    def __init__(
+        self, runner: Runner, outbox: Outbox[StepResult | StepFailure | OrderDone], index: int = 0
+    ) -> None:
         self._runner = runner
         self._outbox = outbox
-        self._plans: Mailbox[StepPlan] = Mailbox()
-        self._launched: Mailbox[Launched | StepFailure] = Mailbox()
+        self._plans: Mailbox[StepPlan | Order] = Mailbox()
+        self._launched: Mailbox[Launched | StepFailure | OrderDone] = Mailbox()
         self._failed = threading.Event()
         # Daemons: a process that dies for another reason must not hang on a step.
         self._threads = (
@@ -72,8 +79,8 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, plan: StepPlan) -> None:
-        """Hand over a plan; never blocks. Raises `Closed` after `close`."""
+    def submit(self, plan: StepPlan | Order) -> None:
+        """Hand over a plan or an order; never blocks. Raises `Closed` after `close`."""
         self._plans.put(plan)
 
     def close(self) -> None:
@@ -89,6 +96,9 @@ class Worker:
             while (plan := _take(self._plans)) is not None:
                 if self._failed.is_set():
                     continue
+                if isinstance(plan, Order):
+                    self._launched.put(self._runner.carry_out(plan))
+                    continue
                 launched = self._attempt(plan.step, partial(self._runner.launch, plan))
                 self._launched.put(launched)
         self._launched.close()
@@ -100,8 +110,8 @@ class Worker:
             while (launched := _take(self._launched)) is not None:
                 if posted_failure:
                     continue
-                if isinstance(launched, StepFailure):
-                    result: StepResult | StepFailure = launched
+                if isinstance(launched, StepFailure | OrderDone):
+                    result: StepResult | StepFailure | OrderDone = launched
                 else:
                     result = self._attempt(launched.step, launched.wait)
                 posted_failure = isinstance(result, StepFailure)

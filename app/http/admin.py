@@ -110,6 +110,15 @@ async def flush_cache(request: web.Request) -> web.StreamResponse:
     return json_response({"success": True, "message": "Cache flushed."})
 
 
+async def timeline(request: web.Request) -> web.StreamResponse:
+    """Why was it slow: where the time of one recent request went."""
+    id = request.match_info["id"]
+    found = request.app[SERVICE].loaded.engine.timeline(id)
+    if found is None:
+        raise NotFound(f"No recent request has the id '{id[:200]}'.", "id", "request_not_found")
+    return json_response(found)
+
+
 async def abort_request(request: web.Request) -> web.StreamResponse:
     """End one request by id, or all of them."""
     body = decode(ABORT, await read_body(request))

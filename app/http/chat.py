@@ -5,19 +5,26 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from app.http.answers import AnswerChunks, read_message
 from app.http.body import decode, read_body
 from app.http.chunks import Envelope, Options, finish_fields, usage
+from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running
 from app.http.keys import SERVICE
 from app.http.logprobs import Namer, chat_logprobs, vllm_prompt_logprobs
-from app.http.messages import check_messages, check_tools, generation_prompt, template_arguments
+from app.http.messages import check_messages, generation_prompt, short_ids, template_arguments
 from app.http.openai import envelope, options, prompt_logprobs_wanted, request_id, stream_chunks
-from app.http.refuse import check_tool_choice, refuse_unsupported
+from app.http.refuse import refuse_unsupported
 from app.http.reply import json_response
 from app.http.sampling import choices, priority, ready, root_key, sampling_params, text_options, truncation
 from app.http.schema import CHAT, ChatBody
+from app.http.sse import EventStream
+from app.http.tools import Tools, chosen_tools
 from app.job import Job, Piece, Run
+from app.parsers.grammar import Wanted, constraint
+from app.parsers.reading import Reading
 from app.service import Loaded
+from app.watch import Watch, WatchedRun, Watcher
 from core.errors import RequestError
 
 
@@ -53,28 +60,56 @@ async def chat(request: web.Request) -> web.StreamResponse:
     """Render, run, answer."""
     body = decode(CHAT, await read_body(request))
     loaded = ready(request.app[SERVICE], body.model)
-    job = await chat_job(body, loaded)
-    namer = Namer(loaded.tokenizer, body.return_tokens_as_token_ids is True)
-    told = options(body, body.logprobs is True)
-    if body.stream:
-        delivery = Delivery(job.n)
+    if not body.stream:
+        return json_response(await chat_answer(body, loaded))
+    job, watch = await chat_job(body, loaded)
+    namer, told = _namer(body, loaded), options(body, body.logprobs is True)
+    chunk = envelope(job.id, "chat.completion.chunk", loaded.card.name)
+    delivery = Delivery(job.n)
+    if watch.reading.plain:
         async with running(loaded.engine, [job], delivery.take) as runs:
             shape = ChatShape(body, namer, runs[0])
-            chunk = envelope(job.id, "chat.completion.chunk", loaded.card.name)
-            patient = job.sampling.prompt_logprobs >= 0 and job.n > 1
-            return await stream_chunks(request, delivery, (chunk, shape, told), runs, patient)
+            return await stream_chunks(request, delivery, (chunk, shape, told), runs, _patient(job))
+    async with running(Watcher(loaded.engine, loaded.tokenizer, watch), [job], delivery.take) as runs:
+        run = runs[0]
+        assert isinstance(run, WatchedRun)
+        frames = AnswerChunks(chunk, told, ChatShape(body, namer, run), run, watch.reading)
+        async with EventStream(request) as stream:
+            await delivery.run(stream, frames, _patient(job))
+        return stream.response
+
+
+async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
+    """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
+    job, watch = await chat_job(body, loaded)
+    namer, told = _namer(body, loaded), options(body, body.logprobs is True)
+    plain = watch.reading.plain
+    engine = loaded.engine if plain else Watcher(loaded.engine, loaded.tokenizer, watch)
     collector = Collector(job.n)
-    async with running(loaded.engine, [job], collector.take) as runs:
+    async with running(engine, [job], collector.take) as runs:
+        run = runs[0]
         pieces = await collector.collect()
         whole = envelope(job.id, "chat.completion", loaded.card.name)
-        extras = prompt_extras(body, runs[0], namer)
-        return json_response(_answer(whole, pieces, runs[0], told, namer) | extras)
+        extras = prompt_extras(body, run, namer)
+        read = [_plain(piece) if plain else read_message(watch.reading, piece) for piece in pieces]
+        used = _used(run, pieces, run.reasoning_tokens if isinstance(run, WatchedRun) else 0)
+        return _answer(whole, read, pieces, told, namer) | used | extras
 
 
-async def chat_job(body: ChatBody, loaded: Loaded) -> Job:
-    """Everything checked that can be checked without tokens, and the prompt rendered."""
-    refuse_unsupported(body)
-    check_tool_choice(body.tool_choice)
+def _namer(body: ChatBody, loaded: Loaded) -> Namer:
+    return Namer(loaded.tokenizer, body.return_tokens_as_token_ids is True)
+
+
+def _patient(job: Job) -> bool:
+    """Prompt log-probabilities are complete once choice 0 has begun, not before."""
+    return job.sampling.prompt_logprobs >= 0 and job.n > 1
+
+
+async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
+    """Everything checked that can be checked without tokens, the prompt rendered, and how to read
+    what comes back."""
+    budget = _budget(body, loaded)
+    tools = chosen_tools(body)
     n = choices(body.n)
     sampling = sampling_params(
         body,
@@ -82,12 +117,6 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> Job:
         min_tokens=body.min_tokens or 0,
         logprobs=_logprobs_wanted(body),
         prompt_logprobs=prompt_logprobs_wanted(body),
-    )
-    messages = check_messages(body.messages)
-    tools = check_tools(body.tools)
-    add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
-    arguments = template_arguments(
-        body.chat_template_kwargs, documents=body.documents, reasoning_effort=body.reasoning_effort
     )
     job = Job(
         id=request_id(body, "chatcmpl"),
@@ -100,18 +129,78 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> Job:
         ignore_eos=body.ignore_eos is True,
         add_special_tokens=body.add_special_tokens is True,  # the template writes its own
         truncate_prompt=truncation(body, loaded.card.context_length),
+        grammar=constraint_of(body),
         priority=priority(body.priority),
         root=root_key(body.cache_salt, body.extra_key),
         prompt_param="messages",
     )
-    prompt = await loaded.template.render_async(
+    prompt = await _render(body, loaded, tools)
+    if budget == 0 and loaded.reasoning is not None:
+        prompt = loaded.reasoning.skipped(prompt)
+    reading = _reading(body, loaded, tools, prompt)
+    return _constrained(job, prompt, tools, Watch(reading=reading, budget=budget or None))
+
+
+async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
+    messages = check_messages(body.messages)
+    if loaded.tools is not None and loaded.tools.short_ids:
+        messages = short_ids(messages)
+    add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
+    arguments = template_arguments(
+        body.chat_template_kwargs, documents=body.documents, reasoning_effort=body.reasoning_effort
+    )
+    if body.reasoning_effort == "none":
+        arguments.setdefault("enable_thinking", False)
+    return await loaded.template.render_async(
         messages,
-        tools=None if body.tool_choice == "none" else tools,
+        tools=tools.shown,
         add_generation_prompt=add,
         continue_final_message=continued,
         **arguments,
     )
-    return msgspec.structs.replace(job, prompt=prompt)
+
+
+def _budget(body: ChatBody, loaded: Loaded) -> int | None:
+    """Tokens that the thinking may take. Refuses what this build cannot do on the way: a budget is
+    one of those things where the model does not think."""
+    names = ("max_thinking_tokens", "thinking_token_budget")
+    name = next((name for name in names if getattr(body, name) is not None), names[0])
+    budget: int | None = getattr(body, name)
+    if budget is not None and loaded.reasoning is None:
+        raise RequestError(f"'{name}': this model is not known to think.", name, "unsupported")
+    if budget is not None and budget < 0:
+        raise RequestError(f"'{name}' must not be negative.", name)
+    refuse_unsupported(msgspec.structs.replace(body, **dict.fromkeys(names)))
+    return budget
+
+
+def _reading(body: ChatBody, loaded: Loaded, tools: Tools, prompt: str) -> Reading:
+    reasoning = loaded.reasoning
+    return Reading(
+        tools=loaded.tools if tools.calls != "none" else None,
+        names=frozenset(tool.name for tool in tools.callable),
+        reasoning=reasoning,
+        inside=reasoning is not None and reasoning.opened(prompt),
+        inline=body.separate_reasoning is False,
+        silent=body.include_reasoning is False,
+        one=not tools.many,
+    )
+
+
+def _constrained(job: Job, prompt: str, tools: Tools, watch: Watch) -> tuple[Job, Watch]:
+    """The job with one grammar for all that was asked, and the watch with the one for after a cut."""
+    reading = watch.reading
+    family = reading.reasoning
+    wanted = Wanted(answer=job.grammar, tools=tools.callable, calls=tools.calls, many=tools.many)
+    grammar = after = constraint(wanted, reading.tools, family)
+    if family is not None and not family.closed(prompt):
+        thinking = msgspec.structs.replace(wanted, thinking="open" if reading.inside else "possible")
+        grammar = constraint(thinking, reading.tools, family)
+    text = job.text
+    if any(each is not None and each.special for each in (reading.tools, family)):
+        text = msgspec.structs.replace(text, skip_special_tokens=False)  # the marks are such tokens
+    job = msgspec.structs.replace(job, prompt=prompt, grammar=grammar, text=text)
+    return job, msgspec.structs.replace(watch, after=after)
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -143,18 +232,31 @@ def prompt_extras(body: ChatBody, run: Run, namer: Namer) -> dict[str, object]:
     return extras
 
 
-def _answer(whole: Envelope, pieces: list[Piece], run: Run, told: Options, namer: Namer) -> dict[str, object]:
+Read = tuple[dict[str, object], dict[str, object]]
+"""A choice's message, and the fields that say how it ended."""
+
+
+def _plain(piece: Piece) -> Read:
+    assert piece.finish is not None
+    return {"role": "assistant", "content": piece.text, "refusal": None}, finish_fields(piece.finish)
+
+
+def _answer(
+    whole: Envelope, read: list[Read], pieces: list[Piece], told: Options, namer: Namer
+) -> dict[str, object]:
     listed = []
-    for index, piece in enumerate(pieces):
-        assert piece.finish is not None
+    for index, ((message, ended), piece) in enumerate(zip(read, pieces, strict=True)):
         choice: dict[str, object] = {
             "index": index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(piece, namer) if told.logprobs else None,
-            **finish_fields(piece.finish),
+            **ended,
         }
         if told.token_ids:
             choice["token_ids"] = piece.tokens
         listed.append(choice)
-    tokens = sum(len(piece.tokens) for piece in pieces)
-    return {**msgspec.structs.asdict(whole), "choices": listed, "usage": usage([run], tokens)}
+    return {**msgspec.structs.asdict(whole), "choices": listed}
+
+
+def _used(run: Run, pieces: list[Piece], reasoning: int = 0) -> dict[str, object]:
+    return {"usage": usage([run], sum(len(piece.tokens) for piece in pieces), reasoning)}

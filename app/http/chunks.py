@@ -63,7 +63,7 @@ class Shape(Protocol):
     def logprobs(self, index: int, piece: Piece) -> object: ...
 
 
-def usage(runs: Sequence[Run], completion_tokens: int) -> dict[str, object]:
+def usage(runs: Sequence[Run], completion_tokens: int, reasoning_tokens: int = 0) -> dict[str, object]:
     """The `usage` object. A prompt counts once, however many choices it has."""
     prompt_tokens = sum(len(run.prompt) for run in runs)
     return {
@@ -71,7 +71,7 @@ def usage(runs: Sequence[Run], completion_tokens: int) -> dict[str, object]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(run.requests[0].cached for run in runs)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

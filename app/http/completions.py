@@ -10,6 +10,7 @@ from aiohttp import web
 
 from app.http.body import decode, read_body
 from app.http.chunks import Envelope, Options, finish_fields, usage
+from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running
 from app.http.keys import SERVICE
 from app.http.logprobs import CompletionLogprobs, Namer, output_entries, prompt_entries, vllm_prompt_logprobs
@@ -83,24 +84,37 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Several prompts run side by side; choices are numbered prompt by prompt."""
     body = decode(COMPLETION, await read_body(request))
     loaded = ready(request.app[SERVICE], body.model)
+    if not body.stream:
+        return json_response(await completion_answer(body, loaded))
     id = request_id(body, "cmpl")
     jobs = completion_jobs(body, id, loaded)
-    total = sum(job.n for job in jobs)
-    namer = Namer(loaded.tokenizer, body.return_tokens_as_token_ids is True)
-    told = options(body, body.logprobs is not None)
-    head = envelope(id, "text_completion", loaded.card.name)
-    if body.stream:
-        delivery = Delivery(total)
-        async with running(loaded.engine, jobs, delivery.take) as runs:
-            shape = CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
-            # Prompt log-probabilities are complete once choice 0 has begun, not before.
-            patient = jobs[0].sampling.prompt_logprobs >= 0 and jobs[0].n > 1
-            return await stream_chunks(request, delivery, (head, shape, told), runs, patient)
-    collector = Collector(total)
+    delivery = Delivery(sum(job.n for job in jobs))
+    async with running(loaded.engine, jobs, delivery.take) as runs:
+        shape = _shape(body, jobs, runs, loaded)
+        chunk = (envelope(id, "text_completion", loaded.card.name), shape, _told(body))
+        # Prompt log-probabilities are complete once choice 0 has begun, not before.
+        patient = jobs[0].sampling.prompt_logprobs >= 0 and jobs[0].n > 1
+        return await stream_chunks(request, delivery, chunk, runs, patient)
+
+
+async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, object]:
+    """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
+    id = request_id(body, "cmpl")
+    jobs = completion_jobs(body, id, loaded)
+    collector = Collector(sum(job.n for job in jobs))
     async with running(loaded.engine, jobs, collector.take) as runs:
         pieces = await collector.collect()
-        shape = CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
-        return json_response(await _answer(head, pieces, runs, told, shape))
+        head = envelope(id, "text_completion", loaded.card.name)
+        return await _answer(head, pieces, runs, _told(body), _shape(body, jobs, runs, loaded))
+
+
+def _told(body: CompletionBody) -> Options:
+    return options(body, body.logprobs is not None)
+
+
+def _shape(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], loaded: Loaded) -> CompletionShape:
+    namer = Namer(loaded.tokenizer, body.return_tokens_as_token_ids is True)
+    return CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
 
 
 def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
@@ -131,6 +145,7 @@ def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
         ignore_eos=body.ignore_eos is True,
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt=truncation(body, loaded.card.context_length),
+        grammar=constraint_of(body),
         priority=priority(body.priority),
         root=root_key(body.cache_salt, body.extra_key),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -10,9 +11,13 @@ from typing import Protocol
 from app.errors import failure
 from app.http.sse import EventStream
 from app.job import Generator, Job, Piece, Run, Sink
-from core.errors import LoomError
+from core.errors import EngineFailed, LoomError
 from core.plan import RowLogprobs
 from core.types import Finish
+
+log = logging.getLogger(__name__)
+
+UNREADABLE = "The server could not read the model's answer."
 
 
 class Buffer:
@@ -165,11 +170,16 @@ class Delivery:
         error = None if finish is None else failure(finish)
         if error is not None:  # what was produced before the failure is still told
             piece = Piece(piece.text, piece.tokens, piece.logprobs)
-        if (event := frames.delta(index, piece)) is not None:
+        try:
+            event = frames.delta(index, piece)
+        except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
+            log.exception("an answer could not be read")
+            error, event = EngineFailed(UNREADABLE), None
+        if event is not None:
             stream.write(event)
-        if finish is None:
+        if error is None and finish is None:
             return
-        if error is None:
+        if error is None and finish is not None:
             stream.write(frames.finish(index, finish))
             self._left -= 1
         if error is not None or not self._left:

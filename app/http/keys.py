@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from app.batch import Batches
 from app.service import Service
 from core.config import ServeConfig
 
 SERVICE = web.AppKey("service", Service)
+BATCHES = web.AppKey("batches", Batches)
 SERVE = web.AppKey("serve", ServeConfig)
 REQUEST_ID = web.RequestKey("request_id", str)

@@ -82,12 +82,17 @@ def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
 
 def chat_logprobs(piece: Piece, namer: Namer) -> dict[str, object]:
     """`choices[].logprobs` of chat."""
+    return {"content": token_logprobs(piece, namer), "refusal": None}
+
+
+def token_logprobs(piece: Piece, namer: Namer) -> list[dict[str, object]]:
+    """One object per token: its own log-probability and the best others'."""
     content = []
     for entry in output_entries(piece.tokens, piece.logprobs or ()):
         item = _chat_token(entry.token, entry.value, namer)
         item["top_logprobs"] = [_chat_token(token, value, namer) for token, value in entry.top]
         content.append(item)
-    return {"content": content, "refusal": None}
+    return content
 
 
 def _chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -52,6 +53,8 @@ def _message(message: Message, param: str) -> Message:
     for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
         if name in checked and not isinstance(checked[name], str):
             raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
+    if "reasoning" in checked:  # templates know the other name
+        checked.setdefault("reasoning_content", checked["reasoning"])
     return checked
 
 
@@ -114,18 +117,6 @@ def _parsed(arguments: str) -> object:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def check_tools(tools: list[Message] | None) -> list[Message] | None:
-    """Tool declarations for the template: named functions, not absurdly deep."""
-    if not tools:
-        return None
-    check_depth(tools, "tools")
-    for i, tool in enumerate(tools):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"'tools[{i}].function.name' must be a string.", f"tools[{i}].function.name")
-    return tools
-
-
 def template_arguments(sent: dict[str, Any] | None, **named: object) -> dict[str, Any]:
     """`chat_template_kwargs` and the named fields that are set, for the template."""
     arguments = dict(sent or {})
@@ -148,3 +139,26 @@ def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bo
         )
     continued = bool(continue_final)
     return (not continued if add is None else add), continued
+
+
+def short_ids(messages: list[Message]) -> list[Message]:
+    """Messages whose call ids have nine letters and digits, which Mistral's templates insist on. Equal
+    ids stay equal."""
+    return [_short(message) for message in messages]
+
+
+def _short(message: Message) -> Message:
+    short = dict(message)
+    if isinstance(id := short.get("tool_call_id"), str):
+        short["tool_call_id"] = _nine(id)
+    if calls := short.get("tool_calls"):
+        short["tool_calls"] = [
+            {**call, "id": _nine(id)} if isinstance(id := call.get("id"), str) else call for call in calls
+        ]
+    return short
+
+
+def _nine(id: str) -> str:
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]

@@ -27,6 +27,9 @@ and looked up afterwards, so that a new route is never open by accident."""
 QUIET_PATHS = OPEN_PATHS
 """Asked several times a second by probes: logged at debug only."""
 
+ANTHROPIC_PATH = "/v1/messages"
+"""From here on down errors have Anthropic's shape."""
+
 CLIENT_GONE = 499
 """Only ever logged."""
 
@@ -37,9 +40,26 @@ ALLOWED_HEADERS = (
     "Authorization, Content-Type, X-Api-Key, X-Request-Id, X-Correlation-Id, OpenAI-Organization, "
     "OpenAI-Project, X-Stainless-Arch, X-Stainless-Async, X-Stainless-Helper-Method, X-Stainless-Lang, "
     "X-Stainless-OS, X-Stainless-Package-Version, X-Stainless-Poll-Helper, X-Stainless-Read-Timeout, "
-    "X-Stainless-Retry-Count, X-Stainless-Runtime, X-Stainless-Runtime-Version, X-Stainless-Timeout"
+    "X-Stainless-Retry-Count, X-Stainless-Runtime, X-Stainless-Runtime-Version, X-Stainless-Timeout, "
+    "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access"
 )
-EXPOSED_HEADERS = "X-Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry"
+EXPOSED_HEADERS = "X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry"
+
+
+def sent_key(request: web.Request) -> str:
+    """The key a client sent, by either header; empty when it sent none."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def owner(request: web.Request) -> str:
+    """Whose a stored thing is: a digest of the key it was sent with, empty without one."""
+    key = sent_key(request)
+    return _digest(key).hex() if key else ""
 
 
 class Guard:
@@ -48,17 +68,14 @@ class Guard:
     __slots__ = ("_digest",)
 
     def __init__(self, api_key: str) -> None:
-        self._digest = hashlib.sha256(api_key.encode()).digest() if api_key else None
+        self._digest = _digest(api_key) if api_key else None
 
     def check(self, request: web.Request) -> None:
         """Raise `HttpError` 401. Digests are compared, in constant time: neither the key's content
         nor its length shows in how long a refusal takes."""
         if self._digest is None or request.path in OPEN_PATHS:
             return
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
-        sent = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-        if not hmac.compare_digest(sent, self._digest):
+        if not hmac.compare_digest(_digest(sent_key(request)), self._digest):
             raise HttpError(
                 401,
                 "Incorrect API key provided. Send it as 'Authorization: Bearer KEY'.",
@@ -104,14 +121,19 @@ async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.S
         guard.check(request)
         return await handler(request)
     except LoomError as error:
-        return error_response(fault(error))
+        return _error(request, error)
     except web.HTTPException as error:
-        return error_response(fault(_translate(request, error)))
+        return _error(request, _translate(request, error))
     except ConnectionError:
         raise  # the client is gone: aiohttp ends the connection without an answer
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
-        return error_response(fault(RuntimeError()))
+        return _error(request, RuntimeError())
+
+
+def _error(request: web.Request, error: Exception) -> web.Response:
+    anthropic = request.path == ANTHROPIC_PATH or request.path.startswith(ANTHROPIC_PATH + "/")
+    return error_response(fault(error), request[REQUEST_ID] if anthropic else None)
 
 
 def _translate(request: web.Request, error: web.HTTPException) -> HttpError:
@@ -141,6 +163,7 @@ def _preflight(request: web.Request) -> web.Response:
 async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     """on_response_prepare: what every response carries, streams and errors too."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _request_id(request)
+    response.headers["Request-Id"] = response.headers["X-Request-Id"]  # Anthropic's name for it
     response.headers["Server"] = "loom"
     response.headers["Access-Control-Allow-Origin"] = "*"
     response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS

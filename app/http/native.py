@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from app.http.body import decode, read_body
+from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running
 from app.http.keys import SERVICE
 from app.http.logprobs import Namer
@@ -101,6 +102,7 @@ def native_jobs(body: NativeBody, loaded: Loaded) -> list[Job]:
         seed=asked.sampling_seed,
         n=n,
         ignore_eos=asked.ignore_eos is True,
+        grammar=constraint_of(body, asked, _IN),
         priority=priority(body.priority),
         root=root_key(body.cache_salt, body.extra_key),
     )

@@ -13,8 +13,10 @@ def json_response(value: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def error_response(fault: Fault) -> web.Response:
-    """An error in the nested shape, with the headers that tell clients whether to try again."""
-    response = web.Response(body=fault.body(), status=fault.status, content_type="application/json")
+def error_response(fault: Fault, anthropic: str | None = None) -> web.Response:
+    """An error in the nested shape, or in Anthropic's for the request with that id, with the headers
+    that tell clients whether to try again."""
+    body = fault.body() if anthropic is None else fault.anthropic_body(anthropic)
+    response = web.Response(body=body, status=fault.status, content_type="application/json")
     response.headers.update(fault.headers)
     return response

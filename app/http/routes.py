@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from app.http import admin, models
+from app.batch import Batches, Store
+from app.http import admin, anthropic, batches, control, files, models, responses
 from app.http.chat import chat
 from app.http.completions import completions
-from app.http.keys import SERVE, SERVICE
+from app.http.keys import BATCHES, SERVE, SERVICE
 from app.http.middleware import decorate, expect, make_edge
 from app.http.native import generate
+from app.http.responses_live import RESPONSES, Responses
 from app.http.tokens import detokenize, tokenize
+from app.http.whole import ANSWERS
+from app.responses import Store as ResponseStore
 from app.service import Service
 from core.config import ServeConfig
+from core.env import cache_dir
 
 TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", chat),
@@ -26,6 +33,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models", models.models),
     ("GET", "/v1/models/{id:.+}", models.model),
     ("GET", "/health", admin.health),
+    ("HEAD", "/health", admin.health),
     ("GET", "/health_generate", admin.health_generate),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/model_info", models.model_info),
@@ -36,6 +44,12 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/flush_cache", admin.flush_cache),
     ("POST", "/flush_cache", admin.flush_cache),
     ("POST", "/abort_request", admin.abort_request),
+    ("GET", "/debug/requests/{id}", admin.timeline),
+    *control.TABLE,
+    *files.TABLE,
+    *batches.TABLE,
+    *responses.TABLE,
+    *anthropic.TABLE,
 )
 
 
@@ -44,7 +58,16 @@ def make_app(service: Service, serve: ServeConfig) -> web.Application:
     app = web.Application(middlewares=[make_edge(serve.api_key)], client_max_size=serve.max_body)
     app[SERVICE] = service
     app[SERVE] = serve
+    data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
+    app[BATCHES] = Batches(Store(data), ANSWERS)
+    app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))
+    app.on_cleanup.append(_close)
     app.on_response_prepare.append(decorate)
     for method, path, handler in TABLE:
         app.router.add_route(method, path, handler, expect_handler=expect)
     return app
+
+
+async def _close(app: web.Application) -> None:
+    await app[BATCHES].close()
+    await app[RESPONSES].close()

@@ -24,7 +24,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Refused(msgspec.Struct, kw_only=True):
-    """Fields that constrain the output or change the model: not in this build."""
+    """Fields that constrain the output (`app/http/constraint.py`) or change the model, most of which
+    this build refuses (`app/http/refuse.py`)."""
 
     response_format: Any = None
     regex: Any = None
@@ -106,6 +107,13 @@ class ChatBody(Generation, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    max_thinking_tokens: Int | None = None
+    thinking_token_budget: Int | None = None
     reasoning_effort: str | None = None
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from app.errors import fault
+from app.errors import Fault, fault
 from app.http.keys import REQUEST_ID
 from core.errors import LoomError
 
@@ -41,26 +43,58 @@ _HEADERS = {
 }
 
 
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """What a family of clients wants to see besides the events."""
+
+    error: Callable[[Fault, str], bytes]
+    """The event of a failure, for the request with that id."""
+    keep_alive: bytes = b": keep-alive\n\n"
+    done: bytes = b""
+    """After the last event."""
+
+
+def _data_error(fault: Fault, id: str) -> bytes:
+    return b"data: %b\n\n" % fault.body()
+
+
+OPENAI = Dialect(error=_data_error, done=DONE)
+
+
 class EventStream:
     """One response of events, as a context manager.
 
-    Entering sends the headers. Leaving sends `[DONE]`, after an error event when the block raised:
-    the status line is long gone, so a failure must travel inside the stream. A client that is gone
-    raises `ConnectionResetError` and is told nothing.
+    Entering sends the headers. Leaving sends the dialect's end (`[DONE]`), after an error event when
+    the block raised: the status line is long gone, so a failure must travel inside the stream. A
+    client that is gone raises `ConnectionResetError` and is told nothing.
 
     Owner: event loop.
     """
 
-    __slots__ = ("_chunked", "_last", "_loop", "_protocol", "_request", "_waker", "keep_alive", "response")
+    __slots__ = (
+        "_chunked",
+        "_dialect",
+        "_last",
+        "_loop",
+        "_protocol",
+        "_request",
+        "_waker",
+        "keep_alive",
+        "response",
+    )
 
-    def __init__(self, request: web.Request, keep_alive: float = KEEP_ALIVE) -> None:
+    def __init__(
+        self, request: web.Request, keep_alive: float = KEEP_ALIVE, dialect: Dialect = OPENAI
+    ) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
         self.keep_alive = keep_alive
+        self._dialect = dialect
         self._request = request
         self._protocol = request.protocol
         self._loop = asyncio.get_running_loop()
         # HTTP/1.0 has no chunks: the end of the connection ends the body.
         self._chunked = request.version >= HttpVersion11
+        if not self._chunked:
+            self.response.force_close()
         self._last = 0.0
         self._waker: asyncio.Future[None] | None = None
 
@@ -79,8 +113,9 @@ class EventStream:
                 return False
             if not isinstance(error, LoomError):
                 log.error("request %s failed mid-stream", self._request[REQUEST_ID], exc_info=error)
-            self.write(b"data: %b\n\n" % fault(error).body())
-        self.write(DONE)
+            self.write(self._dialect.error(fault(error), self._request[REQUEST_ID]))
+        if self._dialect.done:
+            self.write(self._dialect.done)
         return True
 
     @property
@@ -115,7 +150,7 @@ class EventStream:
             due = self._last + self.keep_alive
             await asyncio.wait((self._waker,), timeout=max(due - self._loop.time(), 0.0))
             if not self._waker.done() and self._loop.time() >= self._last + self.keep_alive:
-                self.write(b": keep-alive\n\n")
+                self.write(self._dialect.keep_alive)
         self._waker = None
         self._check_there()
 

@@ -60,6 +60,7 @@ class ChatTemplate:
         "_texts",
         "_wants_objects",
         "_wants_parts",
+        "source",
     )
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -68,6 +69,8 @@ class ChatTemplate:
         self._sandbox = Sandbox()
         self._special = dict(special_tokens or {})
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="template")
+        self.source = source or ""
+        """The template's text; empty without one."""
         self._template = self._compile(source) if source is not None else None
         self._wants_parts = False
         self._texts = True

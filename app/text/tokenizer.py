@@ -23,6 +23,7 @@ import tokenizers
 
 from app.text.vocab import BYTE_ALPHABET, Family, Vocabulary
 from core.errors import ModelError, RequestError
+from core.grammar import TokenTable
 from core.types import Ints
 
 INLINE_CHARS = 512
@@ -32,7 +33,7 @@ and DeepSeek-V3 with English and Chinese. Longer ones would pass 0.3 ms, the loo
 THREADS = 2
 """Long prompts encoded at once. More would take cores from the launch threads."""
 
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|eot|>")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>")
 """End an assistant's turn in ChatML, Llama 3, Gemma and Llama 4, whatever the files name as EOS:
 fine-tunes often keep the base model's."""
 
@@ -188,6 +189,16 @@ class Tokenizer:
         if self.vocabulary.raw:
             return self.vocabulary.raw[token]
         return self.decode([token], skip_special=False).encode()
+
+    def token_table(self, width: int) -> TokenTable:
+        """The vocabulary for grammars; `width` is the model's. Takes 0.2 s and holds the GIL."""
+        return TokenTable(
+            raw=self.vocabulary.raw,
+            control=frozenset(self._core.get_added_tokens_decoder()),
+            stops=self.eos_ids,
+            width=max(width, self.vocab_size),
+            definition=self._core.to_str(),
+        )
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)

@@ -10,6 +10,7 @@ import numpy as np
 
 from core.executor import Capabilities
 from core.mailbox import Closed, Mailbox, Outbox
+from core.order import Order, OrderDone
 from core.plan import StepFailure, StepPlan, StepResult
 
 HOST = 100e-6
@@ -69,7 +70,7 @@ class PacedExecutor:
 
     def __init__(self, capabilities: Capabilities, seconds: float, ranks: int = 1) -> None:
         self._capabilities = capabilities
-        self._outbox: Outbox[StepResult | StepFailure] = Outbox()
+        self._outbox: Outbox[StepResult | StepFailure | OrderDone] = Outbox()
         self._vocab = capabilities.vocab_size
         self.ended: list[float] = []
         self._ranks = [
@@ -93,7 +94,11 @@ class PacedExecutor:
         for rank in self._ranks:
             rank.plans.put(plan)
 
-    def results(self) -> list[StepResult | StepFailure]:
+    def order(self, order: Order) -> None:
+        """Nothing to do for a device that is not there."""
+        self._outbox.put(OrderDone(order.id))
+
+    def results(self) -> list[StepResult | StepFailure | OrderDone]:
         """What rank 0 has answered."""
         return self._outbox.drain()
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
+from triton.errors import TritonError
 
 from bench.kernels import checks, times, tune
 from bench.kernels.checks import Check
@@ -50,24 +54,55 @@ class Report:
         }
         (self._out / "kernels.json").write_text(json.dumps(figures, indent=1))
 
-    def run(self, name: str, section: Callable[[], Iterator[Check] | Iterator[Row]]) -> None:
-        """One section. A failure ends the section, not the run: the machine is rented by the minute."""
+    def add(self, name: str, future: Future[list[Check]]) -> None:
+        """A section of checks: the bad ones are said."""
+        failure = future.exception()
+        found = [Check(name, f"died: {failure!r}", float("inf"))] if failure else future.result()
+        self.checks += found
+        for check in found:
+            self._log.write(check.line() + "\n")
+            if not check.good:
+                self.say(check.line())
+        self.save()
+
+    def run(self, name: str, section: Callable[[], Iterator[Row]]) -> None:
+        """One section of times. A failure ends the section, not the run: the machine is rented."""
         began = time.monotonic()
         torch.manual_seed(11)
         try:
             for found in section():
-                if isinstance(found, Check):
-                    self.checks.append(found)
-                    if not found.good:
-                        self.say(found.line())
-                else:
-                    self.rows.append(found)
-                    self.say(found.line())
-        except (RuntimeError, AssertionError, TypeError, ValueError, KeyError) as failure:
+                self.rows.append(found)
+                self.say(found.line())
+        except (RuntimeError, AssertionError, TypeError, ValueError, KeyError, TritonError) as failure:
             self.say(f"BAD  {name} broke off: {type(failure).__name__}: {str(failure)[:600]}")
             self._log.write(traceback.format_exc())
         self.say(f"-- {name}: {time.monotonic() - began:.0f} s")
         self.save()
+
+
+def checked(name: str) -> list[Check]:
+    """One section of checks, in a process of its own. What breaks off is a check that failed."""
+    torch.manual_seed(11)
+    found: list[Check] = []
+    try:
+        found.extend(checks.ALL[name]())
+    except (RuntimeError, AssertionError, TypeError, ValueError, KeyError, TritonError) as failure:
+        said = "".join(traceback.format_exception(failure))[-700:]
+        found.append(Check(name, f"broke off: {said}", float("inf")))
+    return found
+
+
+def prepare(report: Report, names: Sequence[str], tasks: Sequence[partial[None]]) -> None:
+    """Checks and compiling side by side, each section and each task in a process: neither needs the
+    GPU to itself, and nothing is timed meanwhile."""
+    with ProcessPoolExecutor(max(len(names), 1), multiprocessing.get_context("spawn")) as pool:
+        found = [pool.submit(checked, name) for name in names]
+        if tasks:
+            tune.compile_all(tasks)
+        for name, future in zip(names, found, strict=True):
+            report.add(name, future)
+    good = sum(check.good for check in report.checks)
+    report.say(f"checks: {good} of {len(report.checks)} good")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,11 +118,14 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     report = Report(asked.out)
     report.say(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, triton {triton.__version__}")
-    for name, check in checks.ALL.items():
-        if not asked.only or name in asked.only:
-            report.run(name, check)
-    good = sum(check.good for check in report.checks)
-    report.say(f"checks: {good} of {len(report.checks)} good")
+    tasks = [
+        partial(tune.compile_variant, *task)
+        for width in asked.tune
+        for task in tune.variants(width, asked.tokens, asked.quick)
+    ]
+    if not asked.only or {"attention", "shared_prefix", "small"} & set(asked.only):
+        tasks += times.compile_tasks()
+    prepare(report, [name for name in checks.ALL if not asked.only or name in asked.only], tasks)
     for name, section in times.ALL.items():
         if not asked.only or name in asked.only:
             report.run(name, section)
@@ -98,8 +136,9 @@ def main(argv: list[str] | None = None) -> int:
         report.save()
     if not asked.only or "experts" in asked.only:
         report.run("experts", lambda: times.experts(asked.out, asked.tokens))
-    report.say("checks: " + ("all good" if good == len(report.checks) else "SOME BAD, see above"))
-    return int(good != len(report.checks))
+    bad = [check for check in report.checks if not check.good]
+    report.say(f"checks: {len(bad)} BAD, see above" if bad else f"checks: all {len(report.checks)} good")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize, error, scalar
 from bench.kernels.timing import capture
-from gpu.kernels import decode, embed, gated, merge, moe, norm, qkv, reference, route, sample
+from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, reference, route, sample
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.tuned import MoeConfig, MoeShape, rule
 
@@ -208,6 +208,20 @@ def sampling() -> Iterator[Check]:
     off = (found.cpu() != top.indices[:, 0]) & ~close
     yield Check("sample", f"{rows} x {vocab}, {int(close.sum())} too close to call", float(off.sum()), 0.0)
     yield Check("sample", "cells", _wrong((cells[slots], found)))
+    rule = torch.arange(rows, device=DEVICE)
+    top_k = torch.where(rule % 2 > 0, 1 + rule * 3, 0).int()
+    top_p, min_p = 0.5 + (rule % 8) / 14, (rule % 5 == 0) * 0.01
+    filters = sample.Filters(top_k, top_p, min_p)
+    found = sample.sample(logits, slots, positions, heat, seeds, filters=filters).cpu()
+    edge = 0
+    for row, slot in enumerate(slots.tolist()):
+        if heat[slot] > 0:
+            kept = reference.survivors(
+                logits[row].cpu(), float(heat[slot]), int(top_k[slot]), float(top_p[slot]), float(min_p[slot])
+            )
+            edge += int(found[row]) != int(scores[row].where(kept, float("-inf")).argmax())
+    # A token at the edge of its nucleus may fall either way.
+    yield Check("sample", f"{rows} rows filtered", float(edge), 1.0)
 
 
 def _noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], vocab: int) -> Tensor:
@@ -253,12 +267,40 @@ def dependent_launch() -> Iterator[Check]:
         yield Check("PDL", f"4 layers of experts, {rows} rows", worst)
 
 
+def shared_prefix() -> Iterator[Check]:
+    """Cascade: common pages at once, the rest row by row, merged, against attention over everything."""
+    for rows, common, heads in ((128, 2048, Heads()), (5, 512, Heads(16, 8, 256)), (40, 0, Heads(14, 2, 64))):
+        lengths = [common + int(n) for n in torch.randint(1, 300, (rows,))]
+        kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
+        kept.table[kept.slots, : common // 16] = kept.table[kept.slots[0], : common // 16].clone()
+        q, scale = _randn(rows, heads.q, heads.dim), heads.dim**-0.5
+        cache, shared = (kept.k, kept.v), scalar(common, DEVICE)
+        config = decode.decode_config(heads.dim, heads.kv, _processors())
+        plan = decode.plan_decode(kept.slots, kept.lengths, config, skip=shared)
+        space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
+        lse = torch.zeros(rows, heads.q, device=DEVICE)
+        out = decode.paged_decode(
+            q, cache, kept.table, kept.slots, plan, space, config, page_size=16, scale=scale, lse=lse
+        ).view_as(q)
+        use = cascade.prefix_config(heads.dim)
+        prefix = cascade.prefix_attention(
+            q, cache, kept.table, kept.slots, shared, use, page_size=16, scale=scale
+        )
+        merge.merge_state(out, lse, *prefix)
+        table = kept.table[kept.slots]
+        expected, sums = reference.decode_attention(q, cache, table, lengths, 16, scale)
+        yield Check(
+            "cascade", f"{rows} rows, {common} common, {heads}", max(error(out, expected), error(lse, sums))
+        )
+
+
 ALL: dict[str, Callable[[], Iterator[Check]]] = {
     "elementwise": elementwise,
     "routing": routing,
     "experts": experts,
     "attention": attention,
     "merging": merging,
+    "shared_prefix": shared_prefix,
     "sampling": sampling,
     "dependent_launch": dependent_launch,
 }

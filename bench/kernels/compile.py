@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
-from gpu.kernels import decode, embed, gated, merge, moe, norm, qkv, sample
+from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, sample
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.tuned import MoeConfig, MoeShape, rule
 
@@ -67,6 +67,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         q = empty(256, size.q, size.dim)
         decode.paged_decode(q, cache, table, slots, plan, space, config, page_size=page, scale=0.1, pdl=pdl)
 
+    def prefix(config: cascade.PrefixConfig) -> None:
+        slots, table = torch.zeros(128, dtype=torch.int64), torch.zeros(512, 64, dtype=torch.int32)
+        both = empty(64, 2, heads.kv, heads.dim)
+        q, cache = empty(128, heads.q, heads.dim), (both[:, 0], both[:, 1])
+        cascade.prefix_attention(q, cache, table, slots, n, config, page_size=16, scale=0.1, pdl=pdl)
+
     def experts(tokens: int, config: MoeConfig | None = None) -> None:
         shape = MoeShape(SIZE.experts, SIZE.width, SIZE.hidden, SIZE.top_k, "bfloat16", "H200")
         x, logits = empty(tokens, SIZE.hidden), empty(tokens, SIZE.experts, dtype=torch.float32)
@@ -89,7 +95,9 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def sampler() -> None:
         ints = torch.zeros(256, dtype=torch.int64)
         heat = empty(512, dtype=torch.float32)
-        sample.sample(empty(256, 151_936, dtype=torch.float32), ints, ints, heat, ints, cells=ints, pdl=pdl)
+        filters = sample.Filters(ints.int(), heat, heat)
+        logits = empty(256, 151_936, dtype=torch.float32)
+        sample.sample(logits, ints, ints, heat, ints, filters=filters, cells=ints, pdl=pdl)
 
     wide = TileConfig(128, 64, 8, 3, False, 1, True)
     swapped = TileConfig(128, 64, 8, 3, True, 2, True)
@@ -106,6 +114,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "decode, page 16": lambda: attention(16, heads),
         "decode, page 64": lambda: attention(64, heads),
         "decode, dim 256": lambda: attention(16, Heads(16, 8, 256)),
+        "prefix 64": lambda: prefix(cascade.PrefixConfig()),
+        "prefix 128": lambda: prefix(cascade.PrefixConfig(128, 128, 8)),
         "moe 1": lambda: experts(1),
         "moe 32": lambda: experts(32),
         "moe 256": lambda: experts(256),

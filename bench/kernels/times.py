@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from bench.kernels import inputs, tune
 from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.compile import compiling
 from bench.kernels.inputs import Heads, MoeSize, distinct_experts
 from bench.kernels.timing import Row, microseconds
-from gpu.kernels import decode, embed, gated, merge, moe, norm, qkv, route, sample
+from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, route, sample
 from gpu.kernels.moe_gemm import down, gate_up
 from gpu.kernels.moe_small import SmallConfig, small_moe
 from gpu.kernels.tuned import MoeConfigs, MoeShape, rule
@@ -128,6 +130,79 @@ CUTS = (
 """(tile, warps, stages, programs a multiprocessor) of decode attention that are compared."""
 
 
+PREFIX_CUTS = tuple(
+    (queries, tile, queries // 16, stages, parts)
+    for queries, tile, stages, parts in product((64, 128), (32, 64, 128), (3, 5), (2, 4, 8))
+    if tile * stages <= 384
+)
+"""Fields of `PrefixConfig` that are compared: a warpgroup per 64 queries."""
+
+
+def compile_decode(cut: tuple[int, int, int, int]) -> None:
+    """For the pool of `tune.compile_all`: decode attention at one of CUTS."""
+    heads, config = Heads(), decode.DecodeConfig(*cut[:3], 66)
+    kept, q = _blank(heads, 256), torch.empty(256, heads.q, heads.dim, dtype=DTYPE)
+    with compiling():
+        plan = decode.plan_decode(kept.slots, kept.lengths, config)
+        space = decode.decode_workspace(256, heads.q, heads.kv, heads.dim, config, q.device)
+        cache = kept.k, kept.v
+        decode.paged_decode(
+            q, cache, kept.table, kept.slots, plan, space, config, page_size=16, scale=heads.dim**-0.5
+        )
+
+
+def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
+    """Likewise: the prefix at one of PREFIX_CUTS."""
+    heads, common = Heads(), torch.empty(1, dtype=torch.int32)
+    kept, q = _blank(heads, 128), torch.empty(128, heads.q, heads.dim, dtype=DTYPE)
+    with compiling():
+        args = q, (kept.k, kept.v), kept.table, kept.slots, common, cascade.PrefixConfig(*cut)
+        cascade.prefix_attention(*args, page_size=16, scale=0.09)
+
+
+def compile_small(config: SmallConfig) -> None:
+    """Likewise: the few-rows path at one of SMALL."""
+    w13, w2 = torch.empty(128, 1536, 2048, dtype=DTYPE), torch.empty(128, 2048, 768, dtype=DTYPE)
+    with compiling():
+        small_moe(torch.empty(2, 2048, dtype=DTYPE), torch.empty(2, 128), w13, w2, 8, config=config)
+
+
+def compile_tasks() -> list[partial[None]]:
+    """What this file compares in many cuts, for `tune.compile_all`."""
+    return [
+        *(partial(compile_decode, cut) for cut in CUTS),
+        *(partial(compile_prefix, cut) for cut in PREFIX_CUTS),
+        *(partial(compile_small, config) for config in SMALL),
+    ]
+
+
+def _blank(heads: Heads, rows: int) -> inputs.Pages:
+    both = torch.empty(64, 2, heads.kv, heads.dim, dtype=DTYPE)
+    table = torch.empty(rows + 1, 64, dtype=torch.int32)
+    return inputs.Pages(both[:, 0], both[:, 1], table, torch.empty(rows).long(), torch.empty(rows + 1).long())
+
+
+def shared_prefix() -> Iterator[Row]:
+    """128 rows over a common prefix of 2,048, by several cuts."""
+    heads, rows, common = Heads(), 128, 2048
+    kept = inputs.pages([common] * rows, 16, heads, DTYPE, DEVICE)
+    q, shared = _randn(rows, heads.q, heads.dim), inputs.scalar(common, DEVICE)
+    flops = 4.0 * rows * heads.q * heads.dim * common
+    found = []
+    for cut in PREFIX_CUTS:
+        config = cascade.PrefixConfig(*cut)
+        args = q, (kept.k, kept.v), kept.table, kept.slots, shared, config
+        call = partial(cascade.prefix_attention, *args, page_size=16, scale=0.09)
+        found.append(Row("prefix", f"{rows} x {common}", microseconds([call]), 0.0, flops, str(cut)))
+    yield from sorted(found, key=lambda row: row.us)[:4]
+    out, lse = _randn(rows, heads.q, heads.dim), torch.randn(rows, heads.q, device=DEVICE)
+    prefix = cascade.prefix_attention(
+        q, (kept.k, kept.v), kept.table, kept.slots, shared, cascade.PrefixConfig(), page_size=16, scale=0.09
+    )
+    us = microseconds([partial(merge.merge_state, out, lse, *prefix)])
+    yield Row("merge_state", f"{rows} x 32 x 128, 4 parts", us, rows * 32 * 128 * (4 * 4 + 2 * 2))
+
+
 def sampling() -> Iterator[Row]:
     """Greedy and drawn."""
     for rows in (1, 32, 256, 512):
@@ -137,6 +212,14 @@ def sampling() -> Iterator[Row]:
             heats = torch.full((rows,), heat, device=DEVICE)
             us = microseconds([partial(sample.sample, logits, ints, ints, heats, ints, cells=ints.clone())])
             yield Row("sample", f"{rows} x 151936 {name}", us, rows * 151_936 * 4)
+        heats = torch.full((rows,), 0.8, device=DEVICE)
+        for name, k, p in (("top_p 0.9", 0, 0.9), ("top_k 50", 50, 1.0), ("both", 50, 0.9)):
+            top_k = torch.full((rows,), k, dtype=torch.int32, device=DEVICE)
+            top_p = torch.full((rows,), p, device=DEVICE)
+            filters = sample.Filters(top_k, top_p, torch.zeros(rows, device=DEVICE))
+            args = logits, ints, ints, heats, ints
+            us = microseconds([partial(sample.sample, *args, filters=filters, cells=ints.clone())])
+            yield Row("sample", f"{rows} x 151936 {name}", us, 2 * rows * 151_936 * 4)
 
 
 def routing() -> Iterator[Row]:
@@ -213,6 +296,7 @@ ALL: dict[str, Callable[[], Iterator[Row]]] = {
     "elementwise": elementwise,
     "routing": routing,
     "attention": attention,
+    "shared_prefix": shared_prefix,
     "sampling": sampling,
     "small": small,
 }

@@ -20,6 +20,10 @@ FLOPS = 790e12
 """bf16 operations per second of an 8192³ product on an H200, random data."""
 
 
+RESERVED = 64 << 30
+"""Bytes held by torch's allocator above which a finished graph's memory goes back to the device."""
+
+
 class Row(NamedTuple):
     """One line of the table. `bytes` and `flops` are what the operation must move and do at least."""
 
@@ -91,5 +95,8 @@ def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 15, least: i
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
+    if torch.cuda.memory_reserved() > RESERVED:
+        del graph  # its memory is given back with it, but only to the allocator
+        torch.cuda.empty_cache()
     spans: list[float] = [a.elapsed_time(b) for a, b in pairwise(marks)]
     return statistics.median(spans) * 1e3 / (rounds * len(calls))

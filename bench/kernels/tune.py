@@ -128,9 +128,8 @@ class Bench:
         return microseconds(calls)
 
 
-def _compile(task: tuple[MoeSize, Variant]) -> None:
+def compile_variant(size: MoeSize, variant: Variant) -> None:
     """In a process of the pool: one variant into Triton's cache, on data that is never touched."""
-    size, variant = task
     tokens, k = 16, size.top_k
     total = max_blocks(tokens, size.experts, k, variant.block_m)
     tiles = Tiles(torch.empty(tokens * k, dtype=torch.int32), torch.empty(3, total, dtype=torch.int32))
@@ -145,14 +144,29 @@ def _compile(task: tuple[MoeSize, Variant]) -> None:
             down(hidden, w2, tiles, variant.block_m, variant.config)
 
 
-def compile_all(size: MoeSize, variants: Sequence[Variant], seconds: float = 240.0) -> None:
-    """Compile in parallel, for so long at most. What is missing then is compiled when it is timed; what
-    cannot be compiled fails there again, and is dropped."""
+def variants(width: int, tokens: Sequence[int], quick: bool) -> list[tuple[MoeSize, Variant]]:
+    """All that a search of one width will time: arguments of `compile_variant`."""
+    size = MoeSize(width=width)
+    tall = {(up, m) for n in tokens for m in heights(n, size) for up in (True, False)}
+    return [(size, v) for up, m in sorted(tall) for v in candidates(up, m, quick)]
+
+
+def compile_all(tasks: Sequence[partial[None]], seconds: float = 180.0) -> None:
+    """Run the tasks in a pool of processes, for so long at most. What is missing then is compiled when
+    it is timed; what cannot be compiled fails there again, and is dropped."""
+    began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     workers = max(len(os.sched_getaffinity(0)) - 1, 1)
     with ProcessPoolExecutor(workers, context) as pool:
-        wait([pool.submit(_compile, (size, variant)) for variant in variants], timeout=seconds)
+        found = wait([pool.submit(task) for task in tasks], timeout=seconds)
         pool.shutdown(cancel_futures=True)
+    failed = [task for task in found.done if not task.cancelled() and task.exception()]
+    print(
+        f"compiled {len(found.done) - len(failed)} of {len(tasks)} in {time.monotonic() - began:.0f} s",
+        *(f"failed: {str(task.exception())[-200:]}" for task in failed[:3]),
+        sep="\n",
+        flush=True,
+    )
 
 
 def search(bench: Bench, tokens: int, quick: bool) -> tuple[MoeConfig, float]:
@@ -192,14 +206,9 @@ def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe") -> Row:
 def tune(
     width: int, tokens: Sequence[int], out: Path, seconds: float, quick: bool
 ) -> tuple[dict[int, MoeConfig], list[Row]]:
-    """Search, write the file after every token count, return configs and lines. Stops in time."""
+    """Search, write the file after every token count, return configs and lines. Stops in time. What
+    `compile_all` has not compiled before is compiled on the way."""
     size, began = MoeSize(width=width), time.monotonic()
-    tall = {(up, m) for n in tokens for m in heights(n, size) for up in (True, False)}
-    variants = [v for up, m in sorted(tall) for v in candidates(up, m, quick)]
-    compile_all(size, variants)
-    print(
-        f"tune N {width}: {len(variants)} variants compiled in {time.monotonic() - began:.0f} s", flush=True
-    )
     bench = Bench(size, torch.device("cuda"))
     name = torch.cuda.get_device_name(0)
     shape = MoeShape(size.experts, width, size.hidden, size.top_k, "bfloat16", name)
@@ -252,6 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--quick", action="store_true", help="a third of the candidates")
     asked = parser.parse_args(argv)
+    tasks = variants(asked.width, asked.tokens, asked.quick)
+    compile_all([partial(compile_variant, *task) for task in tasks])
     tune(asked.width, asked.tokens, asked.out, asked.seconds, asked.quick)
     return 0
 

@@ -89,13 +89,34 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
     api_key: Annotated[str, Meta(description="clients must send it as a bearer token; empty: open")] = ""
+    control_routes: Annotated[
+        bool, Meta(description="serve the routes that pause, put to sleep, profile and reload the server")
+    ] = False
+    tool_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek_v3", "pythonic"],
+        Meta(description="how the model writes tool calls; auto: what its chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think", "mistral"],
+        Meta(description="how the model marks its thinking; auto: what its chat template shows"),
+    ] = "auto"
     max_body: Annotated[int, Meta(description="bytes in a request body before 413", ge=1024)] = 32 * 2**20
+    data_dir: Annotated[
+        str, Meta(description="directory of files, batches and responses; empty: data in the cache directory")
+    ] = ""
+    response_store: Annotated[
+        int, Meta(description="bytes kept of /v1/responses, the least used go first; 0: none", ge=0)
+    ] = 2**30
     drain_timeout: Annotated[
         float, Meta(description="seconds that running requests get to finish after SIGTERM", ge=0)
     ] = 30.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = (
         "info"
     )
+
+
+PARSERS = ("tool_parser", "reasoning_parser")
+"""Of `ServeConfig`, what matters without a server too."""
 
 
 class Config(Struct, frozen=True, kw_only=True):

@@ -34,13 +34,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Tokens of the rows that sampled, int32 [num_samples], in plan order; -1 where logits were
     not finite. `logprobs` maps a row's index in `tokens` to its log-probabilities, for the rows
-    that asked. `seconds` is the time the device spent on the step."""
+    that asked; `failed` maps the index of a row that cannot go on (its token is -1) to the reason, for
+    its client. `seconds` is the time the device spent on the step."""
 
     step: int
     tokens: Ints
     logprobs: dict[int, RowLogprobs] = {}
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     seconds: float = 0.0
+    failed: dict[int, str] = {}
 
 
 class StepFailure(msgspec.Struct, frozen=True, gc=False):

@@ -26,7 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 16
     """Tokens to generate; 0 runs the prompt only."""
     min_tokens: int = 0
-    """End-of-sequence and stop ids are masked before this many."""
+    """End-of-sequence and stop ids are masked before this many, unless a grammar allows nothing else."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
@@ -63,7 +63,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", 0.01, 100.0),  # a smaller one is zero or denormal in float32
     ("top_k", 0, 2**31 - 1),
     ("max_tokens", 0, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
@@ -82,8 +82,6 @@ def check(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"{name} must be between {low:g} and {high:g}, got {value}.", name)
     if params.top_p == 0.0:
         raise RequestError("top_p must be greater than 0; use temperature 0 for greedy.", "top_p")
-    if params.repetition_penalty == 0.0:
-        raise RequestError("repetition_penalty must be greater than 0.", "repetition_penalty")
     if params.min_tokens > params.max_tokens:
         raise RequestError(
             f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens}).",

@@ -44,6 +44,7 @@ class Request:
         "finish",
         "first_token_at",
         "grammar",
+        "history",
         "hold",
         "id",
         "logprobs_from",
@@ -88,6 +89,8 @@ class Request:
         self.started_at = 0.0
         self.first_token_at = 0.0
         self.finish: Finish | None = None
+        self.history: list[tuple[float, str, int]] = []
+        """When what happened, and of how many tokens: admitted (cached ones), chunk, retracted."""
 
     @property
     def num_tokens(self) -> int:

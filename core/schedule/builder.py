@@ -18,9 +18,10 @@ class PlanBuilder:
     Owner: event loop. Lives for one call of `Scheduler.plan`.
     """
 
-    __slots__ = ("_chunk_requests", "_chunks", "_decode", "_decode_slots", "_new", "_writes", "room")
+    __slots__ = ("_chunk_requests", "_chunks", "_decode", "_decode_slots", "_new", "_writes", "now", "room")
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, now: float) -> None:
+        self.now = now
         self.room = room
         """Tokens the step can still take."""
         self._decode: list[Request] = []

@@ -53,7 +53,7 @@ class Prefills:
         """The request ran no further: aborted or retracted."""
         self._under_way = [(r, t) for r, t in self._under_way if r is not request]
 
-    def plan(self, builder: PlanBuilder, now: float) -> list[Request]:
+    def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
         done: list[Request] = []
         self.admitted = []
@@ -65,17 +65,17 @@ class Prefills:
                 done.append(request)
         self._under_way = remaining
         if builder.room > 0 and self._table.free and len(self._waiting):
-            self._admit(builder, now, done)
+            self._admit(builder, done)
         for request in done:
             request.move(State.DECODE)
         return done
 
-    def _admit(self, builder: PlanBuilder, now: float, done: list[Request]) -> None:
+    def _admit(self, builder: PlanBuilder, done: list[Request]) -> None:
         """Whoever comes first and does not fit closes the door: overtaking would starve it."""
         for request in list(self._order(list(self._waiting))):
             if builder.room <= 0 or not self._table.free:
                 return
-            tokens = self._try_start(builder, request, now)
+            tokens = self._try_start(builder, request)
             if tokens is None:
                 return
             if not self._chunk(builder, request, tokens):
@@ -83,7 +83,7 @@ class Prefills:
             elif request.params.max_tokens > 0:
                 done.append(request)
 
-    def _try_start(self, builder: PlanBuilder, request: Request, now: float) -> Ints | None:
+    def _try_start(self, builder: PlanBuilder, request: Request) -> Ints | None:
         """Give the request its pages and slot, or leave everything as it is and return None."""
         if request.params.penalised and not self._counts.free:
             return None
@@ -96,10 +96,11 @@ class Prefills:
             return None
         self._waiting.remove(request)
         request.move(State.PREFILL)
+        request.history.append((builder.now, "admitted", match.tokens))
         request.hold = hold
         slot = self._table.take(request, match.tokens)
         if request.started_at == 0.0:
-            request.started_at = now
+            request.started_at = builder.now
             request.cached = match.tokens
         builder.new_slot(
             NewSlot(
@@ -138,11 +139,12 @@ class Prefills:
         return int(tokens) // self._cache.page_size + 1
 
     def _fits(self, wanted: int, room: int) -> int:
-        """Tokens of a chunk: all that is wanted, or as many whole pages as there is room for."""
+        """Tokens of a chunk: all that is wanted, or as many whole pages as there is room for. Less than
+        a page of room is used as it is: waiting for more could wait for ever."""
         if wanted <= room:
             return wanted
         page = self._cache.page_size
-        return room // page * page
+        return room // page * page or room
 
     def _chunk(self, builder: PlanBuilder, request: Request, tokens: Ints) -> bool:
         """Plan the next run of the prompt; True when it reaches the end."""
@@ -169,6 +171,7 @@ class Prefills:
         )
         if wants:
             request.logprobs_from = known + 1
+        request.history.append((builder.now, "chunk", n))
         table.length[slot] = end
         assert request.hold is not None
         self._cache.commit(request.hold, request.root, tokens[:end], request.priority)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from core.types import NAN_TOKEN, Finish, FinishReason
 
 SHUFFLE_SEED = 0
 ABORTED = Finish(FinishReason.ABORT)
+NOT_FINITE = "The model produced values that are not finite."
 
 
 class Confirmed(NamedTuple):
@@ -166,9 +168,16 @@ class Scheduler:
         self._release_pages(request)
         request.move(State.RETRACTED)
         request.retractions += 1
+        request.history.append((self._clock(), "retracted", len(request.output)))
         self.counters.retractions += 1
         self._draining.append(request)
         self._requeue_drained()
+
+    def retract_all(self) -> None:
+        """Send every running request back to the queue."""
+        for request in [r for r in self._table.requests if r is not None]:
+            if request.state is not State.RETRACTED:
+                self.retract(request)
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -178,14 +187,14 @@ class Scheduler:
         self._expire(now)
         if self._config.order == "priority":
             self._preempt()
-        builder = PlanBuilder(self._config.step_tokens)
+        builder = PlanBuilder(self._config.step_tokens, now)
         if self._config.prefill_first:
-            decoding = self._plan_prefills(builder, now)
+            decoding = self._plan_prefills(builder)
             if not builder:
                 self._decodes.plan(builder)
         else:
             self._decodes.plan(builder)
-            decoding = self._plan_prefills(builder, now)
+            decoding = self._plan_prefills(builder)
         self._decodes.add(decoding)
         if not builder:
             if not self.running:
@@ -196,8 +205,8 @@ class Scheduler:
         self._ledger.add(flight)
         return plan
 
-    def _plan_prefills(self, builder: PlanBuilder, now: float) -> list[Request]:
-        decoding = self._prefills.plan(builder, now)
+    def _plan_prefills(self, builder: PlanBuilder) -> list[Request]:
+        decoding = self._prefills.plan(builder)
         for request in self._prefills.admitted:
             for token in request.params.stop_ids:
                 self._stop_counts[token] += 1
@@ -212,13 +221,14 @@ class Scheduler:
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         prompt_logprobs, finished = self._apply_chunks(flight, result)
         table, requests, slots, tokens = self._table, flight.rows, flight.slots, result.tokens
-        logprobs = result.logprobs
+        logprobs, failed = result.logprobs, result.failed
         alive = table.epoch[slots] == flight.epochs
         if not alive.all():
             rows = np.flatnonzero(alive)
             requests = [requests[row] for row in rows.tolist()]
             slots, tokens = slots[rows], tokens[rows]
             logprobs = {new: logprobs[old] for new, old in enumerate(rows.tolist()) if old in logprobs}
+            failed = {new: failed[old] for new, old in enumerate(rows.tolist()) if old in failed}
         table.in_flight[slots] -= 1
         table.made[slots] += 1
         made = tokens.tolist()
@@ -227,20 +237,23 @@ class Scheduler:
         # One look-up over all rows finds the few that may have ended; -1 (a row without finite
         # logits) reads the last entry, and is caught by its own sign.
         suspects = (table.made[slots] >= table.most[slots]) | (self._stop_counts[tokens] > 0) | (tokens < 0)
-        ends = self._end_rows(requests, made, np.flatnonzero(suspects).tolist()) if suspects.any() else {}
+        ended = np.flatnonzero(suspects).tolist() if suspects.any() else ()
+        ends = self._end_rows(requests, made, ended, failed) if ended else {}
         self.counters.output_tokens += len(made)
         self._requeue_drained()
         return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished)
 
-    def _end_rows(self, requests: list[Request], tokens: list[int], rows: list[int]) -> dict[int, Finish]:
+    def _end_rows(
+        self, requests: list[Request], tokens: list[int], rows: Sequence[int], failed: Mapping[int, str]
+    ) -> dict[int, Finish]:
         ends: dict[int, Finish] = {}
         for row in rows:
             request, token = requests[row], tokens[row]
             finish = None
             if token == NAN_TOKEN:
                 request.output.pop()
-                finish = Finish(FinishReason.ERROR, message="The model produced values that are not finite.")
-            elif token in request.params.stop_ids and len(request.output) > request.params.min_tokens:
+                finish = Finish(FinishReason.ERROR, message=failed.get(row, NOT_FINITE))
+            elif token in request.params.stop_ids and _may_stop(request):
                 finish = Finish(FinishReason.STOP, token)
             elif len(request.output) >= request.params.max_tokens:
                 finish = Finish(FinishReason.LENGTH)
@@ -322,6 +335,10 @@ class Scheduler:
 
     # -- state -------------------------------------------------------------------------------------
 
+    def requests(self) -> list[Request]:
+        """Every request that is here, running ones first."""
+        return [r for r in self._table.requests if r is not None] + list(self._waiting)
+
     @property
     def running(self) -> int:
         """Requests that hold a slot."""
@@ -361,3 +378,9 @@ class Scheduler:
                 raise RuntimeError(f"request {request.id} in {request.state} and its pages disagree")
         if self.idle and self._stop_counts.any():
             raise RuntimeError("stop ids are counted for requests that are gone")
+
+
+def _may_stop(request: Request) -> bool:
+    """Stop ids do not count before min_tokens, except under a grammar: there they were sampled only
+    because it is complete and allows nothing else."""
+    return len(request.output) > request.params.min_tokens or request.grammar is not None

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from gpu.inputs import StepInputs
+from gpu.kv.pool import KvPool
 
 
 class AttentionBackend(Protocol):
@@ -17,6 +18,10 @@ class AttentionBackend(Protocol):
     and what lies in the pages there, are arbitrary and must not reach a result, not even as
     0 × NaN.
     """
+
+    def bind(self, pool: KvPool | None) -> None:
+        """Work on these pages from the next step on; None lets go of them, and no step may come."""
+        ...
 
     def prepare(self, inputs: StepInputs) -> None:
         """Read the step's rows. The pages are those in the table now. Mutates only the backend and

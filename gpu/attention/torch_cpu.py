@@ -58,24 +58,30 @@ class TorchAttention:
 
     __slots__ = (
         "_blocks",
+        "_data",
         "_decode",
         "_inputs",
+        "_page_size",
         "_pages",
-        "_pool",
         "_slots",
         "_tokens",
         "_windows",
     )
 
     def __init__(self, pool: KvPool, slots: SlotState, windows: Sequence[int]) -> None:
-        self._pool = pool
+        self._page_size = pool.page_size
         self._slots = slots
         self._windows = tuple(windows)
-        self._tokens = pool.tokens()
-        self._pages = pool.pages()
+        self.bind(pool)
         self._inputs: StepInputs | None = None
         self._decode: dict[int, list[_Decode]] = {}
         self._blocks: dict[int, list[_Block]] = {}
+
+    def bind(self, pool: KvPool | None) -> None:
+        """See `AttentionBackend.bind`."""
+        self._tokens = [] if pool is None else pool.tokens()
+        self._pages = [] if pool is None else pool.pages()
+        self._data = torch.empty(0) if pool is None else pool.data
 
     def prepare(self, inputs: StepInputs) -> None:
         """Page lists and masks of the step, once for all layers of the same window."""
@@ -129,7 +135,7 @@ class TorchAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [rows, kv_heads, keys, head_dim] of each row's pages. Consecutive pages are a view."""
         if isinstance(pages, int):
-            first = pages * self._pool.page_size
+            first = pages * self._page_size
             both = self._tokens[layer][first : first + keys].view(1, keys, 2, *heads)
         else:
             both = self._pages[layer].index_select(0, pages).view(rows, -1, 2, *heads)[:, :keys]
@@ -143,7 +149,7 @@ class TorchAttention:
         would gather 64 times its keys. Rows of a group differ at most by a factor of two.
         """
         lengths = inputs.decode_lengths
-        keys = lengths - self._begin(lengths, window) * self._pool.page_size
+        keys = lengths - self._begin(lengths, window) * self._page_size
         seen = keys.tolist()
         groups: list[list[int]] = []
         for row in sorted(range(len(seen)), key=seen.__getitem__, reverse=True):
@@ -161,13 +167,13 @@ class TorchAttention:
     def _begin(self, lengths: torch.Tensor, window: int) -> torch.Tensor:
         """Index of the page with the oldest position that the last token of each row sees."""
         oldest = (lengths - window).clamp(min=0) if window else torch.zeros_like(lengths)
-        return oldest // self._pool.page_size
+        return oldest // self._page_size
 
     def _decode_group(
         self, inputs: StepInputs, rows: slice | torch.Tensor, window: int, longest: int
     ) -> _Decode:
         """Pages and mask of some decode rows, `longest` keys each."""
-        size = self._pool.page_size
+        size = self._page_size
         lengths = inputs.decode_lengths[rows, None]
         slots = inputs.decode_slots[rows, None]
         begin = self._begin(lengths, window)
@@ -187,7 +193,7 @@ class TorchAttention:
     def _chunk_blocks(self, chunk: ChunkRow, window: int) -> list[_Block]:
         """A chunk in runs of at most QUERY_BLOCK queries, each with the keys it can see."""
         blocks = []
-        size = self._pool.page_size
+        size = self._page_size
         row = self._slots.page_table[chunk.slot]
         for offset in range(0, chunk.tokens, QUERY_BLOCK):
             count = min(QUERY_BLOCK, chunk.tokens - offset)
@@ -208,7 +214,7 @@ class TorchAttention:
 
     def _causal(self, start: int, count: int, begin: int, window: int, keys: int) -> torch.Tensor:
         """[count, keys] added to scores: 0 where position `start + i` sees `begin + j`, else -inf."""
-        device = self._pool.data.device
+        device = self._data.device
         queries = torch.arange(start, start + count, device=device)[:, None]
         at = torch.arange(begin, begin + keys, device=device)
         hidden = at > queries
@@ -218,7 +224,7 @@ class TorchAttention:
 
     def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
         # Made once a step: given booleans, torch would turn them into this in every layer.
-        mask = torch.zeros(hidden.shape, dtype=self._pool.data.dtype, device=hidden.device)
+        mask = torch.zeros(hidden.shape, dtype=self._data.dtype, device=hidden.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
     def _clear_tails(self, inputs: StepInputs) -> None:
@@ -228,7 +234,7 @@ class TorchAttention:
         NaN. One page per row and page_size steps, so the cost is nothing; after it, whatever lies
         behind a row's length in its last page is finite.
         """
-        size = self._pool.page_size
+        size = self._page_size
         if size == 1:
             return
         rows = len(inputs.decode_slots)
@@ -239,7 +245,7 @@ class TorchAttention:
                 fresh.append(int(inputs.where[chunk.first + chunk.tokens - end % size]))
         if fresh:
             pages = torch.tensor(fresh, device=inputs.where.device) // size
-            self._pool.data.index_fill_(1, pages, 0)
+            self._data.index_fill_(1, pages, 0)
 
 
 def _consecutive(pages: torch.Tensor) -> int | None:

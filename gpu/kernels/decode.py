@@ -23,7 +23,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, jit, options, pow2
+from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 UNROLL: tl.constexpr = tl.constexpr(4)
@@ -85,7 +85,7 @@ def decode_workspace(
     )
 
 
-@jit
+@jit_loose("rows", "programs")
 def _plan(
     slots: tl.tensor,
     lengths: tl.tensor,
@@ -176,7 +176,7 @@ def plan_decode(
 
 
 @jit
-def _attend(
+def attend(
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
@@ -194,8 +194,9 @@ def _attend(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Tiles `first` ... `last - 1` of one row and KV head: normalised float32 [heads, BLOCK_D] and
-    base-2 log-sum-exp [heads]. None of the tiles is empty, so no maximum stays at -inf."""
+    """Queries [n, BLOCK_D] over tiles `first` ... `last - 1` of one row's keys and one KV head: normalised
+    float32 [n, BLOCK_D] and base-2 log-sum-exp [n]. None of the tiles is empty, so no maximum stays at
+    -inf."""
     d = tl.arange(0, BLOCK_D)
     high = tl.zeros([q.shape[0]], tl.float32) - float("inf")
     total = tl.zeros([q.shape[0]], tl.float32)
@@ -266,7 +267,7 @@ def _merge(
     return acc / total[:, None], high + tl.log2(total)
 
 
-@jit
+@jit_loose("rows")
 def _decode(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -330,7 +331,7 @@ def _decode(
             q_at = q + row.to(tl.int64) * q_stride + head[:, None] * DIM + d[None, :]
             queries = tl.load(q_at, mask=inside, other=0.0)
             shift = start // TILE - row_first
-            acc, sums = _attend(
+            acc, sums = attend(
                 queries,
                 k_cache + kv_head * DIM,
                 v_cache + kv_head * DIM,

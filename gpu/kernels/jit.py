@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import triton
@@ -13,6 +14,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`, typed: its own stubs would make every decorated function untyped."""
     return triton.jit(function)
+
+
+def jit_loose(*names: str) -> Callable[[Callable[..., Any]], Any]:
+    """`jit`, where `names` are integers that change from step to step. Others are compiled anew whenever
+    they become 1 or change in whether 16 divides them, which must not happen while serving."""
+    return partial(triton.jit, do_not_specialize=list(names))
 
 
 @jit

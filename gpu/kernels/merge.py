@@ -1,24 +1,26 @@
-"""Two attention results over different keys as one: what cascade attention ends with."""
+"""Attention results over different keys as one: what cascade attention ends with."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
+from gpu.kernels.jit import begin, cdiv, jit_loose, options, padding, pow2
 
 HEADS = 8
 
 
-@jit
+@jit_loose("rows")
 def _merge_state(
     out: tl.tensor,
     lse: tl.tensor,
-    other: tl.tensor,
-    other_lse: tl.tensor,
+    parts: tl.tensor,
+    parts_lse: tl.tensor,
     num_rows: tl.tensor,
+    rows: int,
     H: tl.constexpr,
     DIM: tl.constexpr,
+    PARTS: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -29,43 +31,57 @@ def _merge_state(
     begin(PDL)
     if padding(row, num_rows):
         return
-    a = tl.load(lse + row * H + h, mask=h < H, other=float("-inf"))
-    b = tl.load(other_lse + row * H + h, mask=h < H, other=float("-inf"))
-    top = tl.maximum(a, b)
-    # -inf: nothing was attended to, and what stands there as its result may be NaN.
-    level = tl.where(top > float("-inf"), top, 0.0)
-    wa, wb = tl.exp2(a - level), tl.exp2(b - level)
-    total = wa + wb
     inside = (h < H)[:, None] & (d < DIM)[None, :]
-    at = (row * H + h)[:, None] * DIM + d[None, :]
-    x = tl.load(out + at, mask=inside & (wa > 0)[:, None], other=0.0).to(tl.float32)
-    y = tl.load(other + at, mask=inside & (wb > 0)[:, None], other=0.0).to(tl.float32)
-    z = (x * wa[:, None] + y * wb[:, None]) / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + at, z.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + row * H + h, top + tl.log2(tl.where(total > 0, total, 1.0)), mask=h < H)
+    own = row * H + h
+    high = tl.load(lse + own, mask=h < H, other=float("-inf"))
+    # -inf: nothing was attended to, and what stands there as its result may be NaN.
+    at = own[:, None] * DIM + d[None, :]
+    acc = tl.load(out + at, mask=inside & (high > float("-inf"))[:, None], other=0.0).to(tl.float32)
+    total = tl.where(high > float("-inf"), 1.0, 0.0)
+    for i in tl.static_range(PARTS):
+        place = (i * rows + row) * H + h
+        sums = tl.load(parts_lse + place, mask=h < H, other=float("-inf"))
+        known = inside & (sums > float("-inf"))[:, None]
+        part = tl.load(parts + place.to(tl.int64)[:, None] * DIM + d[None, :], mask=known, other=0.0)
+        top = tl.maximum(high, sums)
+        level = tl.where(top > float("-inf"), top, 0.0)
+        old, new = tl.exp2(high - level), tl.exp2(sums - level)
+        acc = acc * old[:, None] + part.to(tl.float32) * new[:, None]
+        total = total * old + new
+        high = top
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + own, high + tl.log2(total), mask=h < H)
 
 
 def merge_state(
     out: Tensor,
     lse: Tensor,
-    other: Tensor,
-    other_lse: Tensor,
+    parts: Tensor,
+    parts_lse: Tensor,
     *,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Merge `other` into `out`, both contiguous [rows, heads, dim], by their base-2 log-sum-exps, float32
-    [rows, heads], in place; `lse` becomes that of both. A side whose log-sum-exp is -inf counts nothing;
-    two such sides give 0. Rows from `num_rows` (int32 [1], device) on stay as they are."""
+    """Merge one or more results into `out`, in place, by their base-2 log-sum-exps.
+
+    out        [rows, heads, dim], contiguous; lse float32 [rows, heads], which becomes that of all
+    parts      [n, rows, heads, dim] or [rows, heads, dim], contiguous; parts_lse float32 likewise
+    num_rows   int32 [1] on the device; rows from there on stay as they are
+
+    A side whose log-sum-exp is -inf counts nothing, whatever stands there; only such sides give 0.
+    """
     rows, heads, dim = out.shape
     _merge_state[(rows, cdiv(heads, HEADS))](
         out,
         lse,
-        other,
-        other_lse,
+        parts,
+        parts_lse,
         num_rows,
+        rows,
         H=heads,
         DIM=dim,
+        PARTS=parts.numel() // out.numel(),
         SPAN=HEADS,
         BLOCK_D=pow2(dim),
         PDL=pdl,

@@ -24,12 +24,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu.kernels.jit import begin, cdiv, jit, options
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
 from gpu.kernels.route import Tiles
 
 
 class TileConfig(NamedTuple):
-    """How one grouped GEMM is cut. `block_n` is the width of the output; `gate_up` reads twice that."""
+    """How one grouped GEMM is cut. `block_n` is the width of the output; `gate_up` reads twice that. Each
+    of `halves` halves the tile height once; 16 rows are the least that a tensor core takes."""
 
     block_n: int
     block_k: int
@@ -44,22 +45,26 @@ class TileConfig(NamedTuple):
 def _weight_tile(
     w: tl.tensor,
     row: tl.tensor,
+    n: tl.tensor,
     k: tl.tensor,
+    N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, BLOCK_K] of the weights seen as one matrix with rows of K. The rows may run past an
-    expert's last, into the next one's: what they give is not stored."""
+    """[BLOCK_N, BLOCK_K] from rows `row + n` on of the weights seen as one matrix with rows of K. Columns
+    past N are not stored; a descriptor takes what lies there, or zeros behind the last expert, and a
+    pointer must not leave the allocation, so it stays on row N - 1."""
     if TMA:
-        tile = w.load([row, k])
+        tile = w.load([row + n, k])
     else:
-        at = w + row.to(tl.int64) * K + k
-        n = tl.arange(0, BLOCK_N)[:, None]
+        column = n + tl.arange(0, BLOCK_N)
+        column = column if N % BLOCK_N == 0 else tl.minimum(column, N - 1)
+        at = w + row.to(tl.int64) * K + k + column[:, None] * K
         d = tl.arange(0, BLOCK_K)[None, :]
-        tile = tl.load(at + n * K + d) if EVEN else tl.load(at + n * K + d, mask=k + d < K, other=0.0)
+        tile = tl.load(at + d) if EVEN else tl.load(at + d, mask=k + d < K, other=0.0)
     return tile
 
 
@@ -97,7 +102,7 @@ def _tile(
     row = tl.load(pairs + place, mask=inside, other=0) // TOP_K if GATED else place
     d = tl.arange(0, BLOCK_K)
     a_at = a + row.to(tl.int64)[:, None] * K + d[None, :]
-    w_row = expert * (2 * N if GATED else N) + n
+    w_row = expert * (2 * N if GATED else N)
     if SWAP:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -106,9 +111,9 @@ def _tile(
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
         x = tl.load(a_at + k) if EVEN else tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
-        acc = _multiply(x, _weight_tile(w, w_row, k, K, BLOCK_N, BLOCK_K, EVEN, TMA), acc, SWAP)
+        acc = _multiply(x, _weight_tile(w, w_row, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA), acc, SWAP)
         if GATED:
-            up = _multiply(x, _weight_tile(w, w_row + N, k, K, BLOCK_N, BLOCK_K, EVEN, TMA), up, SWAP)
+            up = _multiply(x, _weight_tile(w, w_row + N, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA), up, SWAP)
     if GATED:
         acc = acc * tl.sigmoid(acc) * up
         target = place
@@ -122,7 +127,7 @@ def _tile(
     tl.store(at, result, mask=inside[:, None] & (cols < N)[None, :])
 
 
-@jit
+@jit_loose("total", "places")
 def _grouped(
     a: tl.tensor,
     w: tl.tensor,

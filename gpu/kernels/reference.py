@@ -128,3 +128,16 @@ def race(logits: Tensor, bits: Tensor, temperatures: Tensor) -> Tensor:
     heat = temperatures.double()[:, None]
     x = logits.double()
     return torch.where(heat > 0, x / heat.where(heat > 0, 1.0) + gumbel, x)
+
+
+def survivors(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Which tokens of a row [vocab] top_k, then top_p, then min_p leave, bool [vocab]: by sorting."""
+    order = logits.sort(descending=True, stable=True).indices
+    weights = ((logits - logits.max()).double() / temperature).exp()[order]
+    rank = torch.arange(len(order), device=logits.device)
+    kept = rank < (top_k or len(order))
+    if top_p < 1.0:
+        mass = weights * kept
+        kept &= mass.cumsum(0) - mass < top_p * mass.sum() * (1 - 1e-6)
+    kept &= weights >= min_p
+    return torch.zeros_like(kept).scatter_(0, order, kept)

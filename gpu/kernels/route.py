@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
 
 SMALL = 64
 """Rows up to which one program routes and scatters: a launch less, at about 1 µs per 16 rows more."""
@@ -189,7 +189,7 @@ def _write_blocks(
         tl.store(blocks + 2 * total + b, rows, mask=inside)
 
 
-@jit
+@jit_loose("rows", "chunk", "total")
 def _route(
     logits: tl.tensor,
     weights: tl.tensor,
@@ -232,7 +232,7 @@ def _route(
         tl.store(hist + g * BLOCK_E + e, counts)
 
 
-@jit
+@jit_loose("rows", "chunk", "chunks", "total", "share")
 def _scatter(
     experts: tl.tensor,
     ranks: tl.tensor,

@@ -45,6 +45,11 @@ class BiasTable:
         """Make the slot's stop ids impossible in its `logits` float32 [vocab], in place."""
         _add(logits, self._stops[slot])
 
+    def stops(self, slot: int) -> list[int]:
+        """The ids that `mask_stops` makes impossible."""
+        additions = self._stops[slot]
+        return [] if additions is None else additions.ids.tolist()
+
     def _additions(self, ids: list[int], values: list[float]) -> Additions | None:
         if not ids:
             return None

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from core.plan import NewSlot, RowLogprobs
 from core.types import NAN_TOKEN
+from gpu.grammar.matchers import Masks
 from gpu.sample.bias import BiasTable
 from gpu.sample.filters import survivors
 from gpu.sample.logprobs import raw_logprobs, row_logprobs
+from gpu.sample.mask import allows_besides, mask_logits
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.params import BIASED, COUNTED, DRAWS, LOGPROBS, MIN_TOKENS, ParamTable, SlotParams
 from gpu.sample.penalties import Counts
@@ -32,10 +34,10 @@ class Sampled(NamedTuple):
 class Sampler:
     """Owner: launch thread. What every slot wants, and the choice of its next token.
 
-    The steps of a row, each skipped when no row of the batch needs it: raw log-probabilities;
-    logit_bias; stop ids masked before min_tokens; repetition, frequency, presence penalty; then for
-    greedy rows the argmax, lowest id on ties, for others temperature, top_k, top_p, min_p and a
-    race of the tokens that are left.
+    The steps of a row, each skipped when no row of the batch needs it: raw log-probabilities; the
+    grammar's mask; logit_bias; stop ids masked before min_tokens; repetition, frequency, presence
+    penalty; then for greedy rows the argmax, lowest id on ties, for others temperature, top_k, top_p,
+    min_p and a race of the tokens that are left.
 
     The race: token i wins with probability weight_i / sum of weights if its weight over its
     exponential noise is the largest. That is Gumbel-max, argmax(logit + gumbel) with gumbel =
@@ -58,7 +60,7 @@ class Sampler:
             if new.count_row >= 0:
                 self._counts.reset(new.count_row, new.prompt, new.output)
 
-    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Masks | None = None) -> Sampled:
         """Choose a token per row: `logits` float32 [n, vocab], changed in place; `slots`,
         `positions` int64 [n], a position being that of the token to choose.
 
@@ -67,13 +69,15 @@ class Sampler:
         """
         host_slots, host_positions = slots.cpu().numpy(), positions.cpu().numpy()
         needs = self._params.needs(host_slots)
-        if not needs:
+        if not needs and masks is None:
             return Sampled(_greedy(logits).tokens, {})
         rows = self._params.read(host_slots)
         asked = [i for i, row in enumerate(rows) if row.needs & LOGPROBS]
         raw = raw_logprobs(logits[asked]) if asked else None
+        if masks is not None:
+            mask_logits(logits, masks)
         if needs & (BIASED | MIN_TOKENS | COUNTED):
-            self._adjust(logits, host_slots.tolist(), host_positions.tolist(), rows)
+            self._adjust(logits, host_slots.tolist(), host_positions.tolist(), rows, masks)
         tokens, best = _greedy(logits)
         if needs & DRAWS:
             self._draw(tokens, best, logits, host_positions, rows)
@@ -88,12 +92,21 @@ class Sampler:
             tokens, {i: answer for i, answer in zip(asked, answers, strict=True) if answer is not None}
         )
 
-    def _adjust(self, logits: Tensor, slots: list[int], positions: list[int], rows: list[SlotParams]) -> None:
-        """Bias, min_tokens and penalties, in place."""
+    def _adjust(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        positions: list[int],
+        rows: list[SlotParams],
+        masks: Masks | None,
+    ) -> None:
+        """Bias, min_tokens and penalties, in place. What the grammar forbade stays forbidden: it is
+        minus infinity, whatever is added or multiplied."""
         for i, (slot, position, row) in enumerate(zip(slots, positions, rows, strict=True)):
             if row.needs & BIASED:
                 self._bias.add_bias(logits[i], slot)
-            if row.needs & MIN_TOKENS and position - row.prompt_len < row.min_tokens:
+            early = row.needs & MIN_TOKENS and position - row.prompt_len < row.min_tokens
+            if early and (masks is None or allows_besides(masks, i, self._bias.stops(slot))):
                 self._bias.mask_stops(logits[i], slot)
             if row.needs & COUNTED:
                 self._counts.penalise(logits[i], row.count_row, row.penalty)

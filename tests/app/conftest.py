@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -61,7 +63,7 @@ Start = Callable[..., Awaitable[Server]]
 
 
 @pytest.fixture
-async def start() -> AsyncIterator[Start]:
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts servers; all of them are gone after the test."""
     runners: list[Runner] = []
     sessions: list[aiohttp.ClientSession] = []
@@ -71,6 +73,8 @@ async def start() -> AsyncIterator[Start]:
         service = Service({"device": "cpu"})
         if ready:
             service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
+        data = serve.data_dir or str(tmp_path / f"data{len(runners)}")
+        serve = msgspec.structs.replace(serve, data_dir=data)
         runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
         await runner.setup()
         listener = socket.socket()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from app.cli import GROUPS, make_parser, parse
+from app.cli import GROUPS, GenerateFlags, make_parser, parse, parse_generate
 from core.config import Config
 
 
@@ -51,3 +51,19 @@ def test_a_wrong_flag_is_one_line_and_code_2(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert words in error
+
+
+def test_generate_has_the_flags_of_the_engine_and_its_own() -> None:
+    config, flags = parse_generate(
+        ["--input", "i", "--output", "o", "--page-size", "32", "--tool-parser", "none", "--no-radix-cache"]
+    )
+    assert flags == GenerateFlags(input="i", output="o")
+    assert (config.cache.page_size, config.cache.radix_cache, config.serve.tool_parser) == (32, False, "none")
+
+
+@pytest.mark.parametrize("more", [["--port", "1"], ["--concurrency", "-1"], ["--page-size", "24"]])
+def test_generate_refuses_what_has_no_meaning(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_generate(["--input", "i", "--output", "o", *more])
+    assert ended.value.code == 2
+    assert more[0] in capsys.readouterr().err

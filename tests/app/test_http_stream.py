@@ -300,7 +300,7 @@ async def test_a_reader_that_never_reads_is_dropped(start: Start, monkeypatch: p
 
 
 async def test_silence_is_broken_by_comments(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse.EventStream.__init__, "__defaults__", (0.01,))
+    monkeypatch.setattr(sse.EventStream.__init__, "__defaults__", (0.01, sse.OPENAI))
     server.engine.manual = True
     async with server.http.post(CHAT, json={"messages": HI, "stream": True}) as response:
         run = await first_run(server)

@@ -58,6 +58,27 @@ def test_long_prompts_are_cut_at_pages_and_sample_only_at_the_end() -> None:
     h.check(request)
 
 
+def test_steps_smaller_than_a_page_still_come_through() -> None:
+    h = Harness(step_tokens=16, page_size=64, pages=4)
+    requests = [h.request(range(i, i + 50), max_tokens=5) for i in range(3)]
+    h.run()
+    for request in requests:
+        h.check(request)
+
+
+def test_a_room_that_decode_rows_leave_below_a_page_is_used() -> None:
+    h = Harness(step_tokens=18, page_size=16, rows=8)
+    rows = [h.request([i], max_tokens=40) for i in range(5)]
+    h.turn()
+    late = h.request(range(40), max_tokens=4)
+    for _ in range(10):
+        h.turn()
+    assert late.state is State.FINISHED or h.delivered[late.id]
+    h.run()
+    for request in (*rows, late):
+        h.check(request)
+
+
 def test_equal_prompts_in_one_step_are_computed_once() -> None:
     h = Harness()
     first, second = h.request(range(33)), h.request(range(33))

@@ -48,6 +48,8 @@ class FakeRun:
         self.open = set(range(job.n))
         self.done = asyncio.Event()
         self.aborted = False
+        self.ended: list[int] = []
+        self.script: list[str] = []
         self.begun = False
         """Choice 0 has had a piece: only then the prompt's log-probabilities are known."""
 
@@ -74,6 +76,10 @@ class FakeRun:
         for index in sorted(self.open):
             self.push(index, Piece("", [], None, Finish(FinishReason.ABORT)))
 
+    def end(self, index: int) -> None:
+        self.ended.append(index)
+        self.push(index, Piece("", [], None, Finish(FinishReason.ABORT)))
+
     def push(self, index: int, piece: Piece) -> None:
         """Hand one piece out, as the engine's delivery would."""
         if index not in self.open:
@@ -90,6 +96,8 @@ class FakeRun:
     async def speak(self) -> None:
         """All choices in step, one word a turn of the loop."""
         limit = self.params.max_tokens
+        if self.script:
+            limit = len(self.script) if self.job.max_tokens is None else limit
         for at in range(max(limit, 1)):
             for index in sorted(self.open):
                 self.push(index, self.piece(at, limit))
@@ -100,12 +108,15 @@ class FakeRun:
             return Piece("", [], None, Finish(FinishReason.LENGTH))
         if self.engine.fail_at == at:
             return Piece("", [], None, self.engine.failure)
-        word = WORDS[at % len(WORDS)]
+        words = self.script or WORDS
+        word = words[at % len(words)]
         token = word.encode()[0]
         logprobs = [row(token, self.params.logprobs)] if self.params.logprobs >= 0 else None
         finish = None
         if self.job.text.stop and word == "!":
             finish = Finish(FinishReason.STOP, self.job.text.stop[0])
+        elif self.script and at + 1 == len(self.script):
+            finish = Finish(FinishReason.STOP)
         elif at + 1 == limit:
             finish = Finish(FinishReason.LENGTH)
         return Piece(word, [token], logprobs, finish)
@@ -127,6 +138,8 @@ class FakeEngine:
         """Say nothing; the test pushes."""
         self.fail_at = -1
         self.failure = Finish(FinishReason.ERROR, message="The device was lost.")
+        self.scripts: list[list[str]] = []
+        """What the next starts say, a token a piece, and then stop."""
         self.cached = 0
         self.flushed = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,6 +153,8 @@ class FakeEngine:
         if job.id in self.live:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
         run = FakeRun(self, job, *self._complete(job), sink)
+        if self.scripts:
+            run.script = self.scripts.pop(0)
         self.live[job.id] = run
         self.runs.append(run)
         if not self.manual:
@@ -182,6 +197,9 @@ class FakeEngine:
             return False
         self.flushed += 1
         return True
+
+    def timeline(self, id: str) -> dict[str, object] | None:
+        return {"id": id} if id == "known" else None
 
     def statistics(self) -> EngineStatistics:
         histogram = Histogram((0.1, 1.0), (3, 2, 1), 4.5)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from core.executor import Capabilities
+from core.order import Order, OrderDone
 from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS, Ints
 
@@ -56,7 +57,9 @@ class FakeExecutor:
         self.length = np.zeros(capabilities.max_rows + 1, np.int64)
         self.cell = np.zeros(capabilities.max_rows + 1, np.int64)
         self.pending: deque[StepPlan] = deque()
-        self.done: list[StepResult | StepFailure] = []
+        self.done: list[StepResult | StepFailure | OrderDone] = []
+        self.orders: list[Order] = []
+        self.refuse: str | None = None
         self.plans: list[StepPlan] = []
         self.eager = eager
         self.fail_at = fail_at
@@ -88,7 +91,13 @@ class FakeExecutor:
                 self.done.append(self._run(plan))
             self._wake()
 
-    def results(self) -> list[StepResult | StepFailure]:
+    def order(self, order: Order) -> None:
+        """Carried out at once; `refuse` says why not."""
+        self.orders.append(order)
+        self.done.append(OrderDone(order.id, self.refuse))
+        self._wake()
+
+    def results(self) -> list[StepResult | StepFailure | OrderDone]:
         done, self.done = self.done, []
         return done
 

@@ -12,6 +12,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.request import SamplingParams
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
+from gpu.grammar.matchers import Masks
 from gpu.kv.pool import KvPool
 from gpu.runner import ModelRunner
 from gpu.sample.sampler import Sampled, Sampler
@@ -32,9 +33,15 @@ class WatchedSampler(Sampler):
 
     logits: torch.Tensor
 
-    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> Sampled:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        masks: Masks | None = None,
+    ) -> Sampled:
         self.logits = logits.clone()
-        return super().sample(logits, slots, positions)
+        return super().sample(logits, slots, positions, masks)
 
 
 class Rig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,3 +36,11 @@ def tolerance(device: torch.device) -> float:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(7)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A kernel computes on lanes whose result it drops; in the interpreter numpy complains about those."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))

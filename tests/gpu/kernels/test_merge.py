@@ -36,3 +36,13 @@ def test_an_empty_side_counts_nothing(device: torch.device) -> None:
     assert not out[2].any()
     assert bool((lse[2] == float("-inf")).all())
     assert torch.equal(out[3], last)
+
+
+def test_several_parts_at_once(device: torch.device) -> None:
+    out, lse = torch.randn(3, 9, 8, device=device), torch.randn(3, 9, device=device)
+    parts, parts_lse = torch.randn(2, 3, 9, 8, device=device), torch.randn(2, 3, 9, device=device)
+    expected, sums = reference.merge_state(out, lse, parts[0], parts_lse[0])
+    expected, sums = reference.merge_state(expected, sums, parts[1], parts_lse[1])
+    merge_state(out, lse, parts, parts_lse)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, sums)

@@ -10,8 +10,9 @@ import triton.language as tl
 from bench.kernels.inputs import scalar
 from gpu.kernels import reference
 from gpu.kernels.jit import jit
-from gpu.kernels.sample import _A, _B, _bits, _key, sample
-from gpu.sample.noise import bits, row_keys
+from gpu.kernels.sample import _A, _B, Filters, _bits, _key, sample
+from gpu.sample.filters import Rule, survivors
+from gpu.sample.noise import bits, exponential, row_keys
 
 LAST = 2**63 - 1
 
@@ -54,6 +55,42 @@ def test_tokens(device: torch.device) -> None:
     assert int(found[0]) == 17
     assert torch.equal(cells[slots[:live]], found[:live])
     assert int(cells[3]) == 77
+
+
+def by_the_cpu(row: torch.Tensor, words: torch.Tensor, rule: Rule) -> int:
+    """What `gpu.sample.sampler` draws."""
+    field = survivors(row, torch.arange(len(row), dtype=torch.int32), float(row.max()), rule)
+    race = field.weights / exponential(words[field.ids.long()])
+    return int(field.ids[race.argmax()])
+
+
+@pytest.mark.parametrize("spread", [0.3, 4.0])  # a flat row is looked at often, a peaked one once
+def test_filters(spread: float, device: torch.device) -> None:
+    rules = [
+        Rule(1.0, 0, 1.0, 0.0),
+        Rule(1.0, 3, 1.0, 0.0),
+        Rule(0.7, 0, 0.5, 0.0),
+        Rule(1.3, 0, 1.0, 0.4),
+        Rule(1.0, 40, 0.3, 0.0),
+        Rule(0.9, 25, 0.8, 0.2),
+        Rule(1.0, 1, 1.0, 0.0),
+        Rule(1.0, 5000, 0.999, 0.0),
+    ]
+    rows, vocab = len(rules), 700
+    # bfloat16 logits have ties, also at the cuts
+    logits = (torch.randn(rows, vocab) * spread).bfloat16().float()
+    seeds, positions = torch.arange(rows) + LAST // 3, torch.arange(rows) * 7
+    columns = list(zip(*rules, strict=True))
+    heat, top_p, min_p = (torch.tensor(columns[i], device=device) for i in (0, 2, 3))
+    filters = Filters(torch.tensor(columns[1], dtype=torch.int32, device=device), top_p, min_p)
+    slots = torch.arange(rows, device=device)
+    cells = torch.zeros(rows, dtype=torch.int64, device=device)
+    args = (slots, positions.to(device), heat, seeds.to(device))
+    found = sample(logits.to(device), *args, filters=filters, cells=cells)
+    words = bits(row_keys(seeds.numpy(), positions.numpy()), torch.arange(vocab, dtype=torch.int32))
+    expected = [by_the_cpu(logits[i].clone(), words[i], rule) for i, rule in enumerate(rules)]
+    assert found.tolist() == expected
+    assert cells.tolist() == expected
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

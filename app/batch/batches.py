@@ -1,0 +1,158 @@
+"""Batches as HTTP sees them, and the task that works them off one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import sqlite3
+import time
+from functools import partial
+
+import msgspec
+
+from app.batch.records import Batch
+from app.batch.room import Room
+from app.batch.store import Disk, Store
+from app.batch.work import Answers, Work
+from app.service import Service
+from core.errors import LoomError, RequestError
+
+log = logging.getLogger(__name__)
+
+RETRY = 10.0
+"""Seconds before another try when the disk refuses; guessed: somebody has to make room on it."""
+
+MAX_ACTIVE = 1000
+"""Batches that may wait their turn."""
+
+_WINDOW = re.compile(r"([1-9]\d{0,3})([hd])")
+
+
+class Batches:
+    """The batches of one directory. They run in the order they came, one at a time.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_answers", "_closing", "_new", "_task", "_work", "store")
+
+    def __init__(self, store: Store, answers: Answers) -> None:
+        self.store = store
+        self._answers = answers
+        self._new = asyncio.Event()
+        self._work: Work | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def endpoints(self) -> list[str]:
+        """What a batch's lines may be posted to."""
+        return sorted(self._answers)
+
+    def start(self, service: Service, room: Room) -> None:
+        """The engine is there: take up what an earlier run left, and everything that comes."""
+        if self.store.exists:
+            self._new.set()
+        self._task = asyncio.get_running_loop().create_task(self._run(service, room), name="batches")
+        self._task.add_done_callback(_report)
+
+    async def stop(self) -> None:
+        """End the lines that run; the rest waits for the next start. Idempotent."""
+        self._closing = True
+        self._new.set()
+        if self._work is not None:
+            self._work.stop()
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+    async def close(self) -> None:
+        """`stop`, and let go of the directory."""
+        await self.stop()
+        await self.store.close()
+
+    # -- what clients ask --------------------------------------------------------------------------
+
+    async def create(
+        self, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None
+    ) -> Batch:
+        """Take a batch. Its lines are checked later, by the task. Raises `RequestError`."""
+        now = int(time.time())
+        batch = Batch(
+            id=f"batch_{secrets.token_hex(12)}",
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            completion_window=window,
+            created_at=now,
+            expires_at=now + seconds(window),
+            metadata=metadata,
+        )
+
+        def put(disk: Disk) -> None:
+            if disk.file(input_file_id).purpose != "batch":
+                raise RequestError("The input file's purpose must be 'batch'.", "input_file_id")
+            if disk.count_active() >= MAX_ACTIVE:
+                raise RequestError(f"{MAX_ACTIVE} batches wait already.", code="too_many_batches")
+            disk.put_batch(batch)
+
+        await self.store.run(put)
+        self._new.set()
+        return batch
+
+    async def get(self, id: str) -> Batch:
+        """As it is now. Raises `NotFound`."""
+        return self._live(await self.store.run(lambda disk: disk.batch(id)))
+
+    async def list(self, after: str | None, limit: int) -> list[Batch]:
+        """Newest first."""
+        return [self._live(b) for b in await self.store.run(lambda disk: disk.batches(after, limit))]
+
+    async def cancel(self, id: str) -> Batch:
+        """Stop it; results so far are kept. Raises `RequestError` for one that is done."""
+        batch = await self.get(id)
+        if batch.status in ("cancelling", "cancelled"):
+            return batch
+        if not batch.active or batch.status == "finalizing":
+            raise RequestError(f"A batch that is {batch.status} cannot be cancelled.", "batch_id")
+        if self._work is not None and self._work.batch.id == id:
+            return await self._work.cancel()
+        now = int(time.time())
+        batch = msgspec.structs.replace(batch, status="cancelled", cancelling_at=now, cancelled_at=now)
+        await self.store.run(lambda disk: disk.put_batch(batch))
+        return batch
+
+    def _live(self, batch: Batch) -> Batch:
+        return self._work.batch if self._work is not None and self._work.batch.id == batch.id else batch
+
+    # -- the task ----------------------------------------------------------------------------------
+
+    async def _run(self, service: Service, room: Room) -> None:
+        while not self._closing:
+            await self._new.wait()
+            self._new.clear()
+            try:
+                while not self._closing and (batch := await self.store.run(Disk.next_batch)) is not None:
+                    self._work = Work(batch, self.store, self._answers, service, room)
+                    # Whoever cancelled it before it was `_work` has said so on the disk.
+                    if (await self.store.run(partial(Disk.batch, id=batch.id))).active:
+                        await self._work.run()
+                    self._work = None
+            except (OSError, sqlite3.Error, LoomError) as error:
+                log.error("batches wait %g s for the disk: %s", RETRY, error)
+                asyncio.get_running_loop().call_later(RETRY, self._new.set)
+            finally:
+                self._work = None
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("batches do not run any more", exc_info=error)
+
+
+def seconds(window: str) -> int:
+    """A completion window, `24h` or `7d`. Raises `RequestError`."""
+    found = _WINDOW.fullmatch(window)
+    if found is None:
+        raise RequestError("'completion_window' must be like '24h' or '7d'.", "completion_window")
+    return int(found[1]) * (3600 if found[2] == "h" else 86400)

@@ -1,0 +1,151 @@
+"""One line in, one line out: the JSONL of batches."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+
+from app.batch.records import BatchError
+from app.errors import fault
+
+MAX_LINES = 50_000
+"""Requests in one batch: OpenAI's bound."""
+MAX_LINE = 32 * 2**20
+"""Bytes in one line: what a request body may have."""
+MAX_ID = 512
+"""Characters of a `custom_id`."""
+BREATH, PAUSE = 16, 5e-5
+"""Lines between two pauses, and their length in seconds: a thread that reads 50,000 lines in one go
+would keep the interpreter for 5 ms at a time, and the loop from its steps."""
+MAX_ERRORS = 100
+"""Bad lines that are named before validation gives up."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One request. `body` is the JSON of what would be posted to `url`."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BadLine(Exception):
+    """A line that is no request; `error` says why."""
+
+    def __init__(self, error: BatchError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class _Raw(msgspec.Struct):
+    custom_id: str | None = None
+    method: str | None = None
+    url: str | None = None
+    body: msgspec.Raw = msgspec.Raw()
+
+
+_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+"""U+0085, U+2028 and U+2029 may stand in JSON as they are, but Python's `str.splitlines` ends a line
+at each, and that is how people read results."""
+
+_decode = msgspec.json.Decoder(_Raw).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, bytes) of every line that is not blank. A line that is too long comes cut, one
+    byte longer than allowed. Blocks: not on the loop."""
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE + 1):
+            number += 1
+            while not line.endswith(b"\n") and len(line) > MAX_LINE and (rest := file.readline(MAX_LINE)):
+                if rest.endswith(b"\n"):
+                    break
+            if line.strip():
+                yield number, line
+            if number % BREATH == 0:
+                time.sleep(PAUSE)
+
+
+def parse_line(number: int, text: bytes, endpoints: Collection[str]) -> Line:
+    """The request of a line. Raises `BadLine` for what OpenAI refuses a whole batch for; whether the
+    body itself makes sense shows when it runs."""
+    if len(text) > MAX_LINE:
+        raise bad(number, "line_too_long", f"The line is longer than {MAX_LINE} bytes.")
+    try:
+        raw = _decode(text.strip())
+    except msgspec.ValidationError as error:
+        raise bad(number, "invalid_line", f"The line is no batch request: {error}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad(number, "invalid_json_line", f"The line is not valid JSON: {error}.") from None
+    if not raw.custom_id or len(raw.custom_id) > MAX_ID:
+        message = f"'custom_id' must be a string of 1 to {MAX_ID} characters."
+        raise bad(number, "invalid_custom_id", message, "custom_id")
+    if (raw.method or "POST").upper() != "POST":
+        raise bad(number, "invalid_method", "'method' must be 'POST'.", "method")
+    if raw.url is None or raw.url not in endpoints:
+        listed = " or ".join(sorted(endpoints))
+        raise bad(number, "invalid_url", f"'url' must be {listed}.", "url")
+    body = bytes(raw.body)
+    if not body.startswith(b"{"):
+        raise bad(number, "invalid_body", "'body' must be an object.", "body")
+    return Line(number, raw.custom_id, raw.url, body)
+
+
+def bad(number: int, code: str, message: str, param: str | None = None) -> BadLine:
+    """The exception for line `number`."""
+    return BadLine(BatchError(code=code, message=message, line=number, param=param))
+
+
+def check_input(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:
+    """How many requests a file has and what is wrong with it, up to `MAX_ERRORS`. Blocks."""
+    errors: list[BatchError] = []
+    seen: set[str] = set()
+    for number, text in read_lines(path):
+        if len(seen) == MAX_LINES:
+            errors.append(BatchError(code="too_many_lines", message=f"At most {MAX_LINES} requests fit."))
+        if len(errors) >= MAX_ERRORS or len(seen) == MAX_LINES:
+            break
+        try:
+            line = parse_line(number, text, (endpoint,))
+        except BadLine as wrong:
+            errors.append(wrong.error)
+            continue
+        if line.custom_id in seen:
+            message = f"The custom_id {line.custom_id[:100]!r} was used before."
+            errors.append(bad(number, "duplicate_custom_id", message, "custom_id").error)
+        seen.add(line.custom_id)
+    if not seen and not errors:
+        errors.append(BatchError(code="empty_file", message="The input file has no requests."))
+    return len(seen), errors
+
+
+def answered(custom_id: str, status: int, body: object) -> bytes:
+    """The output line of a request that got an answer."""
+    response = {"status_code": status, "request_id": f"req_{secrets.token_hex(12)}", "body": body}
+    return _record(custom_id, response, None)
+
+
+def failed(custom_id: str, error: BaseException) -> bytes:
+    """The output line of a request that ended in an error: what HTTP would have answered."""
+    told = fault(error)
+    return answered(custom_id, told.status, msgspec.Raw(told.body()))
+
+
+def unanswered(custom_id: str, code: str, message: str) -> bytes:
+    """The output line of a request that never ran."""
+    return _record(custom_id, None, {"code": code, "message": message})
+
+
+def _record(custom_id: str, response: object, error: object) -> bytes:
+    id = f"batch_req_{secrets.token_hex(12)}"
+    text = _encode({"id": id, "custom_id": custom_id, "response": response, "error": error})
+    for raw, escaped in _BREAKS:
+        text = text.replace(raw, escaped)
+    return text + b"\n"

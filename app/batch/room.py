@@ -1,0 +1,149 @@
+"""How much of the engine may work in the background, and how it makes way."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+
+from app.engine import Engine
+from app.job import Job, Run, Sink
+from app.service import Control, Loaded
+from core.executor import Capabilities
+from core.request import Request, State
+
+BACKGROUND = -(2**31) - 1
+"""Priority of a batch's requests: below the lowest that a client can ask for."""
+
+KEPT_ROWS = 8
+"""One row in so many stays free, so that a request that comes alone finds a slot."""
+KEPT_PAGES = 4
+"""One page in so many stays free or evictable before another line starts."""
+STARTING = 8
+"""Lines that may be on their way to the queue (rendered, encoded): their length is not known yet."""
+PATIENCE = 2
+"""Plans that may pass over a waiting request before the background gives up everything it holds."""
+
+
+class Lane:
+    """One attempt at one line: what its requests hold, and whether they were asked to make way.
+
+    Stands for the engine where an answer is made, which only ever starts jobs on it.
+    Owner: event loop.
+    """
+
+    __slots__ = ("_engine", "aside", "runs")
+
+    def __init__(self, engine: Control) -> None:
+        self._engine = engine
+        self.runs: list[Run] = []
+        self.aside = False
+        """Ended to make way: whatever it answered does not count."""
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """See `app.job.Generator.start`."""
+        run = await self._engine.start(msgspec.structs.replace(job, priority=BACKGROUND), sink)
+        self.runs.append(run)
+        if self.aside:
+            run.abort()
+        return run
+
+    def give_way(self) -> None:
+        """Free what it holds for the next plan."""
+        self.aside = True
+        for run in self.runs:
+            run.abort()
+
+    def requests(self, *states: State) -> list[Request]:
+        """Those in one of the states."""
+        return [r for run in self.runs for r in run.requests if r.state in states]
+
+
+class Room:
+    """Lets lines in while nobody else waits, and ends them when somebody would.
+
+    Three rules hold for a request that is not from a batch. It is never behind one in the queue:
+    those that wait there leave it first. It finds a slot: one row in `KEPT_ROWS` stays free, and more
+    are freed when it brings more choices. It finds room in the step: prompts of the background that
+    are being computed take half of a step at most, and a longer one makes way. So it is admitted by
+    the next plan, as if no batch ran. What is left is memory: a request that plans pass over although
+    there is a slot gets everything that the background holds. A line that made way starts again later;
+    its prompt's KV is often still in the tree.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_engine", "_lanes", "_prompt_share", "_rows", "_since")
+
+    def __init__(self, engine: Engine, capabilities: Capabilities, step_tokens: int) -> None:
+        self._engine = engine
+        self._rows = capabilities.max_rows
+        self._prompt_share = step_tokens // 2
+        self._lanes: dict[Lane, None] = {}
+        self._since: int | None = None
+        """Steps made when somebody else was first seen waiting."""
+        engine.on_add = self.make_way
+
+    def enter(self, loaded: Loaded) -> tuple[Lane, Loaded] | None:
+        """A lane for one line and the model as seen from it; None when there is no room now."""
+        if not self._idle():
+            return None
+        lane = Lane(loaded.engine)
+        self._lanes[lane] = None
+        return lane, msgspec.structs.replace(loaded, engine=cast(Control, lane))
+
+    def leave(self, lane: Lane) -> None:
+        """The line has ended. Idempotent."""
+        self._lanes.pop(lane, None)
+
+    def clear(self) -> None:
+        """Every line makes way, at once."""
+        for lane in self._lanes:
+            lane.give_way()
+
+    def make_way(self, requests: list[Request]) -> None:
+        """Called before `requests` are queued: see the class."""
+        if not self._lanes or requests[0].priority == BACKGROUND:
+            return
+        for lane in self._lanes:
+            prompts = lane.requests(State.PREFILL)
+            if lane.requests(State.WAITING) or any(len(r.prompt) > self._prompt_share for r in prompts):
+                lane.give_way()
+        statistics = self._engine.scheduler.statistics()
+        short = statistics.waiting + len(requests) - (self._rows - statistics.running)
+        for lane in reversed(self._lanes):  # the newest has the least to lose
+            if short <= 0:
+                return
+            if not lane.aside:
+                short -= len(lane.requests(State.PREFILL, State.DECODE))
+                lane.give_way()
+
+    def press(self) -> None:
+        """Called every few milliseconds: notices who waits in vain."""
+        statistics = self._engine.scheduler.statistics()
+        if not self._lanes or statistics.waiting <= self._own_waiting():
+            self._since = None
+        elif self._since is None:
+            self._since = statistics.steps
+        elif statistics.steps - self._since >= PATIENCE:
+            self.clear()
+
+    def _own_waiting(self) -> int:
+        return sum(len(lane.requests(State.WAITING)) for lane in self._lanes)
+
+    def _idle(self) -> bool:
+        statistics, own = self._engine.scheduler.statistics(), self._own_waiting()
+        starting = sum(not lane.runs for lane in self._lanes)
+        prompts = [
+            len(request.prompt)
+            for lane in self._lanes
+            for request in lane.requests(State.WAITING, State.PREFILL)
+        ]
+        cache = statistics.cache
+        return (
+            statistics.waiting <= own
+            and starting < STARTING
+            and statistics.running + own + starting < self._rows - max(self._rows // KEPT_ROWS, 1)
+            and sum(prompts) < self._prompt_share
+            and (cache.free + cache.cached) * KEPT_PAGES > cache.total
+        )

@@ -1,0 +1,223 @@
+"""Where files and batches are kept: a directory and an sqlite file in it, behind one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from app.batch.records import Batch, FileRecord
+from core.errors import NotFound, RequestError, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_STORED = 20 * 2**30
+"""Bytes of all files together: clients must not be able to fill the disk."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, purpose TEXT NOT NULL,
+    bytes INTEGER NOT NULL, expires_at INTEGER, doc BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS batches (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, active INTEGER NOT NULL,
+    input TEXT NOT NULL, doc BLOB NOT NULL
+);
+"""
+
+_file = msgspec.json.Decoder(FileRecord).decode
+_batch = msgspec.json.Decoder(Batch).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Disk:
+    """The directory, with calls that block. Owner: the store's thread."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises `Unavailable` when the directory cannot be used or another server uses it."""
+        self._files = root / "files"
+        try:
+            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise Unavailable(f"The directory for files and batches is not usable: {error}.") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise Unavailable(
+                "Another server keeps its files and batches in the same directory; start this one with "
+                "a --data-dir of its own."
+            ) from None
+        self._db = sqlite3.connect(root / "store.sqlite", isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.executescript(_SCHEMA)
+        for torn in self._files.glob("*.part"):
+            torn.unlink()
+        self.purge()
+
+    def close(self) -> None:
+        """Let another server have the directory."""
+        self._db.close()
+        os.close(self._lock)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def path(self, id: str) -> Path:
+        """Where a file of ours lies. `id` is one that we made, never a client's text."""
+        return self._files / id
+
+    def check_room(self) -> None:
+        """Raise `RequestError` when no more may be kept."""
+        (kept,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
+        if kept >= MAX_STORED:
+            message = f"Files take {kept} bytes, the most this server keeps. Delete some first."
+            raise RequestError(message, "file", "storage_full")
+
+    def add_file(self, record: FileRecord) -> None:
+        """Make a file that lies at its path known, or replace what is known of it."""
+        self._db.execute(
+            "INSERT INTO files (id, purpose, bytes, expires_at, doc) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET bytes = excluded.bytes, doc = excluded.doc",
+            (record.id, record.purpose, record.bytes, record.expires_at, _encode(record)),
+        )
+
+    def file(self, id: str) -> FileRecord:
+        """Raises `NotFound`."""
+        row = self._db.execute("SELECT doc FROM files WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            raise NotFound(f"No such file: {id[:100]!r}.", "file_id")
+        record = _file(row[0])
+        if record.expires_at is not None and record.expires_at <= time.time():
+            raise NotFound(f"The file {id!r} has expired.", "file_id")
+        return record
+
+    def files(self, purpose: str | None, after: str | None, limit: int, newest: bool) -> list[FileRecord]:
+        """At most `limit`, those after the file `after` in that order."""
+        rows = self._page("files", after, limit, newest, "" if purpose is None else purpose)
+        return [_file(doc) for (doc,) in rows]
+
+    def delete_file(self, id: str) -> None:
+        """Raises `NotFound`, and `RequestError` while a batch still reads it."""
+        self.file(id)
+        row = self._db.execute("SELECT id FROM batches WHERE input = ? AND active", (id,)).fetchone()
+        if row is not None:
+            raise RequestError(f"The file is the input of {row[0]}, which is not done.", "file_id")
+        self._drop(id)
+
+    def purge(self) -> None:
+        """Remove what has expired and no batch needs."""
+        rows = self._db.execute(
+            "SELECT id FROM files WHERE expires_at <= ? "
+            "AND id NOT IN (SELECT input FROM batches WHERE active)",
+            (int(time.time()),),
+        )
+        for (id,) in rows.fetchall():
+            self._drop(id)
+
+    def _drop(self, id: str) -> None:
+        self._db.execute("DELETE FROM files WHERE id = ?", (id,))
+        self.path(id).unlink(missing_ok=True)
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def put_batch(self, batch: Batch) -> None:
+        """Keep this state of a batch."""
+        self._db.execute(
+            "INSERT INTO batches (id, active, input, doc) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET active = excluded.active, doc = excluded.doc",
+            (batch.id, batch.active, batch.input_file_id, _encode(batch)),
+        )
+
+    def batch(self, id: str) -> Batch:
+        """Raises `NotFound`."""
+        row = self._db.execute("SELECT doc FROM batches WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            raise NotFound(f"No such batch: {id[:100]!r}.", "batch_id")
+        return _batch(row[0])
+
+    def batches(self, after: str | None, limit: int) -> list[Batch]:
+        """Newest first, at most `limit`, those after the batch `after`."""
+        return [_batch(doc) for (doc,) in self._page("batches", after, limit, True, "")]
+
+    def count_active(self) -> int:
+        """How many are not done."""
+        count: int = self._db.execute("SELECT COUNT(*) FROM batches WHERE active").fetchone()[0]
+        return count
+
+    def next_batch(self) -> Batch | None:
+        """The oldest that is not done."""
+        row = self._db.execute("SELECT doc FROM batches WHERE active ORDER BY seq LIMIT 1").fetchone()
+        return None if row is None else _batch(row[0])
+
+    def _page(
+        self, table: str, after: str | None, limit: int, newest: bool, purpose: str
+    ) -> list[tuple[bytes]]:
+        # `table` is one of two words of this file; everything a client says is a parameter.
+        where, values = ["1"], list[object]()
+        if after:
+            row = self._db.execute(f"SELECT seq FROM {table} WHERE id = ?", (after,)).fetchone()
+            if row is None:
+                raise RequestError(f"'after' names {after[:100]!r}, which is not here.", "after")
+            where.append("seq < ?" if newest else "seq > ?")
+            values.append(row[0])
+        if purpose:
+            where.append("purpose = ?")
+            values.append(purpose)
+        order = "DESC" if newest else "ASC"
+        return self._db.execute(
+            f"SELECT doc FROM {table} WHERE {' AND '.join(where)} ORDER BY seq {order} LIMIT ?",
+            (*values, limit),
+        ).fetchall()
+
+
+class Store:
+    """The disk as the loop sees it: one thread that opens it when it is first needed.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_closed", "_disk", "_pool", "root")
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._disk: Disk | None = None
+        self._closed = False
+
+    @property
+    def exists(self) -> bool:
+        """Something was kept by this server or one before it."""
+        return (self.root / "store.sqlite").exists()
+
+    async def run(self, work: Callable[[Disk], T]) -> T:
+        """`work` in the store's thread, after everything asked before. Raises what it raises, and
+        `Unavailable` when there is no usable directory."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, work)
+
+    def _run(self, work: Callable[[Disk], T]) -> T:
+        if self._disk is None:
+            self._disk = Disk(self.root)
+        return work(self._disk)
+
+    async def close(self) -> None:
+        """After what was asked for. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._shut)
+            self._pool.shutdown()
+
+    def _shut(self) -> None:
+        if self._disk is not None:
+            self._disk.close()

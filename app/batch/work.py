@@ -1,0 +1,299 @@
+"""One batch from its input file to its output files."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from app.batch.journal import Journal, Tally
+from app.batch.lines import Line, answered, check_input, failed, parse_line, read_lines, unanswered
+from app.batch.records import Batch, BatchError, BatchErrors, Counts, FileRecord
+from app.batch.room import Lane, Room
+from app.batch.store import Disk, Store
+from app.health import Phase
+from app.service import Loaded, Service
+from core.errors import LoomError, Overloaded, RequestError, Unavailable
+from core.types import FinishReason
+
+log = logging.getLogger(__name__)
+
+Answer = Callable[[bytes, Loaded], Awaitable[Mapping[str, Any]]]
+"""A request's body to its answer. Raises `core.errors`."""
+Answers = Mapping[str, Answer]
+"""By endpoint."""
+
+BLOCK = 64
+"""Lines read at a time."""
+TRIES = 3
+"""Ends of a line that neither it nor the batch is the cause of: a timeout, an operator's abort."""
+TICK = 0.01
+"""Seconds between two looks for room."""
+
+
+class Work:
+    """Runs one batch: check, run every line that has no result yet, publish.
+
+    What was done lies in the two journals, so a batch that is taken up again, by this process or
+    another, goes on where it was. Owner: event loop.
+    """
+
+    def __init__(self, batch: Batch, store: Store, answers: Answers, service: Service, room: Room) -> None:
+        self.batch = batch
+        self._store = store
+        self._answers = answers
+        self._service = service
+        self._room = room
+        self._stopped = False
+        self._tally = Tally()
+        self._block: deque[Line] = deque()
+        self._again: deque[Line] = deque()
+        """Lines that made way."""
+        self._tries: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+        """Of the disk: the batch is taken up again later."""
+        self._journals: dict[bool, Journal] = {}
+
+    async def run(self) -> None:
+        """To the end, or to where `stop` left it. Raises `OSError` and `sqlite3.Error`."""
+        if not await self._store.run(lambda disk: disk.path(self.batch.input_file_id).is_file()):
+            await self._fail(BatchError(code="file_not_found", message="The input file is gone."))
+            return
+        if self.batch.status == "validating":
+            await self._validate()
+        if not self.batch.active:
+            return
+        try:
+            await self._open()
+            if self.batch.status == "in_progress":
+                await self._feed()
+            if not self._stopped:
+                await self._publish()
+        finally:
+            self._room.clear()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            await self._store.run(lambda disk: self._close())
+
+    async def cancel(self) -> Batch:
+        """Start no more lines and end those that run. Too late, nothing changes."""
+        if self.batch.status not in ("validating", "in_progress"):
+            return self.batch
+        await self._set(status="cancelling", cancelling_at=int(time.time()))
+        self._room.clear()
+        return self.batch
+
+    def stop(self) -> None:
+        """Leave the rest for the next start."""
+        self._stopped = True
+        self._room.clear()
+
+    # -- before and after --------------------------------------------------------------------------
+
+    async def _validate(self) -> None:
+        input_id, endpoint = self.batch.input_file_id, self.batch.endpoint
+        total, errors = await self._store.run(lambda disk: check_input(disk.path(input_id), endpoint))
+        now = int(time.time())
+        if errors:
+            await self._fail(*errors)
+            return
+        counts = Counts(total=total)
+        if self.batch.status == "validating":
+            await self._set(status="in_progress", in_progress_at=now, request_counts=counts)
+        else:  # cancelled meanwhile
+            await self._set(request_counts=counts)
+
+    async def _fail(self, *errors: BatchError) -> None:
+        await self._set(status="failed", failed_at=int(time.time()), errors=BatchErrors(data=list(errors)))
+
+    async def _open(self) -> None:
+        def open_journals(disk: Disk) -> None:
+            for good, id in ((True, self.batch.output_id), (False, self.batch.error_id)):
+                self._journals[good] = Journal(disk.path(id), self._tally)
+
+        await self._store.run(open_journals)
+        self._count()
+
+    def _close(self) -> None:
+        for journal in self._journals.values():
+            journal.close()
+
+    async def _publish(self) -> None:
+        """The journals become files that clients can see."""
+        expired = self.batch.status == "in_progress" and self._late and not self._all_done
+        if expired:
+            await self._expire()
+        now = int(time.time())
+        if self.batch.status == "in_progress":
+            await self._set(status="finalizing", finalizing_at=now)
+
+        def publish(disk: Disk) -> dict[str, Any]:
+            self._close()
+            published: dict[str, Any] = {}
+            for field, id in (
+                ("output_file_id", self.batch.output_id),
+                ("error_file_id", self.batch.error_id),
+            ):
+                size = disk.path(id).stat().st_size
+                if not size:
+                    disk.path(id).unlink()
+                    continue
+                name = f"{self.batch.id}_{field.removesuffix('_file_id')}.jsonl"
+                disk.add_file(
+                    FileRecord(id=id, bytes=size, created_at=now, filename=name, purpose="batch_output")
+                )
+                published[field] = id
+            return published
+
+        published = await self._store.run(publish)
+        if self.batch.status == "cancelling":
+            end: dict[str, Any] = {"status": "cancelled", "cancelled_at": int(time.time())}
+        elif expired:
+            end = {"status": "expired", "expired_at": int(time.time())}
+        else:
+            end = {"status": "completed", "completed_at": int(time.time())}
+        await self._set(**published, **end)
+        counts = self.batch.request_counts
+        log.info(
+            "%s: %s, %d of %d lines answered", self.batch.id, end["status"], counts.completed, counts.total
+        )
+
+    async def _expire(self) -> None:
+        """A line for each request that never ran."""
+        message = "The batch ran out of time before this request was executed."
+
+        def note(disk: Disk) -> None:
+            for number, text in read_lines(disk.path(self.batch.input_file_id)):
+                line = parse_line(number, text, self._answers)
+                if line.custom_id not in self._tally.ids:
+                    self._append(False, unanswered(line.custom_id, "batch_expired", message))
+
+        await self._store.run(note)
+        self._count()
+
+    async def _set(self, **fields: Any) -> None:
+        batch = self.batch = msgspec.structs.replace(self.batch, **fields)
+        await self._store.run(lambda disk: disk.put_batch(batch))
+
+    # -- lines -------------------------------------------------------------------------------------
+
+    @property
+    def _late(self) -> bool:
+        return time.time() >= self.batch.expires_at
+
+    @property
+    def _all_done(self) -> bool:
+        return len(self._tally.ids) >= self.batch.request_counts.total
+
+    @property
+    def _over(self) -> bool:
+        return self._stopped or self._error is not None or self.batch.status != "in_progress" or self._late
+
+    async def _feed(self) -> None:
+        source = await self._store.run(self._lines)
+        while not self._over:
+            line = self._again.popleft() if self._again else await self._next(source)
+            if line is not None:
+                await self._begin(line)
+            elif self._tasks:
+                await self._tick()
+            elif not self._again:  # one may have come back while the file was read
+                break
+        self._room.clear()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._error is not None:
+            raise self._error
+
+    def _lines(self, disk: Disk) -> Iterator[Line]:
+        """Those without a result. Store's thread."""
+        for number, text in read_lines(disk.path(self.batch.input_file_id)):
+            line = parse_line(number, text, self._answers)
+            if line.custom_id not in self._tally.ids:
+                yield line
+
+    async def _next(self, source: Iterator[Line]) -> Line | None:
+        if not self._block:
+            self._block += await self._store.run(lambda disk: list(itertools.islice(source, BLOCK)))
+        return self._block.popleft() if self._block else None
+
+    async def _begin(self, line: Line) -> None:
+        """Start a line as soon as there is room, or never when the batch is over before that."""
+        while (entered := self._enter()) is None:
+            await self._tick()
+            if self._over:
+                return
+        task = asyncio.create_task(self._attempt(line, *entered))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
+
+    def _enter(self) -> tuple[Lane, Loaded] | None:
+        if self._service.health.phase is not Phase.READY:
+            return None
+        return self._room.enter(self._service.loaded)
+
+    async def _tick(self) -> None:
+        await asyncio.sleep(TICK)
+        self._room.press()
+
+    async def _attempt(self, line: Line, lane: Lane, loaded: Loaded) -> None:
+        """Run a line once. One that made way, or that nobody would take now, comes again."""
+        work = asyncio.ensure_future(self._answers[line.url](line.body, loaded))
+        try:
+            await asyncio.wait((work,))
+        finally:
+            work.cancel()
+            self._room.leave(lane)
+        error = work.exception()
+        unlucky = isinstance(error, Overloaded | Unavailable) or (error is None and _cut(work.result()))
+        if lane.aside or (unlucky and self._may_retry(line)):
+            self._again.append(line)
+            return
+        if error is None:
+            await self._record(True, answered(line.custom_id, 200, work.result()))
+            return
+        if not isinstance(error, RequestError) and self._service.health.phase is not Phase.READY:
+            self._again.append(line)  # the engine has failed, not the line
+            return
+        if not isinstance(error, LoomError):
+            log.error("a line of %s failed", self.batch.id, exc_info=error)
+        await self._record(False, failed(line.custom_id, error))
+
+    def _may_retry(self, line: Line) -> bool:
+        """Somebody ended it, or it was refused: another try, but not for ever."""
+        if self._service.health.phase is not Phase.READY:
+            return True
+        self._tries[line.custom_id] += 1
+        return self._tries[line.custom_id] < TRIES
+
+    async def _record(self, good: bool, text: bytes) -> None:
+        await self._store.run(lambda disk: self._append(good, text))
+        self._count()
+
+    def _append(self, good: bool, text: bytes) -> None:
+        """Store's thread. The tally follows what is in the file."""
+        self._journals[good].append(text)
+        self._tally.add(text)
+
+    def _count(self) -> None:
+        tally = self._tally
+        counts = Counts(total=self.batch.request_counts.total, completed=tally.completed, failed=tally.failed)
+        usage = tally.usage.shown() if tally.completed else None
+        self.batch = msgspec.structs.replace(self.batch, request_counts=counts, usage=usage)
+
+
+def _cut(answer: Mapping[str, Any]) -> bool:
+    """Somebody ended it before its time."""
+    return any(choice["finish_reason"] == FinishReason.ABORT.value for choice in answer["choices"])

@@ -1,0 +1,127 @@
+"""The composition root: the one file that sees app, core and gpu. Settings to a running engine.
+
+It knows neither sockets nor signals: the server (`app/server.py`) and `app.offline` build on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from app.checkpoint import Checkpoint, resolve
+from app.engine import Engine
+from app.operator import Operator
+from app.parsers.registry import reasoning_family, tool_family
+from app.service import Loaded, ModelCard
+from app.submit import Limits, Submitter
+from app.text.template import ChatTemplate
+from app.text.tokenizer import Tokenizer
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import Config
+from core.env import cache_dir
+from core.executor import Capabilities, Executor
+from core.models import read_spec
+from core.schedule.scheduler import Scheduler
+from gpu.build import build_executor
+from gpu.grammar import Compiler, Refused
+
+log = logging.getLogger(__name__)
+
+MASK_THREADS = 8
+"""That fill masks at once: 64 rows of Qwen3's vocabulary take 0.9 ms on one."""
+
+Progress = Callable[[str, float], None]
+"""Called with a stage and the share of it that is done, 0 to 1; from any thread."""
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What takes seconds to make, and belongs to no loop yet."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    executor: Executor
+    vocab_size: int
+    grammars: Compiler | None
+    """None where the vocabulary cannot be constrained."""
+
+
+class Live(msgspec.Struct, frozen=True):
+    """A running engine and its faces. Owner: event loop."""
+
+    engine: Engine
+    submitter: Submitter
+    loaded: Loaded
+    capabilities: Capabilities
+    grammars: Compiler | None
+
+    def close(self) -> None:
+        """Stop every thread. Requests that still run end with an error."""
+        self.engine.close()
+        if self.grammars is not None:
+            self.grammars.close()
+        self.loaded.tokenizer.close()
+        self.loaded.template.close()
+
+
+def load(config: Config, progress: Progress) -> Parts:
+    """Fetch, read and place the model. Raises `ConfigError`; may run for minutes in any thread."""
+    checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
+    spec = read_spec(checkpoint.config)
+    progress("tokenizer", 0.0)
+    tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
+    template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
+    grammars = _grammars(tokenizer, spec.vocab_size)
+    executor = build_executor(spec, checkpoint.path, config.model, config.cache, config.schedule, progress)
+    return Parts(checkpoint, tokenizer, template, executor, spec.vocab_size, grammars)
+
+
+def _grammars(tokenizer: Tokenizer, width: int) -> Compiler | None:
+    """2 to 4 s, most of them with the GIL held, so never while serving."""
+    try:
+        return Compiler(tokenizer.token_table(width), min((os.cpu_count() or 2) // 2, MASK_THREADS) or 1)
+    except Refused as error:
+        log.warning("constraints are not available: %s", error)
+        return None
+
+
+def assemble(parts: Parts, config: Config) -> Live:
+    """An engine over the parts, not started yet: `live.engine.start(loop)` does that."""
+    checkpoint, tokenizer = parts.checkpoint, parts.tokenizer
+    capabilities = parts.executor.capabilities
+    cache = CacheManager(
+        capabilities.num_pages,
+        capabilities.page_size,
+        radix=config.cache.radix_cache,
+        eviction=config.cache.eviction,
+    )
+    scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
+    engine = Engine(scheduler, parts.executor, config.schedule.overlap_depth, monotonic)
+    limits = Limits(capabilities.context_length, parts.vocab_size)
+    submitter = Submitter(engine, tokenizer, limits, monotonic, parts.grammars)
+    card = ModelCard(
+        name=checkpoint.name,
+        path=str(checkpoint.tokenizer or checkpoint.path),
+        architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
+        context_length=capabilities.context_length,
+        vocab_size=parts.vocab_size,
+        dtype=config.model.dtype,
+        created=int(time.time()),
+    )
+    operator = Operator(engine, cache_dir() / "traces")
+    serve, source = config.serve, parts.template.source
+    loaded = Loaded(
+        card,
+        tokenizer,
+        parts.template,
+        submitter,
+        tool_family(serve.tool_parser, source),
+        reasoning_family(serve.reasoning_parser, source),
+        operator,
+    )
+    return Live(engine, submitter, loaded, capabilities, parts.grammars)

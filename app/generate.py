@@ -1,0 +1,143 @@
+"""`python -m app generate`: a file of requests to a file of answers, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from app import logs
+from app.batch.journal import Journal, Tally
+from app.batch.lines import BadLine, Line, answered, bad, failed, parse_line, read_lines, unanswered
+from app.http.whole import ANSWERS
+from app.offline import CHAT_URL, COMPLETION_URL, LLM
+from core.config import Config
+from core.errors import ConfigError, LoomError
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+class _Plain(msgspec.Struct):
+    custom_id: str | None = None
+    url: msgspec.Raw = msgspec.Raw()
+    body: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_decode = msgspec.json.Decoder(_Plain).decode
+
+
+def run(config: Config, input: str, output: str, concurrency: int = 0) -> int:
+    """Answer every line of `input` that `output` has no result for. Returns the exit code: 1 when any
+    line of `output` is an error. Raises `ConfigError`."""
+    logs.set_up("warning")
+    source = Path(input).expanduser()
+    tally = Tally()
+    try:
+        total = sum(1 for _ in read_lines(source))
+        journal = Journal(Path(output).expanduser(), tally)
+    except OSError as error:
+        raise ConfigError(f"cannot use {error.filename}: {error.strerror}.") from error
+    try:
+        if tally.ids:
+            print(f"{len(tally.ids)} of {total} lines are done already", file=sys.stderr)
+        with LLM.from_config(config) as llm:
+            return asyncio.run(Generation(llm, journal, tally).run(source, total, concurrency))
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        journal.close()
+
+
+class Generation:
+    """One run over a file. Owner: event loop of its own."""
+
+    def __init__(self, llm: LLM, journal: Journal, tally: Tally) -> None:
+        self._llm = llm
+        self._journal = journal
+        self._tally = tally
+        self._seen: set[str] = set()
+
+    async def run(self, source: Path, total: int, concurrency: int) -> int:
+        """Exit code 0 or 1."""
+        lines = read_lines(source)
+        done = len(self._tally.ids)
+        with tqdm(total=total, initial=min(done, total), unit="line", disable=None) as bar:
+            workers = min(concurrency or self._llm.window, max(total, 1))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(workers):
+                    group.create_task(self._work(lines, bar))
+        tally = self._tally
+        print(f"{tally.completed} lines answered, {tally.failed} failed", file=sys.stderr)
+        if self._llm.failure is not None:
+            print(f"stopped early, the engine failed: {self._llm.failure}", file=sys.stderr)
+            return 1
+        return int(tally.failed > 0)
+
+    async def _work(self, lines: Iterator[tuple[int, bytes]], bar: Any) -> None:
+        """One of several that share `lines`."""
+        for number, text in lines:
+            before = len(self._tally.ids)
+            record = await self._line(number, text)
+            if self._llm.failure is not None:
+                return  # what failed now was not the line's fault: it is run again next time
+            if record is not None:
+                self._journal.append(record)
+                self._tally.add(record)
+            bar.update(len(self._tally.ids) - before if record is not None else 0)
+
+    async def _line(self, number: int, text: bytes) -> bytes | None:
+        """The record of a line; None for one that has its record."""
+        try:
+            line = read_request(number, text)
+            if line.custom_id in self._seen:
+                message = f"The custom_id {line.custom_id[:100]!r} was used before."
+                raise bad(number, "duplicate_custom_id", message)
+        except BadLine as wrong:
+            id = f"line-{number}"
+            return None if id in self._tally.ids else unanswered(id, wrong.error.code, wrong.error.message)
+        self._seen.add(line.custom_id)
+        if line.custom_id in self._tally.ids:
+            return None
+        work = asyncio.wrap_future(self._llm.submit(line.url, line.body))
+        try:
+            await asyncio.wait((work,))
+        finally:
+            work.cancel()
+        error = work.exception()
+        if error is None:
+            return answered(line.custom_id, 200, work.result())
+        if not isinstance(error, LoomError):
+            log.error("line %d failed", number, exc_info=error)
+        return failed(line.custom_id, error)
+
+
+def read_request(number: int, text: bytes) -> Line:
+    """A batch line, or a plain object with `prompt` or `messages` and the fields of their endpoint;
+    the latter is called `line-NUMBER` unless it has a `custom_id`. Raises `BadLine`."""
+    try:
+        plain = _decode(text.strip())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return parse_line(number, text, ANSWERS)  # which says what is wrong
+    if _given(plain.url) or _given(plain.body):
+        return parse_line(number, text, ANSWERS)
+    if _given(plain.prompt) == _given(plain.messages):
+        message = "A line needs 'url' and 'body', or one of 'prompt' and 'messages'."
+        raise bad(number, "invalid_line", message)
+    url = CHAT_URL if _given(plain.messages) else COMPLETION_URL
+    return Line(number, plain.custom_id or f"line-{number}", url, text)
+
+
+def _given(value: msgspec.Raw) -> bool:
+    return bytes(value) not in (b"", b"null")

@@ -1,0 +1,88 @@
+"""Anthropic's `/v1/messages`. Errors on these paths have their shape (`app/http/middleware.py`)."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.http.anthropic_events import DIALECT, MessageFrames, Telling, message
+from app.http.anthropic_input import cache_marked, chat_messages
+from app.http.anthropic_schema import INNER, MESSAGES, NAMES, MessagesBody, chat_body
+from app.http.body import decode, read_body
+from app.http.chat import chat_job
+from app.http.delivery import Collector, Delivery, running
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.http.responses_schema import rename_fields
+from app.http.sampling import check_model, ready
+from app.http.sse import EventStream
+from app.job import Job
+from app.service import Loaded
+from app.watch import Watch, WatchedRun, Watcher
+from core.errors import RequestError
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Render, run, answer."""
+    body = decode(MESSAGES, await read_body(request))
+    loaded = ready(request.app[SERVICE], body.model)
+    if body.max_tokens is None:
+        raise RequestError("'max_tokens' is missing.", "max_tokens")
+    try:
+        return await _run(request, body, loaded)
+    except RequestError as error:
+        rename_fields(error, NAMES, INNER)
+        raise
+
+
+async def _run(request: web.Request, body: MessagesBody, loaded: Loaded) -> web.StreamResponse:
+    job, watch = await _job(body, loaded)
+    telling = Telling(id=job.id, model=loaded.card.name, reading=watch.reading, marked=cache_marked(body))
+    watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
+    if body.stream:
+        return await _stream(request, telling, watcher, job)
+    collector = Collector(1)
+    async with running(watcher, [job], collector.take) as runs:
+        (piece,) = await collector.collect()
+        run = runs[0]
+        assert isinstance(run, WatchedRun)
+        return json_response(message(telling, run, piece))
+
+
+async def _stream(request: web.Request, telling: Telling, watcher: Watcher, job: Job) -> web.StreamResponse:
+    delivery = Delivery(1)
+    async with running(watcher, [job], delivery.take) as runs:
+        run = runs[0]
+        assert isinstance(run, WatchedRun)
+        async with EventStream(request, dialect=DIALECT) as stream:
+            await delivery.run(stream, MessageFrames(telling, run))
+        return stream.response
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """Tokens of the prompt that the same body would be run with."""
+    body = decode(MESSAGES, await read_body(request))
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, body.model)
+    try:
+        job, _ = await _job(msgspec.structs.replace(body, max_tokens=None), loaded)
+    except RequestError as error:
+        rename_fields(error, NAMES, INNER)
+        raise
+    assert isinstance(job.prompt, str)
+    ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, "messages")
+    return json_response({"input_tokens": len(ids)})
+
+
+async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
+    id = f"msg_{secrets.token_hex(12)}"
+    return await chat_job(chat_body(body, chat_messages(body), id, loaded), loaded)
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+)

@@ -1,0 +1,148 @@
+"""One request of `/v1/responses`, checked and made ready to run."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from app.http.chat import chat_job
+from app.http.logprobs import Namer
+from app.http.responses_events import Doc, Telling
+from app.http.responses_input import messages, own_items, resolve, shortened
+from app.http.responses_schema import (
+    THINKING,
+    Item,
+    ResponsesBody,
+    chat_body,
+    check_body,
+    logprobs_wanted,
+    rename,
+)
+from app.http.schema import ChatBody
+from app.job import Job
+from app.responses import Record, Store
+from app.service import Loaded
+from app.watch import Watch
+from core.errors import RequestError
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, how to tell of it, and what to keep."""
+
+    id: str
+    owner: str
+    created: int
+    previous: str | None
+    items: list[Item]
+    """The request's own input."""
+    kept: bool
+    job: Job
+    watch: Watch
+    telling: Telling
+
+    def record(self, doc: Doc, events: bytes = b"") -> Record:
+        """The response as it is to be stored."""
+        return Record(
+            id=self.id,
+            owner=self.owner,
+            status=doc["status"],
+            created=self.created,
+            doc=_encode(doc),
+            input=_encode(self.items),
+            previous=self.previous,
+            events=events,
+        )
+
+
+async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loaded) -> Turn:
+    """Check, fetch what came before, render. Raises `RequestError` with the body's own field names."""
+    check_body(body)
+    id = f"resp_{secrets.token_hex(16)}"
+    items = await resolve(own_items(body.input, id), owner, store)
+    history: list[Item] = []
+    if body.previous_response_id:
+        history = await store.history(owner, body.previous_response_id)
+    created = int(time.time())
+    kept = body.store is not False and store.keeps
+    try:
+        chat = chat_body(body, messages([*history, *items], body.instructions), id)
+        job, watch = await _job(chat, loaded, body.truncation == "auto")
+    except RequestError as error:
+        rename(error)
+        raise
+    telling = Telling(
+        head=_head(body, id, created, kept, loaded.card.name),
+        reading=watch.reading,
+        namer=Namer(loaded.tokenizer) if logprobs_wanted(body) else None,
+        streamed=body.stream is True,
+        keeps_thinking=THINKING in (body.include or ()),
+    )
+    return Turn(
+        id=id,
+        owner=owner,
+        created=created,
+        previous=body.previous_response_id or None,
+        items=items,
+        kept=kept,
+        job=msgspec.structs.replace(job, prompt_param="input"),
+        watch=watch,
+        telling=telling,
+    )
+
+
+async def _job(chat: ChatBody, loaded: Loaded, shorten: bool) -> tuple[Job, Watch]:
+    """As chat makes it; with `shorten` the oldest messages go until it fits the context."""
+    while True:
+        job, watch = await chat_job(chat, loaded)
+        if not shorten or not isinstance(job.prompt, str):
+            return job, watch
+        ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, "input")
+        fits = len(ids) + (job.max_tokens or 1) <= loaded.card.context_length
+        shorter = shortened(chat.messages or [])
+        if fits or shorter is None:
+            return msgspec.structs.replace(job, prompt=ids), watch
+        chat = msgspec.structs.replace(chat, messages=shorter)
+
+
+def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) -> Doc:
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    if body.text is not None:
+        text = {"format": body.text.format or {"type": "text"}, "verbosity": body.text.verbosity}
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": body.background is True,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id or None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": kept,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": text,
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }

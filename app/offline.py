@@ -1,0 +1,350 @@
+"""The engine without a server: `LLM`, from plain Python or from any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import uvloop
+from tqdm import tqdm
+
+from app.compose import Live, assemble, load
+from app.errors import failure
+from app.http.body import decode
+from app.http.chat import chat_job
+from app.http.completions import completion_jobs
+from app.http.delivery import running
+from app.http.openai import request_id
+from app.http.schema import CHAT, COMPLETION, ChatBody, CompletionBody
+from app.http.whole import ANSWERS
+from app.job import Generator, Job, Piece
+from app.outputs import Choice, Delta, Output, delta_of, output_of
+from app.watch import Watcher
+from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig
+from core.errors import ConfigError, LoomError, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+__all__ = ["LLM", "Choice", "Delta", "Output"]
+
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+
+Prompt = str | Sequence[int]
+"""A text, or token ids."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation, as `/v1/chat/completions` takes it."""
+
+
+class LLM:
+    """A model in this process.
+
+        with LLM("path/to/model", kv_tokens=65536) as llm:
+            print(llm.generate("Once upon a time", max_tokens=32)[0].text)
+
+    `settings` are the server's flags of the groups model, cache and schedule and the two for parsers,
+    by their names with underscores. Sampling parameters have the names and defaults of the HTTP API, as
+    keywords or as one mapping; a name that it does not have is a `TypeError`. What is wrong with a
+    request raises `core.errors.RequestError`, also when only one prompt of many is wrong: the others are
+    ended then.
+
+    The engine has its own thread and event loop; every method may be called from any thread, those
+    with an `a` in front from any loop.
+    """
+
+    def __init__(self, model: str = "", *, progress: bool = False, **settings: Any) -> None:
+        """Loads the model: seconds to minutes. `progress` shows bars while `generate` and `chat` run.
+        Raises `ConfigError`."""
+        self._open(make_config(model, settings), progress)
+
+    @classmethod
+    def from_config(cls, config: Config, progress: bool = False) -> Self:
+        """The same from settings that are complete."""
+        made = cls.__new__(cls)
+        made._open(config, progress)
+        return made
+
+    def _open(self, config: Config, progress: bool) -> None:
+        self._progress = progress
+        parts = load(config, lambda stage, share: log.info("%s %d%%", stage, 100 * share))
+        self._live: Live = assemble(parts, config)
+        self.window = 2 * self._live.capabilities.max_rows
+        """Requests at once that keep the engine full."""
+        self._stop = asyncio.Event()
+        self._closed = False
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        # A daemon: a program that forgets to close must still be able to end.
+        self._thread = threading.Thread(target=self._serve, args=(started,), name="loom-offline", daemon=True)
+        self._thread.start()
+        self._loop = started.result()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine stopped; None while it works."""
+        return self._live.engine.failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs (with `Unavailable`), then every thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    # -- whole answers -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> list[Output]:
+        """Continue one prompt or each of many; the outputs are in their order."""
+        return self._wait(self._many(COMPLETION_URL, _completions(prompts, sampling, fields)))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> list[Output]:
+        """`generate` on the caller's loop. Cancelling it ends the requests."""
+        return await self._hand(self._many(COMPLETION_URL, _completions(prompts, sampling, fields)))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> list[Output]:
+        """Answer one conversation or each of many."""
+        return self._wait(self._many(CHAT_URL, _chats(messages, sampling, fields)))
+
+    async def achat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> list[Output]:
+        """`chat` on the caller's loop. Cancelling it ends the requests."""
+        return await self._hand(self._many(CHAT_URL, _chats(messages, sampling, fields)))
+
+    def submit(self, url: str, body: bytes) -> Future[Mapping[str, object]]:
+        """The answer to what would be posted to `url`, a key of `app.http.whole.ANSWERS`. Cancelling
+        the future ends the request."""
+        return self._call(self._answer(url, body))
+
+    # -- streams -----------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        messages: Messages | None = None,
+        **fields: Any,
+    ) -> Iterator[Delta]:
+        """Pieces of one prompt's or conversation's choices as they are made. Closing the iterator ends
+        the request."""
+        url, body = _single(prompt, messages, sampling, fields)
+        return self._stream(url, body)
+
+    async def astream(
+        self,
+        prompt: Prompt | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        *,
+        messages: Messages | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[Delta]:
+        """`stream` on the caller's loop."""
+        url, body = _single(prompt, messages, sampling, fields)
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
+
+        def put(delta: Delta | None) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, delta)
+
+        work = self._call(self._follow(url, body, put))
+        try:
+            while (delta := await pieces.get()) is not None:
+                yield delta
+            await asyncio.wrap_future(work)
+        finally:
+            work.cancel()
+
+    def _stream(self, url: str, body: bytes) -> Iterator[Delta]:
+        pieces: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
+        work = self._call(self._follow(url, body, pieces.put))
+        try:
+            while (delta := pieces.get()) is not None:
+                yield delta
+            work.result()
+        finally:
+            work.cancel()
+
+    # -- between threads ---------------------------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed:
+            work.close()
+            raise Unavailable("This LLM is closed.")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._call(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # the caller was interrupted: nobody waits any more
+
+    def _hand(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
+        return asyncio.wrap_future(self._call(work))
+
+    # -- on the engine's loop ----------------------------------------------------------------------
+
+    def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._run(started))
+
+    async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        loop = asyncio.get_running_loop()
+        self._live.engine.start(loop)
+        started.set_result(loop)
+        await self._stop.wait()
+        self._live.submitter.drain()
+        self._live.submitter.abort_all("The LLM is being closed.")
+        callers = asyncio.all_tasks() - {asyncio.current_task()}
+        if callers:
+            await asyncio.wait(callers)
+        self._live.close()
+
+    async def _answer(self, url: str, body: bytes) -> Mapping[str, object]:
+        return await ANSWERS[url](body, self._live.loaded)
+
+    async def _many(self, url: str, bodies: Sequence[bytes]) -> list[Output]:
+        """Side by side, as many as keep the engine full; more would only wait in its queue."""
+        window = asyncio.Semaphore(self.window)
+        bar = tqdm(total=len(bodies), unit="req") if self._progress else None
+
+        async def one(body: bytes) -> Output:
+            async with window:
+                output = output_of(await self._answer(url, body))
+            if bar is not None:
+                bar.update()
+            return output
+
+        tasks = [asyncio.ensure_future(one(body)) for body in bodies]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if bar is not None:
+                bar.close()
+
+    async def _follow(self, url: str, body: bytes, put: Callable[[Delta | None], None]) -> None:
+        try:
+            engine, job = await self._job(url, body)
+            left = job.n
+            done: asyncio.Future[LoomError | None] = asyncio.get_running_loop().create_future()
+
+            def take(index: int, piece: Piece) -> None:
+                nonlocal left
+                put(delta_of(index, piece))
+                if piece.finish is None or done.done():
+                    return
+                left -= 1
+                error = failure(piece.finish)
+                if error is not None or not left:
+                    done.set_result(error)
+
+            async with running(engine, [job], take):
+                if (error := await done) is not None:
+                    raise error
+        finally:
+            put(None)
+
+    async def _job(self, url: str, body: bytes) -> tuple[Generator, Job]:
+        loaded = self._live.loaded
+        if url == CHAT_URL:
+            job, watch = await chat_job(decode(CHAT, body), loaded)
+            plain = watch.reading.plain
+            return loaded.engine if plain else Watcher(loaded.engine, loaded.tokenizer, watch), job
+        asked = decode(COMPLETION, body)
+        return loaded.engine, completion_jobs(asked, request_id(asked, "cmpl"), loaded)[0]
+
+
+def make_config(model: str, settings: Mapping[str, Any]) -> Config:
+    """Settings by name into their groups. Raises `ConfigError` for a name or value that is wrong."""
+    groups = {"model": ModelConfig, "cache": CacheConfig, "schedule": ScheduleConfig}
+    left = {"model": model, **settings}
+    made: dict[str, Any] = {}
+    for name, group in groups.items():
+        made[name] = {field: left.pop(field) for field in group.__struct_fields__ if field in left}
+    made["serve"] = {field: left.pop(field) for field in PARSERS if field in left}
+    if left:
+        raise ConfigError(f"There is no setting {', '.join(sorted(left))}.")
+    try:
+        return msgspec.convert(made, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}.") from None
+
+
+def _completions(
+    prompts: Prompt | Sequence[Prompt], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
+) -> list[bytes]:
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    listed: Sequence[Any] = [prompts] if single else prompts
+    known = _known(CompletionBody, sampling, fields)
+    return [_body(known, prompt=p if isinstance(p, str) else [int(t) for t in p]) for p in listed]
+
+
+def _chats(
+    messages: Messages | Sequence[Messages], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
+) -> list[bytes]:
+    single = len(messages) > 0 and isinstance(messages[0], Mapping)
+    listed: Sequence[Any] = [messages] if single else messages
+    known = _known(ChatBody, sampling, fields)
+    return [_body(known, messages=list(conversation)) for conversation in listed]
+
+
+def _single(
+    prompt: Prompt | None,
+    messages: Messages | None,
+    sampling: Mapping[str, Any] | None,
+    fields: Mapping[str, Any],
+) -> tuple[str, bytes]:
+    if (prompt is None) == (messages is None):
+        raise TypeError("give either a prompt or messages")
+    if messages is not None:
+        return CHAT_URL, _chats(messages, sampling, fields)[0]
+    assert prompt is not None
+    return COMPLETION_URL, _completions(prompt, sampling, fields)[0]
+
+
+def _known(
+    kind: type[msgspec.Struct], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    known = {**(sampling or {}), **fields}
+    if strange := sorted(set(known) - set(kind.__struct_fields__)):
+        raise TypeError(f"there is no parameter {', '.join(strange)}")
+    return known
+
+
+def _body(known: Mapping[str, Any], **own: Any) -> bytes:
+    return msgspec.json.encode({**known, **own, "return_token_ids": True, "stream": False})

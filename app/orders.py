@@ -1,0 +1,56 @@
+"""What the engine waits for besides results: orders under way, and the moment nothing is in flight."""
+
+from __future__ import annotations
+
+import asyncio
+
+from core.errors import RequestError
+from core.executor import Executor
+from core.order import TAGS, Action, Order, OrderDone, Tag
+
+
+class Orders:
+    """Orders to the executor and their answers.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_count", "_executor", "_open", "_quiet")
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._count = 0
+        self._open: dict[int, asyncio.Future[None]] = {}
+        self._quiet: list[asyncio.Future[None]] = []
+
+    async def carry_out(self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS) -> None:
+        """Wait until it is done. Raises `RequestError` with the executor's reason when it is not."""
+        order = Order(id=self._count, action=action, path=path, tags=tags)
+        self._count += 1
+        future = self._open[order.id] = asyncio.get_running_loop().create_future()
+        self._executor.order(order)
+        await future
+
+    def settle(self, done: OrderDone) -> None:
+        """The executor's answer."""
+        future = self._open.pop(done.id)
+        if future.done():
+            return  # whoever asked is gone; the order was carried out all the same
+        if done.error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(RequestError(done.error, code="order_refused"))
+
+    async def quiet(self, in_flight: int) -> None:
+        """Until no step is in flight."""
+        if in_flight:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._quiet.append(future)
+            await future
+
+    def is_quiet(self) -> None:
+        """No step is in flight now."""
+        for future in self._quiet:
+            if not future.done():
+                future.set_result(None)
+        self._quiet.clear()

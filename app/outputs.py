@@ -1,0 +1,84 @@
+"""What Python callers get back: answers and pieces of answers as records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from app.job import Piece
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One continuation. `message` (chat only) has what parsers found: `content`, `reasoning_content`,
+    `tool_calls`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None = None
+    logprobs: Any = None
+    message: dict[str, Any] | None = None
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one prompt: `n` choices; the first one's fields at hand."""
+
+    id: str
+    choices: list[Choice]
+    usage: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one choice as it was made: text as the model wrote it, thinking and calls included.
+    The last piece of a choice has its `finish_reason`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+def output_of(answer: Mapping[str, Any]) -> Output:
+    """From the JSON of either endpoint's answer, sent with `return_token_ids`."""
+    choices = []
+    for choice in answer["choices"]:
+        message = choice.get("message")
+        text = choice["text"] if message is None else message.get("content") or ""
+        choices.append(
+            Choice(
+                index=choice["index"],
+                text=text,
+                token_ids=choice["token_ids"],
+                finish_reason=choice["finish_reason"],
+                stop_reason=choice.get("stop_reason"),
+                logprobs=choice.get("logprobs"),
+                message=message,
+            )
+        )
+    return Output(id=answer["id"], choices=choices, usage=answer["usage"])
+
+
+def delta_of(index: int, piece: Piece) -> Delta:
+    """From the engine's own."""
+    finish = piece.finish
+    return Delta(
+        index=index,
+        text=piece.text,
+        token_ids=piece.tokens,
+        finish_reason=None if finish is None else finish.reason.value,
+    )

@@ -1,0 +1,94 @@
+"""One choice's text to events: thinking first, then calls in what is left."""
+
+from __future__ import annotations
+
+from app.parsers.base import CallBroken, CallStart, Content, Event, Reasoning
+from app.parsers.calls import CallParser
+from app.parsers.reasoning import ReasoningParser
+
+
+class Answer:
+    """The `StreamParser` of a whole choice. Either parser may be absent. Owner: event loop."""
+
+    __slots__ = ("_calls", "_done", "_inline", "_one", "_reasoning", "_silent", "made")
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        calls: CallParser | None,
+        *,
+        inline: bool = False,
+        silent: bool = False,
+        one: bool = False,
+    ) -> None:
+        """`inline` gives thinking as content, `silent` gives none, `one` ends after one call."""
+        self._reasoning = reasoning
+        self._calls = calls
+        self._inline = inline
+        self._silent = silent
+        self._one = one
+        self._done = False
+        self.made = 0
+        """Calls that were told and not broken."""
+
+    @property
+    def thinking(self) -> bool:
+        """Inside the thinking now."""
+        return self._reasoning is not None and self._reasoning.inside
+
+    @property
+    def settled(self) -> bool:
+        """No thinking can begin any more."""
+        return self._reasoning is None or self._reasoning.settled
+
+    @property
+    def plain(self) -> bool:
+        """From here on the text is the content, character for character: it need not be fed."""
+        return self._calls is None and (self._reasoning is None or self._reasoning.plain)
+
+    @property
+    def done(self) -> bool:
+        """Nothing that comes will be told: the one call allowed has been followed by another."""
+        return self._done
+
+    def feed(self, text: str) -> list[Event]:
+        """See `StreamParser.feed`."""
+        if self._reasoning is None:
+            return self._called(text)
+        return self._split(self._reasoning.feed(text))
+
+    def finish(self) -> list[Event]:
+        """See `StreamParser.finish`."""
+        events = [] if self._reasoning is None else self._split(self._reasoning.finish())
+        if self._calls is not None:
+            events += self._counted(self._calls.finish())
+        return events
+
+    def _split(self, parts: list[Event]) -> list[Event]:
+        events: list[Event] = []
+        for part in parts:
+            if isinstance(part, Content):
+                events += self._called(part.text)
+            elif isinstance(part, Reasoning) and self._inline:
+                events.append(Content(part.text))
+            elif not self._silent:
+                events.append(part)
+        return events
+
+    def _called(self, text: str) -> list[Event]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        return self._counted(self._calls.feed(text))
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        if self._done:
+            return []
+        for at, event in enumerate(events):
+            if isinstance(event, CallStart):
+                if self._one and self.made:
+                    self._done = True
+                    return events[:at]
+                self.made += 1
+            elif isinstance(event, CallBroken):
+                self.made -= 1
+        return events

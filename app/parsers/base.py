@@ -1,0 +1,110 @@
+"""What parsers say, and how what they said is put together again.
+
+Knows text only: not tokens, not HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    """More of the answer's text."""
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True, gc=False):
+    """More of the thinking."""
+
+    text: str
+
+
+class CallStart(msgspec.Struct, frozen=True, gc=False):
+    """A call begins; `index` counts the calls of one answer from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
+    """More of a call's arguments. The fragments of a whole call are one JSON object."""
+
+    index: int
+    text: str
+
+
+class CallBroken(msgspec.Struct, frozen=True, gc=False):
+    """A call that had begun turned out malformed, or the text ended within it.
+
+    A stream cannot take the call back: its arguments stay incomplete, `rest` of what was read is
+    content, and so is what follows. Who waits for the end drops the call and has `raw`, all of it as
+    the model wrote it, in the content instead.
+    """
+
+    index: int
+    raw: str
+    rest: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments | CallBroken
+
+
+class StreamParser(Protocol):
+    """Splits a text that comes in pieces. Owner: event loop.
+
+    The events do not depend on how the text was cut, but for where fragments end. Work is linear in
+    the text, and what is held back is the start of a possible marker or of a call that may still be
+    malformed.
+    """
+
+    def feed(self, text: str) -> list[Event]:
+        """More text. Never raises for what a model may write."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """The text is over: what was held back. Nothing may be fed afterwards."""
+        ...
+
+
+class Call(msgspec.Struct):
+    """A whole call."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(msgspec.Struct):
+    """A whole answer."""
+
+    content: str
+    reasoning: str
+    calls: list[Call]
+
+
+def assemble(events: Iterable[Event]) -> Message:
+    """All events of one answer as a message."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    names: dict[int, CallStart] = {}
+    arguments: dict[int, list[str]] = {}
+    for event in events:
+        match event:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallStart(index):
+                names[index], arguments[index] = event, []
+            case CallArguments(index, text):
+                arguments[index].append(text)
+            case CallBroken(index, raw):
+                del names[index]
+                content.append(raw)
+    calls = [Call(start.id, start.name, "".join(arguments[index])) for index, start in names.items()]
+    return Message("".join(content), "".join(reasoning), calls)

@@ -1,0 +1,128 @@
+"""A place in a text that is still coming, for parsers written as generators.
+
+A parser reads as a straight line, `name = yield from cursor.until("[ARGS]")`, and its generator
+remembers where it stood when the text ran out: a bare `yield` says that more is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from app.parsers.json_scan import JsonScanner
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Yields whenever the text has run out; ends with a T."""
+
+NAME_CHARS = 256
+"""Characters that a name (or anything else that must be whole to be used) may have."""
+
+
+class Malformed(Exception):
+    """The text is not what the format says. Caught where the call began."""
+
+
+class Cursor:
+    """Owner: event loop."""
+
+    __slots__ = ("_raw", "at", "ended", "taken", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        """No more text comes."""
+        self.taken = 0
+        """Characters behind the cursor, of the whole text."""
+        self._raw: list[str] | None = None
+
+    def push(self, text: str) -> None:
+        """More text. What was not taken yet stays in front of it."""
+        self.text = self.text[self.at :] + text
+        self.at = 0
+
+    def take(self, end: int) -> str:
+        """The text up to `end`, now behind the cursor."""
+        span = self.text[self.at : end]
+        self.at = end
+        self.taken += len(span)
+        if self._raw is not None:
+            self._raw.append(span)
+        return span
+
+    # -- what a call was, in case it turns out to be none ------------------------------------------
+
+    def record(self) -> None:
+        """Keep what is taken from now on."""
+        self._raw = []
+
+    def recorded(self) -> str:
+        """What was taken since `record`, which is over."""
+        raw, self._raw = self._raw, None
+        return "".join(raw or ())
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def peek(self) -> Steps[str]:
+        """The next character; empty at the end."""
+        while self.at == len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def ahead(self, count: int) -> Steps[str]:
+        """The next `count` characters, fewer at the end; none of them taken."""
+        while len(self.text) - self.at < count and not self.ended:
+            yield
+        return self.text[self.at : self.at + count]
+
+    def spaces(self) -> Steps[str]:
+        """Pass over white space; the character after it, empty at the end."""
+        while (sign := (yield from self.peek())).isspace():
+            self.take(self.at + 1)
+        return sign
+
+    def expect(self, wanted: str) -> Steps[None]:
+        """Take exactly `wanted`. Raises `Malformed`."""
+        for sign in wanted:
+            if (yield from self.peek()) != sign:
+                raise Malformed
+            self.take(self.at + 1)
+
+    def skip(self, wanted: str) -> Steps[bool]:
+        """Take `wanted` if it comes next; otherwise nothing."""
+        for count in range(1, len(wanted) + 1):  # a different first character is seen at once
+            if (yield from self.ahead(count)) != wanted[:count]:
+                return False
+        self.take(self.at + len(wanted))
+        return True
+
+    def until(self, mark: str, limit: int = NAME_CHARS) -> Steps[str]:
+        """The text before `mark`, both taken. Raises `Malformed` when it is longer than `limit`."""
+        while (end := self.text.find(mark, self.at)) < 0:
+            if self.ended or len(self.text) - self.at > limit + len(mark):
+                raise Malformed
+            yield
+        if end - self.at > limit:
+            raise Malformed
+        before = self.take(end)
+        self.take(end + len(mark))
+        return before
+
+    def value(self, out: Callable[[str], None]) -> Steps[None]:
+        """Take one JSON value; its text goes to `out` as it comes. Raises `Malformed`."""
+        scanner = JsonScanner()
+        while True:
+            end = scanner.scan(self.text, self.at)
+            span = self.take(end)
+            if scanner.failed:
+                raise Malformed
+            if span:
+                out(span)
+            if scanner.done:
+                return
+            if self.ended:
+                raise Malformed
+            yield

@@ -1,0 +1,221 @@
+"""How model families write their calls as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from app.parsers.calls import CallParser, Format
+from app.parsers.cursor import NAME_CHARS, Malformed, Steps
+from app.parsers.json_scan import JsonScanner
+
+HERMES = ("<tool_call>", "</tool_call>")
+MISTRAL = "[TOOL_CALLS]"
+LLAMA = "<|python_tag|>"
+DEEPSEEK = "<｜tool▁calls▁begin｜>"
+
+_ARGUMENTS = frozenset({'"arguments"', '"parameters"'})
+"""As they stand in the text."""
+_FENCE = "```"
+
+
+def hermes(calls: CallParser) -> Steps[None]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`"""
+    cursor = calls.cursor
+    yield from cursor.expect(HERMES[0])
+    yield from _call(calls)
+    yield from _tail(calls, HERMES[1])
+
+
+def llama(calls: CallParser) -> Steps[None]:
+    """`<|python_tag|>{"name": ..., "parameters": {...}}; {...}`"""
+    yield from calls.cursor.expect(LLAMA)
+    yield from _listed(calls, declared=False)
+
+
+def llama_bare(calls: CallParser) -> Steps[None]:
+    """The same without the tag, from the first character of an answer on."""
+    yield from _listed(calls, declared=True)
+
+
+def mistral(calls: CallParser) -> Steps[None]:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or from version 11 on
+    `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` for each."""
+    cursor = calls.cursor
+    yield from cursor.expect(MISTRAL)
+    if (yield from cursor.spaces()) != "[":
+        yield from _named(calls)
+        return
+    yield from cursor.expect("[")
+    yield from _call(calls)
+    while (yield from cursor.spaces()) == ",":
+        cursor.take(cursor.at + 1)
+        cursor.record()
+        yield from _call(calls)
+    yield from cursor.skip("]")
+
+
+def deepseek(calls: CallParser) -> Steps[None]:
+    """Between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`: V3 writes `function`, a separator, the
+    name and a fence of JSON; V3.1 the name, the separator and plain JSON."""
+    cursor = calls.cursor
+    yield from cursor.expect(DEEPSEEK)
+    yield from cursor.spaces()
+    while True:
+        yield from cursor.expect("<｜tool▁call▁begin｜>")
+        name = yield from cursor.until("<｜tool▁sep｜>")
+        if name == "function":
+            name = yield from cursor.until("\n")
+            yield from cursor.skip(_FENCE + "json")
+        yield from _arguments(calls, _name(name.strip()))
+        yield from _tail(calls, _FENCE)
+        yield from _tail(calls, "<｜tool▁call▁end｜>")
+        if (yield from cursor.spaces()) != "<" or (yield from cursor.skip("<｜tool▁calls▁end｜>")):
+            return
+        if (yield from cursor.ahead(len("<｜tool▁call▁begin｜>"))) != "<｜tool▁call▁begin｜>":
+            return
+        cursor.record()
+
+
+def _listed(calls: CallParser, declared: bool) -> Steps[None]:
+    yield from _call(calls, declared)
+    while (yield from calls.cursor.spaces()) == ";":
+        calls.cursor.record()
+        calls.cursor.take(calls.cursor.at + 1)
+        yield from _call(calls, declared)
+
+
+def _named(calls: CallParser) -> Steps[None]:
+    cursor = calls.cursor
+    name: list[str] = []
+    while (sign := (yield from cursor.peek())) not in "[{":  # the empty string at the end is in it
+        name.append(cursor.take(cursor.at + 1))
+        if len(name) > NAME_CHARS:
+            raise Malformed
+    if sign == "[":
+        if (yield from cursor.skip("[CALL_ID]")):
+            yield from cursor.until("[ARGS]")
+        else:
+            yield from cursor.expect("[ARGS]")
+    yield from _arguments(calls, _name("".join(name).strip()))
+
+
+def _tail(calls: CallParser, end: str) -> Steps[None]:
+    """Pass over what closes a call. A model that forgets it has still made the call."""
+    if (yield from calls.cursor.spaces()) == end[0]:
+        yield from calls.cursor.skip(end)
+
+
+def _name(name: str) -> str:
+    if not name or len(name) > NAME_CHARS:
+        raise Malformed
+    return name
+
+
+def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
+    """`{"name": ..., "arguments": {...}}`, the keys in any order, other keys ignored."""
+    cursor = calls.cursor
+    name, early = "", "{}"
+    yield from cursor.spaces()
+    yield from cursor.expect("{")
+    told = False
+    while (yield from cursor.spaces()) == '"':
+        key = yield from _value(calls)
+        yield from cursor.spaces()
+        yield from cursor.expect(":")
+        if key == '"name"' and not name:
+            name = _name(_text(json.loads((yield from _value(calls)))))
+            if declared:
+                calls.declared(name)
+        elif key in _ARGUMENTS and name and not told:
+            told = True
+            yield from _arguments(calls, name)
+        else:
+            value = yield from _value(calls)
+            early = _object(value) if key in _ARGUMENTS and not told else early
+        if (yield from cursor.spaces()) != ",":
+            break
+        cursor.take(cursor.at + 1)
+    if told:
+        yield from cursor.skip("}")
+        return
+    yield from cursor.expect("}")
+    calls.start(_name(name))
+    calls.arguments(early)
+    calls.whole()
+
+
+def _arguments(calls: CallParser, name: str) -> Steps[None]:
+    """A call's arguments, told as they come."""
+    if (yield from calls.cursor.spaces()) == "{":
+        yield from calls.cursor.value(_Live(calls, name).take)
+    else:
+        text = _object((yield from _value(calls)))
+        calls.start(name)
+        calls.arguments(text)
+    calls.whole()
+
+
+class _Live:
+    """Tells a call as soon as its arguments begin like an object: `{"` or `{}`. What most often goes
+    wrong (`{'a': 1}`, `{a: 1}`) is seen before anything was told. Owner: event loop."""
+
+    __slots__ = ("_calls", "_head", "_name", "_signs")
+
+    def __init__(self, calls: CallParser, name: str) -> None:
+        self._calls = calls
+        self._name = name
+        self._head: list[str] = []
+        self._signs = 0
+
+    def take(self, span: str) -> None:
+        """More of the arguments."""
+        if self._signs >= 2:
+            self._calls.arguments(span)
+            return
+        self._head.append(span)
+        self._signs += sum(map(len, span.split()))
+        if self._signs >= 2:
+            self._calls.start(self._name)
+            self._calls.arguments("".join(self._head))
+
+
+def _value(calls: CallParser) -> Steps[str]:
+    """One JSON value as it is written, without the space around it."""
+    parts: list[str] = []
+    yield from calls.cursor.value(parts.append)
+    return "".join(parts).strip()
+
+
+def _text(value: object) -> str:
+    """A decoded string that can be encoded again. Raises `Malformed`."""
+    if not isinstance(value, str):
+        raise Malformed
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise Malformed from None
+    return value
+
+
+def _object(value: str) -> str:
+    """Arguments that are no object as one: null, or an object's text in a string, as some models
+    write them. Raises `Malformed`."""
+    if value.startswith("{"):
+        return value
+    if value == "null":
+        return "{}"
+    inner = _text(json.loads(value)).strip() or "{}"
+    scanner = JsonScanner()
+    if not inner.startswith("{") or scanner.scan(inner) < len(inner) or not scanner.done:
+        raise Malformed
+    return inner
+
+
+def marked(marker: str, calls: Format) -> Format:
+    """`calls` behind a marker."""
+
+    def behind(parser: CallParser) -> Steps[None]:
+        yield from parser.cursor.expect(marker)
+        yield from calls(parser)
+
+    return behind

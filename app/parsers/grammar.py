@@ -1,0 +1,218 @@
+"""Thinking, tool calls and the answer's own constraint in one grammar.
+
+    think? (answer | calls)
+
+written as a structural tag, in the family's own format, so that its parsers read what the grammar
+let through. The peers that keep several constraints apart drop one of them or refuse.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from app.parsers.registry import ReasoningFamily, ToolFamily, Writing
+from core.errors import RequestError
+from core.grammar import GrammarSpec
+
+Element = dict[str, Any]
+
+_encode = msgspec.json.Encoder().encode
+
+_SPACES = 2
+"""White space in a row inside JSON: without a bound a model may write nothing else for ever."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that may be called."""
+
+    name: str
+    schema: dict[str, Any]
+    strict: bool = False
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What one answer may be."""
+
+    answer: GrammarSpec | None = None
+    tools: tuple[Tool, ...] = ()
+    """Those that may be called."""
+    calls: Literal["none", "auto", "required"] = "none"
+    many: bool = True
+    """More than one call."""
+    thinking: Literal["none", "possible", "open"] = "none"
+    """`open`: the prompt has begun it."""
+
+
+def constraint(
+    wanted: Wanted, tools: ToolFamily | None, reasoning: ReasoningFamily | None
+) -> GrammarSpec | None:
+    """The grammar for it, None when anything goes. Raises `RequestError` for calls that the model's
+    family has no grammar for."""
+    choices = _calls(wanted, tools)
+    if wanted.answer is None and choices is None:
+        return None
+    if choices is None and wanted.thinking == "none":
+        return wanted.answer
+    alternatives = [] if choices is None else [choices]
+    param = "tools"
+    if wanted.answer is not None and wanted.calls != "required":
+        alternatives.insert(0, answer_element(wanted.answer))
+        param = wanted.answer.param if choices is None else param
+    elements = [_one("or", alternatives)]
+    if wanted.thinking != "none" and reasoning is not None:
+        elements[:0] = _thinking(reasoning, wanted.thinking == "open", tools)
+    tag = {"type": "structural_tag", "format": _one("sequence", elements)}
+    return GrammarSpec("structural_tag", _encode(tag).decode(), param)
+
+
+def _one(kind: str, elements: list[Element]) -> Element:
+    return elements[0] if len(elements) == 1 else {"type": kind, "elements": elements}
+
+
+def answer_element(answer: GrammarSpec) -> Element:
+    """A constraint as part of a structural tag."""
+    match answer.kind:
+        case "json_object":
+            return _json({"type": "object", "additionalProperties": True})
+        case "json_schema":
+            return _json(_decoded(answer))
+        case "regex":
+            return {"type": "regex", "pattern": answer.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": answer.text}
+        case "choice":
+            return {"type": "or", "elements": [_const(text) for text in _decoded(answer)]}
+        case "structural_tag":
+            tag = _decoded(answer)
+            if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
+                raise RequestError(
+                    "A structural tag without a 'format' cannot be combined with tools or reasoning.",
+                    answer.param,
+                )
+            return dict(tag["format"])
+
+
+def _decoded(answer: GrammarSpec) -> Any:
+    try:
+        return msgspec.json.decode(answer.text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"'{answer.param}' is not valid JSON: {error}.", answer.param) from error
+
+
+def _json(schema: object) -> Element:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _SPACES}
+
+
+def _const(text: str) -> Element:
+    return {"type": "const_string", "value": text}
+
+
+def _thinking(family: ReasoningFamily, open: bool, tools: ToolFamily | None) -> list[Element]:
+    marks = [family.begin, family.end, *(tools.markers if tools is not None else ())]
+    think: list[Element] = [
+        {
+            "type": "tag",
+            "begin": "" if open else family.begin,
+            "content": {"type": "any_text", "excludes": marks},
+            "end": family.end,
+        }
+    ]
+    if family.gap:
+        think.append(_const(family.gap))
+    return think if open else [{"type": "optional", "content": {"type": "sequence", "elements": think}}]
+
+
+def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
+    """The calls, or free text with calls in it; None when nothing must hold for them."""
+    if wanted.calls == "none" or not wanted.tools:
+        return None
+    free = wanted.calls == "auto" and wanted.answer is None
+    if free and not any(tool.strict for tool in wanted.tools):
+        return None
+    param = "tools" if wanted.calls == "auto" else "tool_choice"
+    if family is None:
+        raise RequestError(
+            "The format of this model's tool calls is not known, so none can be made to happen. "
+            "The operator can name it with --tool-parser.",
+            param,
+            "unsupported",
+        )
+    if family.writing is None:
+        raise RequestError(
+            f"There is no grammar for the '{family.name}' format of this model's tool calls: "
+            "use tool_choice 'auto' without strict functions or a response_format.",
+            param,
+            "unsupported",
+        )
+    tags = [_tag(tool, family.writing, free) for tool in wanted.tools]
+    if not free:
+        return _group(tags, family.writing, wanted.many)
+    return _within_text(tags, family, family.writing, wanted.many)
+
+
+def _tag(tool: Tool, writing: Writing, free: bool) -> Element:
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": True}
+    if tool.strict or not free:
+        # Structural tags close objects that say nothing about further properties.
+        schema = {"additionalProperties": not tool.schema.get("properties"), **without_notes(tool.schema)}
+    return {
+        "type": "tag",
+        "begin": writing.begin % tool.name,
+        "content": _json(schema),
+        "end": writing.end,
+    }
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without what only readers need. Equal constraints are then equal texts, which are
+    compiled once, and no description can name a special token, which the grammar would let through."""
+    if not isinstance(schema, dict):
+        return [without_notes(each) for each in schema] if isinstance(schema, list) else schema
+    bare: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _VALUES:
+            bare[key] = value
+        elif key in _MAPS and isinstance(value, dict):
+            bare[key] = {name: without_notes(each) for name, each in value.items()}
+        elif key not in _NOTES:
+            bare[key] = without_notes(value)
+    return bare
+
+
+_NOTES = frozenset({"description", "title", "examples", "default", "$comment"})
+_VALUES = frozenset({"enum", "const", "required"})
+"""Not schemas."""
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""From names to schemas: a name may be that of a note."""
+
+
+def _group(tags: list[Element], writing: Writing, many: bool) -> Element:
+    calls: Element = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": writing.separator,
+        "at_least_one": True,
+        "stop_after_first": not many,
+    }
+    if not writing.opening:
+        return calls
+    return {"type": "tag", "begin": writing.opening, "content": calls, "end": writing.closing}
+
+
+def _within_text(tags: list[Element], family: ToolFamily, writing: Writing, many: bool) -> Element:
+    """Free text in which a call, once begun, is a right one."""
+    if family.bare is not None:
+        # No marker tells where a call begins: an answer that begins like one is one.
+        text = {"type": "regex", "pattern": r"([^\s{][\s\S]*)?"}
+        return {"type": "or", "elements": [text, _group(tags, writing, many)]}
+    if writing.opening:
+        tags = [_group(tags, writing, many)]
+    return {
+        "type": "triggered_tags",
+        "triggers": [family.markers[0]],
+        "tags": tags,
+        "at_least_one": False,
+        "stop_after_first": not many,
+    }

@@ -1,0 +1,41 @@
+"""How the answers of one request are read."""
+
+from __future__ import annotations
+
+import msgspec
+
+from app.parsers.answer import Answer
+from app.parsers.registry import ReasoningFamily, ToolFamily
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What to look for in each choice's text, and how to tell it."""
+
+    tools: ToolFamily | None = None
+    names: frozenset[str] = frozenset()
+    """Functions that the model was told of."""
+    reasoning: ReasoningFamily | None = None
+    inside: bool = False
+    """The prompt has opened the thinking."""
+    inline: bool = False
+    """Leave the thinking in the content."""
+    silent: bool = False
+    """Leave the thinking out."""
+    one: bool = False
+    """At most one call."""
+
+    @property
+    def plain(self) -> bool:
+        """The text is the content."""
+        return self.tools is None and self.reasoning is None
+
+    @property
+    def apart(self) -> bool:
+        """The thinking is told in fields of its own."""
+        return self.reasoning is not None and not self.inline and not self.silent
+
+    def answer(self) -> Answer:
+        """The parser of one choice."""
+        reasoning = None if self.reasoning is None else self.reasoning.parser(self.inside, self.inline)
+        calls = None if self.tools is None else self.tools.parser(self.names)
+        return Answer(reasoning, calls, inline=self.inline, silent=self.silent, one=self.one)

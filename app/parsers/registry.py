@@ -1,0 +1,186 @@
+"""Which model family writes calls and thinking how, and which family a model is of.
+
+A family is data: marks, the functions that read its calls, and how to write a grammar for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from app.parsers import formats
+from app.parsers.calls import CallParser, Format
+from app.parsers.pythonic import MARKS, pythonic
+from app.parsers.reasoning import ReasoningParser
+
+
+class Writing(msgspec.Struct, frozen=True, kw_only=True):
+    """How calls are written: `opening`, then each call as `begin` (`%s` is its name), arguments,
+    `end`, with `separator` between two, then `closing`."""
+
+    opening: str = ""
+    begin: str
+    end: str
+    separator: str = ""
+    closing: str = ""
+
+
+class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to write calls."""
+
+    name: str
+    markers: tuple[str, ...]
+    """Text that begins calls wherever it stands; it is no content."""
+    calls: Format
+    bare: Format | None = None
+    """Reads an answer that is calls from its first character on, without a marker."""
+    writing: Writing | None = None
+    """None: the calls cannot be written as a grammar."""
+    special: bool = False
+    """Markers are special tokens, which are hidden unless asked for."""
+    short_ids: bool = False
+    """The template takes call ids of nine characters only."""
+
+    def parser(self, names: frozenset[str]) -> CallParser:
+        """For one answer; `names` are the declared functions."""
+        return CallParser(self.markers, self.calls, self.bare, names)
+
+
+class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to mark thinking."""
+
+    name: str
+    begin: str
+    end: str
+    gap: str = ""
+    """Between the thinking and the answer."""
+    special: bool = False
+
+    def opened(self, prompt: str) -> bool:
+        """Whether the prompt ends inside a thinking that the template has begun."""
+        return prompt.rstrip().endswith(self.begin)
+
+    def closed(self, prompt: str) -> bool:
+        """Whether the prompt ends with a thinking that the template has ended."""
+        return prompt.rstrip().endswith(self.end)
+
+    def skipped(self, prompt: str) -> str:
+        """The prompt with the thinking ended before it has begun."""
+        if self.closed(prompt):
+            return prompt
+        opened = prompt.rstrip() if self.opened(prompt) else prompt + self.begin
+        return f"{opened}\n\n{self.end}{self.gap}"
+
+    def parser(self, inside: bool, inline: bool = False) -> ReasoningParser:
+        """For one answer."""
+        return ReasoningParser(self.begin, self.end, inside, inline)
+
+
+_HERMES = ToolFamily(
+    name="hermes",
+    markers=(formats.HERMES[0],),
+    calls=formats.hermes,
+    writing=Writing(begin='<tool_call>\n{"name": "%s", "arguments": ', end="}\n</tool_call>", separator="\n"),
+)
+_LLAMA = ToolFamily(
+    name="llama3",
+    markers=(formats.LLAMA,),
+    calls=formats.llama,
+    bare=formats.llama_bare,
+    writing=Writing(begin='{"name": "%s", "parameters": ', end="}", separator="; "),
+    special=True,
+)
+_MISTRAL = ToolFamily(
+    name="mistral",
+    markers=(formats.MISTRAL,),
+    calls=formats.mistral,
+    writing=Writing(
+        opening="[TOOL_CALLS] [",
+        begin='{"name": "%s", "arguments": ',
+        end="}",
+        separator=", ",
+        closing="]",
+    ),
+    special=True,
+    short_ids=True,
+)
+_MISTRAL_11 = msgspec.structs.replace(_MISTRAL, writing=Writing(begin="[TOOL_CALLS]%s[ARGS]", end=""))
+_DEEPSEEK = ToolFamily(
+    name="deepseek_v3",
+    markers=(formats.DEEPSEEK,),
+    calls=formats.deepseek,
+    writing=Writing(
+        opening=formats.DEEPSEEK,
+        begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
+        end="\n```<｜tool▁call▁end｜>",
+        separator="\n",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    special=True,
+)
+_DEEPSEEK_31 = msgspec.structs.replace(
+    _DEEPSEEK,
+    writing=Writing(
+        opening=formats.DEEPSEEK,
+        begin="<｜tool▁call▁begin｜>%s<｜tool▁sep｜>",
+        end="<｜tool▁call▁end｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+)
+_PYTHONIC = ToolFamily(
+    name="pythonic",
+    markers=MARKS[:1],
+    calls=formats.marked(MARKS[0], pythonic),
+    bare=pythonic,
+    special=True,
+)
+
+TOOLS: Mapping[str, ToolFamily] = {
+    family.name: family for family in (_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC)
+}
+"""By the name that `--tool-parser` takes."""
+
+_THINK = ReasoningFamily(name="think", begin="<think>", end="</think>", gap="\n\n")
+_BRACKETS = ReasoningFamily(name="mistral", begin="[THINK]", end="[/THINK]", special=True)
+
+REASONING: Mapping[str, ReasoningFamily] = {family.name: family for family in (_THINK, _BRACKETS)}
+"""By the name that `--reasoning-parser` takes."""
+
+
+def tool_family(choice: str, template: str) -> ToolFamily | None:
+    """The family that `choice` names; for `auto` that of the chat template's text, None when its
+    marks are unknown."""
+    if choice == "none":
+        return None
+    family = _found(template) if choice == "auto" else TOOLS[choice]
+    if family is _MISTRAL and "[ARGS]" in template:
+        return _MISTRAL_11
+    if family is _DEEPSEEK and "<｜tool▁sep｜>" in template and "```json" not in template:
+        return _DEEPSEEK_31
+    return family
+
+
+def reasoning_family(choice: str, template: str) -> ReasoningFamily | None:
+    """The same for thinking. A template that knows the end mark is for a model that writes it."""
+    if choice != "auto":
+        return REASONING.get(choice)
+    return next((family for family in REASONING.values() if family.end in template), None)
+
+
+def _found(template: str) -> ToolFamily | None:
+    for family, signs, others in _SIGNS:
+        if any(sign in template for sign in signs) and not any(sign in template for sign in others):
+            return family
+    return None
+
+
+_SIGNS: tuple[tuple[ToolFamily, tuple[str, ...], tuple[str, ...]], ...] = (
+    # XML inside the tag is another format: Qwen3-Coder's and GLM's.
+    (_HERMES, ("<tool_call>",), ("<function=", "<arg_key>")),
+    (_MISTRAL, ("[TOOL_CALLS]",), ()),
+    (_DEEPSEEK, (formats.DEEPSEEK,), ()),
+    (_PYTHONIC, ("func_name1(", MARKS[0]), ()),
+    (_LLAMA, ("<|python_tag|>", '"parameters": dictionary of argument name'), ()),
+)
+"""Family, text that says so (any), text that says otherwise (any); the first that fits."""

@@ -1,0 +1,225 @@
+"""The sqlite file of kept responses: what to keep, what to let go."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.errors import NotFound, RequestError
+
+log = logging.getLogger(__name__)
+
+DAYS = 30
+"""How long a response is kept: OpenAI's."""
+MAX_ROWS = 100_000
+"""Guessed: a row is found by its key, so only the walk over all of them at a trim counts."""
+ROW_BYTES = 512
+"""What a row costs besides its documents (guessed)."""
+MAX_HISTORY = 64 * 2**20
+"""Bytes of one conversation: twice what a body may have."""
+TOUCH = 60
+"""Seconds within which a second use of a response is not written down: a poll must not be a write."""
+PATIENCE = 10.0
+"""Seconds to wait for another server that writes to the same file."""
+TRIM = 64
+"""Rows let go at once."""
+
+ACTIVE = frozenset({"queued", "in_progress"})
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    status TEXT NOT NULL, active INTEGER NOT NULL, created INTEGER NOT NULL, used INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, previous TEXT, doc BLOB NOT NULL, input BLOB NOT NULL, events BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON responses (active, used, seq);
+CREATE INDEX IF NOT EXISTS by_age ON responses (active, created);
+CREATE TABLE IF NOT EXISTS totals (rows INTEGER NOT NULL, bytes INTEGER NOT NULL);
+INSERT INTO totals SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses
+    BEGIN UPDATE totals SET rows = rows + 1, bytes = bytes + NEW.bytes; END;
+CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF bytes ON responses
+    BEGIN UPDATE totals SET bytes = bytes + NEW.bytes - OLD.bytes; END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses
+    BEGIN UPDATE totals SET rows = rows - 1, bytes = bytes - OLD.bytes; END;
+"""
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.decode
+
+Item = dict[str, Any]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One response. `doc` is the object that clients see and `input` the list of its own input items,
+    both JSON; `events` the frames of its stream, for those who come back to it."""
+
+    id: str
+    owner: str
+    status: str
+    created: int
+    doc: bytes
+    input: bytes
+    previous: str | None = None
+    events: bytes = b""
+
+
+class Disk:
+    """The file, with calls that block. Owner: the store's thread.
+
+    Several servers may use one file. What a server left unfinished is called failed by the next one
+    that finds itself alone with it.
+    """
+
+    def __init__(self, root: Path, limit: int) -> None:
+        """`limit` is in bytes. Raises `OSError` and `sqlite3.Error`."""
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._limit = limit
+        self._lock = os.open(root / "responses.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._db = sqlite3.connect(
+                root / "responses.sqlite", isolation_level=None, check_same_thread=False, timeout=PATIENCE
+            )
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")  # a power cut may cost the last ones, no more
+            self._db.executescript(_SCHEMA)
+            self._take_lock()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._interrupt()
+        except BlockingIOError:
+            log.info("another server keeps its responses in the same file")
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def _interrupt(self) -> None:
+        """Nobody makes those that are still being made."""
+        rows = self._db.execute("SELECT id, doc FROM responses WHERE active").fetchall()
+        error = {"code": "server_error", "message": "The server stopped while it made this response."}
+        for id, text in rows:
+            doc = _encode({**_decode(text), "status": "failed", "error": error})
+            self._db.execute(
+                "UPDATE responses SET status = 'failed', active = 0, doc = ? WHERE id = ?", (doc, id)
+            )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+        os.close(self._lock)
+
+    def put(self, record: Record) -> bool:
+        """Keep a record or its new state, and let go of what no longer fits: the oldest first, then
+        those that were not used for longest. False when it is larger than everything may be."""
+        events = zlib.compress(record.events, 1) if record.events else b""
+        size = len(record.doc) + len(record.input) + len(events) + ROW_BYTES
+        if size > self._limit:
+            return False
+        self._db.execute(
+            "INSERT INTO responses "
+            "(id, owner, status, active, created, used, bytes, previous, doc, input, events) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+            "status = excluded.status, active = excluded.active, used = excluded.used, "
+            "bytes = excluded.bytes, doc = excluded.doc, events = excluded.events",
+            (
+                record.id,
+                record.owner,
+                record.status,
+                record.status in ACTIVE,
+                record.created,
+                int(time.time()),
+                size,
+                record.previous,
+                record.doc,
+                record.input,
+                events,
+            ),
+        )
+        self._trim()
+        return True
+
+    def _trim(self) -> None:
+        horizon = int(time.time()) - DAYS * 86400
+        self._db.execute("DELETE FROM responses WHERE NOT active AND created <= ?", (horizon,))
+        rows, size = self._totals()
+        while rows > MAX_ROWS or size > self._limit:
+            oldest = self._db.execute(
+                "SELECT id, bytes FROM responses WHERE NOT active ORDER BY used, seq LIMIT ?", (TRIM,)
+            ).fetchall()
+            if not oldest:
+                return  # all are being made
+            for id, bytes_ in oldest:
+                self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
+                rows, size = rows - 1, size - bytes_
+                if rows <= MAX_ROWS and size <= self._limit:
+                    break
+
+    def _totals(self) -> tuple[int, int]:
+        rows, size = self._db.execute("SELECT rows, bytes FROM totals").fetchone()
+        return rows, size
+
+    def get(self, owner: str, id: str, param: str) -> Record:
+        """Raises `NotFound` naming `param`, also for another owner's."""
+        row = self._db.execute(
+            "SELECT id, owner, status, created, doc, input, previous, events, used FROM responses "
+            "WHERE id = ? AND owner = ?",
+            (id, owner),
+        ).fetchone()
+        if row is None:
+            raise NotFound(f"Response with id '{id[:100]}' not found.", param)
+        now = int(time.time())
+        if row[8] + TOUCH <= now:
+            self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (now, id))
+        events = zlib.decompress(row[7]) if row[7] else b""
+        return Record(
+            id=row[0],
+            owner=row[1],
+            status=row[2],
+            created=row[3],
+            doc=row[4],
+            input=row[5],
+            previous=row[6],
+            events=events,
+        )
+
+    def history(self, owner: str, id: str) -> list[Item]:
+        """Every item up to the end of response `id`, oldest first. Raises `RequestError`."""
+        param = "previous_response_id"
+        turns: list[list[Item]] = []
+        size = 0
+        following: str | None = id
+        while following is not None:
+            record = self.get(owner, following, param)
+            if record.status not in ("completed", "incomplete"):
+                raise RequestError(f"The response '{record.id}' is {record.status}.", param)
+            size += len(record.doc) + len(record.input) + ROW_BYTES
+            if size > MAX_HISTORY:
+                raise RequestError("The conversation has grown too long.", param)
+            turns.append(_decode(record.input) + _decode(record.doc)["output"])
+            following = record.previous
+        return [item for turn in reversed(turns) for item in turn]
+
+    def item(self, owner: str, response: str, id: str, param: str) -> Item:
+        """One item of a response. Raises `NotFound`."""
+        record = self.get(owner, response, param)
+        items: list[Item] = _decode(record.input) + _decode(record.doc)["output"]
+        for item in items:
+            if item.get("id") == id:
+                return item
+        raise NotFound(f"Item with id '{id[:100]}' not found.", param)
+
+    def delete(self, owner: str, id: str) -> None:
+        """Raises `NotFound`."""
+        self.get(owner, id, "response_id")
+        self._db.execute("DELETE FROM responses WHERE id = ?", (id,))

@@ -1,0 +1,458 @@
+"""Constraints against real schemas: what compiles, what is let through, what a mask costs.
+
+    python -m bench.structured --tokenizer DIR          masks, over every schema of MaskBench
+    python -m bench.structured --generate 300           SmolLM2 writes, jsonschema reads
+    python -m bench.structured --hostile                its stream beside grammars that mean harm
+
+The first feeds each schema's valid and invalid instances (compact JSON) token by token through the masks:
+a token is taken only if its bit is set, and the text counts as accepted if an end may follow. Schemas
+come in a shuffled order, so a run that `--seconds` ends has seen a sample. Compile times are what a
+client waits for: checks, thread, helper process and first masks included. Bias: labels are the data
+set's own; one process on a machine that is shared, one row at a time, so a mask's time is an upper bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import lzma
+import random
+import re
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import msgspec
+import numpy as np
+
+from app.compose import Live, assemble, load
+from app.job import Job, Piece
+from app.text.tokenizer import Tokenizer
+from bench.results import RESULTS, write
+from core.config import Config, ModelConfig, ScheduleConfig
+from core.errors import RequestError
+from core.grammar import GrammarSpec
+from core.request import SamplingParams
+from core.types import Finish, FinishReason
+from gpu.grammar import Compiler
+from gpu.grammar.stepper import Grammar
+
+DATA = Path("../shared/assets/data/maskbench_schemas_with_tests.jsonl.xz")
+WIDTH = 151_936
+"""Logits of the Qwen3 models: 267 more than the tokenizer has tokens."""
+ENDS = (151_645, 151_643)
+SEED = 0
+
+
+class Case(NamedTuple):
+    """One schema of the data set, and its instances with their labels."""
+
+    path: str
+    schema: Any
+    tests: list[tuple[Any, bool]]
+
+
+def cases(data: Path) -> list[Case]:
+    """All schemas, shuffled."""
+    found = []
+    with lzma.open(data, "rt") as lines:
+        for line in lines:
+            entry = json.loads(line)
+            tests = [(test["data"], test["valid"]) for test in entry["case"]["tests"]]
+            found.append(Case(entry["path"], entry["case"]["schema"], tests))
+    random.Random(SEED).shuffle(found)
+    return found
+
+
+class Tally:
+    """What was counted over all schemas."""
+
+    def __init__(self) -> None:
+        self.schemas = 0
+        self.refused: Counter[str] = Counter()
+        self.compile: list[float] = []
+        self.fills: list[float] = []
+        self.valid = 0
+        self.invalid = 0
+        self.accepted: list[str] = []
+        """Invalid instances that were let through."""
+        self.rejected: Counter[str] = Counter()
+        """Valid ones that were not, by what stopped them."""
+
+    def figures(self) -> dict[str, Any]:
+        failed = sum(self.refused.values())
+        return {
+            "schemas": self.schemas,
+            "compile_failed": failed,
+            "supported_share": round(1 - failed / self.schemas, 4),
+            "compile_failed_by": dict(self.refused.most_common(40)),
+            "valid_instances": self.valid,
+            "valid_rejected": sum(self.rejected.values()),
+            "valid_rejected_share": round(sum(self.rejected.values()) / max(self.valid, 1), 5),
+            "valid_rejected_by": dict(self.rejected),
+            "invalid_instances": self.invalid,
+            "invalid_accepted": len(self.accepted),
+            "invalid_accepted_in": self.accepted[:20],
+            "compile_ms": _percentiles(self.compile, 1e3),
+            "mask_us": _percentiles(self.fills, 1e6) | {"mean": round(float(np.mean(self.fills)) * 1e6, 1)},
+            "masks": len(self.fills),
+        }
+
+
+def _percentiles(values: list[float], scale: float) -> dict[str, float]:
+    points = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+    return {name: round(float(np.percentile(values, at)) * scale, 2) for name, at in points.items()}
+
+
+async def measure(arguments: argparse.Namespace) -> Tally:
+    """Every schema, or as many as fit into the time."""
+    tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
+    compiler = Compiler(tokenizer.token_table(WIDTH), cache_bytes=2**24)
+    tally = Tally()
+    deadline = time.monotonic() + arguments.seconds
+    try:
+        for case in cases(arguments.data)[: arguments.schemas or None]:
+            if time.monotonic() > deadline:
+                break
+            await _one(case, compiler, tokenizer, tally)
+            if tally.schemas % 1_000 == 0:
+                print(tally.schemas, "schemas,", len(tally.accepted), "invalid accepted", flush=True)
+    finally:
+        compiler.close()
+        tokenizer.close()
+    return tally
+
+
+async def _one(case: Case, compiler: Compiler, tokenizer: Tokenizer, tally: Tally) -> None:
+    tally.schemas += 1
+    begun = time.perf_counter()
+    try:
+        text = json.dumps(case.schema, ensure_ascii=False)
+        grammar = await compiler.compile(GrammarSpec("json_schema", text))
+    except RequestError as error:
+        tally.refused[_keyword(error.message)] += 1
+        return
+    finally:
+        tally.compile.append(time.perf_counter() - begun)
+    assert isinstance(grammar, Grammar)
+    for value, valid in case.tests:
+        written = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        try:
+            ids = tokenizer.encode(written, add_special=False).tolist()
+        except RequestError:
+            continue  # a lone surrogate: no tokenizer can write it
+        stopped = _feed(grammar, ids, tally.fills)
+        tally.valid += valid
+        tally.invalid += not valid
+        if not valid and stopped is None:
+            tally.accepted.append(case.path)
+        if valid and stopped is not None:
+            before = tokenizer.decode(ids[: stopped.at], skip_special=False)
+            tally.rejected[stopped.reason or _explain(before)] += 1
+
+
+class Stopped(NamedTuple):
+    """Where an instance was rejected, and why if the matcher broke."""
+
+    at: int
+    reason: str = ""
+
+
+def _feed(grammar: Grammar, ids: list[int], fills: list[float]) -> Stopped | None:
+    """Take `ids` and an end through the masks; None when all were allowed."""
+    stepper, state = grammar.matcher()
+    bits = np.zeros((1, stepper.words), np.int32)
+    for at, token in enumerate([*ids, ENDS[0]]):
+        begun = time.perf_counter()
+        stepper.fill([state], [0], bits)
+        fills.append(time.perf_counter() - begun)
+        if not int(bits[0, token >> 5]) >> (token & 31) & 1:
+            (broken,) = stepper.accept([state], [ENDS[0]])
+            limit = broken is not None and ("too many" in broken.lower() or "limit" in broken.lower())
+            return Stopped(at, "complexity limit" if limit else "")
+        (reason,) = stepper.accept([state], [token])
+        if reason is not None:
+            return Stopped(at, "complexity limit")
+    return None
+
+
+def _keyword(message: str) -> str:
+    """What a refusal is about, short enough to count."""
+    if found := re.search(r"keyword '([^']+)'|keys: \[\"([^\"]+)", message):
+        return found[1] or found[2]
+    for words, name in _CAUSES.items():
+        if words in message:
+            return name
+    return message[:60]
+
+
+_CAUSES = {
+    "Unknown format": "format",
+    "oneOf constraints": "oneOf",
+    "min/maxProperties": "minProperties/maxProperties beside optional properties",
+    "Unsatisfiable": "unsatisfiable",
+    "circular references": "$ref in a circle, with siblings",
+    "Pointer": "$ref to nothing",
+    "Resource": "$ref to another document",
+    "look": "pattern: lookaround",
+    "backreference": "pattern: backreference",
+    "regex": "pattern",
+    "disjoint": "patternProperties that overlap",
+    "stack level": "too complex",
+    "too many": "too complex",
+    "too large": "too complex",
+    "longer than": "too complex",
+    "items": "too complex",
+}
+
+
+def _explain(before: str) -> str:
+    """Why a valid instance may have been stopped behind `before`."""
+    if _in_key(before):
+        return "property order: keys come as the schema lists them"
+    if re.search(r"[-0-9.eE+]$", before):
+        return "number spelling: 2.0 for an integer, exponents"
+    return "other"
+
+
+def _in_key(text: str) -> bool:
+    """Whether `text`, the beginning of a JSON value, ends inside an object's key, or where one is due."""
+    stack: list[str] = []
+    inside = escaped = False
+    due = False
+    for sign in text:
+        if inside:
+            inside = escaped or sign != '"'
+            escaped = sign == "\\" and not escaped
+            continue
+        if sign == '"':
+            inside = True
+        elif sign in "{[":
+            stack.append(sign)
+            due = sign == "{"
+        elif sign in "}]":
+            stack.pop()
+            due = False
+        elif sign == ",":
+            due = stack[-1:] == ["{"]
+        elif sign == ":":
+            due = False
+    return due
+
+
+# -- generated output ------------------------------------------------------------------------------
+
+
+async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Answers of the default model under schemas of the data set, held against jsonschema."""
+    settings = Config(
+        model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=16)
+    )
+    live = assemble(load(settings, lambda stage, share: None), settings)
+    live.engine.start(asyncio.get_running_loop())
+    tally: Counter[str] = Counter()
+    try:
+        gate = asyncio.Semaphore(16)
+        chosen = await _chosen(live, arguments)
+        await asyncio.gather(
+            *(_write(live, gate, i, case, arguments.tokens, tally) for i, case in enumerate(chosen))
+        )
+    finally:
+        live.close()
+    return {
+        "model": "SmolLM2-135M-Instruct, fp32, CPU, temperature 0.7",
+        "max_tokens": arguments.tokens,
+        **{name: tally[name] for name in ("schemas", "finished", "cut", "valid", "invalid", "failed")},
+    }
+
+
+async def _chosen(live: Live, arguments: argparse.Namespace) -> list[Case]:
+    """Schemas that compile, with a valid instance of moderate length: the model is to finish."""
+    assert live.grammars is not None
+    chosen: list[Case] = []
+    for case in cases(arguments.data):
+        sizes = [len(json.dumps(value)) for value, valid in case.tests if valid]
+        schema = json.dumps(case.schema, ensure_ascii=False)
+        if not sizes or min(sizes) > 250 or len(schema) > 1_500:
+            continue
+        with contextlib.suppress(RequestError):
+            await live.grammars.compile(GrammarSpec("json_schema", schema))
+            chosen.append(case)
+        if len(chosen) == arguments.generate:
+            break
+    return chosen
+
+
+async def _write(
+    live: Live, gate: asyncio.Semaphore, i: int, case: Case, tokens: int, tally: Counter[str]
+) -> None:
+    schema = json.dumps(case.schema, ensure_ascii=False)
+    turn = {"role": "user", "content": f"Write one short example, as JSON, for this schema:\n{schema}"}
+    job = Job(
+        id=f"case-{i}",
+        prompt=await live.loaded.template.render_async([turn], add_generation_prompt=True),
+        sampling=SamplingParams(temperature=0.7),
+        max_tokens=tokens,
+        seed=i,
+        grammar=GrammarSpec("json_schema", schema),
+    )
+    pieces: list[str] = []
+    ends: list[Finish] = []
+
+    def sink(index: int, piece: Piece) -> None:
+        pieces.append(piece.text)
+        if piece.finish is not None:
+            ends.append(piece.finish)
+
+    async with gate:
+        run = await live.submitter.start(job, sink)
+        await run.wait()
+    tally["schemas"] += 1
+    if ends[0].reason is FinishReason.STOP:
+        tally["finished"] += 1
+        tally["valid" if _valid("".join(pieces), case) else "invalid"] += 1
+    else:
+        tally["cut" if ends[0].reason is FinishReason.LENGTH else "failed"] += 1
+
+
+def _valid(text: str, case: Case) -> bool:
+    validator = jsonschema.validators.validator_for(case.schema)
+    try:
+        validator(case.schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError) as error:
+        print("INVALID", case.path, text[:200], error)
+        return False
+    return True
+
+
+# -- neighbours ------------------------------------------------------------------------------------
+
+
+def _wide(count: int) -> GrammarSpec:
+    properties = {f"p{i}": {"type": "string"} for i in range(count)}
+    return GrammarSpec("json_schema", json.dumps({"type": "object", "properties": properties}))
+
+
+HOSTILE: list[GrammarSpec | None] = [
+    GrammarSpec("regex", "((a{1,100}){1,100}){1,100}"),
+    GrammarSpec("regex", r"(\w|\W){0,5000}"),
+    GrammarSpec("regex", "a" * 1_000_000),
+    GrammarSpec("regex", "(a|b)*a(a|b){200}"),
+    GrammarSpec("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+    GrammarSpec("json_schema", '{"anyOf":[{"$ref":"#"},{"type":"integer"}]}'),
+    GrammarSpec(
+        "json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(10_000)}})
+    ),
+    GrammarSpec(
+        "json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(1_000)}})
+    ),
+    GrammarSpec("ebnf", 'start: e\ne: e e | "a" | e "b" e'),
+    GrammarSpec(
+        "ebnf", "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(300)) + 'r300: "y"'
+    ),
+    GrammarSpec("ebnf", 'start: ("a"{0,1000}){0,1000}'),
+    GrammarSpec("choice", json.dumps([f"{i}" for i in range(20_000)])),
+    GrammarSpec(
+        "structural_tag",
+        json.dumps({"format": {"type": "regex", "pattern": "((\\w|\\W){0,400}){0,400}"}}),
+    ),
+]
+
+
+async def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The gaps between one stream's tokens: beside two plain streams, and beside two clients that send
+    hostile grammars for as long as it runs."""
+    settings = Config(
+        model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=4)
+    )
+    live = assemble(load(settings, lambda stage, share: None), settings)
+    live.engine.start(asyncio.get_running_loop())
+    tally: Counter[str] = Counter()
+    gaps: dict[str, list[float]] = {"beside_plain": [], "beside_hostile": []}
+    try:
+        plain: list[GrammarSpec | None] = [None]
+        for name, sources in (("beside_plain", plain), ("beside_hostile", HOSTILE)):
+            over = asyncio.Event()
+            others = [
+                asyncio.ensure_future(_others(live, sources[i:] + sources[:i], over, f"{name}-{i}", tally))
+                for i in (0, len(sources) // 2)
+            ]
+            gaps[name] = await _stream(live, name)
+            over.set()
+            await asyncio.gather(*others)
+    finally:
+        live.close()
+    return {
+        "model": "SmolLM2-135M-Instruct, fp32, CPU, three rows",
+        **{f"gap_ms_{name}": _percentiles(found, 1e3) for name, found in gaps.items()},
+        "hostile_requests": dict(tally),
+    }
+
+
+async def _stream(live: Live, id: str, tokens: int = 600) -> list[float]:
+    """Seconds between the tokens of one stream."""
+    times: list[float] = []
+    sampling = SamplingParams(temperature=0.0)
+    job = Job(id=id, prompt="Once upon a time", sampling=sampling, max_tokens=tokens, ignore_eos=True)
+    run = await live.submitter.start(job, lambda index, piece: times.append(time.perf_counter()))
+    await run.wait()
+    return [after - before for before, after in pairwise(times)]
+
+
+async def _others(
+    live: Live, sources: list[GrammarSpec | None], over: asyncio.Event, id: str, tally: Counter[str]
+) -> None:
+    """One request after the other until it is `over`."""
+    count = 0
+    while not over.is_set():
+        grammar = sources[count % len(sources)]
+        if grammar is not None and count >= len(sources):  # new to the cache, as a hostile client would
+            grammar = msgspec.structs.replace(grammar, text=grammar.text + " " * count)
+        count += 1
+        job = Job(id=f"{id}-{count}", prompt="Once", max_tokens=50, seed=1, grammar=grammar, ignore_eos=True)
+        try:
+            run = await live.submitter.start(job, lambda index, piece: None)
+        except RequestError:
+            tally["refused"] += 1
+            continue
+        await run.wait()
+        finish = run.requests[0].finish
+        if grammar is not None and finish is not None:
+            tally[finish.reason.value] += 1
+
+
+def main() -> None:
+    """Measure, and keep bench/results/structured.json; each part leaves the other's figures alone."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--tokenizer", type=Path, default=Path("../shared/assets/tokenizers/qwen3"))
+    parser.add_argument("--schemas", type=int, default=0, help="at most; 0: all")
+    parser.add_argument("--seconds", type=float, default=840)
+    parser.add_argument("--generate", type=int, default=0, help="schemas that the model writes for")
+    parser.add_argument("--tokens", type=int, default=200, help="of each generated answer")
+    parser.add_argument("--hostile", action="store_true", help="measure a neighbour of hostile grammars")
+    arguments = parser.parse_args()
+    kept = RESULTS / "structured.json"
+    figures: dict[str, Any] = {}
+    if kept.exists():
+        figures = msgspec.json.decode(kept.read_bytes())
+        del figures["name"], figures["conditions"]
+    if arguments.generate:
+        figures["generated"] = asyncio.run(generate(arguments))
+    elif arguments.hostile:
+        figures["neighbour"] = asyncio.run(hostile(arguments))
+    else:
+        tally = asyncio.run(measure(arguments))
+        figures = {"tokenizer": "Qwen3", **tally.figures()} | {
+            name: figures[name] for name in ("generated", "neighbour") if name in figures
+        }
+    write("structured", figures)
+
+
+if __name__ == "__main__":
+    main()

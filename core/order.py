@@ -1,0 +1,31 @@
+"""What an operator can ask of a device between two steps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Action = Literal["profile_start", "profile_stop", "load_weights", "sleep", "wake"]
+Tag = Literal["weights", "kv_cache"]
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """Carried out by the launch thread when the plans submitted before it are done.
+
+    `path` is the checkpoint of `load_weights` and the file that `profile_stop` writes. `tags` say what
+    `sleep` gives back and `wake` takes again.
+    """
+
+    id: int
+    action: Action
+    path: str = ""
+    tags: tuple[Tag, ...] = TAGS
+
+
+class OrderDone(msgspec.Struct, frozen=True):
+    """An order's answer. With an `error`, everything is as it was before."""
+
+    id: int
+    error: str | None = None

@@ -1,0 +1,7 @@
+"""Constrained output: compiling grammars at the edge, stepping them beside the sampler."""
+
+from gpu.grammar.compiler import Compiler
+from gpu.grammar.matchers import Masks, Matchers
+from gpu.grammar.schema import Refused
+
+__all__ = ["Compiler", "Masks", "Matchers", "Refused"]

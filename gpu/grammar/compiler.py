@@ -1,0 +1,129 @@
+"""Specs to grammars: checked, cached, in threads, and first in a process that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from core.errors import RequestError
+from core.grammar import CompiledGrammar, GrammarSpec, TokenTable
+from gpu.grammar.cache import GrammarCache, Key, Refusal
+from gpu.grammar.helper import SECONDS, Helper
+from gpu.grammar.llg import LlgBackend
+from gpu.grammar.schema import Refused
+from gpu.grammar.sizes import WIDE, check_text, runs_away
+from gpu.grammar.stepper import Grammar
+from gpu.grammar.xgr import XgrBackend
+
+CACHE_BYTES = 256 * 2**20
+THREADS = 2
+"""Grammars compiled at once. More would take cores from the launch threads."""
+
+T = TypeVar("T")
+
+
+class Compiler:
+    """`core.grammar.GrammarCompiler` over llguidance (schemas, regexes, grammars, choices) and xgrammar
+    (structural tags).
+
+    What is small and bounded compiles in a pool thread. What could run away is compiled by the helper
+    first, which has 5 s and 1 GB: only if it lives through that, the thread repeats it. Repeating was
+    chosen over sending the result across because half of xgrammar's grammars take longer to write down
+    and read than to compile, and llguidance's cannot be written at all.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_backends", "_cache", "_helper", "_pending", "_pool")
+
+    def __init__(
+        self,
+        table: TokenTable,
+        threads: int = 1,
+        cache_bytes: int = CACHE_BYTES,
+        helper_seconds: float = SECONDS,
+    ) -> None:
+        """Takes 2 to 4 s for 150,000 tokens, mostly with the GIL held: call it before serving.
+
+        `threads` is how many the launch thread may use to fill masks. Raises `Refused` for a
+        vocabulary that cannot be constrained.
+        """
+        llguidance, xgrammar = LlgBackend(table, threads), XgrBackend(table, threads)
+        self._backends: dict[bool, LlgBackend | XgrBackend] = {False: llguidance, True: xgrammar}
+        self._cache = GrammarCache(cache_bytes)
+        self._helper = Helper(table, helper_seconds)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._pending: dict[Key, _Shared] = {}
+
+    @property
+    def cached_bytes(self) -> int:
+        """What the cache holds."""
+        return self._cache.size
+
+    async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """See `core.grammar.GrammarCompiler.compile`."""
+        key = Key(spec.kind, spec.text)
+        found = self._cache.get(key)
+        if found is None:
+            found = await self._join(key)
+        if isinstance(found, Refusal):
+            raise RequestError(found.message, spec.param)
+        return found
+
+    def close(self) -> None:
+        """Idempotent. Compiles under way in a thread end by themselves."""
+        for shared in list(self._pending.values()):
+            shared.task.cancel()
+        self._helper.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- one compile -------------------------------------------------------------------------------
+
+    async def _join(self, key: Key) -> Grammar | Refusal:
+        """Wait for the one task that compiles `key`. The last to give up cancels it."""
+        shared = self._pending.get(key)
+        if shared is None:
+            shared = self._pending[key] = _Shared(asyncio.ensure_future(self._build(key)))
+        shared.waiting += 1
+        try:
+            return await asyncio.shield(shared.task)
+        finally:
+            shared.waiting -= 1
+            if not shared.waiting:
+                shared.task.cancel()  # nothing, where it is done
+                if self._pending.get(key) is shared:
+                    del self._pending[key]  # whoever comes now must not wait for a cancelled task
+
+    async def _build(self, key: Key) -> Grammar | Refusal:
+        found: Grammar | Refusal
+        try:
+            short = len(key.text) <= WIDE and key.kind != "structural_tag"  # looked at in 20 µs
+            if _checked(key) if short else await self._in_thread(lambda: _checked(key)):
+                await self._helper.probe(key.kind, key.text)
+            backend = self._backends[key.kind == "structural_tag"]
+            found = await self._in_thread(lambda: backend.compile(key.kind, key.text))
+        except Refused as error:
+            found = Refusal(str(error))
+        self._cache.put(key, found)
+        return found
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+class _Shared:
+    """A compile and how many requests wait for it."""
+
+    __slots__ = ("task", "waiting")
+
+    def __init__(self, task: asyncio.Future[Grammar | Refusal]) -> None:
+        self.task = task
+        self.waiting = 0
+
+
+def _checked(key: Key) -> bool:
+    """Whether the helper has to try it first. Raises `Refused` for what is too large."""
+    check_text(key.kind, key.text)
+    return runs_away(key.kind, key.text)

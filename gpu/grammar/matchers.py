@@ -1,0 +1,124 @@
+"""The matchers of running slots: masks before sampling, tokens after it.
+
+A plan does not say when a slot is given back, so a matcher stays until its grammar has ended or its
+slot has a new owner; there are never more than slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.plan import NewSlot, StepPlan
+from core.types import NAN_TOKEN
+from gpu.grammar.stepper import Bits, Matcher, Stepper
+
+
+class Masks(NamedTuple):
+    """Which tokens the masked rows of a step may take.
+
+    `rows` [m] are indices of the step's sampling rows, ascending; `bits` int32 [m, words] their masks;
+    `slots` [m] whose they are.
+    """
+
+    rows: Sequence[int]
+    slots: Sequence[int]
+    bits: Bits
+
+
+class Failed(NamedTuple):
+    """Stands in a slot whose matcher broke before it was asked."""
+
+    reason: str
+
+
+class Matchers:
+    """What constrains each slot.
+
+    `fill` and `accept` are apart because a device that runs on its own samples between them: there
+    the masks travel through pinned memory, only the sampling of masked rows waits for them, and
+    `accept` is called with the tokens when they have arrived, at the latest before the next `fill`.
+
+    Owner: launch thread.
+    """
+
+    __slots__ = ("_by_slot",)
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, Matcher | Failed] = {}
+
+    def apply(self, new_slots: Iterable[NewSlot]) -> None:
+        """Take over slots: a fresh matcher has to take what was generated before a retraction."""
+        for new in new_slots:
+            self._by_slot.pop(new.slot, None)
+            if new.grammar is not None:
+                matcher: Matcher = new.grammar.matcher()
+                reason = _replay(matcher, new.output)
+                self._by_slot[new.slot] = Failed(reason) if reason else matcher
+
+    def fill(self, plan: StepPlan) -> Masks | None:
+        """Masks of the sampling rows whose slots are constrained; None when there is none."""
+        if not self._by_slot:
+            return None
+        listed = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks if chunk.samples]
+        rows = [row for row, slot in enumerate(listed) if slot in self._by_slot]
+        if not rows:
+            return None
+        owners = [listed[row] for row in rows]
+        words = next((m.stepper.words for m in self._by_slot.values() if isinstance(m, Matcher)), 0)
+        masks = Masks(rows, owners, np.zeros((len(rows), words), np.int32))
+        for stepper, indices in self._grouped(range(len(rows)), owners).items():
+            stepper.fill([self._state(owners[i]) for i in indices], indices, masks.bits)
+        return masks
+
+    def accept(self, masks: Masks, tokens: Sequence[int]) -> dict[int, str]:
+        """Move on by the sampled `tokens` [n] of the step. Returns why, for the rows that cannot."""
+        failed: dict[int, str] = {}
+        moving = []
+        for i, (row, slot) in enumerate(zip(masks.rows, masks.slots, strict=True)):
+            entry = self._by_slot[slot]
+            if isinstance(entry, Failed):
+                failed[row] = entry.reason
+            elif tokens[row] != NAN_TOKEN:
+                moving.append(i)
+            elif not masks.bits[i].any():
+                failed[row] = "nothing can follow here"
+        for stepper, indices in self._grouped(moving, masks.slots).items():
+            states = [self._state(masks.slots[i]) for i in indices]
+            reasons = stepper.accept(states, [tokens[masks.rows[i]] for i in indices])
+            for i, state, reason in zip(indices, states, reasons, strict=True):
+                if reason is not None:
+                    failed[masks.rows[i]] = reason
+                elif stepper.ended(state, tokens[masks.rows[i]]):
+                    # With overlap one more step of this row is on its way: it runs free, and nobody
+                    # reads its token.
+                    del self._by_slot[masks.slots[i]]
+        for row, slot in zip(masks.rows, masks.slots, strict=True):
+            if row in failed:
+                self._by_slot.pop(slot, None)
+        return {row: f"The output cannot continue under its grammar: {why}." for row, why in failed.items()}
+
+    def _grouped(self, indices: Iterable[int], slots: Sequence[int]) -> Mapping[Stepper, list[int]]:
+        """Indices of live matchers by library: one native call each."""
+        groups: dict[Stepper, list[int]] = {}
+        for i in indices:
+            entry = self._by_slot[slots[i]]
+            if isinstance(entry, Matcher):
+                groups.setdefault(entry.stepper, []).append(i)
+        return groups
+
+    def _state(self, slot: int) -> Any:
+        entry = self._by_slot[slot]
+        assert isinstance(entry, Matcher)
+        return entry.state
+
+
+def _replay(matcher: Matcher, output: NDArray[np.int32]) -> str | None:
+    for token in output.tolist():
+        (reason,) = matcher.stepper.accept([matcher.state], [token])
+        if reason is not None:
+            return reason
+    return None

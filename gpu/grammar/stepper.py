@@ -1,0 +1,62 @@
+"""What the launch thread does with matchers, whichever library they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.int32]
+"""Masks [rows, words]: bit t % 32 of word t // 32 says whether token t may follow."""
+
+
+class Stepper(Protocol):
+    """Moves many matchers of one library with one native call, the GIL released meanwhile.
+
+    Owner: launch thread.
+    """
+
+    @property
+    def words(self) -> int:
+        """Words in a mask row."""
+        ...
+
+    def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Bits) -> None:
+        """Write the mask of `states[i]` into `bits[rows[i]]`. One that fails leaves its row empty, or
+        fails at the next `accept`."""
+        ...
+
+    def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
+        """Move each by its token. Per state None, or why it can go no further."""
+        ...
+
+    def ended(self, state: Any, token: int) -> bool:
+        """Whether the accepted `token` ended the text: nothing may follow, no mask is to be filled."""
+        ...
+
+
+class Matcher(NamedTuple):
+    """One request's place in its grammar."""
+
+    stepper: Stepper
+    state: Any
+
+
+class Grammar:
+    """A compiled grammar: `core.grammar.CompiledGrammar`. Immutable.
+
+    `fork` makes a fresh state and may run on any thread; `size` is what the grammar holds, in bytes.
+    """
+
+    __slots__ = ("_fork", "_stepper", "size")
+
+    def __init__(self, stepper: Stepper, fork: Any, size: int) -> None:
+        self._stepper = stepper
+        self._fork = fork
+        self.size = size
+
+    def matcher(self) -> Matcher:
+        """A fresh matcher, 10 µs."""
+        return Matcher(self._stepper, self._fork())

@@ -1,0 +1,219 @@
+"""Structural tags through xgrammar: free text, tags and schemas in one automaton.
+
+Slower than llguidance (a schema's median is 0.3 s, one in twenty passes 5 s) but the only one that
+speaks the format in which tools, reasoning and an answer's schema are one constraint.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from core.grammar import TokenTable
+from gpu.grammar.schema import Json, Refused, decode
+from gpu.grammar.stepper import Bits, Grammar
+from gpu.grammar.strict import check_strict, narrow
+
+MAX_BYTES = 64 * 2**20
+"""Of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
+MAX_VOCABULARIES = 16
+"""Kept sets of control tokens that tags name. A model's templates need two or three; each costs 0.1 s,
+half of it with the GIL held, and 10 MB."""
+_SIGNS = "<[|｜"
+"""What the names of marks have. Added tokens without are text (runs of blanks, words), and text finds
+other tokens."""
+_FORMATS = frozenset(
+    (
+        *("const_string", "json_schema", "qwen_xml_parameter", "any_text", "token", "exclude_token"),
+        *("any_tokens", "grammar", "regex", "sequence", "or", "tag", "triggered_tags"),
+        *("token_triggered_tags", "tags_with_separator", "optional", "plus", "star", "repeat"),
+        *("dispatch", "token_dispatch"),
+    )
+)
+
+
+class XgrBackend:
+    """Compiles on any thread; is its own stepper on the launch thread."""
+
+    __slots__ = ("_batch", "_infos", "_library", "_lock", "_names", "_table", "words")
+
+    def __init__(self, table: TokenTable, threads: int) -> None:
+        """Imports the library (1 s) and reads the vocabulary (0.1 s): call it before serving."""
+        import xgrammar
+
+        self._library: Any = xgrammar
+        self._table = table
+        names = {token: table.raw[token].decode(errors="replace") for token in table.control}
+        self._names = {name: token for token, name in names.items() if any(sign in name for sign in _SIGNS)}
+        self._infos: OrderedDict[frozenset[int], Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
+        self.words = -(-table.width // 32)
+        self._info(frozenset())
+
+    # -- compiling ---------------------------------------------------------------------------------
+
+    def compile(self, kind: str, text: str) -> Grammar:
+        """Raises `Refused` with the reason. May run for minutes and take gigabytes: sources that can
+        are tried in a helper process first."""
+        tag = check_tag(text)
+        info = self._info(self._named(tag))
+        # No cache of the library's: with it, eight of 1,500 schemas failed on an assertion, and what
+        # it holds is not bounded.
+        compiler = self._library.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        try:
+            compiled = compiler.compile_structural_tag(msgspec.json.encode(tag).decode())
+        except RuntimeError as error:
+            raise Refused(_reason(str(error))) from error
+        if compiled.memory_size_bytes > MAX_BYTES:
+            raise Refused(f"The structural tag compiles to more than {MAX_BYTES >> 20} MB.")
+        fork = partial(self._library.GrammarMatcher, compiled)
+        self._probe(fork())
+        return Grammar(self, fork, compiled.memory_size_bytes + len(text))
+
+    def _named(self, tag: Json) -> frozenset[int]:
+        """Control tokens that the tag spells or gives by id: only these may match."""
+        words = list(_words(tag))
+        spelled = "\n".join(word for word in words if isinstance(word, str))
+        by_id = self._table.control.intersection(word for word in words if isinstance(word, int))
+        return by_id | {token for name, token in self._names.items() if name in spelled}
+
+    def _info(self, named: frozenset[int]) -> Any:
+        with self._lock:  # 0.1 s, by threads that compile; the launch thread never comes here
+            if named in self._infos:
+                self._infos.move_to_end(named)
+                return self._infos[named]
+            raw = list(self._table.raw)
+            for token in self._table.control - named:
+                raw[token] = b""
+            info = self._library.TokenizerInfo(
+                raw,
+                self._library.VocabType.RAW,
+                vocab_size=self._table.width,
+                stop_token_ids=sorted(self._table.stops),
+            )
+            self._infos[named] = info
+            if len(self._infos) > MAX_VOCABULARIES:
+                self._infos.popitem(last=False)
+            return info
+
+    def _probe(self, state: Any) -> None:
+        bits = np.zeros((1, self.words), np.int32)
+        self.fill([state], [0], bits)
+        if not bits.any():
+            raise Refused("Nothing can satisfy the structural tag.")
+
+    # -- stepping ----------------------------------------------------------------------------------
+
+    def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Bits) -> None:
+        """See `Stepper.fill`."""
+        try:
+            self._batch.batch_fill_next_token_bitmask(list(states), bits, list(rows))
+        except RuntimeError:  # of one matcher: find it, and leave its row empty
+            for state, row in zip(states, rows, strict=True):
+                bits[row] = 0
+                try:
+                    state.fill_next_token_bitmask(bits, row)
+                except RuntimeError:
+                    bits[row] = 0
+
+    def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
+        """See `Stepper.accept`."""
+        moved = self._library.BatchGrammarMatcher.batch_accept_token(list(states), list(tokens))
+        return [
+            None if ok else f"token {token} is not what the grammar allows here"
+            for ok, token in zip(moved, tokens, strict=True)
+        ]
+
+    def ended(self, state: Any, token: int) -> bool:
+        """See `Stepper.ended`."""
+        return bool(state.is_terminated())
+
+
+# -- what a tag may ask for ------------------------------------------------------------------------
+
+
+def check_tag(text: str) -> Json:
+    """The tag as JSON, its objects closed. Raises `Refused` for what it is not, and for schemas in it
+    that xgrammar would loosen."""
+    tag = decode(text, "The structural tag")
+    if not isinstance(tag, Mapping) or not isinstance(tag.get("format"), Mapping):
+        raise Refused("A structural tag must be an object with a 'format'.")
+    for node in _formats(tag["format"]):
+        kind = node.get("type")
+        if kind not in _FORMATS:
+            raise Refused(f"The structural tag has a format of unknown type {kind!r:.60}.")
+        if kind in ("json_schema", "qwen_xml_parameter"):
+            check_strict(node.get("json_schema"))
+            narrow(node.get("json_schema"))
+            if node.get("any_order"):
+                raise Refused("'any_order' drops constraints of a schema and is not supported.")
+    return tag
+
+
+def light(tag: Json) -> bool:
+    """Whether a tag is small and has nothing that was seen to compile for seconds: repetition,
+    patterns, numeric ranges, or objects with many optional properties."""
+    ahead: list[Json] = [tag]
+    nodes = 0
+    while ahead:
+        node = ahead.pop()
+        nodes += 1
+        if isinstance(node, Mapping):
+            if not _HEAVY.isdisjoint(node) or node.get("type") in _HEAVY or len(node) > MAX_OPTIONAL:
+                return False
+            ahead += node.values()
+        elif isinstance(node, list):
+            ahead += node
+    return nodes <= MAX_LIGHT
+
+
+MAX_LIGHT = 400
+MAX_OPTIONAL = 16
+"""Of these the order is free to skip: the automaton grows with the square."""
+_HEAVY = frozenset().union(
+    ("regex", "grammar", "repeat", "pattern", "minItems", "maxItems", "minimum", "maximum", "$ref"),
+    ("exclusiveMinimum", "exclusiveMaximum", "max_chars", "max_tokens"),
+)
+
+
+def _formats(root: Json) -> Iterator[Mapping[str, Json]]:
+    """Every format object of a tag; schemas are not looked into."""
+    ahead = [root]
+    while ahead:
+        node = ahead.pop()
+        if not isinstance(node, Mapping):
+            raise Refused("Every format of a structural tag must be an object.")
+        yield node
+        for key in ("content", "elements", "tags", "rules"):
+            inner = node.get(key)
+            if isinstance(inner, Mapping):
+                ahead.append(inner)
+            elif isinstance(inner, list):
+                ahead += [one[-1] if isinstance(one, list) and one else one for one in inner]
+
+
+def _words(value: Json) -> Iterator[str | int]:
+    """Strings and numbers of a tag, those of its schemas left out."""
+    ahead = [value]
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, str | int):
+            yield node
+        elif isinstance(node, Mapping):
+            ahead += [inner for key, inner in node.items() if key != "json_schema"]
+        elif isinstance(node, list):
+            ahead += node
+
+
+def _reason(error: str) -> str:
+    """The library's message without time, file and line."""
+    first = next((line for line in error.splitlines() if line.strip()), "")
+    text = first.rsplit("is false: ", 1)[-1].strip()
+    return f"The structural tag cannot be compiled: {text[:400] or 'no reason given'}"

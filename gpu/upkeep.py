@@ -1,0 +1,85 @@
+"""What happens between steps: traces, new weights, memory given back and taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from core.errors import ConfigError, LoomError
+from core.order import Order, OrderDone
+from gpu.kv.pool import KvPool
+from gpu.models.base import CausalModel
+
+
+class Replaceable(Protocol):
+    """What a runner lets others exchange between two steps."""
+
+    def use_model(self, model: CausalModel | None) -> None:
+        """Run this one from now on; None frees the weights, and no step may come."""
+        ...
+
+    def use_pool(self, pool: KvPool | None) -> None:
+        """The same for the pages. A new pool is empty."""
+        ...
+
+
+class Upkeep:
+    """Carries out orders. `load(path)` reads the checkpoint again, or another of the same shape;
+    `make_pool()` allocates the pages.
+
+    Owner: launch thread.
+    """
+
+    __slots__ = ("_load", "_make_pool", "_path", "_profile")
+
+    def __init__(
+        self, path: str, load: Callable[[str], CausalModel], make_pool: Callable[[], KvPool]
+    ) -> None:
+        self._path = path
+        self._load = load
+        self._make_pool = make_pool
+        self._profile: torch.profiler.profile | None = None
+
+    def carry_out(self, order: Order, runner: Replaceable) -> OrderDone:
+        """Do it, or say why not; then everything is as it was."""
+        try:
+            match order.action:
+                case "profile_start":
+                    self._start_profile()
+                case "profile_stop":
+                    self._stop_profile(order.path)
+                case "load_weights":
+                    # The new model is complete before the old one goes: a bad file costs nothing.
+                    runner.use_model(self._load(order.path))
+                    self._path = order.path
+                case "sleep":
+                    self._exchange(order, runner, awake=False)
+                case "wake":
+                    self._exchange(order, runner, awake=True)
+        except (LoomError, OSError, RuntimeError) as error:
+            return OrderDone(order.id, str(error))
+        return OrderDone(order.id)
+
+    def _exchange(self, order: Order, runner: Replaceable, awake: bool) -> None:
+        if "weights" in order.tags:
+            runner.use_model(self._load(self._path) if awake else None)
+        if "kv_cache" in order.tags:
+            runner.use_pool(self._make_pool() if awake else None)
+
+    def _start_profile(self) -> None:
+        if self._profile is not None:
+            raise ConfigError("a profile is being recorded already: stop it first")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+
+    def _stop_profile(self, path: str) -> None:
+        if self._profile is None:
+            raise ConfigError("no profile is being recorded: start one first")
+        profile, self._profile = self._profile, None
+        profile.stop()
+        profile.export_chrome_trace(path)

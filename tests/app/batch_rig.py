@@ -1,0 +1,184 @@
+"""A server with batches over the real engine, whose device is steered by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+from openai import AsyncOpenAI
+from openai.types import Batch
+
+from app.batch import Room
+from app.engine import Engine
+from app.http.keys import BATCHES
+from app.http.routes import make_app
+from app.http.runner import Runner
+from app.job import Job, Piece
+from app.service import Loaded, Service
+from app.submit import Limits, LiveRun, Submitter
+from app.text.tokenizer import Tokenizer
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import ScheduleConfig, ServeConfig
+from core.executor import Capabilities
+from core.request import SamplingParams
+from core.schedule.scheduler import Scheduler
+from tests.app.conftest import CARD, until
+from tests.fakes.executor import FakeExecutor
+from tests.fakes.tokenizer import JoinTemplate
+
+VOCAB = 300
+CONTEXT = 512
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Rig:
+    """Use as a context. `auto` steps the device by itself, in a task."""
+
+    def __init__(
+        self, data: Path, auto: bool = True, rows: int = 8, pages: int = 513, **schedule: Any
+    ) -> None:
+        capabilities = Capabilities(
+            num_pages=pages,
+            page_size=4,
+            max_rows=rows,
+            context_length=CONTEXT,
+            vocab_size=VOCAB,
+            max_step_tokens=2048,
+            count_rows=4,
+        )
+        config = ScheduleConfig(**schedule)
+        self.executor = FakeExecutor(capabilities)
+        scheduler = Scheduler(capabilities, CacheManager(pages, 4), config, monotonic)
+        self.engine = Engine(scheduler, self.executor, 1, monotonic)
+        self.tokenizer = Tokenizer.load(None, VOCAB, [2])
+        self.submitter = Submitter(self.engine, self.tokenizer, Limits(CONTEXT, VOCAB), monotonic)
+        self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
+        self.room = Room(self.engine, capabilities, config.step_tokens)
+        self.service = Service({})
+        self.app = make_app(self.service, ServeConfig(data_dir=str(data)))
+        self.batches = self.app[BATCHES]
+        self.data = data
+        self.auto = auto
+        self.url = ""
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Rig:
+        self.engine.start(asyncio.get_running_loop())
+        self.runner = Runner(self.app, shutdown_timeout=1.0)
+        await self.runner.setup()
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        await web.SockSite(self.runner, listener).start()
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.http = aiohttp.ClientSession(self.url)
+        self.service.ready(self.loaded)
+        self.batches.start(self.service, self.room)
+        if self.auto:
+            self._stepping = asyncio.create_task(self._step())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.batches.stop()
+        if self._stepping is not None:
+            self._stepping.cancel()
+        await self.client.close()
+        await self.http.close()
+        await self.runner.cleanup()
+        self.executor.complete(len(self.executor.pending))
+        await settle()
+        self.engine.scheduler.check_integrity()
+        self.engine.close()
+        self.tokenizer.close()
+
+    async def _step(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            if self.executor.pending:
+                self.executor.complete()
+
+    async def step(self) -> None:
+        """One step of the device, and what follows from it on the loop."""
+        if self.executor.pending:
+            self.executor.complete()
+        await settle()
+
+    async def upload(self, lines: Sequence[dict[str, Any]] | bytes) -> str:
+        """The file's id."""
+        data = lines if isinstance(lines, bytes) else jsonl(lines)
+        return (await self.client.files.create(file=("in.jsonl", data), purpose="batch")).id
+
+    async def submit(self, lines: Sequence[dict[str, Any]], endpoint: Any = COMPLETIONS) -> Batch:
+        """Upload and start."""
+        id = await self.upload(lines)
+        return await self.client.batches.create(
+            input_file_id=id, endpoint=endpoint, completion_window="24h", metadata={"who": "test"}
+        )
+
+    async def ended(self, id: str) -> Batch:
+        """The batch once nothing more happens to it."""
+        async with asyncio.timeout(20):
+            while True:
+                batch = await self.client.batches.retrieve(id)
+                if batch.status in ("completed", "failed", "cancelled", "expired"):
+                    return batch
+                await asyncio.sleep(0.005)
+
+    async def records(self, file_id: str | None) -> dict[str, Any]:
+        """Output lines by custom_id, each there once."""
+        if file_id is None:
+            return {}
+        text = (await self.client.files.content(file_id)).text
+        found = [json.loads(line) for line in text.splitlines()]
+        assert len({record["custom_id"] for record in found}) == len(found)
+        return {record["custom_id"]: record for record in found}
+
+    async def interactive(self, id: str, prompt: int = 8, n: int = 1, max_tokens: int = 4) -> LiveRun:
+        """What a client asks for while batches run."""
+        job = Job(
+            id=id,
+            prompt=np.arange(prompt, dtype=np.int32) % 290 + 3,
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            n=n,
+        )
+        run = await self.submitter.start(job, _ignore)
+        assert isinstance(run, LiveRun)
+        return run
+
+
+def _ignore(index: int, piece: Piece) -> None:
+    pass
+
+
+def line(id: str, max_tokens: int = 4, prompt: str = "hello", **fields: Any) -> dict[str, Any]:
+    """A completion."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
+    return {"custom_id": id, "method": "POST", "url": COMPLETIONS, "body": body}
+
+
+def chat_line(id: str, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True, **fields}
+    return {"custom_id": id, "method": "POST", "url": CHAT, "body": body}
+
+
+def jsonl(lines: Sequence[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+async def settle() -> None:
+    """Let every callback that is due run."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+__all__ = ["Rig", "chat_line", "jsonl", "line", "settle", "until"]

@@ -1,0 +1,103 @@
+"""What is in an output file is done, whatever happened while it was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.batch import lines
+from app.batch.journal import Journal, Tally
+from app.batch.lines import answered, check_input, failed, read_lines, unanswered
+from core.errors import ContextExceeded, Overloaded, RequestError
+
+BODY = {
+    "usage": {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": None,
+    }
+}
+
+
+def write(path: Path, *records: bytes) -> Tally:
+    tally = Tally()
+    journal = Journal(path, tally)
+    for record in records:
+        journal.append(record)
+    journal.close()
+    journal.close()
+    return tally
+
+
+def test_a_journal_remembers(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    assert write(path, answered("a", 200, BODY), failed("b", RequestError("no", "x"))).ids == set()
+    tally = write(path, unanswered("c", "batch_expired", "late"))
+    assert (tally.ids, tally.completed, tally.failed) == ({"a", "b"}, 1, 1)
+    shown = tally.usage.shown()
+    assert (shown["input_tokens"], shown["output_tokens"], shown["total_tokens"]) == (5, 3, 8)
+    assert shown["input_tokens_details"] == {"cached_tokens": 4}
+    again = Tally()
+    Journal(path, again).close()
+    assert (again.ids, again.failed) == ({"a", "b", "c"}, 2)
+
+
+@pytest.mark.parametrize("keep", [1, 10, -1])
+def test_a_torn_last_line_is_cut_and_done_again(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "out"
+    write(path, answered("a", 200, {}))
+    whole = path.read_bytes()
+    torn = answered("b", 200, {"text": "Ω" * 50})
+    path.write_bytes(whole + torn[:keep])
+    assert write(path, answered("c", 200, {})).ids == {"a"}
+    assert [json.loads(line)["custom_id"] for line in path.read_text().splitlines()] == ["a", "c"]
+
+
+def test_strange_lines_in_between_cost_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"\x00\x00\n[]\n\n" + answered("a", 200, {"usage": 7}) + answered("b", 200, {}))
+    assert write(path).ids == {"b"}
+
+
+def test_records_have_the_shape_of_openai(tmp_path: Path) -> None:
+    good = json.loads(answered("a", 200, {"k": 1}))
+    assert set(good) == {"id", "custom_id", "response", "error"}
+    assert good["response"]["body"] == {"k": 1} and good["error"] is None
+    bad = json.loads(failed("a", ContextExceeded(10, 20, 0)))
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    assert json.loads(failed("a", Overloaded("full")))["response"]["status_code"] == 429
+    bug = json.loads(failed("a", KeyError("secret")))
+    assert bug["response"]["status_code"] == 500 and "secret" not in json.dumps(bug)
+    never = json.loads(unanswered("a", "code", "why"))
+    assert never["response"] is None and never["error"] == {"code": "code", "message": "why"}
+
+
+def test_a_record_is_one_line_to_everybody() -> None:
+    text = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\rh\ni"
+    record = answered(text, 200, {"text": text}).decode()
+    assert len(record.splitlines()) == 1
+    assert json.loads(record)["custom_id"] == json.loads(record)["response"]["body"]["text"] == text
+
+
+def test_lines_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE", 100)
+    path = tmp_path / "in"
+    path.write_bytes(b"a" * 1000 + b"\n\n" + b"b" * 100 + b"\n" + b"c" * 150)
+    assert [(number, len(text)) for number, text in read_lines(path)] == [(1, 101), (3, 101), (4, 101)]
+    total, errors = check_input(path, "/v1/completions")
+    assert total == 0
+    assert (errors[0].code, errors[0].line) == ("line_too_long", 1)
+
+
+def test_a_batch_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_LINES", 3)
+    path = tmp_path / "in"
+    text = '{{"custom_id": "{}", "url": "/v1/completions", "body": {{}}}}\n'
+    path.write_text("".join(text.format(i) for i in range(3)))
+    assert check_input(path, "/v1/completions") == (3, [])
+    path.write_text("".join(text.format(i) for i in range(4)))
+    assert check_input(path, "/v1/completions")[1][0].code == "too_many_lines"

@@ -1,0 +1,285 @@
+"""Thinking over HTTP: fields, counts, budgets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from app.job import Piece
+from core.errors import ContextExceeded, Overloaded
+from core.types import Finish, FinishReason
+from tests.app.conftest import Server, until
+from tests.app.test_http_tools import CALL, CHAT, HI, WEATHER, know
+
+THOUGHT = ["<think>", "\n", "Let", " me", " think", ".\n", "</think>", "\n\n", "Yes", "."]
+CLOSING = "\n</think>\n\n"
+
+
+def told(events: list[str]) -> list[dict[str, Any]]:
+    """The deltas of a stream with one choice."""
+    assert events[-1] == "[DONE]"
+    return [choice["delta"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+
+
+def joined(deltas: list[dict[str, Any]], field: str) -> str:
+    return "".join(delta.get(field) or "" for delta in deltas)
+
+
+async def test_thinking_has_fields_of_its_own(server: Server) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [THOUGHT, THOUGHT]
+    _, answer = await server.post(CHAT, {"messages": HI})
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "Yes.",
+        "refusal": None,
+        "reasoning_content": "Let me think.",
+        "reasoning": "Let me think.",
+    }
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    assert answer["usage"]["completion_tokens"] == len(THOUGHT)
+    body = {"messages": HI, "stream": True, "stream_options": {"include_usage": True}}
+    events = await server.events(CHAT, body)
+    deltas = told(events)
+    assert joined(deltas, "reasoning_content") == joined(deltas, "reasoning") == "Let me think."
+    assert all(("reasoning" in delta) == ("reasoning_content" in delta) for delta in deltas)
+    assert joined(deltas, "content") == "Yes." and deltas[0]["role"] == "assistant"
+    assert json.loads(events[-2])["usage"] == answer["usage"]
+
+
+async def test_no_thinking_is_null(server: Server) -> None:
+    know(server, None, "think")
+    _, answer = await server.post(CHAT, {"messages": HI})
+    message = answer["choices"][0]["message"]
+    assert message["content"] == "Hello wörld 😀!" and message["reasoning_content"] is None
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [({"separate_reasoning": False}, "".join(THOUGHT)), ({"include_reasoning": False}, "Yes.")],
+)
+async def test_thinking_within_the_content_or_left_out(
+    server: Server, fields: dict[str, bool], content: str
+) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [THOUGHT, THOUGHT]
+    _, answer = await server.post(CHAT, {"messages": HI, **fields})
+    message = answer["choices"][0]["message"]
+    assert message["content"] == content and not {"reasoning", "reasoning_content"} & message.keys()
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 5}
+    deltas = told(await server.events(CHAT, {"messages": HI, "stream": True, **fields}))
+    assert joined(deltas, "content") == content and joined(deltas, "reasoning_content") == ""
+
+
+async def test_a_thinking_that_length_ends_is_no_content(server: Server) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [THOUGHT]
+    _, answer = await server.post(CHAT, {"messages": HI, "max_tokens": 4})
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("", "Let me")
+
+
+async def test_openai_client_sees_the_thinking(server: Server) -> None:
+    know(server, "hermes", "think")
+    server.engine.scripts = [[*THOUGHT, "\n", *CALL]]
+    async with (
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(model="org/tiny", messages=HI, tools=[WEATHER]) as stream,
+    ):
+        final = await stream.get_final_completion()
+    message = final.choices[0].message
+    assert message.content == "Yes." and message.reasoning_content == "Let me think."
+    assert message.tool_calls[0].function.name == "weather"
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+async def test_a_prompt_that_opens_the_thinking(server: Server) -> None:
+    know(server, None, "think")
+    opened = [*HI, {"role": "assistant", "content": "<think>\n"}]
+    server.engine.scripts = [THOUGHT[2:]]
+    body = {"messages": opened, "continue_final_message": True}
+    _, answer = await server.post(CHAT, body)
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("Yes.", "Let me think.")
+
+
+async def test_effort_none_asks_the_template_for_no_thinking(server: Server) -> None:
+    know(server, None, "think")
+    await server.post(CHAT, {"messages": HI, "reasoning_effort": "none"})
+    assert "enable_thinking=False" in server.engine.runs[-1].job.prompt
+    fields = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    await server.post(CHAT, {"messages": HI, **fields})
+    assert "enable_thinking=True" in server.engine.runs[-1].job.prompt
+
+
+# -- budgets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["max_thinking_tokens", "thinking_token_budget"])
+async def test_a_budget_ends_the_thinking_cleanly(server: Server, name: str, stream: bool) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [["<think>", "\n", *["hm "] * 200], ["Yes", "."]]
+    body = {"messages": HI, name: 4, "max_tokens": 100, "seed": 5}
+    if stream:
+        events = await server.events(
+            CHAT, {**body, "stream": True, "stream_options": {"include_usage": True}}
+        )
+        deltas, usage = told(events), json.loads(events[-2])["usage"]
+        content, reasoning = joined(deltas, "content"), joined(deltas, "reasoning")
+    else:
+        _, answer = await server.post(CHAT, body)
+        usage, message = answer["usage"], answer["choices"][0]["message"]
+        content, reasoning = message["content"], message["reasoning"]
+        assert answer["choices"][0]["finish_reason"] == "stop"
+    assert (content, reasoning) == ("Yes.", "hm hm hm ")
+    first, second = server.engine.runs
+    spoken = 5 + len(CLOSING)  # the fake's tokens are words, its tokenizer's are bytes
+    assert usage["prompt_tokens"] == len(first.prompt)
+    assert usage["completion_tokens"] == spoken + 2
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 4
+    assert first.ended == [0] and second.job.id == first.job.id
+    assert second.job.max_tokens == 100 - spoken and second.job.seed == 5
+    said = [ord("<"), ord("\n"), *[ord("h")] * 3, *CLOSING.encode()]
+    assert second.prompt.tolist() == [*first.prompt.tolist(), *said]
+    assert not server.engine.live
+
+
+async def test_a_thinking_within_its_budget_is_left_alone(server: Server) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [THOUGHT]
+    _, answer = await server.post(CHAT, {"messages": HI, "max_thinking_tokens": 6})
+    assert answer["choices"][0]["message"]["content"] == "Yes." and len(server.engine.runs) == 1
+
+
+async def test_no_budget_at_all_skips_the_thinking(server: Server) -> None:
+    know(server, None, "think")
+    _, answer = await server.post(CHAT, {"messages": HI, "max_thinking_tokens": 0})
+    assert server.engine.runs[-1].job.prompt.endswith("assistant: <think>\n\n</think>\n\n")
+    message = answer["choices"][0]["message"]
+    assert message["content"] == "Hello wörld 😀!" and message["reasoning"] is None
+    opened = {"role": "assistant", "content": "<think>\n"}
+    body = {"messages": [*HI, opened], "continue_final_message": True, "max_thinking_tokens": 0}
+    await server.post(CHAT, body)
+    assert server.engine.runs[-1].job.prompt.endswith("assistant: <think>\n\n</think>\n\n")
+
+
+async def test_each_choice_has_its_own_budget(server: Server) -> None:
+    know(server, None, "think")
+    think, straight = ["<think>", *["hm"] * 20], ["A", "n", "s"]
+    server.engine.manual = True
+    body = {"messages": HI, "max_thinking_tokens": 2, "n": 2, "seed": 1, "max_tokens": 50}
+    task = asyncio.create_task(server.post(CHAT, body))
+    await until(lambda: bool(server.engine.runs))
+    [first] = server.engine.runs
+    for at in range(3):
+        first.push(0, Piece(think[at], [at]))
+        first.push(1, Piece(straight[at], [at]))
+    await until(lambda: len(server.engine.runs) == 2)
+    second = server.engine.runs[1]
+    assert first.ended == [0] and second.job.seed == 1 and second.job.n == 1
+    assert second.job.id != first.job.id
+    second.push(0, Piece("Yes", [9], None, Finish(FinishReason.STOP)))
+    first.push(1, Piece("wer", [9], None, Finish(FinishReason.STOP)))
+    _, answer = await task
+    contents = [choice["message"]["content"] for choice in answer["choices"]]
+    assert contents == ["Yes", "Answer"]
+    assert [choice["message"]["reasoning"] for choice in answer["choices"]] == ["hmhm", None]
+
+
+async def test_constraints_begin_behind_a_cut(server: Server) -> None:
+    know(server, "hermes", "think")
+    server.engine.scripts = [["<think>", *["hm "] * 20], [CALL]]
+    body = {"messages": HI, "tools": [WEATHER], "tool_choice": "required", "max_thinking_tokens": 3}
+    _, answer = await server.post(CHAT, body)
+    first, second = (json.loads(run.job.grammar.text)["format"] for run in server.engine.runs)
+    assert first["type"] == "sequence" and second == first["elements"][1]
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_logprobs_go_on_across_a_cut(server: Server) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [["<think>", *["hm "] * 20], ["Yes"]]
+    body = {"messages": HI, "max_thinking_tokens": 2, "logprobs": True, "return_token_ids": True}
+    _, answer = await server.post(CHAT, body)
+    [choice] = answer["choices"]
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == 3 + len(CLOSING) + 1
+    assert choice["logprobs"]["content"][3]["logprob"] == 0.0
+
+
+async def test_what_happens_where_nothing_can_follow(server: Server) -> None:
+    know(server, None, "think")
+    think = ["<think>", *["hm "] * 50]
+    server.engine.scripts = [think]
+    _, answer = await server.post(CHAT, {"messages": HI, "max_thinking_tokens": 3, "max_tokens": 10})
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length" and choice["message"]["reasoning"] == "hm hm hm "
+    start = server.engine.start
+    for error, status in ((Overloaded("full"), 500), (ContextExceeded(1, 1, 1), 200)):
+        server.engine.scripts = [think]
+        begun: list[bool] = []
+
+        async def once(job: Any, sink: Any, error: Exception = error, begun: list[bool] = begun) -> Any:
+            if begun:
+                raise error
+            begun.append(True)
+            return await start(job, sink)
+
+        server.engine.start = once  # type: ignore[method-assign]
+        code, answer = await server.post(CHAT, {"messages": HI, "max_thinking_tokens": 3})
+        assert code == status, answer
+    assert not server.engine.live
+
+
+async def test_a_client_that_leaves_during_a_cut_frees_everything(server: Server) -> None:
+    know(server, None, "think")
+    server.engine.manual = True
+    for late in (False, True):
+        server.engine.runs.clear()
+        body = {"messages": HI, "max_thinking_tokens": 1, "stream": True}
+        task = asyncio.create_task(server.events(CHAT, body))
+        await until(lambda: bool(server.engine.runs))
+        [first] = server.engine.runs
+        first.push(0, Piece("<think>", [1]))
+        server.engine.gate = None if late else asyncio.Event()
+        first.push(0, Piece("hm", [2]))
+        if late:
+            await until(lambda: len(server.engine.runs) == 2)
+        task.cancel()
+        await asyncio.wait([task])
+        await until(lambda: not server.engine.live)
+        server.engine.gate = None
+    assert len(server.engine.runs) == 2 and server.engine.runs[1].aborted
+
+
+async def test_budgets_that_cannot_be(server: Server) -> None:
+    know(server, None, "think")
+    for name in ("max_thinking_tokens", "thinking_token_budget"):
+        status, answer = await server.post(CHAT, {"messages": HI, name: -1})
+        assert (status, answer["error"]["param"]) == (400, name)
+    know(server, None, None)
+    for name in ("max_thinking_tokens", "thinking_token_budget"):
+        status, answer = await server.post(CHAT, {"messages": HI, name: 5})
+        assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, name, "unsupported")
+    assert not server.engine.runs
+
+
+async def test_an_abort_by_id_ends_it(server: Server) -> None:
+    know(server, None, "think")
+    server.engine.manual = True
+    task = asyncio.create_task(server.post(CHAT, {"messages": HI, "rid": "r", "max_thinking_tokens": 2}))
+    await until(lambda: bool(server.engine.runs))
+    for text in ("<think>", "a", "b"):
+        server.engine.runs[0].push(0, Piece(text, [1]))
+    await until(lambda: len(server.engine.runs) == 2)
+    assert np.array_equal(server.engine.runs[1].prompt[-len(CLOSING) :], list(CLOSING.encode()))
+    await server.post("/abort_request", {"rid": "r"})
+    _, answer = await task
+    assert answer["choices"][0]["finish_reason"] == "abort"

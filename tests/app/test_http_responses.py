@@ -1,0 +1,741 @@
+"""`/v1/responses`: the events byte by byte, and the official client against the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp import web
+
+from app.http import responses_live
+from app.http.responses_input import messages, own_items, shortened
+from app.http.routes import make_app
+from app.http.runner import Runner
+from app.job import Piece
+from app.responses import Record, Store
+from core.config import ServeConfig
+from core.errors import Overloaded
+from core.types import Finish, FinishReason
+from tests.app.conftest import Server, Start, until
+from tests.app.test_http_tools import know
+
+URL = "/v1/responses"
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}
+SAID = "Hello wörld 😀!"
+SCRIPT = [
+    "<think>",
+    "hm",
+    "m</think>",
+    "Sure. ",
+    '<tool_call>\n{"name": "add", "arg',
+    'uments": {"a"',
+    ": 1}}\n</tool_call>",
+]
+STOP = Finish(FinishReason.STOP)
+
+
+@pytest.fixture
+async def server(start: Start, tmp_path: Path) -> Server:
+    return await start(ServeConfig(data_dir=str(tmp_path)))
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def frames(server: Server, method: str, url: str, body: object = None) -> list[bytes]:
+    """The frames of a stream."""
+    async with server.http.request(method, url, json=body) as response:
+        assert response.status == 200, await response.text()
+        return _split(await response.read())
+
+
+def _split(data: bytes) -> list[bytes]:
+    assert data.endswith(b"\n\n")
+    return data[:-2].split(b"\n\n")
+
+
+def events(listed: list[bytes]) -> list[dict[str, Any]]:
+    made = []
+    for number, frame in enumerate(listed):
+        name, data = frame.decode().split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}" and event["sequence_number"] == number
+        made.append(event)
+    return made
+
+
+def prompt(server: Server) -> str:
+    """What the model was shown last."""
+    shown = server.engine.runs[-1].job.prompt
+    assert isinstance(shown, str)
+    return shown
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+async def test_the_stream_byte_by_byte(server: Server) -> None:
+    know(server, "hermes", "think")
+    server.engine.scripts = [SCRIPT]
+    async with server.http.post(URL, json={"input": "hi", "stream": True, "tools": [TOOL]}) as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        text = (await response.read()).decode()
+    text = re.sub(r'"response":\{.*\}(?=,"sequence_number")', '"response":{}', text)
+    text = re.sub(r"_[0-9a-f]{32}o", "_o", text)
+    text = re.sub(r"call_[0-9a-f]{8,}", "call_x", text)
+    told = re.findall(r"event: (.*)\ndata: (.*)\n\n", text)
+    assert "".join(f"event: {name}\ndata: {data}\n\n" for name, data in told) == text
+    at = '"item_id":"rs_o0","output_index":0,"content_index":0'
+    said = '"item_id":"msg_o1","output_index":1,"content_index":0'
+    call = '"id":"fc_o2","type":"function_call","status":'
+    empty = '{"type":"output_text","text":"","annotations":[],"logprobs":[]}'
+    sure = '{"type":"output_text","text":"Sure.","annotations":[],"logprobs":[]}'
+    expected = [
+        ("created", '"response":{}'),
+        ("in_progress", '"response":{}'),
+        (
+            "output_item.added",
+            '"output_index":0,"item":{"id":"rs_o0","type":"reasoning","status":"in_progress",'
+            '"content":[],"summary":[]}',
+        ),
+        ("content_part.added", f'{at},"part":{{"type":"reasoning_text","text":""}}'),
+        ("reasoning_text.delta", f'{at},"delta":"hm"'),
+        ("reasoning_text.delta", f'{at},"delta":"m"'),
+        ("reasoning_text.done", f'{at},"text":"hmm"'),
+        ("content_part.done", f'{at},"part":{{"type":"reasoning_text","text":"hmm"}}'),
+        (
+            "output_item.done",
+            '"output_index":0,"item":{"id":"rs_o0","type":"reasoning","status":"completed",'
+            '"content":[{"type":"reasoning_text","text":"hmm"}],"summary":[]}',
+        ),
+        (
+            "output_item.added",
+            '"output_index":1,"item":{"id":"msg_o1","type":"message","status":"in_progress",'
+            '"content":[],"role":"assistant"}',
+        ),
+        ("content_part.added", f'{said},"part":{empty}'),
+        ("output_text.delta", f'{said},"logprobs":[],"delta":"Sure."'),
+        ("output_text.done", f'{said},"text":"Sure.","logprobs":[]'),
+        ("content_part.done", f'{said},"part":{sure}'),
+        (
+            "output_item.done",
+            '"output_index":1,"item":{"id":"msg_o1","type":"message","status":"completed",'
+            f'"content":[{sure}],"role":"assistant"}}',
+        ),
+        (
+            "output_item.added",
+            f'"output_index":2,"item":{{{call}"in_progress","call_id":"call_x","name":"add","arguments":""}}',
+        ),
+        ("function_call_arguments.delta", '"item_id":"fc_o2","output_index":2,"delta":"{\\"a\\""'),
+        ("function_call_arguments.delta", '"item_id":"fc_o2","output_index":2,"delta":": 1}"'),
+        (
+            "function_call_arguments.done",
+            '"item_id":"fc_o2","output_index":2,"arguments":"{\\"a\\": 1}","name":"add"',
+        ),
+        (
+            "output_item.done",
+            f'"output_index":2,"item":{{{call}"completed","call_id":"call_x","name":"add",'
+            '"arguments":"{\\"a\\": 1}"}',
+        ),
+        ("completed", '"response":{}'),
+    ]
+    for number, (name, fields) in enumerate(expected):
+        type_ = f"response.{name}"
+        assert told[number] == (type_, f'{{"type":"{type_}",{fields},"sequence_number":{number}}}')
+    assert len(told) == len(expected)
+
+
+async def test_the_stream_tells_what_is_stored(server: Server) -> None:
+    know(server, "hermes", "think")
+    server.engine.scripts = [SCRIPT, SCRIPT]
+    server.engine.cached = 3
+    body = {"input": "hi", "tools": [TOOL]}
+    told = events(await frames(server, "POST", URL, {**body, "stream": True}))
+    assert told[0]["response"]["status"] == "in_progress" and told[0]["response"]["usage"] is None
+    last = told[-1]["response"]
+    async with server.http.get(f"{URL}/{last['id']}") as response:
+        assert await response.json() == last
+    _, whole = await server.post(URL, body)
+    usage = {
+        "input_tokens": len(prompt(server)),
+        "input_tokens_details": {"cached_tokens": 3},
+        "output_tokens": 7,
+        "output_tokens_details": {"reasoning_tokens": 1},
+        "total_tokens": len(prompt(server)) + 7,
+    }
+    assert whole["usage"] == last["usage"] == usage
+    kinds = [item["type"] for item in whole["output"]]
+    assert kinds == [item["type"] for item in last["output"]] == ["reasoning", "message", "function_call"]
+    assert {key: type(value) for key, value in whole.items()} == {k: type(v) for k, v in last.items()}
+
+
+async def test_the_stream_helper(client: openai.AsyncOpenAI, server: Server) -> None:
+    know(server, "hermes", "think")
+    server.engine.scripts = [SCRIPT]
+    async with client.responses.stream(model="org/tiny", input="hi", tools=[TOOL]) as stream:
+        deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        final = await stream.get_final_response()
+    assert final.output_text == "".join(deltas) == "Sure."
+    assert final.output[0].content[0].text == "hmm"
+    assert (final.output[2].name, json.loads(final.output[2].arguments)) == ("add", {"a": 1})
+
+
+async def test_a_broken_call_is_not_a_call(server: Server) -> None:
+    know(server)
+    broken = ['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1"]
+    server.engine.scripts = [broken, broken]
+    told = events(await frames(server, "POST", URL, {"input": "hi", "tools": [TOOL], "stream": True}))
+    streamed = told[-1]["response"]["output"]
+    assert [item["status"] for item in streamed if item["type"] == "function_call"] in ([], ["incomplete"])
+    _, whole = await server.post(URL, {"input": "hi", "tools": [TOOL]})
+    assert [item["type"] for item in whole["output"]] == ["message"]
+    assert whole["output"][0]["content"][0]["text"].startswith("<tool_call>")
+
+
+async def test_a_failure_ends_the_stream_with_an_event(server: Server) -> None:
+    server.engine.fail_at = 2
+    told = events(await frames(server, "POST", URL, {"input": "hi", "stream": True}))
+    assert told[-1]["type"] == "response.failed"
+    failed = told[-1]["response"]
+    assert failed["error"] == {"code": "engine_failed", "message": "The device was lost."}
+    assert failed["output"][0]["content"][0]["text"] == "Hello"
+    status, body = await server.post(URL, {"input": "hi"})
+    assert status == 500 and body["error"]["code"] == "engine_failed"
+
+
+async def test_too_long_is_incomplete(client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(model="org/tiny", input="hi", max_output_tokens=2)
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output_text == "Hello"
+    stream = await client.responses.create(model="org/tiny", input="hi", max_output_tokens=2, stream=True)
+    assert [event.type async for event in stream][-1] == "response.incomplete"
+
+
+async def test_a_client_that_goes_away_ends_the_run(server: Server) -> None:
+    server.engine.manual = True
+    async with server.http.post(URL, json={"input": "hi", "stream": True}) as response:
+        await response.content.readuntil(b"\n\n")
+        run = server.engine.runs[0]
+        response.close()
+    await until(lambda: run.aborted)
+
+
+# -- the client ------------------------------------------------------------------------------------
+
+
+async def test_create_retrieve_delete(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(model="org/tiny", input="hi", user="u", metadata={"k": "v"})
+    made_text = made.output_text
+    assert made_text.startswith("Hello") and made.metadata == {"k": "v"} and made.store is True
+    assert (await client.responses.retrieve(made.id)).to_dict() == made.to_dict()
+    items = [item async for item in client.responses.input_items.list(made.id)]
+    assert [item.content[0].text for item in items] == ["hi"]
+    await client.responses.delete(made.id)
+    for gone in (client.responses.retrieve(made.id), client.responses.delete(made.id)):
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            await gone
+
+
+async def test_a_conversation(
+    client: openai.AsyncOpenAI, server: Server, start: Start, tmp_path: Path
+) -> None:
+    first = await client.responses.create(model="org/tiny", input="one", instructions="Be brief.")
+    second = await client.responses.create(
+        model="org/tiny", input=[{"role": "user", "content": "two"}], previous_response_id=first.id
+    )
+    assert second.previous_response_id == first.id
+    # Instructions hold for one answer only.
+    assert prompt(server) == f"user: one\nassistant: {SAID}\nuser: two\nassistant: "
+    again = await start(ServeConfig(data_dir=str(tmp_path)))
+    async with openai.AsyncOpenAI(base_url=again.url + "/v1", api_key="none", max_retries=0) as other:
+        await other.responses.create(model="org/tiny", input="three", previous_response_id=second.id)
+    assert prompt(again) == (
+        f"user: one\nassistant: {SAID}\nuser: two\nassistant: {SAID}\nuser: three\nassistant: "
+    )
+
+
+async def test_a_stream_can_be_built_on_as_soon_as_it_says_so(
+    client: openai.AsyncOpenAI, server: Server
+) -> None:
+    stream = await client.responses.create(model="org/tiny", input="one", stream=True)
+    async for event in stream:
+        if event.type == "response.incomplete":
+            await client.responses.create(
+                model="org/tiny", input="two", previous_response_id=event.response.id
+            )
+    assert prompt(server).startswith(f"user: one\nassistant: {SAID}")
+
+
+async def test_another_key_sees_nothing(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(model="org/tiny", input="hi")
+    other = client.with_options(api_key="other")
+    for ask in (
+        other.responses.retrieve(made.id),
+        other.responses.create(model="org/tiny", input="hi", previous_response_id=made.id),
+        other.responses.cancel(made.id),
+        other.responses.delete(made.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await ask
+
+
+async def test_not_stored(client: openai.AsyncOpenAI, start: Start, tmp_path: Path) -> None:
+    made = await client.responses.create(model="org/tiny", input="hi", store=False)
+    assert made.store is False
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(made.id)
+    none = await start(ServeConfig(data_dir=str(tmp_path / "none"), response_store=0))
+    status, body = await none.post(URL, {"input": "hi"})
+    assert status == 200 and body["store"] is False
+    status, body = await none.post(URL, {"input": "hi", "background": True})
+    assert status == 400 and body["error"]["param"] == "store"
+    assert not (tmp_path / "none").exists()
+
+
+async def test_a_disk_that_refuses_costs_no_answer(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    server = await start(ServeConfig(data_dir=str(tmp_path / "file")))
+    status, body = await server.post(URL, {"input": "hi"})
+    assert status == 200 and body["store"] is False
+    status, _ = await server.post(URL, {"input": "hi", "background": True})
+    assert status == 503
+    await until(lambda: not server.engine.live)
+
+
+async def test_tools_go_round(client: openai.AsyncOpenAI, server: Server) -> None:
+    know(server)
+    server.engine.scripts = [['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'], ["2"]] * 2
+    asked = await client.responses.create(model="org/tiny", input="one and one?", tools=[TOOL])
+    call = asked.output[0]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "two"}
+    told = await client.responses.create(
+        model="org/tiny", input=[result], previous_response_id=asked.id, tools=[TOOL]
+    )
+    shown = prompt(server)
+    assert told.output_text == "2"
+    assert shown.endswith("user: one and one?\nassistant: \ntool: two\nassistant: ")
+    # The same without the store: the client sends everything.
+    asked = await client.responses.create(model="org/tiny", input="one and one?", tools=[TOOL], store=False)
+    sent = [{"role": "user", "content": "one and one?"}, asked.output[0].to_dict(), result]
+    await client.responses.create(model="org/tiny", input=sent, tools=[TOOL], store=False)
+    assert prompt(server) == shown
+
+
+async def test_choosing_a_tool(server: Server) -> None:
+    know(server)
+    server.engine.scripts = [["x"]] * 3
+    other = {**TOOL, "name": "other"}
+    body = {
+        "input": "hi",
+        "tools": [TOOL, other, {"type": "web_search"}, {"type": "custom", "name": "patch"}],
+    }
+    await server.post(URL, {**body, "tool_choice": {"type": "function", "name": "other"}})
+    grammar = server.engine.runs[-1].job.grammar
+    (tag,) = json.loads(grammar.text)["format"]["tags"]
+    assert '"other"' in tag["begin"]
+    allowed = [{"type": "function", "name": "add"}, {"type": "web_search"}]
+    await server.post(
+        URL, {**body, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": allowed}}
+    )
+    assert prompt(server).startswith("tools: 1\n")
+    await server.post(URL, {**body, "tool_choice": "none"})
+    assert not prompt(server).startswith("tools")
+
+
+async def test_a_format_constrains(client: openai.AsyncOpenAI, server: Server) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    format = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    answer = await client.responses.create(model="org/tiny", input="hi", text={"format": format})
+    grammar = server.engine.runs[-1].job.grammar
+    assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
+    assert answer.text.format.name == "n"
+    await client.responses.create(model="org/tiny", input="hi", text={"format": {"type": "json_object"}})
+    assert server.engine.runs[-1].job.grammar.kind == "json_object"
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.responses.create(model="org/tiny", input="hi", text={"format": {"type": "yaml"}})
+    assert bad.value.param == "text.format.type"
+
+
+async def test_logprobs(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "org/tiny",
+        "input": "hi",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    answer = await client.responses.create(**asked)
+    listed = answer.output[0].content[0].logprobs
+    assert listed[0].token == "H" and len(listed) == 5
+    assert [top.token for top in listed[0].top_logprobs] == ["H", "I"]
+    stream = await client.responses.create(**asked, stream=True)
+    streamed = [e async for e in stream if e.type == "response.output_text.delta"]
+    assert [entry.token for event in streamed for entry in event.logprobs] == [e.token for e in listed]
+    plain = await client.responses.create(model="org/tiny", input="hi")
+    assert plain.output[0].content[0].logprobs == []
+
+
+async def test_thinking_that_the_client_keeps(client: openai.AsyncOpenAI, server: Server) -> None:
+    know(server, None, "think")
+    server.engine.scripts = [["<think>", "deep", "</think>", "Yes."]]
+    answer = await client.responses.create(
+        model="org/tiny", input="hi", store=False, include=["reasoning.encrypted_content"]
+    )
+    kept = answer.output[0].to_dict()
+    del kept["content"]  # Codex sends the sealed form only
+    sent = own_items([kept, answer.output[1].to_dict()], "resp_x")
+    (message,) = messages(sent, None)
+    assert (message["reasoning_content"], message["content"]) == ("deep", "Yes.")
+
+
+async def test_errors(client: openai.AsyncOpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.responses.create(model="org/tiny", input="x" * 600)
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.responses.create(model="gpt-5", input="hi")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError) as before:
+        await client.responses.create(model="org/tiny", input="hi", previous_response_id="resp_0")
+    assert before.value.param == "previous_response_id"
+    server.engine.refusal = Overloaded("full")
+    for more in ({}, {"stream": True}, {"background": True}):
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.create(model="org/tiny", input="hi", **more)
+
+
+async def test_key(start: Start, tmp_path: Path) -> None:
+    server = await start(ServeConfig(api_key="right", data_dir=str(tmp_path)))
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            await client.responses.retrieve("resp_0")
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{}]}, "input[0].type"),
+        ({"input": [{"type": 5}]}, "input[0].type"),
+        ({"input": [MESSAGE, {"role": "user", "content": 5}]}, "input[1].content"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "nobody", "content": "hi"}]}, "input"),
+        ({"input": [{"role": [], "content": "hi"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"role": "user", "content": [{}]}]}, "input[0].content[0]"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"input": [{"type": "item_reference", "id": f"msg_{'0' * 32}o0"}]}, "input[0]"),
+        ({"input": "hi", "prompt": {"id": "p"}}, "prompt"),
+        ({"input": "hi", "conversation": "conv"}, "conversation"),
+        ({"input": "hi", "truncation": "middle"}, "truncation"),
+        ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "hi", "temperature": -1}, "temperature"),
+        ({"input": "hi", "top_logprobs": -1}, "top_logprobs"),
+        ({"input": "hi", "background": True, "store": False}, "background"),
+        ({"input": "hi", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "hi", "tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"input": "hi", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"input": "hi", "metadata": {"a": 5}}, "metadata"),
+        ({"input": "hi", "lora_path": "x"}, "lora_path"),
+    ],
+)
+async def test_what_is_wrong_is_named(server: Server, body: dict[str, Any], param: str) -> None:
+    status, answer = await server.post(URL, body)
+    error = answer["error"]
+    assert status in (400, 404) and error["param"] == param, error
+    assert "messages" not in error["message"]
+    assert not server.engine.runs
+
+
+async def test_what_others_send_is_tolerated(server: Server) -> None:
+    """Codex and the AI SDK: tools and items of their own, fields without meaning here, nulls."""
+    items = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+        {"type": "agent_message", "author": "a", "content": [{"type": "encrypted_content"}]},
+        {"type": "item_reference", "id": "msg_from_elsewhere"},
+        {"role": "user", "content": "list"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "another's", "content": None},
+        {"type": "local_shell_call", "call_id": "c1", "action": {"command": ["ls"]}, "status": "completed"},
+        {"type": "local_shell_call_output", "call_id": "c1", "output": "a b"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "+x"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "ok"}],
+        },
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+    ]
+    body = {
+        "model": "org/tiny",
+        "input": items,
+        "tools": [{"type": "local_shell"}, {"type": "namespace", "name": "n", "tools": []}],
+        "tool_choice": "auto",
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "service_tier": "auto",
+        "user": "u",
+        "max_tool_calls": 3,
+        "reasoning": {"effort": None, "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "client_metadata": {"x": 1},
+        "stop": None,
+        "background": None,
+        "previous_response_id": None,
+    }
+    status, answer = await server.post(URL, body)
+    assert status == 200, answer
+    assert prompt(server) == (
+        "system: rules\nuser: list\nassistant: \ntool: a b\nassistant: \ntool: ok\nassistant: "
+    )
+
+
+async def test_references_stand_for_items(server: Server) -> None:
+    _, first = await server.post(URL, {"input": "one"})
+    sent = [
+        {"type": "item_reference", "id": first["output"][0]["id"]},
+        {"role": "user", "content": "two"},
+    ]
+    _, second = await server.post(URL, {"input": sent})
+    expected = f"assistant: {SAID}\nuser: two\nassistant: "
+    assert prompt(server) == expected
+    await server.post(URL, {"input": "three", "previous_response_id": second["id"]})
+    assert prompt(server).startswith(expected)
+
+
+async def test_input_items_in_pages(server: Server) -> None:
+    sent = [{"role": "user", "content": str(i)} for i in range(5)]
+    _, made = await server.post(URL, {"input": sent})
+
+    async def page(query: str) -> dict[str, Any]:
+        async with server.http.get(f"{URL}/{made['id']}/input_items{query}") as response:
+            return {"status": response.status, **await response.json()}
+
+    def texts(listed: dict[str, Any]) -> list[str]:
+        return [item["content"][0]["text"] for item in listed["data"]]
+
+    first = await page("?limit=2")
+    assert (texts(first), first["has_more"]) == (["4", "3"], True)
+    rest = await page(f"?after={first['last_id']}")
+    assert (texts(rest), rest["has_more"]) == (["2", "1", "0"], False)
+    assert texts(await page("?order=asc&limit=1")) == ["0"]
+    for bad in ("?order=up", "?limit=x", "?limit=101", "?after=nothing"):
+        assert (await page(bad))["status"] == 400
+
+
+async def test_truncation_lets_the_oldest_go(server: Server) -> None:
+    sent = [{"role": "user", "content": f"{i} {'x' * 60}"} for i in range(12)]
+    status, body = await server.post(URL, {"input": sent, "instructions": "Rules."})
+    assert status == 400 and body["error"]["code"] == "context_length_exceeded"
+    asked = {"input": sent, "instructions": "Rules.", "truncation": "auto", "max_output_tokens": 5}
+    status, _ = await server.post(URL, asked)
+    shown = bytes(server.engine.runs[-1].prompt.tolist()).decode()
+    assert status == 200
+    assert shown.startswith("system: Rules.\nuser: ") and "user: 11 x" in shown and "user: 0 x" not in shown
+
+
+def test_rules_become_one_message() -> None:
+    sent = own_items([{"role": "developer", "content": "b"}, {"role": "user", "content": "c"}], "resp_x")
+    assert messages(sent, "a") == [
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "c"},
+    ]
+
+
+def test_shortening_keeps_rules_last_message_and_pairs() -> None:
+    rules, ask = {"role": "system"}, {"role": "user"}
+    call, result = {"role": "assistant"}, {"role": "tool"}
+    assert shortened([rules, call, result, ask]) == [rules, ask]
+    assert shortened([rules, ask]) is None
+    assert shortened([rules]) is None
+    assert shortened([ask, result]) == [result]
+
+
+# -- in the background -----------------------------------------------------------------------------
+
+
+async def test_in_the_background(client: openai.AsyncOpenAI, server: Server) -> None:
+    server.engine.manual = True
+    made = await client.responses.create(model="org/tiny", input="hi", background=True)
+    assert (made.status, made.background, made.output) == ("in_progress", True, [])
+    assert (await client.responses.retrieve(made.id)).status == "in_progress"
+    assert [i.content[0].text async for i in client.responses.input_items.list(made.id)] == ["hi"]
+    with pytest.raises(openai.BadRequestError, match="is in_progress"):
+        await client.responses.create(model="org/tiny", input="and?", previous_response_id=made.id)
+    run = server.engine.runs[0]
+    run.push(0, Piece("Hel", [1]))
+    run.push(0, Piece("lo", [2], None, STOP))
+    done = await client.responses.retrieve(made.id)
+    assert (done.status, done.output_text, done.usage.output_tokens) == ("completed", "Hello", 2)
+    assert (await client.responses.cancel(made.id)).status == "completed"  # too late, and no error
+
+
+async def test_a_stream_in_the_background_can_be_taken_up_again(server: Server) -> None:
+    server.engine.manual = True
+    async with server.http.post(URL, json={"input": "hi", "background": True, "stream": True}) as response:
+        first = [await response.content.readuntil(b"\n\n") for _ in range(2)]
+        id = json.loads(first[0].split(b"data: ")[1])["response"]["id"]
+        run = server.engine.runs[0]
+        run.push(0, Piece("Hel", [1]))
+        first += [await response.content.readuntil(b"\n\n") for _ in range(3)]
+        response.close()
+    run.push(0, Piece("lo", [2]))
+    assert not run.aborted
+
+    rest = f"{URL}/{id}?stream=true&starting_after=3"
+    async with server.http.get(rest) as one, server.http.get(rest) as two:
+        heads = [await response.content.readuntil(b"\n\n") for response in (one, two)]
+        run.push(0, Piece("!", [3]))
+        run.push(0, Piece("", [], None, STOP))
+        live = [
+            _split(head + await response.read()) for head, response in zip(heads, (one, two), strict=True)
+        ]
+    stored = await frames(server, "GET", rest)
+    assert live == [stored, stored]
+    told = [frame.removesuffix(b"\n\n") for frame in first[:4]]
+    assert await frames(server, "GET", f"{URL}/{id}?stream=true") == [*told, *stored]
+    whole = events(told + stored)
+    assert "".join(e["delta"] for e in whole if e["type"] == "response.output_text.delta") == "Hello!"
+    assert whole[-1]["type"] == "response.completed"
+    assert whole[-1]["response"]["output"][0]["content"][0]["text"] == "Hello!"
+
+
+async def test_the_client_takes_a_stream_up_again(client: openai.AsyncOpenAI) -> None:
+    stream = await client.responses.create(model="org/tiny", input="hi", background=True, stream=True)
+    seen = [event async for event in stream]
+    id = seen[0].response.id
+    again = await client.responses.retrieve(id, stream=True, starting_after=seen[5].sequence_number)
+    assert [event.to_dict() async for event in again] == [event.to_dict() for event in seen[6:]]
+
+
+async def test_what_was_not_streamed_cannot_be(server: Server) -> None:
+    server.engine.manual = True
+    _, made = await server.post(URL, {"input": "hi", "background": True})
+    for _ in range(2):  # while it is made, and after
+        async with server.http.get(f"{URL}/{made['id']}?stream=true") as response:
+            assert response.status == 400 and (await response.json())["error"]["param"] == "stream"
+        server.engine.runs[0].push(0, Piece("x", [1], None, STOP))
+    async with server.http.get(f"{URL}/{made['id']}?starting_after=-1") as response:
+        assert response.status == 400
+
+
+async def test_cancelling(client: openai.AsyncOpenAI, server: Server) -> None:
+    server.engine.manual = True
+    made = await client.responses.create(model="org/tiny", input="hi", background=True)
+    server.engine.runs[0].push(0, Piece("Hel", [1]))
+    for _ in range(2):
+        gone = await client.responses.cancel(made.id)
+        assert (gone.status, gone.output_text) == ("cancelled", "Hel")
+    assert server.engine.runs[0].aborted
+    assert (await client.responses.retrieve(made.id)).status == "cancelled"
+    server.engine.manual = False
+    plain = await client.responses.create(model="org/tiny", input="hi")
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await client.responses.cancel(plain.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.cancel("resp_0")
+
+
+async def test_deleting_one_that_is_made_ends_it(client: openai.AsyncOpenAI, server: Server) -> None:
+    server.engine.manual = True
+    made = await client.responses.create(model="org/tiny", input="hi", background=True)
+    await client.responses.delete(made.id)
+    assert server.engine.runs[0].aborted
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(made.id)
+
+
+async def test_a_failure_in_the_background(client: openai.AsyncOpenAI, server: Server) -> None:
+    server.engine.fail_at = 2
+    stream = await client.responses.create(model="org/tiny", input="hi", background=True, stream=True)
+    told = [event async for event in stream]
+    assert told[-1].type == "response.failed"
+    failed = await client.responses.retrieve(told[0].response.id)
+    assert (failed.status, failed.error.message) == ("failed", "The device was lost.")
+
+
+async def test_the_background_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_live, "MAX_LIVE", 1)
+    server.engine.manual = True
+    body = {"input": "hi", "background": True}
+    assert (await server.post(URL, body))[0] == 200
+    assert (await server.post(URL, body))[0] == 429
+    server.engine.runs[0].push(0, Piece("", [], None, STOP))
+    assert (await server.post(URL, body))[0] == 200
+
+
+async def test_a_client_gone_before_it_knew_leaves_nothing_running(server: Server) -> None:
+    server.engine.manual, server.engine.gate = True, asyncio.Event()
+    post = asyncio.ensure_future(server.post(URL, {"input": "hi", "background": True}))
+    await server.engine.started.wait()
+    post.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await post
+    await asyncio.sleep(0.05)  # the server sees the closed connection; nothing here tells when
+    server.engine.gate.set()
+    await until(lambda: not server.engine.live)
+
+
+async def test_a_server_that_stops_tells_how_far_it_came(
+    server: Server, start: Start, tmp_path: Path
+) -> None:
+    data = str(tmp_path / "own")
+    runner = Runner(make_app(server.service, ServeConfig(data_dir=data)), shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    server.engine.manual = True
+    body = {"input": "hi", "background": True}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"http://{host}:{port}{URL}", json=body) as response,
+    ):
+        made = await response.json()
+    run = server.engine.runs[0]
+    run.push(0, Piece("Hel", [1]))
+    await runner.cleanup()
+    again = await start(ServeConfig(data_dir=data))
+    async with again.http.get(f"{URL}/{made['id']}") as response:
+        kept = await response.json()
+    assert (kept["status"], kept["error"]["code"]) == ("failed", "service_unavailable")
+    assert kept["output"][0]["content"][0]["text"] == "Hel" and run.aborted
+
+
+async def test_a_stream_that_a_restart_cut_off_has_an_end(start: Start, tmp_path: Path) -> None:
+    id = f"resp_{'0' * 32}"
+    doc = {"id": id, "object": "response", "status": "in_progress", "background": True, "output": []}
+    crashed = Store(tmp_path, 10**6)
+    await crashed.put(
+        Record(
+            id=id,
+            owner="",
+            status="in_progress",
+            created=2**31,
+            doc=json.dumps(doc).encode(),
+            input=b"[]",
+        )
+    )
+    await crashed.close()
+    server = await start(ServeConfig(data_dir=str(tmp_path)))
+    (last,) = await frames(server, "GET", f"{URL}/{id}?stream=true&starting_after=41")
+    event = json.loads(last.split(b"data: ")[1])
+    assert (event["type"], event["sequence_number"]) == ("response.failed", 42)
+    assert event["response"]["status"] == "failed"

@@ -1,0 +1,173 @@
+"""`app.offline.LLM` over a tiny model with random weights: the real engine, no server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.offline import LLM, Output
+from core.errors import ConfigError, ContextExceeded, RequestError, Unavailable
+from tests.e2e.process import dummy_model
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def load(directory: Path, **settings: Any) -> LLM:
+    model = dummy_model(directory)
+    template = str(model / "template.jinja")
+    return LLM(str(model), load_format="dummy", chat_template=template, kv_tokens=16384, **settings)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    with load(tmp_path_factory.mktemp("dummy")) as loaded:
+        yield loaded
+
+
+def until_idle(llm: LLM) -> None:
+    """What was ended leaves at the engine's next turn; a request that runs to its end comes after."""
+    for _ in range(200):
+        if llm._live.submitter.idle:
+            return
+        llm.generate("x", max_tokens=1)
+    raise AssertionError("requests are still there")
+
+
+def test_one_prompt_many_prompts_and_ids_agree(llm: LLM) -> None:
+    single = llm.generate("hello", GREEDY)
+    assert len(single) == 1 and len(single[0].token_ids) == 12
+    assert single[0].finish_reason == "length"
+    assert single[0].usage["completion_tokens"] == 12
+    many = llm.generate(["hello", "other", "hello"], **GREEDY)
+    assert [output.text for output in many][::2] == [single[0].text] * 2
+    ids = llm._live.loaded.tokenizer.encode("hello").tolist()
+    assert llm.generate(ids, GREEDY)[0].token_ids == single[0].token_ids
+    assert [o.token_ids for o in llm.generate([ids, ids], GREEDY)] == [single[0].token_ids] * 2
+    assert llm.generate([]) == []
+
+
+def test_keywords_go_over_the_mapping_and_n_gives_choices(llm: LLM) -> None:
+    output = llm.generate("a", GREEDY, max_tokens=3, n=2, temperature=1, seed=5, logprobs=1)[0]
+    assert [len(choice.token_ids) for choice in output.choices] == [3, 3]
+    assert [choice.index for choice in output.choices] == [0, 1]
+    assert output.choices[0].logprobs is not None
+    again = llm.generate("a", GREEDY, max_tokens=3, n=2, temperature=1, seed=5)[0]
+    assert [c.token_ids for c in again.choices] == [c.token_ids for c in output.choices]
+
+
+def test_chat_answers_conversations(llm: LLM) -> None:
+    one = llm.chat(HI, GREEDY)
+    assert one[0].choices[0].message is not None
+    assert one[0].choices[0].message["role"] == "assistant"
+    assert [o.text for o in llm.chat([HI, HI], GREEDY)] == [one[0].text] * 2
+
+
+def test_a_stream_is_the_answer_in_pieces(llm: LLM) -> None:
+    whole = llm.generate("abc", GREEDY)[0]
+    pieces = list(llm.stream("abc", GREEDY))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+    chat = list(llm.stream(messages=HI, **GREEDY))
+    assert "".join(piece.text for piece in chat) == llm.chat(HI, GREEDY)[0].text
+
+
+def test_a_stream_that_is_left_ends_its_request(llm: LLM) -> None:
+    stream = llm.stream("abc", max_tokens=1900, ignore_eos=True)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    until_idle(llm)
+
+
+async def test_async_twins_on_another_loop(llm: LLM) -> None:
+    whole = llm.generate("abc", GREEDY)[0]
+    outputs = await asyncio.gather(llm.agenerate("abc", GREEDY), llm.achat(HI, GREEDY))
+    assert outputs[0][0].token_ids == whole.token_ids
+    assert len(outputs[1]) == 1
+    pieces = [piece async for piece in llm.astream("abc", GREEDY)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    left = llm.astream("abc", max_tokens=1900, ignore_eos=True)
+    async for _ in left:
+        break
+    await left.aclose()  # type: ignore[attr-defined]
+    task = asyncio.create_task(llm.agenerate("abc", max_tokens=1900, ignore_eos=True))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(until_idle, llm)
+
+
+def test_any_thread_may_ask(llm: LLM) -> None:
+    def ask(_: int) -> list[Output]:
+        return llm.generate(["a", "b"], GREEDY)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, range(8)))
+    assert len({answer[0].text for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop": [""]}, "stop"),
+        ({"n": 0}, "n"),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_an_error_of_ours(llm: LLM, fields: Any, param: str) -> None:
+    with pytest.raises(RequestError) as error:
+        llm.generate("x", **fields)
+    assert error.value.param == param
+    with pytest.raises(RequestError):
+        list(llm.stream("x", **fields))
+
+
+def test_more_errors(llm: LLM) -> None:
+    with pytest.raises(ContextExceeded):
+        llm.generate("x", max_tokens=100_000)
+    with pytest.raises(TypeError, match="temprature"):
+        llm.generate("x", temprature=0)
+    with pytest.raises(TypeError):
+        llm.stream("x", messages=HI)
+    with pytest.raises(RequestError):
+        llm.generate(["good", ""], max_tokens=1900, ignore_eos=True)
+    until_idle(llm)
+
+
+def test_wrong_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pages_size"):
+        LLM("x", pages_size=3)
+    with pytest.raises(ConfigError, match="page_size"):
+        LLM("x", page_size="many")
+    with pytest.raises(ConfigError):
+        LLM(str(tmp_path / "nothing"))
+
+
+def test_closing_ends_what_runs_and_every_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    llm = load(tmp_path)
+    stream = llm.stream("abc", max_tokens=1900, ignore_eos=True)
+    next(stream)
+    llm.close()
+    with pytest.raises(Unavailable):
+        list(stream)
+    with pytest.raises(Unavailable):
+        llm.generate("x")
+    llm.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_progress_is_shown_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with load(tmp_path, progress=True) as llm:
+        llm.generate(["a", "b"], max_tokens=1)
+    assert "2/2" in capsys.readouterr().err

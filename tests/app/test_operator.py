@@ -1,0 +1,130 @@
+"""Pausing, sleeping and reloading a running engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from app.operator import Operator
+from app.text.tokenizer import Tokenizer
+from core.errors import RequestError
+from core.request import State
+from core.types import FinishReason
+from tests.app.test_engine import PROMPT, VOCAB, Bench, settle
+from tests.fakes.executor import oracle
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(None, VOCAB, [2])
+
+
+@pytest.fixture
+async def bench(tokenizer: Tokenizer) -> Bench:
+    return Bench(tokenizer, eager=False)
+
+
+@pytest.fixture
+def operator(bench: Bench, tmp_path: Path) -> Operator:
+    return Operator(bench.engine, tmp_path / "traces")
+
+
+async def finish(bench: Bench, *runs: object) -> None:
+    """Let the device work until nothing is left."""
+    while not bench.engine.idle:
+        bench.executor.complete(len(bench.executor.pending))
+        await settle()
+
+
+async def held(bench: Bench, work: asyncio.Task[None]) -> None:
+    """Finish the steps in flight, which is what an operation waits for."""
+    await settle()
+    assert not work.done() or not bench.executor.pending
+    bench.executor.complete(len(bench.executor.pending))
+    await work
+
+
+@pytest.mark.parametrize("mode", ["keep", "retract"])
+async def test_a_pause_waits_for_what_is_in_flight_and_changes_no_text(
+    bench: Bench, operator: Operator, mode: str
+) -> None:
+    run = await bench.start("a", 20)
+    await settle()
+    bench.executor.complete()
+    await settle()
+    await held(bench, asyncio.create_task(operator.pause(mode)))  # type: ignore[arg-type]
+    await settle()
+    assert operator.paused
+    assert bench.engine.scheduler.in_flight == 0
+    assert run.requests[0].state is (State.DECODE if mode == "keep" else State.WAITING)
+    late = await bench.start("b", 3)  # is taken, and waits
+    await settle()
+    assert not bench.executor.pending
+    await operator.resume()
+    await settle()
+    await finish(bench)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 20, VOCAB)
+    assert bench.tokens("b-0") == oracle(PROMPT.tolist(), 3, VOCAB)
+    del late
+
+
+async def test_a_pause_may_abort(bench: Bench, operator: Operator) -> None:
+    await bench.start("a", 20)
+    await settle()
+    await held(bench, asyncio.create_task(operator.pause("abort")))
+    await settle()
+    assert bench.reason("a-0") is FinishReason.ABORT
+
+
+async def test_new_weights_drop_every_kv_and_requests_start_over(bench: Bench, operator: Operator) -> None:
+    await bench.start("a", 20)
+    await settle()
+    bench.executor.complete()
+    await settle()
+    await held(bench, asyncio.create_task(operator.load_weights("other")))
+    assert [(o.action, o.path) for o in bench.executor.orders] == [("load_weights", "other")]
+    assert not operator.paused
+    await settle()
+    assert bench.engine.scheduler.cache.statistics().cached == 0
+    await finish(bench)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 20, VOCAB)
+
+
+async def test_weights_that_are_refused_change_nothing(bench: Bench, operator: Operator) -> None:
+    await bench.start("a", 8)
+    await settle()
+    bench.executor.refuse = "not the same model"
+    work = asyncio.create_task(operator.load_weights("other"))
+    with pytest.raises(RequestError, match="not the same model"):
+        await held(bench, work)
+    assert not operator.paused
+    await settle()
+    await finish(bench)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 8, VOCAB)
+
+
+async def test_asleep_requests_wait_and_a_resume_is_refused(bench: Bench, operator: Operator) -> None:
+    await operator.sleep(("weights",))
+    await operator.sleep()  # only what is still there
+    assert [o.tags for o in bench.executor.orders] == [("weights",), ("kv_cache",)]
+    await bench.start("a", 4)
+    await settle()
+    with pytest.raises(RequestError, match="sleeps"):
+        await operator.resume()
+    await operator.wake(("kv_cache",))
+    assert operator.paused
+    await operator.wake()
+    assert operator.asleep == frozenset()
+    await settle()
+    await finish(bench)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 4, VOCAB)
+
+
+async def test_a_profile_is_written_where_the_server_says(operator: Operator, bench: Bench) -> None:
+    await operator.start_profile()
+    path = await operator.stop_profile()
+    assert [o.action for o in bench.executor.orders] == ["profile_start", "profile_stop"]
+    assert bench.executor.orders[1].path == str(path)
+    assert path.parent.is_dir()

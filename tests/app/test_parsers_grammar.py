@@ -1,0 +1,208 @@
+"""One grammar for thinking, calls and an answer's own constraint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from app.parsers.base import assemble
+from app.parsers.grammar import Tool, Wanted, answer_element, constraint, without_notes
+from app.parsers.reading import Reading
+from app.parsers.registry import REASONING, TOOLS, ToolFamily, tool_family
+from core.errors import RequestError
+from core.grammar import GrammarSpec
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+STRICT = Tool("weather", SCHEMA, True)
+LOOSE = Tool("now", {"type": "object", "properties": {}})
+ANSWER = GrammarSpec("json_schema", json.dumps(SCHEMA | {"properties": {"city": {"type": "integer"}}}))
+THOUGHT = "<think>\nhm\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+BAD = CALL.replace("city", "town")
+JSON = '{"city": 3}'
+
+
+def accepts(spec: GrammarSpec, text: str) -> bool:
+    """Whether a whole text satisfies a structural tag."""
+    xgrammar = pytest.importorskip("xgrammar")
+    testing = pytest.importorskip("xgrammar.testing")
+    return bool(testing._is_grammar_accept_string(xgrammar.Grammar.from_structural_tag(spec.text), text))
+
+
+def grammar(family: ToolFamily | None = TOOLS["hermes"], **wanted: Any) -> GrammarSpec:
+    fields = {"tools": (STRICT, LOOSE), "calls": "required", **wanted}
+    spec = constraint(Wanted(**fields), family, REASONING["think"])
+    assert spec is not None and spec.kind == "structural_tag"
+    return spec
+
+
+def judged(spec: GrammarSpec, texts: dict[str, str]) -> set[str]:
+    return {name for name, text in texts.items() if accepts(spec, text)}
+
+
+TEXTS = {
+    "call": CALL,
+    "two": f"{CALL}\n{OTHER}",
+    "json": JSON,
+    "think call": THOUGHT + CALL,
+    "think two": f"{THOUGHT}{CALL}\n{OTHER}",
+    "think json": THOUGHT + JSON,
+    "thought json": THOUGHT.removeprefix("<think>") + JSON,
+    "thought call": THOUGHT.removeprefix("<think>") + CALL,
+    # never right
+    "bad": BAD,
+    "think bad": THOUGHT + BAD,
+    "think": THOUGHT,
+    "think twice": THOUGHT + THOUGHT + JSON,
+    "unended think": THOUGHT[:-10] + JSON,
+    "call in think": f"<think>{CALL}</think>\n\n{JSON}",
+    "call then json": f"{CALL}\n{JSON}",
+    "unended call": CALL[:-12],
+    "unknown": CALL.replace("weather", "whether"),
+    "text": "The weather is fine.",
+    "text call": f"Well.\n{CALL}",
+    "wrong type": '{"city": "x"}',
+}
+
+
+@pytest.mark.parametrize(
+    ("calls", "thinking", "right"),
+    [
+        ("auto", "none", {"call", "two", "json"}),
+        ("required", "none", {"call", "two"}),
+        ("auto", "possible", {"call", "two", "json", "think call", "think two", "think json"}),
+        ("required", "possible", {"call", "two", "think call", "think two"}),
+        ("auto", "open", {"thought json", "thought call"}),
+        ("required", "open", {"thought call"}),
+    ],
+)
+def test_thinking_then_an_answer_or_calls(calls: str, thinking: str, right: set[str]) -> None:
+    assert judged(grammar(answer=ANSWER, calls=calls, thinking=thinking), TEXTS) == right
+
+
+def test_an_answers_constraint_begins_behind_the_thinking() -> None:
+    spec = grammar(tools=(), calls="none", answer=ANSWER, thinking="possible")
+    assert judged(spec, TEXTS) == {"json", "think json"} and spec.param == "response_format"
+    assert constraint(Wanted(answer=ANSWER), None, REASONING["think"]) is ANSWER
+    assert constraint(Wanted(thinking="open"), TOOLS["hermes"], REASONING["think"]) is None
+
+
+def test_strict_functions_within_free_text() -> None:
+    spec = grammar(calls="auto")
+    assert judged(spec, TEXTS) >= {"call", "two", "text", "text call", "think call"}
+    assert not judged(spec, TEXTS) & {"bad", "think bad", "unknown", "unended call"}
+    assert accepts(spec, OTHER.replace("{}", '{"any": [1]}'))  # not strict: only JSON
+    one = grammar(calls="auto", many=False)
+    assert judged(one, TEXTS) >= {"call", "text call"} and not judged(one, TEXTS) & {"two"}
+    loose = Wanted(tools=(LOOSE,), calls="auto")
+    assert constraint(loose, TOOLS["hermes"], None) is None and constraint(loose, None, None) is None
+
+
+def test_notes_are_left_out_of_grammars() -> None:
+    noted = {
+        "description": "<|im_start|>",
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "title": "T", "enum": ["description"]},
+            "list": {"type": "array", "items": {"$comment": "c", "type": "string", "default": "x"}},
+            "either": {"anyOf": [{"type": "null", "description": "d"}, {"type": "string"}]},
+        },
+        "required": ["title"],
+    }
+    assert without_notes(noted) == {
+        "type": "object",
+        "properties": {
+            "title": {"type": "string", "enum": ["description"]},
+            "list": {"type": "array", "items": {"type": "string"}},
+            "either": {"anyOf": [{"type": "null"}, {"type": "string"}]},
+        },
+        "required": ["title"],
+    }
+    assert "<|im_start|>" not in grammar(tools=(Tool("f", noted),)).text
+
+
+def test_one_call_only() -> None:
+    assert judged(grammar(many=False), TEXTS) == {"call"}
+
+
+WRITTEN = {
+    "hermes": f"{CALL}\n{OTHER}",
+    "llama3": '{"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "now", "parameters": {}}',
+    "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo"}}, '
+    '{"name": "now", "arguments": {}}]',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "Oslo"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n'
+    "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "mistral [ARGS]": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]now[ARGS]{}',
+    "deepseek_v3 <｜tool▁sep｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_every_family_reads_what_its_grammar_lets_through(family: str) -> None:
+    name, _, template = family.partition(" ")
+    found = tool_family(name, template)
+    assert found is not None
+    for calls in ("required", "auto"):
+        spec = grammar(found, calls=calls)
+        assert accepts(spec, WRITTEN[family]) and not accepts(spec, WRITTEN[family].replace("city", "town"))
+        assert accepts(spec, "Let me {see}.\nYes.") == (calls == "auto")
+    answer = Reading(tools=found, names=frozenset({"weather", "now"})).answer()
+    message = assemble(answer.feed(WRITTEN[family]) + answer.finish())
+    assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [
+        ("weather", {"city": "Oslo"}),
+        ("now", {}),
+    ]
+    assert message.content == ""
+
+
+def test_what_a_family_cannot_be_held_to_is_refused() -> None:
+    for family in (TOOLS["pythonic"], None):
+        for wanted in (
+            Wanted(tools=(LOOSE,), calls="required"),
+            Wanted(tools=(STRICT,), calls="auto"),
+            Wanted(tools=(LOOSE,), calls="auto", answer=ANSWER),
+        ):
+            with pytest.raises(RequestError) as refused:
+                constraint(wanted, family, None)
+            assert refused.value.param == ("tool_choice" if wanted.calls == "required" else "tools")
+
+
+@pytest.mark.parametrize(
+    ("spec", "right", "wrong"),
+    [
+        (GrammarSpec("json_object"), '{"a": [1, {"b": null}]}', "[1]"),
+        (GrammarSpec("regex", "a+b"), "aab", "b"),
+        (GrammarSpec("ebnf", 'root ::= "x" [0-9]'), "x7", "7"),
+        (GrammarSpec("choice", '["yes", "no"]'), "no", "maybe"),
+        (
+            GrammarSpec(
+                "structural_tag",
+                '{"type": "structural_tag", "format": {"type": "const_string", "value": "ok"}}',
+            ),
+            "ok",
+            "ko",
+        ),
+    ],
+)
+def test_every_kind_of_constraint_can_be_part_of_it(spec: GrammarSpec, right: str, wrong: str) -> None:
+    whole = grammar(answer=spec, calls="auto", thinking="possible")
+    assert accepts(whole, THOUGHT + right) and accepts(whole, right) and accepts(whole, CALL)
+    assert not accepts(whole, THOUGHT + wrong)
+
+
+def test_a_constraint_that_is_no_json_is_named() -> None:
+    for spec in (GrammarSpec("json_schema", "{"), GrammarSpec("structural_tag", "{}", "structural_tag")):
+        with pytest.raises(RequestError) as refused:
+            answer_element(spec)
+        assert refused.value.param == spec.param

@@ -1,0 +1,120 @@
+"""A job's constraint on its way to the queue: compiled before, cancellable, an error of that job only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from app.submit import Limits, Submitter
+from app.text.tokenizer import Tokenizer
+from core.clock import monotonic
+from core.errors import RequestError
+from core.grammar import CompiledGrammar, GrammarSpec
+from core.request import SamplingParams
+from tests.app.test_engine import VOCAB, Bench
+
+END = 2
+SPEC = GrammarSpec("regex", "a+", "regex")
+
+
+class Compiled:
+    """A grammar that no fake device looks into."""
+
+    def matcher(self) -> Any:
+        return None
+
+
+class FakeCompiler:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[GrammarSpec] = []
+        self.cancelled = 0
+        self.ready = asyncio.Event()
+        self.error: RequestError | None = None
+        self.grammar = Compiled()
+
+    async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        self.asked.append(spec)
+        try:
+            await self.ready.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.error is not None:
+            raise self.error
+        return self.grammar
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    tokenizer = Tokenizer.load(None, VOCAB, [END])
+    made = Bench(tokenizer)
+    compiler = FakeCompiler()
+    made.submitter = Submitter(made.engine, tokenizer, Limits(512, VOCAB), monotonic, compiler)
+    made.compiler = compiler  # type: ignore[attr-defined]
+    yield made
+    made.engine.close()
+
+
+def compiler_of(bench: Bench) -> FakeCompiler:
+    found: FakeCompiler = bench.compiler  # type: ignore[attr-defined]
+    return found
+
+
+async def test_nothing_is_queued_before_the_grammar_is_there(bench: Bench) -> None:
+    starting = asyncio.ensure_future(bench.start("a", n=3, grammar=SPEC))
+    await asyncio.sleep(0)
+    assert bench.engine.scheduler.idle
+    compiler = compiler_of(bench)
+    compiler.ready.set()
+    run = await starting
+    assert compiler.asked == [SPEC], "one compile for all choices"
+    assert all(request.grammar is compiler.grammar for request in run.requests)
+    await run.wait()
+
+
+async def test_a_refusal_leaves_nothing_behind(bench: Bench) -> None:
+    compiler = compiler_of(bench)
+    compiler.ready.set()
+    compiler.error = RequestError("no such regex", "regex")
+    with pytest.raises(RequestError, match="no such regex"):
+        await bench.start("a", grammar=SPEC)
+    compiler.error = None
+    run = await bench.start("a", grammar=SPEC)  # the id is free again
+    await run.wait()
+
+
+async def test_a_client_that_goes_away_takes_its_compile_along(bench: Bench) -> None:
+    starting = asyncio.ensure_future(bench.start("a", grammar=SPEC))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert compiler_of(bench).cancelled == 1
+    assert bench.submitter.idle
+
+
+async def test_without_a_compiler_constraints_are_refused(bench: Bench) -> None:
+    tokenizer = Tokenizer.load(None, VOCAB, [END])
+    bench.submitter = Submitter(bench.engine, tokenizer, Limits(512, VOCAB), monotonic)
+    with pytest.raises(RequestError) as caught:
+        await bench.start("a", grammar=SPEC)
+    assert (caught.value.param, caught.value.code) == ("regex", "unsupported")
+
+
+async def test_ends_are_put_off_but_never_forgotten(bench: Bench) -> None:
+    """`ignore_eos` holds the end down as min_tokens does: a complete grammar has no other token."""
+    compiler_of(bench).ready.set()
+    for id, stops, least in (("a", frozenset[int](), 8), ("b", frozenset({7}), 0)):
+        run = await bench.start(id, grammar=SPEC, sampling=SamplingParams(stop_ids=stops))
+        params = run.requests[0].params
+        assert params.stop_ids == stops | {END}
+        assert params.min_tokens == least
+        await run.wait()

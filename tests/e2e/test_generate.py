@@ -1,0 +1,125 @@
+"""`python -m app generate` as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.process import PATIENCE, ROOT, dummy_model, flags, run_to_end
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dummy_model(tmp_path_factory.mktemp("dummy"))
+
+
+def generate(
+    model: Path, source: Path, output: Path, *more: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The process, and the records of the output by custom_id."""
+    ended = run_to_end("generate", "--input", str(source), "--output", str(output), *flags(model), *more)
+    return ended, records(output)
+
+
+def records(output: Path) -> dict[str, Any]:
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len({record["custom_id"] for record in found}) == len(found)
+    return {record["custom_id"]: record for record in found}
+
+
+def batch_line(id: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": id, "method": "POST", "url": "/v1/completions", "body": {"max_tokens": 3, **body}}
+
+
+def test_lines_of_every_kind_and_a_second_run(model: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "ignore_eos": True}
+    texts = [
+        json.dumps(batch_line("batch", prompt="a")),
+        json.dumps({"prompt": "b", "max_tokens": 4, "ignore_eos": True, "custom_id": "plain"}),
+        json.dumps(chat),
+        "",
+        "{oops",
+        json.dumps({"nothing": 1}),
+        json.dumps(batch_line("batch", prompt="twice")),
+        json.dumps(batch_line("wrong", prompt="a", temperature=-1)),
+    ]
+    source.write_text("\n".join(texts))
+    ended, found = generate(model, source, output)
+    assert ended.returncode == 1, ended.stderr
+    assert set(found) == {"batch", "plain", "line-3", "line-5", "line-6", "line-7", "wrong"}
+    assert found["batch"]["response"]["body"]["object"] == "text_completion"
+    assert found["plain"]["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert found["line-3"]["response"]["body"]["object"] == "chat.completion"
+    assert found["line-5"]["error"]["code"] == "invalid_json_line"
+    assert found["line-7"]["error"]["code"] == "duplicate_custom_id"
+    assert found["wrong"]["response"]["status_code"] == 400
+    assert "3 lines answered, 4 failed" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+    # More lines, and a torn last record: what is there stays, what is missing is made.
+    good = output.read_bytes()
+    output.write_bytes(good + b'{"id": "batch_req_1", "custom_id": "new"')
+    source.write_text("\n".join([*texts, json.dumps(batch_line("new", prompt="c"))]))
+    ended, found = generate(model, source, output)
+    assert ended.returncode == 1
+    assert output.read_bytes().startswith(good)
+    assert output.read_bytes().count(b"\n") == 8
+    assert found["new"]["response"]["status_code"] == 200
+
+
+def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [batch_line(f"l{i}", prompt=f"{i}", max_tokens=40, ignore_eos=True) for i in range(30)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["generate", "--input", str(source), "--output", str(output), *flags(model)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", *command, "--concurrency", "1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while not output.exists() or output.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    first = output.read_bytes()
+    assert 3 <= first.count(b"\n") < 30
+    ended, found = generate(model, source, output)
+    assert ended.returncode == 0, ended.stderr
+    assert output.read_bytes().startswith(first)
+    assert set(found) == {f"l{i}" for i in range(30)}
+    assert all(record["response"]["status_code"] == 200 for record in found.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--input"),
+        (["--input", "nowhere.jsonl", "--output", "out"], "nowhere.jsonl"),
+        (["--input", "x", "--output", "y", "--port", "1"], "--port"),
+        (["--input", "x", "--output", "y", "--concurrency", "-1"], "--concurrency"),
+    ],
+)
+def test_a_wrong_command_is_one_clear_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    ended = run_to_end("generate", *arguments)
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("loom: error:") and words in last
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,100 @@
+"""A vocabulary to constrain, and texts drawn from a grammar."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken
+
+from app.text.tokenizer import Tokenizer
+from app.text.vocab import BYTE_ALPHABET
+from core.grammar import TokenTable
+from core.plan import NewSlot, StepPlan
+from core.request import SamplingParams
+from gpu.grammar.matchers import Matchers
+from gpu.grammar.stepper import Grammar, Matcher
+from tests.gpu.rig import ints
+
+WIDTH = 300
+"""Logits: wider than the vocabulary, as padded models are."""
+END, TURN, THINK, UNTHINK, TOOL = 264, 265, 266, 267, 268
+WORDS = ('":', '","', '"}', "true", "abc", '{"', "  ", "12")
+"""Tokens of several bytes, ids 256 to 263."""
+
+
+def make_tokenizer() -> Tokenizer:
+    """Bytes, a few words, two ends of a turn (special), and three marks (added, not special)."""
+    characters = {byte: chr(char) for char, byte in BYTE_ALPHABET.items()}
+    vocab = {characters[byte]: byte for byte in range(256)}
+    for i, word in enumerate(WORDS):
+        vocab["".join(characters[byte] for byte in word.encode())] = 256 + i
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    core.add_special_tokens([AddedToken("<|end|>", special=True), AddedToken("<|turn|>", special=True)])
+    core.add_tokens([AddedToken(text) for text in ("<think>", "</think>", "<tool>")])
+    return Tokenizer(core, {}, [END, TURN])
+
+
+TOKENIZER = make_tokenizer()
+
+
+def table(width: int = WIDTH) -> TokenTable:
+    return TOKENIZER.token_table(width)
+
+
+def new_slot(slot: int, grammar: Grammar | None, output: Sequence[int] = ()) -> NewSlot:
+    return NewSlot(slot, SamplingParams(), ints([1]), ints(output), 0, grammar=grammar)
+
+
+def decode(*slots: int) -> StepPlan:
+    """A step in which `slots` take one token each."""
+    return StepPlan(0, ints(slots))
+
+
+def allowed(grammar: Grammar, prefix: Sequence[int] = ()) -> set[int]:
+    """Tokens that may follow `prefix`."""
+    matchers = Matchers()
+    matchers.apply([new_slot(1, grammar, prefix)])
+    masks = matchers.fill(decode(1))
+    assert masks is not None
+    return set(np.flatnonzero(np.unpackbits(masks.bits[0].view(np.uint8), bitorder="little")).tolist())
+
+
+def accepts(grammar: Grammar, text: str | Sequence[int]) -> bool:
+    """Whether `text`, token by token through the masks, and then an end, is let through."""
+    tokens = list(text.encode()) if isinstance(text, str) else list(text)
+    matcher: Matcher = grammar.matcher()
+    bits = np.zeros((1, matcher.stepper.words), np.int32)
+    for token in [*tokens, END]:
+        matcher.stepper.fill([matcher.state], [0], bits)
+        if not bits[0, token >> 5] >> (token & 31) & 1:
+            return False
+        assert matcher.stepper.accept([matcher.state], [token]) == [None]
+    return matcher.stepper.ended(matcher.state, END)
+
+
+def draw(grammar: Grammar, seed: int, most: int = 400) -> list[int] | None:
+    """A random text of the grammar, without its end token; None when it does not end in time. The end
+    and what closes are preferred, or a random string would go on for ever."""
+    rng = random.Random(seed)
+    matcher: Matcher = grammar.matcher()
+    bits = np.zeros((1, matcher.stepper.words), np.int32)
+    out: list[int] = []
+    while len(out) < most:
+        matcher.stepper.fill([matcher.state], [0], bits)
+        may = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+        assert may
+        closing = [token for token in may if token in _CLOSING]
+        token = rng.choice(closing if closing and rng.random() < 0.5 else may)
+        assert matcher.stepper.accept([matcher.state], [token]) == [None]
+        if token in (END, TURN):
+            return out
+        out.append(token)
+    return None
+
+
+_CLOSING = frozenset((END, TURN, ord('"'), ord("}"), ord("]"), ord(","), 256, 257, 258))

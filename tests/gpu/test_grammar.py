@@ -1,0 +1,274 @@
+"""What compiles, what is refused and with which words, and what a grammar lets through."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from core.errors import RequestError
+from core.grammar import GrammarKind, GrammarSpec
+from gpu.grammar import Compiler
+from gpu.grammar.schema import Refused
+from gpu.grammar.stepper import Grammar
+from gpu.grammar.strict import check_strict
+from tests.gpu.grammars import (
+    END,
+    THINK,
+    TOKENIZER,
+    TOOL,
+    TURN,
+    UNTHINK,
+    WIDTH,
+    accepts,
+    allowed,
+    draw,
+    table,
+)
+
+MARKS = {END, TURN, THINK, UNTHINK, TOOL}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    made = Compiler(table())
+    yield made
+    made.close()
+
+
+async def compiled(compiler: Compiler, kind: GrammarKind, value: Any) -> Grammar:
+    text = value if isinstance(value, str) else json.dumps(value)
+    grammar = await compiler.compile(GrammarSpec(kind, text, "field"))
+    assert isinstance(grammar, Grammar)
+    return grammar
+
+
+async def refusal(compiler: Compiler, kind: GrammarKind, value: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        await compiled(compiler, kind, value)
+    assert caught.value.param == "field"
+    return caught.value.message
+
+
+def tag(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
+
+CLOSED = {"additionalProperties": False}
+SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], **CLOSED},
+    {"type": "array", "items": {"type": "integer", "minimum": 3, "maximum": 17}, "maxItems": 3},
+    {"enum": ["a", 1, None, {"x": [True]}]},
+    {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 4}]},
+    {"type": "string", "pattern": "^a[0-9]{2,3}$"},
+    {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2}}, "$ref": "#/$defs/t"},
+    {"type": "object", "properties": {"not": {"type": "boolean"}}, "required": ["not"], **CLOSED},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
+async def test_whatever_is_drawn_from_a_schema_is_valid(compiler: Compiler, schema: Any) -> None:
+    grammar = await compiled(compiler, "json_schema", schema)
+    drawn = [out for seed in range(30) if (out := draw(grammar, seed)) is not None]
+    assert len(drawn) > 10
+    for out in drawn:
+        jsonschema.validate(json.loads(TOKENIZER.decode(out, skip_special=False)), schema)
+
+
+async def test_an_object_is_an_object(compiler: Compiler) -> None:
+    grammar = await compiled(compiler, "json_object", "")
+    assert accepts(grammar, '{"a": [1, {"b": null}], "c": "x"}')
+    assert not accepts(grammar, "[1]")
+    assert not accepts(grammar, '{"a": 1')
+
+
+async def test_an_escaped_key_is_no_way_around_its_schema(compiler: Compiler) -> None:
+    """Whoever parses it reads "\\u0061" as "a", which has to be a string."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": True}
+    for grammar in (
+        await compiled(compiler, "json_schema", schema),
+        await compiled(compiler, "structural_tag", tag({"type": "json_schema", "json_schema": schema})),
+    ):
+        assert accepts(grammar, '{"a":"x"}')
+        assert not accepts(grammar, '{"\\u0061":5}')
+        assert not accepts(grammar, '{"a":"x","\\u0061":5}')
+        assert not accepts(grammar, '{"a":"x","a":5}')
+
+
+async def test_escapes_that_text_needs_are_there(compiler: Compiler) -> None:
+    grammar = await compiled(compiler, "json_schema", {"type": "string"})
+    assert accepts(grammar, json.dumps('a "quote", a \\ and a\nline'))
+    assert not accepts(grammar, '"a\nline"')
+
+
+async def test_regexes_match_the_whole_answer(compiler: Compiler) -> None:
+    grammar = await compiled(compiler, "regex", r"[a-c]+@x\.(com|org)")
+    assert accepts(grammar, "abc@x.com")
+    assert not accepts(grammar, "abc@x.net")
+    assert not accepts(grammar, "abc@x.com!")
+    drawn = [out for seed in range(20) if (out := draw(grammar, seed)) is not None]
+    assert drawn
+    assert all(re.fullmatch(r"[a-c]+@x\.(com|org)", TOKENIZER.decode(out)) for out in drawn)
+    assert accepts(await compiled(compiler, "regex", "^abc$"), "abc")
+
+
+async def test_choices_are_taken_literally(compiler: Compiler) -> None:
+    listed = ["a.b", "c|d", '"q"', "é😀", "x-y&z~#", "a/b", "^$", "two\nlines", "\\n"]
+    grammar = await compiled(compiler, "choice", listed)
+    assert all(accepts(grammar, one) for one in listed)
+    assert not accepts(grammar, "axb")
+    assert not accepts(grammar, "a.b" + "c|d")
+
+
+@pytest.mark.parametrize(
+    "source", ['root ::= "a" root "b" | "c"', 'start: "a" start "b" | "c"'], ids=["gbnf", "lark"]
+)
+async def test_grammars_recurse(compiler: Compiler, source: str) -> None:
+    grammar = await compiled(compiler, "ebnf", source)
+    assert accepts(grammar, "aacbb")
+    assert not accepts(grammar, "aacb")
+
+
+async def test_marks_never_match_inside_strings(compiler: Compiler) -> None:
+    """Neither library may write a control token where a client expects text."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], **CLOSED}
+    for grammar in (
+        await compiled(compiler, "json_schema", schema),
+        await compiled(compiler, "structural_tag", tag({"type": "json_schema", "json_schema": schema})),
+    ):
+        inside = allowed(grammar, list(b'{"a":"x'))
+        assert ord("<") in inside
+        assert not inside & MARKS
+        assert not inside & set(range(END, WIDTH)), "ids beyond the vocabulary are padding"
+        assert accepts(grammar, '{"a":"<tool>"}'), "the same characters as text are text"
+
+
+async def test_a_tag_may_use_the_marks_that_it_spells(compiler: Compiler) -> None:
+    think = {"type": "any_text", "excludes": ["<think>", "</think>"]}
+    form = {"type": "tag", "begin": "<think>", "content": think, "end": "</think>"}
+    grammar = await compiled(compiler, "structural_tag", tag(form))
+    assert allowed(grammar) & MARKS == {THINK}
+    assert allowed(grammar, [THINK, ord("a")]) & MARKS == {UNTHINK}
+    assert accepts(grammar, [THINK, ord("a"), UNTHINK])
+
+
+async def test_every_end_may_follow_a_complete_answer_and_no_other(compiler: Compiler) -> None:
+    grammar = await compiled(compiler, "choice", ["ab"])
+    assert allowed(grammar, list(b"ab")) == {END, TURN}
+    assert not allowed(grammar, list(b"a")) & {END, TURN}
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"not": {}}, "'not'"),
+        ({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, "'if' at #/properties/a"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"anyOf": [{"type": "array", "contains": {}}]}, "'contains' at #/anyOf/0"),
+        ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"dependencies": {}}, "dependencies"),
+        ({"propertyNames": {"maxLength": 3}}, "propertyNames"),
+        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"$dynamicRef": "#x"}, "$dynamicRef"),
+        ({"x-guidance": {"lenient": True}, "type": "object"}, "x-guidance"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"allOf": [{"$id": "http://a/b", "$ref": "c"}]}, "$id"),
+        ({"type": "string", "format": "topic"}, "format: topic"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "string", "pattern": "a(?=b)"}, "look-ahead"),
+        ({"$ref": "http://example.com/schema"}, "http://example.com/schema"),
+        ({"type": "strnig"}, "strnig"),
+        ({"type": "string", "maxLength": -1}, "maxLength"),
+        ({"type": "string", "enum": [1]}, "nsatisfiable"),
+        ({"$ref": "#"}, "nothing can follow"),
+        (False, "false"),
+        ([], "object"),
+        ("{", "JSON"),
+        ("", "empty"),
+        ("\ud800", "surrogate"),
+        ('{"items":' * 3000 + "{}" + "}" * 3000, "nested"),
+        (json.dumps({"description": "x" * 600_000}), "bytes"),
+        (json.dumps({"enum": [0] * 150_000}), "values"),
+    ],
+)
+async def test_what_a_schema_asks_in_vain_is_named(compiler: Compiler, schema: Any, word: str) -> None:
+    assert word in await refusal(compiler, "json_schema", schema)
+
+
+async def test_keywords_that_ask_for_nothing_pass(compiler: Compiler) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": False, "title": "not"}
+    assert accepts(await compiled(compiler, "json_schema", schema), "[1,1]")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "word"),
+    [
+        ("regex", "(a", "unclosed"),
+        ("regex", r"(a)\1", "backreference"),
+        ("regex", "", "empty"),
+        ("regex", "a" * 1_000_000, "bytes"),
+        ("choice", "[]", "at least one"),
+        ("choice", '["a", 1]', "list of at least one string"),
+        ("choice", "{", "JSON"),
+        ("ebnf", "root ::= (", "Expected"),
+        ("ebnf", "start: nowhere", "nowhere"),
+        ("ebnf", "root ::= " + "(" * 20_000, "recursion"),
+        ("structural_tag", "[]", "format"),
+        ("structural_tag", '{"format": {"type": "nope"}}', "nope"),
+        ("structural_tag", '{"format": {"type": "tag"}}', "tag"),
+    ],
+)
+async def test_other_sources_say_what_is_wrong(
+    compiler: Compiler, kind: GrammarKind, text: str, word: str
+) -> None:
+    assert word.lower() in (await refusal(compiler, kind, text)).lower()
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"type": "string", "pattern": "a"}, "pattern"),
+        ({"type": "string", "minLength": 2}, "minLength"),
+        ({"type": "object", "required": ["a"]}, "required"),
+        ({"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 3}}}, "multipleOf"),
+        ({"$ref": "#/$defs/a", "type": "object", "$defs": {"a": {}}}, "type"),
+        ({"anyOf": [{}], "type": "object"}, "type"),
+        ({"allOf": [{}, {}]}, "allOf"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"enum": [1, "a"], "type": "string"}, "type"),
+        ({"type": "string", "format": "date"}, "date"),
+        ({"type": "array", "items": [{}]}, "items"),
+        ({"$ref": "other.json"}, "$ref"),
+        ({"properties": {"a": {}}}, "type"),
+        ({"type": "integer", "minimum": 2**70}, "minimum"),
+        ({"not": {}}, "not"),
+    ],
+)
+def test_schemas_in_tags_are_refused_where_xgrammar_would_loosen_them(schema: Any, word: str) -> None:
+    with pytest.raises(Refused, match=re.escape(f"'{word}'")):
+        check_strict(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"description": "anything"},
+        {
+            "type": "object",
+            "properties": {"unit": {"type": "string", "enum": ["c", "f"]}},
+            "required": ["unit"],
+        },
+        {"type": ["string", "null"], "description": "x", "default": None},
+        {"oneOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": "array", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": "integer"}}},
+        {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
+    ],
+)
+def test_what_tools_usually_declare_passes(schema: Any) -> None:
+    check_strict(schema)

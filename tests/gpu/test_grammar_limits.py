@@ -1,0 +1,195 @@
+"""Sharing, cancelling, the cache's bound, and sources that mean harm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.errors import Overloaded, RequestError
+from core.grammar import GrammarSpec
+from gpu.grammar import Compiler, Matchers
+from gpu.grammar.cache import GrammarCache, Key, Refusal
+from gpu.grammar.helper import MAX_WAITING
+from gpu.grammar.stepper import Grammar
+from tests.gpu.grammars import decode, new_slot, table
+
+WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(10_000)}})
+"""Compiles for ten seconds."""
+
+
+@pytest.fixture
+async def compiler() -> AsyncIterator[Compiler]:
+    made = Compiler(table(), cache_bytes=2**20, helper_seconds=0.5)
+    yield made
+    made.close()
+
+
+def choice(i: int) -> GrammarSpec:
+    return GrammarSpec("choice", json.dumps([f"option {i}"]))
+
+
+async def test_equal_constraints_share_one_grammar(compiler: Compiler) -> None:
+    first, second = await asyncio.gather(
+        compiler.compile(GrammarSpec("regex", "a+", "regex")),
+        compiler.compile(GrammarSpec("regex", "a+", "guided_regex")),
+    )
+    assert first is second
+    assert await compiler.compile(GrammarSpec("regex", "a+")) is first
+
+
+async def test_one_waiter_that_leaves_takes_nothing_from_the_other(compiler: Compiler) -> None:
+    spec = GrammarSpec("regex", "[a-z]{3}")
+    leaver = asyncio.ensure_future(compiler.compile(spec))
+    stayer = asyncio.ensure_future(compiler.compile(spec))
+    await asyncio.sleep(0)
+    leaver.cancel()
+    assert isinstance(await stayer, Grammar)
+    assert leaver.cancelled()
+
+
+async def test_the_last_waiter_takes_the_compile_along(compiler: Compiler) -> None:
+    alone = asyncio.ensure_future(compiler.compile(GrammarSpec("json_schema", WIDE)))
+    await asyncio.sleep(0)
+    alone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await alone
+    # Its place in the queue of the helper is free again: what needs the helper next gets it.
+    with pytest.raises(RequestError, match=r"0\.5 s"):
+        await compiler.compile(GrammarSpec("json_schema", WIDE))
+
+
+async def test_a_refusal_is_remembered_and_names_the_field_that_asks(compiler: Compiler) -> None:
+    for param in ("regex", "guided_regex"):
+        with pytest.raises(RequestError) as caught:
+            await compiler.compile(GrammarSpec("regex", "(", param))
+        assert caught.value.param == param
+
+
+async def test_a_thousand_schemas_stay_within_the_bytes(compiler: Compiler) -> None:
+    first = await compiler.compile(choice(0))
+    for i in range(1, 1_000):
+        await compiler.compile(choice(i))
+        assert compiler.cached_bytes <= 2**20
+    assert compiler.cached_bytes > 2**19
+    assert await compiler.compile(choice(0)) is not first, "the oldest had to go"
+    assert await compiler.compile(choice(999)) is await compiler.compile(choice(999))
+
+
+def test_the_cache_drops_what_was_used_least_recently() -> None:
+    cache = GrammarCache(3_000)
+    keys = [Key("regex", str(i)) for i in range(6)]
+    for key in keys[:5]:
+        cache.put(key, Refusal("x" * 90))
+    assert cache.get(keys[0])
+    cache.put(keys[5], Refusal("x" * 90))
+    assert cache.get(keys[0])
+    assert cache.get(keys[1]) is None
+    cache.put(Key("regex", "huge"), Refusal("x" * 5_000))
+    assert cache.get(Key("regex", "huge")) is None
+    assert cache.size <= 3_000
+
+
+HOSTILE: dict[str, tuple[Any, Any]] = {
+    "nested quantifiers": ("regex", "((a{1,100}){1,100}){1,100}"),
+    "any of 5,000": ("regex", r"(\w|\W){0,5000}"),
+    "exponential": ("regex", "(a|b)*a(a|b){200}"),
+    "a million characters": ("regex", "a" * 1_000_000),
+    "unicode classes": ("regex", r"(\p{L}|\p{N}){1,3000}"),
+    "10,000 deep": ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+    "a schema of itself": ("json_schema", '{"$ref":"#"}'),
+    "all of itself": ("json_schema", '{"allOf":[{"$ref":"#"}]}'),
+    "an array of itself": ("json_schema", '{"type":"array","items":{"$ref":"#"}}'),
+    "either itself or not": ("json_schema", '{"anyOf":[{"$ref":"#"},{"type":"integer"}]}'),
+    "doubling references": (
+        "json_schema",
+        json.dumps(
+            {
+                "$defs": {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+                | {"d40": {"type": "integer"}},
+                "$ref": "#/$defs/d0",
+            }
+        ),
+    ),
+    "products of unions": (
+        "json_schema",
+        json.dumps(
+            {
+                "allOf": [
+                    {"anyOf": [{"properties": {f"a{i}{j}": {"type": "null"}}} for j in range(8)]}
+                    for i in range(8)
+                ]
+            }
+        ),
+    ),
+    "1,000 optional properties": (
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1_000)}}),
+    ),
+    "10,000 optional properties": ("json_schema", WIDE),
+    "100,000 items": ("json_schema", '{"type":"array","items":{},"minItems":100000}'),
+    "an ambiguous grammar": ("ebnf", 'start: e\ne: e e | "a" | e "b" e'),
+    "an exponential grammar": (
+        "ebnf",
+        "start: r0\n" + "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(300)) + 'r300: "y"',
+    ),
+    "repeated repetition": ("ebnf", 'start: ("a"{0,1000}){0,1000}'),
+    "endless empty": ("ebnf", 'start: a*\na: b*\nb: "x"?'),
+    "20,000 choices": ("choice", json.dumps([f"{i}" for i in range(20_000)])),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_sources_are_refused_or_bounded(compiler: Compiler, name: str) -> None:
+    """Whatever compiles may fail while decoding, but only itself, and it says why."""
+    kind, text = HOSTILE[name]
+    try:
+        async with asyncio.timeout(30):
+            grammar = await compiler.compile(GrammarSpec(kind, text))
+    except RequestError as error:
+        assert error.message
+        return
+    assert isinstance(grammar, Grammar)
+    matchers = Matchers()
+    matchers.apply([new_slot(1, grammar), new_slot(2, await _plain(compiler))])
+    generator = np.random.default_rng(1)
+    for _ in range(60):
+        masks = matchers.fill(decode(1, 2))
+        if masks is None:
+            break
+        tokens = [-1, -1]
+        for at, row in enumerate(masks.rows):
+            may = np.flatnonzero(np.unpackbits(masks.bits[at].view(np.uint8), bitorder="little"))
+            if len(may):
+                tokens[row] = int(generator.choice(may))
+        failed = matchers.accept(masks, tokens)
+        assert 1 not in failed, "the neighbour is not concerned"
+
+
+async def _plain(compiler: Compiler) -> Grammar:
+    grammar = await compiler.compile(GrammarSpec("regex", "[a-z]*"))
+    assert isinstance(grammar, Grammar)
+    return grammar
+
+
+async def test_what_waits_for_the_helper_is_bounded_and_nothing_else_waits(compiler: Compiler) -> None:
+    large = [GrammarSpec("json_schema", WIDE + " " * i) for i in range(MAX_WAITING)]
+    waiting = [asyncio.ensure_future(compiler.compile(spec)) for spec in large]
+    small = await asyncio.gather(*(compiler.compile(choice(i)) for i in range(200)))
+    assert len(set(small)) == 200
+    with pytest.raises(Overloaded):
+        await compiler.compile(GrammarSpec("json_schema", WIDE + " " * MAX_WAITING))
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_helper_that_was_killed_is_replaced(compiler: Compiler) -> None:
+    with pytest.raises(RequestError, match=r"0\.5 s"):
+        await compiler.compile(GrammarSpec("json_schema", WIDE))
+    long = "|".join(f"word{i}" for i in range(1_200))
+    assert isinstance(await compiler.compile(GrammarSpec("regex", long)), Grammar)

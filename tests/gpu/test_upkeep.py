@@ -1,0 +1,117 @@
+"""Orders between steps, on a real runner and its threads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.order import Action, Order, OrderDone, Tag
+from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
+from core.types import NO_TOKENS
+from gpu.build import build_executor, spec_of
+from gpu.executor import LocalExecutor
+from tests.fakes import tiny_model
+from tests.gpu.rig import GREEDY, ints
+
+PROMPT = ints(range(3, 13))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("llama", tmp_path_factory.mktemp("llama")).path
+
+
+@pytest.fixture
+def executor(path: Path) -> LocalExecutor:
+    made = build_executor(
+        spec_of(path),
+        path,
+        ModelConfig(),
+        CacheConfig(kv_tokens=512),
+        ScheduleConfig(),
+        lambda stage, share: None,
+    )
+    made.start(lambda: None)
+    return made
+
+
+def prefill(step: int) -> StepPlan:
+    """The prompt in slot 1 on pages 1 and 2; yields its first token."""
+    writes = PageWrites(ints([1, 1]), ints([0, 1]), ints([1, 2]))
+    return StepPlan(
+        step, NO_TOKENS, (Chunk(1, 0, PROMPT, True),), (NewSlot(1, GREEDY, PROMPT, NO_TOKENS, 0),), writes
+    )
+
+
+def play(executor: LocalExecutor, *work: StepPlan | Order) -> list[StepResult | OrderDone]:
+    """Submit everything at once, close, and take what came."""
+    for item in work:
+        if isinstance(item, Order):
+            executor.order(item)
+        else:
+            executor.submit(item)
+    executor.close()
+    answers = executor.results()
+    assert all(isinstance(answer, StepResult | OrderDone) for answer in answers), answers
+    return answers  # type: ignore[return-value]
+
+
+def order(id: int, action: Action, path: str = "", *tags: Tag) -> Order:
+    return (
+        Order(id=id, action=action, path=path, tags=tags) if tags else Order(id=id, action=action, path=path)
+    )
+
+
+def token(answer: StepResult | OrderDone) -> int:
+    assert isinstance(answer, StepResult)
+    return int(answer.tokens[0])
+
+
+def test_answers_come_in_the_order_of_work_and_memory_comes_back(executor: LocalExecutor) -> None:
+    first, slept, woke, second = play(executor, prefill(0), order(7, "sleep"), order(8, "wake"), prefill(1))
+    assert (slept, woke) == (OrderDone(7), OrderDone(8))
+    assert token(first) == token(second)
+
+
+def test_other_weights_of_the_same_shape_change_the_answer(executor: LocalExecutor, path: Path) -> None:
+    other = path.parent / "other"
+    other.mkdir(exist_ok=True)
+    for file in path.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    reference = tiny_model.build("llama", path).reference
+    with_zero = {name: tensor.clone().zero_() for name, tensor in reference.state_dict().items()}
+    reference.save_pretrained(other, state_dict=with_zero)
+    before, loaded, after = play(executor, prefill(0), order(1, "load_weights", str(other)), prefill(1))
+    assert loaded == OrderDone(1)
+    assert token(before) != 0
+    assert token(after) == 0  # all logits are equal: the lowest id
+
+
+@pytest.mark.parametrize("missing", ["nowhere", "shape"])
+def test_what_does_not_fit_is_refused_and_the_old_weights_stay(
+    executor: LocalExecutor, path: Path, missing: str, tmp_path: Path
+) -> None:
+    if missing == "shape":
+        config = json.loads((path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
+    before, refused, after = play(executor, prefill(0), order(1, "load_weights", str(tmp_path)), prefill(1))
+    assert isinstance(refused, OrderDone)
+    assert refused.error is not None and "config.json" in refused.error
+    assert token(before) == token(after)
+
+
+def test_a_trace_is_written(executor: LocalExecutor, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    answers = play(
+        executor,
+        order(1, "profile_start"),
+        prefill(0),
+        order(2, "profile_stop", str(file)),
+        order(3, "profile_stop", str(file)),
+    )
+    assert [a for a in answers if isinstance(a, OrderDone)][:2] == [OrderDone(1), OrderDone(2)]
+    assert isinstance(answers[3], OrderDone) and answers[3].error is not None
+    assert any("linear" in event.get("name", "") for event in json.loads(file.read_text())["traceEvents"])
