@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from app.aliases import translate
 from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
 from core.errors import ConfigError
 
@@ -29,6 +31,8 @@ BAD_USAGE = 2
 
 
 INTERRUPTED = 130
+
+ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --max-model-len, ...) work too."
 
 
 class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,14 +74,13 @@ def _generate(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> Config:
     """Settings of a command line. Exits with 2 and one line for a flag that is wrong."""
     parser = make_parser()
-    flags = argv[1:] if argv[:1] == ["serve"] else argv
-    return _settings(parser, vars(parser.parse_args(flags)))
+    return _settings(parser, parser.read(argv))
 
 
 def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
     """The same for what comes after `generate`."""
     parser = make_generate_parser()
-    given = vars(parser.parse_args(argv))
+    given = parser.read(argv)
     if given["concurrency"] < 0:
         parser.error("argument --concurrency: must not be negative")
     flags = GenerateFlags(**{name: given[name] for name in GenerateFlags.__struct_fields__})
@@ -102,7 +105,23 @@ def _settings(parser: Parser, given: Mapping[str, Any]) -> Config:
 class Parser(argparse.ArgumentParser):
     """Answers a wrong flag with one line instead of a page of usage."""
 
+    _renamed: Mapping[str, str] = MappingProxyType({})
+
+    def read(self, argv: Sequence[str]) -> dict[str, Any]:
+        """What was given, under our names; flags of SGLang and vLLM are understood (`app/aliases.py`)."""
+        try:
+            done = translate(argv)
+        except ConfigError as error:
+            self.error(str(error))
+        self._renamed = done.renamed
+        given = vars(self.parse_args(done.flags))
+        for notice in done.notices:
+            print(f"loom: note: {notice}", file=sys.stderr)
+        return given
+
     def error(self, message: str) -> NoReturn:
+        for ours, theirs in self._renamed.items():  # about what was written, not what it became
+            message = message.replace(f"argument {ours}:", f"argument {theirs}:")
         self.exit(BAD_USAGE, f"loom: error: {message} (see {self.prog} --help)\n")
 
 
@@ -111,6 +130,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="python -m app",
         description="Serve a language model over an OpenAI-compatible HTTP API.",
+        epilog=ALIASES,
         allow_abbrev=False,
     )
     _add_groups(parser, GROUPS)

@@ -102,7 +102,7 @@ def assemble(parts: Parts, config: Config) -> Live:
     )
     scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
     engine = Engine(scheduler, parts.executor, config.schedule.overlap_depth, monotonic)
-    limits = Limits(capabilities.context_length, parts.vocab_size)
+    limits = Limits(capabilities.context_length, parts.vocab_size, capabilities.processors)
     submitter = Submitter(engine, tokenizer, limits, monotonic, parts.grammars)
     card = ModelCard(
         name=checkpoint.name,

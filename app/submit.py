@@ -33,10 +33,11 @@ TAIL = 8
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What every prompt is held against. Tokens."""
+    """What every job is held against. Tokens, and names of logit processors."""
 
     context_length: int
     vocab_size: int
+    processors: tuple[str, ...] = ()
 
 
 class LiveRun:
@@ -219,7 +220,7 @@ class Submitter:
 
     def _enqueue(self, job: Job, prompt: Ints, grammar: CompiledGrammar | None, sink: Sink) -> LiveRun:
         sampling = self._complete(job, len(prompt))
-        check(sampling, self._limits.vocab_size)
+        check(sampling, self._limits.vocab_size, self._limits.processors)
         check_stops(job.text.stop, job.text.stop_regex)
         run = LiveRun(job, prompt, self._engine, sink)
         now = self._clock()

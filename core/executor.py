@@ -26,6 +26,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of token counts for penalties."""
     max_depth: int = 2
     device: str = "cpu"
+    processors: tuple[str, ...] = ()
+    """Names of the logit processors that requests may ask for."""
 
 
 class Executor(Protocol):

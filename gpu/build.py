@@ -19,6 +19,7 @@ from gpu.kv.pool import KvPool
 from gpu.memory import available_bytes, memory_table, plan_memory
 from gpu.models.base import CausalModel
 from gpu.runner import ModelRunner
+from gpu.sample.processors import load_processors
 from gpu.sample.sampler import Sampler
 from gpu.state.slots import SlotState
 from gpu.thread import device_thread
@@ -67,13 +68,14 @@ def build_executor(
 ) -> LocalExecutor:
     """Estimate memory, load, allocate. The executor is not started.
 
-    Raises `ConfigError` (too little memory, a context the model does not have, no such device) or
-    `ModelError` (the checkpoint), in both cases before or instead of an executor.
+    Raises `ConfigError` (too little memory, a context the model does not have, no such device or logit
+    processor) or `ModelError` (the checkpoint), in both cases before or instead of an executor.
     """
     device = _device(model)
     dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
     context = _context(spec, model)
     rows = _rows(schedule)
+    processors = load_processors(model.logit_processor)
     progress("memory", 0.0)
     memory = plan_memory(spec, dtype, cache, available_bytes(), rows * context)
     for line in memory_table(memory):
@@ -99,7 +101,7 @@ def build_executor(
         slots = SlotState(rows, -(-context // cache.page_size), device)
         windows = [spec.window(layer) for layer in range(spec.layers)]
         attention = TorchAttention(pool, slots, windows)
-        sampler = Sampler(rows, spec.vocab_size, rows, device)
+        sampler = Sampler(rows, spec.vocab_size, rows, device, processors)
         upkeep = Upkeep(str(source), load, make_pool)
         runner = ModelRunner(loaded, slots, attention, sampler, cache.page_size, upkeep)
     progress("ready", 1.0)
@@ -114,6 +116,7 @@ def build_executor(
             max_step_tokens=schedule.step_tokens,
             count_rows=rows,
             device=str(device),
+            processors=tuple(processors),
         ),
     )
 

@@ -25,13 +25,17 @@ from gpu.upkeep import Upkeep
 
 
 class Sampled(Protocol):
-    """What a sampler made: tokens int64 [n], -1 where logits were not finite."""
+    """What a sampler made: tokens int64 [n], -1 where logits were not finite; why, by row, where there
+    is a reason that the row's client should know."""
 
     @property
     def tokens(self) -> torch.Tensor: ...
 
     @property
     def logprobs(self) -> dict[int, RowLogprobs]: ...
+
+    @property
+    def failed(self) -> dict[int, str]: ...
 
 
 class TokenSampler(Protocol):
@@ -136,6 +140,7 @@ class ModelRunner:
             tokens, logprobs = sampled.tokens, sampled.logprobs
             if masks is not None:
                 failed = self._accept(masks, tokens, logprobs)
+            failed.update(sampled.failed)
             self._slots.write_tokens(inputs.sample_slots, tokens)
         prompt = score_prompts(model, hidden, plan, inputs)
         return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun, failed)

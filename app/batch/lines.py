@@ -15,7 +15,7 @@ from app.errors import fault
 MAX_LINES = 50_000
 """Requests in one batch: OpenAI's bound."""
 MAX_LINE = 32 * 2**20
-"""Bytes in one line: what a request body may have."""
+"""Bytes in one line (guessed: longer than any context a model of today reads)."""
 MAX_ID = 512
 """Characters of a `custom_id`."""
 BREATH, PAUSE = 16, 5e-5

@@ -16,7 +16,7 @@ from core.errors import BodyTooLarge, RequestError
 T = TypeVar("T")
 
 BODY_SECONDS = 120.0
-"""How long a body may take to arrive: 32 MiB at 2 Mbit/s. A slower client holds a connection only."""
+"""How long a body may take to arrive: 8 MiB at 0.6 Mbit/s. A slower client holds a connection only."""
 
 MAX_DEPTH = 64
 """Nesting of values that we pass on (tools, template arguments). Deeper ones exhaust the stack of

@@ -103,7 +103,9 @@ async def _tags(request: web.Request) -> tuple[Tag, ...]:
     named = request.query.getall("tags", [])
     tags = (await _body(request, TagsBody)).tags
     if named:  # vLLM's /wake_up takes them from the query
-        tags = msgspec.convert(named, list[Tag], strict=False)
+        if unknown := [tag for tag in named if tag not in TAGS]:
+            raise RequestError(f"'tags' takes {', '.join(TAGS)}, not {unknown[0][:100]!r}.", "tags")
+        tags = msgspec.convert(named, list[Tag])
     return TAGS if tags is None else tuple(tags)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from aiohttp import web
@@ -18,10 +18,20 @@ from app.http.native_answer import Answers, NativeFrames
 from app.http.prompts import Prompt, check_prompt, split_prompts
 from app.http.refuse import refuse_unsupported
 from app.http.reply import json_response
-from app.http.sampling import choices, job_id, priority, ready, root_key, sampling_params, text_options
+from app.http.sampling import (
+    choices,
+    job_id,
+    priority,
+    processor_fields,
+    ready,
+    root_key,
+    sampling_params,
+    text_options,
+)
 from app.http.schema import NATIVE, NativeBody, NativeSampling
+from app.http.sessions import SESSIONS, encoded, taking_part
 from app.http.sse import EventStream
-from app.job import Job
+from app.job import Job, Sink
 from app.service import Loaded
 from core.errors import RequestError
 
@@ -38,6 +48,7 @@ _NAMES = {
     "prompt_logprobs": "top_logprobs_num",
     "prompt_logprobs_start": "logprob_start_len",
     "request_id": "rid",
+    "custom_logit_processor": "custom_logit_processor",
 }
 """What the engine calls a field, and what this route does."""
 
@@ -47,29 +58,43 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = decode(NATIVE, await read_body(request))
     loaded = ready(request.app[SERVICE], None)
     jobs = native_jobs(body, loaded)
-    total = sum(job.n for job in jobs)
-    single = total == 1 and _prompts(body)[2]
-    namer = Namer(loaded.tokenizer)
     try:
-        if body.stream:
-            delivery = Delivery(total)
-            async with running(loaded.engine, jobs, delivery.take) as runs:
-                frames = NativeFrames(body, Answers(body, jobs, runs, namer), total, single)
-                async with EventStream(request) as stream:
-                    await delivery.run(stream, frames, patient=_patient(jobs))
-                return stream.response
-        collector = Collector(total)
-        async with running(loaded.engine, jobs, collector.take) as runs:
-            pieces = await collector.collect()
-            answers = Answers(body, jobs, runs, namer)
-            listed = []
-            for index, piece in enumerate(pieces):
-                listed.append(answers.of(index, piece))
-                await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
-            return json_response(listed[0] if single else listed)
+        if body.session_params is None:
+            return await _answer(request, body, jobs, lambda sink: sink)
+        if len(jobs) > 1 or jobs[0].n > 1:
+            raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
+        job = await encoded(jobs[0], loaded)
+        with taking_part(request.app[SESSIONS], body.session_params, job, loaded) as part:
+            return await _answer(request, body, [part.job], part.watch)
     except RequestError as error:
         error.param = _renamed(error.param)
         raise
+
+
+async def _answer(
+    request: web.Request, body: NativeBody, jobs: Sequence[Job], watch: Callable[[Sink], Sink]
+) -> web.StreamResponse:
+    """Run the jobs; `watch` is put before the sink."""
+    loaded = request.app[SERVICE].loaded
+    total = sum(job.n for job in jobs)
+    single = total == 1 and _prompts(body)[2]
+    namer = Namer(loaded.tokenizer)
+    if body.stream:
+        delivery = Delivery(total)
+        async with running(loaded.engine, jobs, watch(delivery.take)) as runs:
+            frames = NativeFrames(body, Answers(body, jobs, runs, namer), total, single)
+            async with EventStream(request) as stream:
+                await delivery.run(stream, frames, patient=_patient(jobs))
+            return stream.response
+    collector = Collector(total)
+    async with running(loaded.engine, jobs, watch(collector.take)) as runs:
+        pieces = await collector.collect()
+        answers = Answers(body, jobs, runs, namer)
+        listed = []
+        for index, piece in enumerate(pieces):
+            listed.append(answers.of(index, piece))
+            await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
+        return json_response(listed[0] if single else listed)
 
 
 def _patient(jobs: Sequence[Job]) -> bool:
@@ -95,7 +120,12 @@ def native_jobs(body: NativeBody, loaded: Loaded) -> list[Job]:
         id="",
         prompt="",
         sampling=sampling_params(
-            asked, vocab_size, _IN, min_tokens=asked.min_new_tokens or 0, **_logprobs(body)
+            asked,
+            vocab_size,
+            _IN,
+            min_tokens=asked.min_new_tokens or 0,
+            **_logprobs(body),
+            **_processor(body, asked),
         ),
         text=text_options(asked),
         max_tokens=_max_new_tokens(asked),
@@ -112,6 +142,16 @@ def native_jobs(body: NativeBody, loaded: Loaded) -> list[Job]:
         checked = check_prompt(prompt, vocab_size, name)
         jobs.append(msgspec.structs.replace(base, id=ids[i], prompt=checked, prompt_param=name))
     return jobs
+
+
+def _processor(body: NativeBody, asked: NativeSampling) -> dict[str, str]:
+    """SGLang names a logit processor beside `sampling_params`, and what it is called with inside."""
+    if not body.custom_logit_processor:
+        return {}
+    if body.custom_params is not None:
+        return processor_fields(body)
+    named = msgspec.structs.replace(asked, custom_logit_processor=body.custom_logit_processor)
+    return processor_fields(named, _IN)
 
 
 def _max_new_tokens(asked: NativeSampling) -> int:

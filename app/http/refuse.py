@@ -15,7 +15,6 @@ _FIELDS: dict[str, str] = {
     "allowed_token_ids": _CONSTRAINT,
     "logit_processors": "logits processors cannot be sent with a request",
     "logits_processors": "logits processors cannot be sent with a request",
-    "custom_logit_processor": "logits processors cannot be sent with a request",
     "use_beam_search": "beam search is not available",
     "lora_path": "adapters are not available on this server",
     "prompt_embeds": "prompts are taken as text or token ids only",

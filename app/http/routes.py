@@ -8,17 +8,32 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from app.batch import Batches, Store
-from app.http import admin, anthropic, batches, control, files, models, responses
+from app.http import (
+    admin,
+    anthropic,
+    batches,
+    control,
+    files,
+    load,
+    models,
+    refuse_routes,
+    responses,
+    score,
+    sessions,
+)
 from app.http.chat import chat
 from app.http.completions import completions
 from app.http.keys import BATCHES, SERVE, SERVICE
 from app.http.middleware import decorate, expect, make_edge
 from app.http.native import generate
+from app.http.openapi import openapi
 from app.http.responses_live import RESPONSES, Responses
 from app.http.tokens import detokenize, tokenize
 from app.http.whole import ANSWERS
 from app.responses import Store as ResponseStore
 from app.service import Service
+from app.sessions import Sessions
+from core.clock import monotonic
 from core.config import ServeConfig
 from core.env import cache_dir
 
@@ -34,6 +49,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{id:.+}", models.model),
     ("GET", "/health", admin.health),
     ("HEAD", "/health", admin.health),
+    ("GET", "/ping", admin.health),
     ("GET", "/health_generate", admin.health_generate),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/model_info", models.model_info),
@@ -43,13 +59,21 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/version", admin.show_version),
     ("GET", "/flush_cache", admin.flush_cache),
     ("POST", "/flush_cache", admin.flush_cache),
+    ("POST", "/reset_prefix_cache", admin.flush_cache),
+    ("GET", "/load", load.load),
+    ("GET", "/get_load", load.get_load),
+    ("GET", "/v1/loads", load.loads),
     ("POST", "/abort_request", admin.abort_request),
     ("GET", "/debug/requests/{id}", admin.timeline),
+    ("GET", "/openapi.json", openapi),
     *control.TABLE,
     *files.TABLE,
     *batches.TABLE,
     *responses.TABLE,
     *anthropic.TABLE,
+    *score.TABLE,
+    *refuse_routes.TABLE,
+    *sessions.TABLE,
 )
 
 
@@ -61,6 +85,7 @@ def make_app(service: Service, serve: ServeConfig) -> web.Application:
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
     app[BATCHES] = Batches(Store(data), ANSWERS)
     app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))
+    app[sessions.SESSIONS] = Sessions(monotonic)
     app.on_cleanup.append(_close)
     app.on_response_prepare.append(decorate)
     for method, path, handler in TABLE:

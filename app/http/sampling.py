@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import msgspec
 
 from app.health import Phase
+from app.http.body import check_depth
 from app.http.prompts import check_ids
-from app.http.schema import Generation, NativeSampling
+from app.http.schema import Generation, NativeSampling, Refused
 from app.job import TextOptions
 from app.service import Loaded, Service
 from core.errors import NotFound, RequestError, Unavailable
@@ -23,6 +24,8 @@ Checked before anything is allocated."""
 MAX_NAME = 256
 """Length of a request id or cache salt."""
 PRIORITY_LIMIT = 2**31
+MAX_PARAMS = 2**16
+"""Of a logit processor: decoded on the launch thread, at some 5 ns a character."""
 
 
 def ready(service: Service, model: str | None) -> Loaded:
@@ -54,13 +57,13 @@ def choices(n: int | None, prompts: int = 1, prefix: str = "") -> int:
 
 
 def sampling_params(
-    body: Generation | NativeSampling, vocab_size: int, prefix: str = "", **extra: int
+    body: Generation | NativeSampling, vocab_size: int, prefix: str = "", **extra: int | str
 ) -> SamplingParams:
     """Fields that are set, over the defaults. `extra` are the fields whose names differ by route.
 
     Ranges are the engine's to check (`core.request.params.check`), once everything is known.
     """
-    fields: dict[str, object] = dict(extra)
+    fields: dict[str, object] = {**processor_fields(body, prefix), **extra}
     for name in _PLAIN:
         value = getattr(body, name)
         if value is not None:
@@ -84,6 +87,19 @@ _PLAIN = (
     "frequency_penalty",
     "repetition_penalty",
 )
+
+
+def processor_fields(body: Refused, prefix: str = "") -> dict[str, str]:
+    """The logit processor that a body names, and what it is called with. Whether there is one of that
+    name is the engine's to say."""
+    if not body.custom_logit_processor:
+        return {}
+    param = prefix + "custom_params"
+    check_depth(body.custom_params, param)
+    params = msgspec.json.encode(body.custom_params or {}).decode()
+    if len(params) > MAX_PARAMS:
+        raise RequestError(f"'{param}' is longer than {MAX_PARAMS} characters of JSON.", param)
+    return {"processor": body.custom_logit_processor, "processor_params": params}
 
 
 def _bias(bias: Mapping[str, float], prefix: str) -> tuple[tuple[int, float], ...]:

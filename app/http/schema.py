@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from app.sessions import SessionParams
+
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Python integers have no bound, numpy's and the device's do: anything larger is a type error."""
 
@@ -24,8 +26,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class Refused(msgspec.Struct, kw_only=True):
-    """Fields that constrain the output (`app/http/constraint.py`) or change the model, most of which
-    this build refuses (`app/http/refuse.py`)."""
+    """Fields that constrain the output (`app/http/constraint.py`, `processor_fields` of
+    `app/http/sampling.py`) or change the model, most of which this build refuses (`app/http/refuse.py`)."""
 
     response_format: Any = None
     regex: Any = None
@@ -41,7 +43,8 @@ class Refused(msgspec.Struct, kw_only=True):
     allowed_token_ids: Any = None
     logit_processors: Any = None
     logits_processors: Any = None
-    custom_logit_processor: Any = None
+    custom_logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
     use_beam_search: Any = None
     lora_path: Any = None
     prompt_embeds: Any = None
@@ -160,6 +163,7 @@ class NativeBody(Refused, kw_only=True):
     logprob_start_len: Int | None = None
     top_logprobs_num: Int | None = None
     return_text_in_logprobs: bool | None = None
+    session_params: SessionParams | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     extra_key: str | None = None

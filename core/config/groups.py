@@ -38,6 +38,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     context_length: Annotated[
         int, Meta(description="tokens a request may have; 0: the model's own", ge=0)
     ] = 0
+    logit_processor: Annotated[
+        str,
+        Meta(
+            description="functions on logits that requests may name: NAME=package.module:callable, "
+            "separated by commas"
+        ),
+    ] = ""
     offline: Annotated[bool, Meta(description="never reach the network for a model")] = False
 
 
@@ -100,7 +107,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "none", "think", "mistral"],
         Meta(description="how the model marks its thinking; auto: what its chat template shows"),
     ] = "auto"
-    max_body: Annotated[int, Meta(description="bytes in a request body before 413", ge=1024)] = 32 * 2**20
+    max_body: Annotated[int, Meta(description="bytes in a request body before 413", ge=1024)] = 8 * 2**20
     data_dir: Annotated[
         str, Meta(description="directory of files, batches and responses; empty: data in the cache directory")
     ] = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -46,6 +46,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int = -1
     """The same for prompt tokens from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
+    processor: str = ""
+    """Name of a logit processor that the operator registered; empty: none."""
+    processor_params: str = ""
+    """What it is called with: a JSON object as text, so that this stays immutable; empty: nothing."""
 
     @property
     def greedy(self) -> bool:
@@ -74,8 +78,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def check(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `RequestError` naming the first field that cannot be honoured."""
+def check(params: SamplingParams, vocab_size: int, processors: Collection[str] = ()) -> None:
+    """Raise `RequestError` naming the first field that cannot be honoured. `processors` are the names
+    of the logit processors there are."""
     for name, low, high in _RANGES:
         value = getattr(params, name)
         if not math.isfinite(value) or not low <= value <= high:
@@ -91,6 +96,15 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids.", "stop_token_ids")
     _check_ids(params.stop_ids, vocab_size, "stop_token_ids")
+    if params.processor and params.processor not in processors:
+        # What was sent is not repeated: other servers take code here, which can be long.
+        raise RequestError(
+            "custom_logit_processor must be the name of a processor registered at the server "
+            f"({', '.join(sorted(processors)) or 'there is none: --logit-processor'}); code from a "
+            "request is never run.",
+            "custom_logit_processor",
+            "unsupported",
+        )
 
 
 def _check_bias(bias: tuple[tuple[int, float], ...], vocab_size: int) -> None:

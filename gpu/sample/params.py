@@ -23,6 +23,8 @@ BIASED: Final = 2
 MIN_TOKENS: Final = 4
 COUNTED: Final = 8
 LOGPROBS: Final = 16
+PROCESSED: Final = 32
+"""Has a logit processor."""
 
 
 class SlotParams(NamedTuple):
@@ -85,6 +87,7 @@ def _entry(new: NewSlot) -> SlotParams:
     needs |= MIN_TOKENS if params.min_tokens > 0 and params.stop_ids else 0
     needs |= COUNTED if new.count_row >= 0 else 0
     needs |= LOGPROBS if params.logprobs >= 0 else 0
+    needs |= PROCESSED if params.processor else 0
     return SlotParams(
         needs=needs,
         seed=params.seed,

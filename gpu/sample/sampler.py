@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,26 +19,28 @@ from gpu.sample.filters import survivors
 from gpu.sample.logprobs import raw_logprobs, row_logprobs
 from gpu.sample.mask import allows_besides, mask_logits
 from gpu.sample.noise import bits, exponential, row_keys
-from gpu.sample.params import BIASED, COUNTED, DRAWS, LOGPROBS, MIN_TOKENS, ParamTable, SlotParams
+from gpu.sample.params import BIASED, COUNTED, DRAWS, LOGPROBS, MIN_TOKENS, PROCESSED, ParamTable, SlotParams
 from gpu.sample.penalties import Counts
+from gpu.sample.processors import Processor, Processors
 from gpu.sample.select import argmax
 
 
 class Sampled(NamedTuple):
     """`tokens` int64 [n], -1 where a row's logits were not finite; `logprobs` by row, for the rows
-    that asked and have a token."""
+    that asked and have a token; `failed` says by row whose processor raised, and what."""
 
     tokens: Tensor
     logprobs: dict[int, RowLogprobs]
+    failed: dict[int, str]
 
 
 class Sampler:
     """Owner: launch thread. What every slot wants, and the choice of its next token.
 
     The steps of a row, each skipped when no row of the batch needs it: raw log-probabilities; the
-    grammar's mask; logit_bias; stop ids masked before min_tokens; repetition, frequency, presence
-    penalty; then for greedy rows the argmax, lowest id on ties, for others temperature, top_k, top_p,
-    min_p and a race of the tokens that are left.
+    operator's logit processor; the grammar's mask; logit_bias; stop ids masked before min_tokens;
+    repetition, frequency, presence penalty; then for greedy rows the argmax, lowest id on ties, for
+    others temperature, top_k, top_p, min_p and a race of the tokens that are left.
 
     The race: token i wins with probability weight_i / sum of weights if its weight over its
     exponential noise is the largest. That is Gumbel-max, argmax(logit + gumbel) with gumbel =
@@ -46,7 +49,16 @@ class Sampler:
     A row's token depends on its logits, its slot's parameters and counts, its seed and position.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, count_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        count_rows: int,
+        device: torch.device,
+        processors: Mapping[str, Processor] = MappingProxyType({}),
+    ) -> None:
+        """`processors` by the names that slots give."""
+        self._processors = Processors(processors)
         self._params = ParamTable(max_rows + 1)  # slot 0 is the dump and stays neutral
         self._bias = BiasTable(max_rows + 1, device)
         self._counts = Counts(count_rows, vocab_size, device)
@@ -55,6 +67,7 @@ class Sampler:
     def apply(self, new_slots: Sequence[NewSlot]) -> None:
         """Take over slots. Nothing of their former owners remains."""
         self._params.write(new_slots)
+        self._processors.apply(new_slots)
         for new in new_slots:
             self._bias.set(new.slot, new.params)
             if new.count_row >= 0:
@@ -65,15 +78,17 @@ class Sampler:
         `positions` int64 [n], a position being that of the token to choose.
 
         A row has no token (-1) if a logit is NaN or plus infinity or all are minus infinity, also
-        when bias, mask or penalties made it so. Sampled tokens are counted for penalised slots.
+        when processor, bias, mask or penalties made it so. Sampled tokens are counted for penalised slots.
         """
         host_slots, host_positions = slots.cpu().numpy(), positions.cpu().numpy()
         needs = self._params.needs(host_slots)
         if not needs and masks is None:
-            return Sampled(_greedy(logits).tokens, {})
+            return Sampled(_greedy(logits).tokens, {}, {})
         rows = self._params.read(host_slots)
         asked = [i for i, row in enumerate(rows) if row.needs & LOGPROBS]
         raw = raw_logprobs(logits[asked]) if asked else None
+        processed = host_slots.tolist() if needs & PROCESSED else []
+        failed = self._processors.run(logits, processed)
         if masks is not None:
             mask_logits(logits, masks)
         if needs & (BIASED | MIN_TOKENS | COUNTED):
@@ -85,12 +100,12 @@ class Sampler:
             counted = [i for i, row in enumerate(rows) if row.needs & COUNTED]
             count_rows = torch.tensor([rows[i].count_row for i in counted], device=logits.device)
             self._counts.add(count_rows, tokens[counted])
+        self._processors.accept(processed, tokens)
         if raw is None:
-            return Sampled(tokens, {})
+            return Sampled(tokens, {}, failed)
         answers = row_logprobs(raw, tokens[asked].tolist(), [rows[i].logprobs for i in asked])
-        return Sampled(
-            tokens, {i: answer for i, answer in zip(asked, answers, strict=True) if answer is not None}
-        )
+        told = {i: answer for i, answer in zip(asked, answers, strict=True) if answer is not None}
+        return Sampled(tokens, told, failed)
 
     def _adjust(
         self,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from app.http.control import TABLE
-from tests.app.conftest import Server
+from app.service import Loaded
+from core.config import ServeConfig
+from tests.app.conftest import CARD, Server, Start
+from tests.fakes.operator import Idle
 
 
 @pytest.mark.parametrize("path", [path for method, path, _ in TABLE if method == "POST"])
@@ -19,3 +22,16 @@ async def test_they_are_off_unless_asked_for(server: Server, path: str) -> None:
 async def test_looking_is_free(server: Server, path: str, field: str) -> None:
     async with server.http.get(path) as answer:
         assert await answer.json() == {field: False}
+
+
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up"])
+async def test_an_unknown_tag_is_refused_by_name(start: Start, path: str) -> None:
+    server = await start(ServeConfig(control_routes=True))
+    loaded = server.service.loaded
+    server.service.ready(Loaded(CARD, loaded.tokenizer, loaded.template, server.engine, operator=Idle()))
+    for sent, body in ((f"{path}?tags=weights&tags=disk", {}), (path, {"tags": ["disk"]})):
+        status, answer = await server.post(sent, body)
+        assert status == 400
+        assert "tags" in answer["error"]["param"]
+        assert "disk" in answer["error"]["message"]
+    assert (await server.post(f"{path}?tags=weights", {}))[0] == 200

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from app.health import Health, Phase
+from app.http import refuse_routes
 from app.http.routes import TABLE
 from app.http.sampling import root_key
 from core.config import ServeConfig
@@ -19,6 +20,12 @@ HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 ON_DISK = ("/v1/files", "/v1/batches", "/v1/responses/")
 """Kept without a model: answered from the first second."""
+
+ALWAYS_THERE = (
+    *("/health", "/ping", "/metrics", "/version", "/openapi.json"),
+    *(path for _, path, _ in refuse_routes.TABLE),
+)
+"""They speak of the server, not of the model."""
 
 
 async def get(server: Server, path: str) -> tuple[int, Any]:
@@ -294,7 +301,7 @@ async def test_a_starting_server_says_how_far_it_is(start: Start) -> None:
         {"status": "starting", "stage": "weights", "progress": 0.432, "reason": None},
     )
     for method, path, _ in TABLE:
-        if path not in ("/health", "/metrics", "/version") and not path.startswith(ON_DISK):
+        if path not in ALWAYS_THERE and not path.startswith(ON_DISK):
             body = {"messages": HI, "prompt": "a", "text": "a", "tokens": [1], "abort_all": True}
             body |= {"input": "a", "max_tokens": 1}
             if path in ("/tokenize", "/v1/tokenize"):

@@ -141,6 +141,8 @@ class FakeEngine:
         self.scripts: list[list[str]] = []
         """What the next starts say, a token a piece, and then stop."""
         self.cached = 0
+        self.processors: tuple[str, ...] = ()
+        """Names of logit processors that jobs may ask for."""
         self.flushed = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -176,7 +178,7 @@ class FakeEngine:
             raise ContextExceeded(CONTEXT, len(prompt), wanted, job.prompt_param)
         seed = 7 if job.seed is None else job.seed
         params = msgspec.structs.replace(job.sampling, max_tokens=wanted, seed=seed)
-        check(params, VOCAB)
+        check(params, VOCAB, self.processors)
         check_stops(job.text.stop, job.text.stop_regex)
         return prompt, params
 

@@ -256,7 +256,7 @@ def test_a_broken_row_has_no_token_and_disturbs_nobody(params: SamplingParams) -
     broken[2, 4] = torch.inf
     broken[3] = -torch.inf
     broken[4, 0], broken[4, 1] = torch.inf, -torch.inf
-    tokens, logprobs = sample(make(*[params] * 6), broken, range(1, 7), [5] * 6)
+    tokens, logprobs, _ = sample(make(*[params] * 6), broken, range(1, 7), [5] * 6)
     assert [int(tokens[i]) for i in (0, 2, 3, 4)] == [NAN_TOKEN] * 4
     for i in (1, 5):
         assert int(tokens[i]) == int(healthy.tokens[i])
@@ -378,7 +378,7 @@ def test_logprobs_are_raw_and_only_for_those_who_asked() -> None:
     )
     sampler = make(adjusted, GREEDY, SamplingParams(logprobs=0))
     logits = random_logits(3)
-    tokens, logprobs = sample(sampler, logits, [1, 2, 3], [3, 3, 3])
+    tokens, logprobs, _ = sample(sampler, logits, [1, 2, 3], [3, 3, 3])
     raw = logits.double().log_softmax(-1)
     assert set(logprobs) == {0, 2}
     for i, answer in logprobs.items():

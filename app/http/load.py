@@ -1,0 +1,55 @@
+"""How busy the server is, under the names that balancers of SGLang and vLLM ask for."""
+
+from __future__ import annotations
+
+import time
+
+from aiohttp import web
+
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from core.stats import SchedulerStatistics
+
+
+def _scheduler(request: web.Request) -> SchedulerStatistics:
+    return request.app[SERVICE].loaded.engine.statistics().scheduler
+
+
+def _used(now: SchedulerStatistics) -> int:
+    """Tokens of the pool that nothing else may take: neither free nor merely kept for reuse."""
+    cache = now.cache
+    return (cache.total - cache.free - cache.cached) * cache.page_size
+
+
+async def load(request: web.Request) -> web.StreamResponse:
+    """vLLM's: requests that are here."""
+    now = _scheduler(request)
+    return json_response({"server_load": now.running + now.waiting})
+
+
+async def get_load(request: web.Request) -> web.StreamResponse:
+    """SGLang's older one: a list with one entry a replica; this process is one."""
+    now = _scheduler(request)
+    entry = {
+        "dp_rank": 0,
+        "num_reqs": now.running + now.waiting,
+        "num_waiting_reqs": now.waiting,
+        "num_tokens": _used(now) + now.waiting_tokens,
+    }
+    return json_response([entry])
+
+
+async def loads(request: web.Request) -> web.StreamResponse:
+    """SGLang's newer one."""
+    now = _scheduler(request)
+    size = now.cache.total * now.cache.page_size
+    entry = {
+        "dp_rank": 0,
+        "num_running_reqs": now.running,
+        "num_waiting_reqs": now.waiting,
+        "num_waiting_tokens": now.waiting_tokens,
+        "num_used_tokens": _used(now),
+        "max_total_num_tokens": size,
+        "token_usage": round(_used(now) / size, 4) if size else 0.0,
+    }
+    return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})

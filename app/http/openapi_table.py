@@ -1,0 +1,229 @@
+"""What each handler takes and answers, for `/openapi.json`: by handler, so that aliases share a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp.typedefs import Handler
+
+from app.http import (
+    admin,
+    anthropic,
+    batches,
+    control,
+    files,
+    load,
+    models,
+    refuse_routes,
+    responses,
+    score,
+    sessions,
+)
+from app.http.anthropic_schema import MessagesBody
+from app.http.chat import chat
+from app.http.completions import completions
+from app.http.native import generate
+from app.http.responses_schema import ResponsesBody
+from app.http.schema import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    NativeBody,
+    TokenizeBody,
+)
+from app.http.tokens import detokenize, tokenize
+from app.metrics import CONTENT_TYPE
+from core.order import TAGS
+
+Schema = dict[str, Any]
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """One handler. Statuses beyond those that every route may answer are named here."""
+
+    summary: str = ""
+    """Empty: the first sentence of the handler's own."""
+    body: type[msgspec.Struct] | None = None
+    optional: bool = False
+    """No body is an empty object."""
+    example: Schema | None = None
+    """A body that works with every model."""
+    form: Schema | None = None
+    """A multipart form instead of JSON."""
+    has: tuple[str, ...] = ()
+    """Fields that every answer of status 200 has."""
+    lists: bool = False
+    """The answer is a list; with `has`: or an object."""
+    string: bool = False
+    """The answer is a JSON string."""
+    media: str = "application/json"
+    streams: bool = False
+    """Events instead, when `stream` asks for them."""
+    errors: tuple[int, ...] = ()
+    refused: bool = False
+    """There is no answer of status 200."""
+    query: Mapping[str, Schema] = {}
+
+
+_MODEL = (404,)
+_RUN = (404, 429)
+_AFTER: Schema = {"type": "string"}
+_ORDER: Schema = {"type": "string", "enum": ["asc", "desc"]}
+_RECORD = ("id", "object")
+_LIST = ("object", "data", "first_id", "last_id", "has_more")
+_DELETED = (*_RECORD, "deleted")
+_CHOICES = (*_RECORD, "created", "model", "choices")
+_TAGS: Schema = {"type": "array", "items": {"type": "string", "enum": list(TAGS)}}
+_HI: Schema = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+_ONCE: Schema = {"prompt": "Once upon a time", "max_tokens": 16}
+_UPLOAD: Schema = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(files.PURPOSES)},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+    },
+}
+
+
+def _limit(most: int) -> Schema:
+    return {"type": "integer", "minimum": 1, "maximum": most}
+
+
+def _switch(summary: str, body: type[msgspec.Struct] | None = None, **more: Any) -> About:
+    """A control route: 403 unless the operator opened them."""
+    return About(summary=summary, body=body, optional=True, has=("success",), errors=(403,), **more)
+
+
+NEEDED: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
+    ChatBody: ("messages",),
+    MessagesBody: ("messages",),
+    DetokenizeBody: ("tokens",),
+    batches.BatchBody: ("input_file_id", "endpoint"),
+    score.ScoreBody: ("query", "items", "label_token_ids"),
+}
+"""Fields without which a body is refused. In the structs they may be absent, so that an error names them
+in our words."""
+
+ABOUT: Mapping[Handler, About] = {
+    chat: About(
+        summary="Answer a conversation.",
+        body=ChatBody,
+        example=_HI,
+        has=_CHOICES,
+        streams=True,
+        errors=_RUN,
+    ),
+    completions: About(
+        summary="Go on with a text.",
+        body=CompletionBody,
+        example=_ONCE,
+        has=_CHOICES,
+        streams=True,
+        errors=_RUN,
+    ),
+    generate: About(
+        summary="Go on with a text, after SGLang.",
+        body=NativeBody,
+        example={"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
+        has=("text", "meta_info"),
+        lists=True,
+        streams=True,
+        errors=_RUN,
+    ),
+    tokenize: About(
+        body=TokenizeBody,
+        example={"prompt": "Once upon a time"},
+        has=("tokens", "count", "max_model_len"),
+        errors=_MODEL,
+    ),
+    detokenize: About(body=DetokenizeBody, example={"tokens": [1, 2]}, has=("text", "prompt"), errors=_MODEL),
+    models.models: About(has=("object", "data")),
+    models.model: About(has=("id", "object", "created", "owned_by"), errors=_MODEL),
+    models.model_info: About(has=("model_path", "tokenizer_path", "served_model_name")),
+    admin.health: About(has=("status",)),
+    admin.health_generate: About(has=("status",), errors=(429,)),
+    admin.metrics: About(media=CONTENT_TYPE.partition(";")[0]),
+    admin.server_info: About(has=("version", "status", "model_card", "internal_states")),
+    admin.show_version: About(has=("version",)),
+    admin.flush_cache: About(has=("success", "message")),
+    admin.abort_request: About(
+        body=AbortBody, example={"abort_all": True}, has=("success", "aborted"), errors=(404,)
+    ),
+    admin.timeline: About(has=("id",), errors=(404,)),
+    load.load: About(summary="Requests that are here.", has=("server_load",)),
+    load.get_load: About(summary="Requests and tokens that are here.", lists=True),
+    load.loads: About(
+        summary="Requests and tokens, waiting and running.", has=("timestamp", "dp_rank_count", "loads")
+    ),
+    control.pause: _switch("Stop planning steps.", control.PauseBody),
+    control.resume: _switch("Go on planning steps."),
+    control.start_profile: _switch("Record what the device does."),
+    control.stop_profile: _switch("Write what was recorded to the server's disk."),
+    control.load_weights: _switch("Exchange the weights.", control.WeightsBody),
+    control.sleep: _switch("Give memory back.", control.TagsBody, query={"tags": _TAGS}),
+    control.wake: _switch("Take memory again.", control.TagsBody, query={"tags": _TAGS}),
+    control.is_paused: About(has=("is_paused",)),
+    control.is_sleeping: About(has=("is_sleeping",)),
+    files.upload: About(form=_UPLOAD, has=(*_RECORD, "bytes", "filename", "purpose")),
+    files.files: About(
+        has=_LIST,
+        errors=(404,),
+        query={
+            "purpose": {"type": "string"},
+            "after": _AFTER,
+            "order": {"type": "string", "description": "`asc`; anything else is newest first"},
+            "limit": _limit(10_000),
+        },
+    ),
+    files.file: About(has=(*_RECORD, "bytes", "filename", "purpose"), errors=(404,)),
+    files.content: About(media="application/octet-stream", errors=(404,)),
+    files.delete: About(has=_DELETED, errors=(404,)),
+    batches.create: About(body=batches.BatchBody, has=(*_RECORD, "status"), errors=(404,)),
+    batches.batches: About(has=_LIST, errors=(404,), query={"after": _AFTER, "limit": _limit(100)}),
+    batches.batch: About(has=(*_RECORD, "status"), errors=(404,)),
+    batches.cancel: About(has=(*_RECORD, "status"), errors=(404,)),
+    responses.create: About(
+        body=ResponsesBody,
+        example={"input": "Hello", "max_output_tokens": 16},
+        has=(*_RECORD, "status", "output"),
+        streams=True,
+        errors=_RUN,
+    ),
+    responses.retrieve: About(
+        has=(*_RECORD, "status", "output"),
+        streams=True,
+        errors=(404,),
+        query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+    ),
+    responses.delete: About(has=_DELETED, errors=(404,)),
+    responses.input_items: About(
+        has=_LIST,
+        errors=(404,),
+        query={"after": _AFTER, "order": _ORDER, "limit": _limit(responses.MAX_PAGE)},
+    ),
+    responses.cancel: About(has=(*_RECORD, "status", "output"), errors=(404,)),
+    anthropic.messages: About(
+        summary="Answer a conversation, after Anthropic.",
+        body=MessagesBody,
+        example=_HI,
+        has=("id", "type", "role", "content"),
+        streams=True,
+        errors=_RUN,
+    ),
+    score.score: About(
+        body=score.ScoreBody,
+        example={"query": "Is it? ", "items": ["Yes", "No"], "label_token_ids": [1, 2]},
+        has=("object", "model", "scores", "usage"),
+        errors=_RUN,
+    ),
+    refuse_routes.refuse: About(refused=True),
+    sessions.open_session: About(body=sessions.OpenBody, optional=True, string=True, errors=(429,)),
+    sessions.close_session: About(body=sessions.CloseBody, example={"session_id": "s"}, has=("success",)),
+    anthropic.count_tokens: About(body=MessagesBody, example=_HI, has=("input_tokens",), errors=_MODEL),
+}
+"""A route whose handler is missing here cannot be described: a test says so."""

@@ -1,0 +1,109 @@
+"""Logit processors: the operator's own functions on the logits of the requests that name them.
+
+They are registered when the server starts, by `--logit-processor`. A request gives a name and
+parameters; code from a request is never run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from core.errors import ConfigError
+from core.plan import NewSlot
+from core.types import NAN_TOKEN
+
+log = logging.getLogger(__name__)
+
+Processor = Callable[[torch.Tensor, list[int], dict[str, Any]], None]
+"""`process(logits, output_ids, params)` changes one row's `logits`, float32 [vocab], in place.
+
+`output_ids` are the row's tokens so far and not to be changed. `params` is what the request sent, one
+object for the request's whole run: a processor may keep things in it, but a request that was retracted
+gets a fresh one with its former output. It runs on the launch thread, so that a slow one delays every
+row of the step; with overlap it is called once more after a request's last token.
+"""
+
+_ENTRY = re.compile(r"\s*([\w.-]{1,64})=([\w.]+):(\w+)\s*", re.ASCII)
+
+
+def load_processors(text: str) -> dict[str, Processor]:
+    """Import `NAME=package.module:callable`, separated by commas. Raises `ConfigError` for one that is
+    spelled otherwise, named twice, not there, or not callable."""
+    found: dict[str, Processor] = {}
+    for entry in filter(str.strip, text.split(",")):
+        parts = _ENTRY.fullmatch(entry)
+        if parts is None:
+            raise ConfigError(f"--logit-processor takes NAME=package.module:callable, not {entry.strip()!r}.")
+        name, module, attribute = parts.groups()
+        if name in found:
+            raise ConfigError(f"--logit-processor names {name!r} twice.")
+        try:
+            process = getattr(importlib.import_module(module), attribute)
+        except (ImportError, SyntaxError, AttributeError) as error:
+            raise ConfigError(f"--logit-processor {name}: {error}.") from error
+        if not callable(process):
+            raise ConfigError(f"--logit-processor {name}: {module}:{attribute} is not callable.")
+        found[name] = process
+    return found
+
+
+class _Row:
+    """A slot's processor and what it is called with."""
+
+    __slots__ = ("name", "output", "params", "process")
+
+    def __init__(self, name: str, process: Processor, params: dict[str, Any], output: list[int]) -> None:
+        self.name = name
+        self.process = process
+        self.params = params
+        self.output = output
+
+
+class Processors:
+    """Which slot wants which processor. Owner: launch thread."""
+
+    __slots__ = ("_by_slot", "_known")
+
+    def __init__(self, known: Mapping[str, Processor]) -> None:
+        self._known = known
+        self._by_slot: dict[int, _Row] = {}
+
+    def apply(self, new_slots: Iterable[NewSlot]) -> None:
+        """Take over slots. A name that is not registered raises `KeyError`: the edge has checked it."""
+        for new in new_slots:
+            self._by_slot.pop(new.slot, None)
+            if name := new.params.processor:
+                params = json.loads(new.params.processor_params or "{}")
+                self._by_slot[new.slot] = _Row(name, self._known[name], params, new.output.tolist())
+
+    def run(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, str]:
+        """Process the rows of `logits` float32 [n, vocab] whose `slots` [n] want it, in place. Returns
+        why, for the rows whose processor raised: their logits are NaN, so that they have no token."""
+        failed: dict[int, str] = {}
+        for i, slot in enumerate(slots):
+            row = self._by_slot.get(slot)
+            if row is None:
+                continue
+            try:
+                row.process(logits[i], row.output, row.params)
+            except Exception as error:  # the operator's code: other rows of the step go on
+                log.exception("logit processor %s failed", row.name)
+                failed[i] = f"The logit processor '{row.name}' failed: {type(error).__name__}."
+                logits[i].fill_(torch.nan)
+                # With overlap one more step of this row is on its way, and nobody reads its token.
+                del self._by_slot[slot]
+        return failed
+
+    def accept(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
+        """Remember the sampled `tokens` int64 [n] of `slots` [n], -1 being none; no slots, no work."""
+        for slot, token in zip(slots, tokens.tolist() if slots else (), strict=True):
+            row = self._by_slot.get(slot)
+            if row is not None and token != NAN_TOKEN:
+                row.output.append(token)

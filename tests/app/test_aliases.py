@@ -1,0 +1,112 @@
+"""Start lines of SGLang and vLLM mean the same here, or are refused in one line."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from app.aliases import IGNORED, IGNORED_VALUES, ONLY, RENAMED, SWITCHES, VALUES, translate
+from app.cli import make_parser, parse, parse_generate
+from core.config import Config
+
+OURS = {flag for action in make_parser()._actions for flag in action.option_strings}
+
+
+def read(line: str) -> Config:
+    return parse(shlex.split(line))
+
+
+def test_every_alias_leads_to_a_flag_that_exists() -> None:
+    assert {*RENAMED.values(), *VALUES, *(words[0] for words in SWITCHES.values())} <= OURS
+
+
+def test_no_alias_hides_a_flag_of_ours() -> None:
+    assert not OURS & {*RENAMED, *SWITCHES, *IGNORED, *IGNORED_VALUES, *ONLY}
+
+
+def test_mapped_values_are_ones_we_have() -> None:
+    for flag, words in VALUES.items():
+        for word in words.values():
+            parse([flag, word])
+
+
+def test_a_start_line_of_sglang() -> None:
+    theirs = read(
+        "--model-path org/m --tokenizer-path t --mem-fraction-static 0.8 --max-running-requests 64 "
+        "--chunked-prefill-size 4096 --schedule-policy lpm --schedule-conservativeness 0.5 "
+        "--disable-overlap-schedule --context-length 1000 --page-size 1 --max-total-tokens 9000 "
+        "--max-queued-requests 7 --tool-call-parser qwen25 --reasoning-parser qwen3 --tp-size 1 "
+        "--disable-radix-cache --radix-eviction-policy lfu --dtype half --port 30000"
+    )
+    assert theirs == read(
+        "--model org/m --tokenizer t --mem-fraction 0.8 --max-running 64 --step-tokens 4096 --order lpm "
+        "--conservativeness 0.5 --overlap-depth 0 --context-length 1000 --page-size 1 --kv-tokens 9000 "
+        "--max-queued 7 --tool-parser hermes --reasoning-parser think --no-radix-cache --eviction lfu "
+        "--dtype float16 --port 30000"
+    )
+
+
+def test_a_start_line_of_vllm() -> None:
+    theirs = read(
+        "serve org/m --max-model-len 32K --max-num-seqs 64 --max_num_batched_tokens=8k "
+        "--gpu-memory-utilization=0.9 --block-size 32 --no-enable-prefix-caching "
+        "--scheduling-policy priority --served-model-name n --tool-call-parser llama3_json "
+        "--reasoning-parser=deepseek_r1"
+    )
+    assert theirs == read(
+        "--model org/m --context-length 32768 --max-running 64 --step-tokens 8000 --mem-fraction 0.9 "
+        "--page-size 32 --no-radix-cache --order priority --served-model-name n --tool-parser llama3 "
+        "--reasoning-parser think"
+    )
+
+
+def test_generate_knows_them_too() -> None:
+    config, _ = parse_generate(shlex.split("--input i --output o --model-path m --max-num-seqs 3"))
+    assert (config.model.model, config.schedule.max_running) == ("m", 3)
+
+
+@pytest.mark.parametrize("flag", [*IGNORED, *(f"{name}=1" for name in IGNORED_VALUES)])
+def test_what_changes_nothing_is_ignored_with_a_notice(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse([flag]) == parse([])
+    error = capsys.readouterr().err
+    assert error.startswith(f"loom: note: {flag.partition('=')[0]} is ignored: ")
+    assert error.count("\n") == 1
+
+
+def test_no_bound_is_no_bound() -> None:
+    assert parse(["--chunked-prefill-size", "-1", "--max-model-len", "auto"]) == parse([])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--tp-size 2", ["--tp-size 2"]),
+        ("--tensor-parallel-size", ["--tensor-parallel-size"]),
+        ("--quantization fp8", ["--quantization"]),
+        ("--tool-call-parser kimi_k2", ["--tool-call-parser", "kimi_k2", "hermes"]),
+        ("--max-num-seqs many", ["--max-num-seqs", "many"]),
+        ("--chunked-prefill-size 2", ["--chunked-prefill-size", "2"]),
+        ("--max-num-seqs", ["--max-num-seqs"]),
+        ("--trust-remote-code=yes", ["--trust-remote-code=yes"]),
+        ("serve one two", ["two"]),
+    ],
+)
+def test_what_we_lack_is_one_line_about_what_was_written(
+    line: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(line.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(word in error for word in words), error
+
+
+def test_a_value_is_never_taken_for_a_flag() -> None:
+    assert translate(["--model-path", "serve"]).flags == ["--model", "serve"]
+    assert translate(["serve", "--port", "1"]).flags == ["--port", "1"]
+
+
+def test_help_says_so() -> None:
+    assert "SGLang" in make_parser().format_help()
