@@ -68,9 +68,10 @@ def free_port() -> int:
 
 
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A start that is meant to fail."""
+    """A start that is meant to fail, on a free port unless one is named."""
+    port = () if "--port" in arguments else ("--port", "0")
     return subprocess.run(
-        [sys.executable, "-m", "app", *arguments],
+        [sys.executable, "-m", "app", *port, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
