@@ -69,7 +69,8 @@ def free_port() -> int:
 
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A start that is meant to fail, on a free port unless one is named."""
-    port = () if "--port" in arguments else ("--port", "0")
+    served = arguments[:1] != ("generate",) and "--port" not in arguments
+    port = ("--port", "0") if served else ()
     return subprocess.run(
         [sys.executable, "-m", "app", *port, *arguments],
         cwd=ROOT,
