@@ -24,7 +24,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int
     count_rows: int
     """Rows of token counts for penalties."""
+    max_chunks: int = 0
+    """Chunks that a step can hold; 0: as many as its tokens."""
     max_depth: int = 2
+    causal: bool = True
+    """Tokens see only those before them. Where they see all, as in encoders, a prompt runs whole, in one
+    step, and its pages are worth nothing to another."""
     device: str = "cpu"
     processors: tuple[str, ...] = ()
     """Names of the logit processors that requests may ask for."""

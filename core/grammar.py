@@ -27,6 +27,14 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     param: str = "response_format"
 
 
+class TokenRules(msgspec.Struct, frozen=True):
+    """Tokens that may be taken whatever the text: `allowed` alone (None: all), and no `banned` sequence
+    may come about in the output."""
+
+    allowed: tuple[int, ...] | None = None
+    banned: tuple[tuple[int, ...], ...] = ()
+
+
 class TokenTable(msgspec.Struct, frozen=True):
     """A vocabulary, as grammars have to know it.
 
@@ -57,6 +65,10 @@ class GrammarCompiler(Protocol):
         """Cached by kind and text. Raises `RequestError` naming `spec.param` and the unsupported
         keyword, the syntax error or the limit that was passed; `Overloaded` when too many wait.
         Cancelling it leaves others that wait for the same grammar alone."""
+        ...
+
+    def restrict(self, grammar: CompiledGrammar | None, rules: TokenRules) -> CompiledGrammar:
+        """`grammar` (None: any text) under `rules` as well. Takes 0.1 ms."""
         ...
 
     def close(self) -> None:

@@ -15,6 +15,10 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """In the tree, unlocked: can be evicted."""
     protected: int
     """In the tree, under a running request."""
+    pinned: int = 0
+    """In the tree, kept for a client that asked for it; some of them protected too."""
+    pins: int = 0
+    """Prefixes that are kept so."""
     nodes: int
     queried_tokens: int
     """Looked up by requests that were admitted."""

@@ -10,12 +10,14 @@ from core.cache.hold import Hold
 from core.cache.key import WIDTH
 from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError, PageAllocator
+from core.cache.pins import Pins
 from core.cache.radix import RadixTree
 
 
-def check(tree: RadixTree, pages: PageAllocator, holds: list[Hold], page_size: int) -> None:
+def check(tree: RadixTree, pages: PageAllocator, pins: Pins, holds: list[Hold], page_size: int) -> None:
     """Raise `IntegrityError` at the first thing that is wrong. `holds`: all that are alive."""
     pages.check()
+    pins.check()
     nodes = list(tree.walk())
     for node in nodes:
         _check_node(tree, node, page_size * WIDTH)

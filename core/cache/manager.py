@@ -11,6 +11,7 @@ from core.cache.integrity import check
 from core.cache.key import num_units, pack
 from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError, PageAllocator
+from core.cache.pins import Pins
 from core.cache.radix import RadixTree
 from core.config.groups import Eviction
 from core.stats import CacheStatistics
@@ -34,7 +35,7 @@ class CacheManager:
     Owner: event loop; the only cache face the scheduler sees. `num_pages` includes page 0, the
     dump, which is never handed out. With `radix` off every match is empty and nothing is kept.
     With `bigram` on, pages are keyed by pairs of tokens: a page of tokens is cached once the token
-    after it is known.
+    after it is known. `pin_share` of the pool may be pinned.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CacheManager:
         radix: bool = True,
         eviction: Eviction = "lru",
         bigram: bool = False,
+        pin_share: float = 0.5,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
@@ -53,6 +55,7 @@ class CacheManager:
         self._bigram = bigram
         self._pages = PageAllocator(num_pages)
         self._tree = RadixTree(page_size, ORDERS[eviction])
+        self._pins = Pins(self._tree, int(self._pages.total * pin_share))
         self._queried_tokens = 0
         self._hit_tokens = 0
         self._evicted_pages = 0
@@ -99,10 +102,18 @@ class CacheManager:
         if short > 0:
             if short > self._tree.evictable:
                 return None
-            dropped = self._tree.evict(short)
-            self._evicted_pages += len(dropped)
-            self._pages.give(dropped)
+            self._evicted_pages += self._evict(short)
         return self._pages.try_take(n)
+
+    def _evict(self, n: int) -> int:
+        """Free at least `n` of the evictable pages, those under pins last; how many it were."""
+        freed = 0
+        while True:
+            dropped = self._tree.evict(n - freed)
+            self._pages.give(dropped)
+            freed += len(dropped)
+            if freed >= n or not self._pins.give_way():
+                return freed
 
     def commit(self, hold: Hold, root: RootKey, tokens: Ints, priority: int = 0) -> None:
         """The KV of the hold's first `len(tokens)` tokens is (in stream order) written: share it.
@@ -138,17 +149,34 @@ class CacheManager:
         self._pages.give(hold.pages[hold.shared :] + hold.duplicates)
         hold.node, hold.pages, hold.duplicates, hold.shared = self._tree.top, [], [], -1
 
+    # -- pins
+
+    def pin(self, hold: Hold, owner: str, num_tokens: int, seconds: float, now: float) -> int:
+        """Keep the first `num_tokens` tokens of a hold's prompt for `seconds` from `now`, softly: what
+        nobody pins is evicted first, and no request waits for a pin.
+
+        Returns the tokens that are pinned: whole pages in the tree, within the share of `owner`.
+        """
+        shared = _alive(hold).shared
+        pages = min(num_tokens // self.page_size, shared, self._pins.owner_limit)
+        if pages <= 0:
+            return 0
+        self._pins.add(owner, self._tree.cut(hold.node, shared, pages), seconds, now)
+        return pages * self.page_size
+
+    def expire(self, now: float) -> None:
+        """Forget the pins whose time is over. Cheap enough for every step."""
+        self._pins.expire(now)
+
     # -- the pool
 
     def available(self) -> int:
-        """Pages that could be taken now: free and evictable."""
+        """Pages that could be taken now: free and evictable, pinned ones among them."""
         return self._pages.free + self._tree.evictable
 
     def flush(self) -> int:
-        """Drop everything that is cached and not locked; returns the pages freed."""
-        dropped = self._tree.evict(self._tree.evictable)
-        self._pages.give(dropped)
-        return len(dropped)
+        """Drop everything that is cached and not locked, pinned or not; returns the pages freed."""
+        return self._evict(self._tree.evictable)
 
     def statistics(self) -> CacheStatistics:
         """Counters only: nothing is walked."""
@@ -158,6 +186,8 @@ class CacheManager:
             free=self._pages.free,
             cached=self._tree.evictable,
             protected=self._tree.protected,
+            pinned=self._tree.pinned,
+            pins=self._pins.count,
             nodes=self._tree.nodes,
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
@@ -167,7 +197,7 @@ class CacheManager:
     def check_integrity(self, holds: Iterable[Hold]) -> None:
         """Raise `IntegrityError` unless every page, lock and counter is accounted for, given all
         holds that are alive. Walks everything: for tests and idle times."""
-        check(self._tree, self._pages, list(holds), self.page_size)
+        check(self._tree, self._pages, self._pins, list(holds), self.page_size)
 
 
 def _alive(hold: Hold) -> Hold:

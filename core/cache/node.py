@@ -33,6 +33,7 @@ class RadixNode:
         "locks",
         "pages",
         "parent",
+        "pins",
         "priority",
         "queued",
     )
@@ -49,6 +50,8 @@ class RadixNode:
         self.created = now
         self.last_access = now
         self.priority = LOWEST
+        self.pins: dict[str, int] | None = None
+        """By owner, the pins at this node or below it; None: nobody's."""
         self.queued = False
         """The tree's eviction queue has an entry for this node."""
 
@@ -71,6 +74,7 @@ class RadixNode:
         prefix.locks = self.locks
         prefix.hits = self.hits
         prefix.priority = self.priority
+        prefix.pins = None if self.pins is None else dict(self.pins)
         if self.parent is not None:
             self.parent.children[self.edge] = prefix
         self.key = self.key[cut:]

@@ -38,19 +38,32 @@ class RadixTree:
     a root exists only while something is cached (or held) below it.
     """
 
-    __slots__ = ("_now", "_order", "_pushes", "_queue", "_step", "evictable", "nodes", "protected", "top")
+    __slots__ = (
+        "_now",
+        "_order",
+        "_pushes",
+        "_queue",
+        "_step",
+        "evictable",
+        "nodes",
+        "pinned",
+        "protected",
+        "top",
+    )
 
     def __init__(self, page_size: int, order: Order) -> None:
         self.top = RadixNode(None, b"", b"", NO_PAGES, 0)
         self.evictable = 0
         self.protected = 0
+        self.pinned = 0
+        """Pages of nodes that somebody pins, locked or not."""
         self.nodes = 0
         """Nodes with pages: neither roots nor the top."""
         self._step = page_size * WIDTH
         self._order = order
         self._now = 0
-        # Every unlocked leaf has one entry. Entries of nodes that were locked or grew children
-        # since stay until they come up; `RadixNode.queued` keeps a node from having two. The
+        # Every unlocked leaf that nobody pins has one entry. Entries of nodes that were locked, pinned
+        # or grew children since stay until they come up; `RadixNode.queued` keeps a node from having two. The
         # second field is unique, so equal ranks never compare nodes.
         self._queue: list[tuple[Rank, int, RadixNode]] = []
         self._pushes = 0
@@ -146,6 +159,51 @@ class RadixTree:
                 self._settle(walk)
             walk = above
 
+    def cut(self, node: RadixNode, depth: int, num_pages: int) -> RadixNode:
+        """The node at or above `node` that ends after `num_pages` pages from the root; split off where
+        none does. `node` ends after `depth` >= `num_pages` > 0."""
+        while depth - len(node.pages) >= num_pages:
+            depth -= len(node.pages)
+            assert node.parent is not None
+            node = node.parent
+        if depth == num_pages:
+            return node
+        self.nodes += 1
+        return node.split(num_pages - depth + len(node.pages))
+
+    def pin(self, node: RadixNode, owner: str) -> int:
+        """Count a pin of `owner` at `node` and all above it; returns the pages it had not pinned yet."""
+        fresh = 0
+        walk = node
+        while walk.parent is not None:
+            if walk.pins is None:
+                walk.pins = {}
+                self.pinned += len(walk.pages)
+            fresh += 0 if owner in walk.pins else len(walk.pages)
+            walk.pins[owner] = walk.pins.get(owner, 0) + 1
+            walk = walk.parent
+        return fresh
+
+    def unpin(self, node: RadixNode, owner: str) -> int:
+        """Undo one `pin`; returns the pages that `owner` pins no more."""
+        gone = 0
+        walk = node
+        while walk.parent is not None:
+            pins = walk.pins
+            if pins is None or owner not in pins:
+                raise IntegrityError(f"unpin of a node that {owner!r} does not pin")
+            above = walk.parent
+            pins[owner] -= 1
+            if not pins[owner]:
+                del pins[owner]
+                gone += len(walk.pages)
+            if not pins:
+                walk.pins = None
+                self.pinned -= len(walk.pages)
+                self._settle(walk)
+            walk = above
+        return gone
+
     def credit(self, node: RadixNode) -> None:
         """Count one use of `node` and of all above it."""
         walk: RadixNode | None = node
@@ -166,7 +224,8 @@ class RadixTree:
     # -- eviction
 
     def evict(self, n: int) -> Ints:
-        """Drop unlocked leaves in order until at least `n` pages are free or none is left.
+        """Drop unlocked leaves that nobody pins in order until at least `n` pages are free or none is
+        left.
 
         Returns the pages dropped, int32. A parent that becomes an unlocked leaf is next in line
         by its own rank. Leaves go whole: one that is larger than asked leaves pages for the next
@@ -177,7 +236,7 @@ class RadixTree:
         count = 0
         while count < n and self._queue:
             rank, _, node = self._queue[0]
-            if node.locks or node.children:
+            if node.locks or node.children or node.pins:
                 heappop(self._queue)
                 node.queued = False
             elif (now := self._order(node)) != rank:
@@ -191,8 +250,9 @@ class RadixTree:
         return np.concatenate(freed) if freed else NO_PAGES
 
     def _settle(self, node: RadixNode) -> None:
-        """If `node` is an unlocked leaf now, put it in line; an empty root goes at once."""
-        if node.children or node.locks or node is self.top:
+        """If `node` is an unlocked leaf now that nobody pins, put it in line; an empty root goes at
+        once."""
+        if node.children or node.locks or node.pins or node is self.top:
             return
         if node.parent is self.top:
             del self.top.children[node.edge]
@@ -222,16 +282,20 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
+    def _loose(self, node: RadixNode) -> bool:
+        """A leaf with pages that nobody holds or pins."""
+        return not (node.children or node.locks or node.pins or node.parent is self.top)
+
     def check_queue(self) -> None:
-        """Raise `IntegrityError` unless every unlocked leaf is in line once, at no rank above its own."""
+        """Raise `IntegrityError` unless every unlocked leaf that nobody pins is in line once, at no rank
+        above its own."""
         entries = {id(node): rank for rank, _, node in self._queue}
         if len(entries) != len(self._queue):
             raise IntegrityError("a node is twice in the eviction queue")
         for node in self.walk():
             if node.queued != (id(node) in entries):
                 raise IntegrityError(f"node with pages {node.pages.tolist()}: queued flag and queue differ")
-            leaf = not node.children and node.parent is not self.top
-            if leaf and not node.locks and not node.queued:
+            if self._loose(node) and not node.queued:
                 raise IntegrityError(f"unlocked leaf with pages {node.pages.tolist()} is not in line")
             if node.queued and entries[id(node)] > self._order(node):
                 raise IntegrityError(f"the rank of the node with pages {node.pages.tolist()} fell")

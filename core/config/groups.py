@@ -35,6 +35,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = (
         "auto"
     )
+    attention_backend: Annotated[
+        str,
+        Meta(
+            description="who attends on a GPU: NAME, or prefill=NAME,decode=NAME; empty: what was "
+            "measured to be fastest; a backend that cannot is refused with the reason"
+        ),
+    ] = ""
     context_length: Annotated[
         int, Meta(description="tokens a request may have; 0: the model's own", ge=0)
     ] = 0
@@ -58,6 +65,15 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     ] = 0.0
     radix_cache: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True
     eviction: Annotated[Eviction, Meta(description="which cached pages go first")] = "lru"
+    pin_share: Annotated[
+        float,
+        Meta(
+            description="share of the pool that prefixes which clients want kept may take; "
+            "one client may have half of it",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.5
 
 
 class ScheduleConfig(Struct, frozen=True, kw_only=True):
@@ -74,6 +90,9 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
     overlap_depth: Annotated[
         int, Meta(description="steps planned ahead of the device; 0 waits for every result", ge=0, le=2)
     ] = 1
+    cuda_graphs: Annotated[
+        bool, Meta(description="capture the steps of a GPU before serving; off: launch kernel by kernel")
+    ] = True
     conservativeness: Annotated[
         float, Meta(description="scales the room kept for running requests to grow", gt=0, le=10)
     ] = 1.0

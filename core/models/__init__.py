@@ -1,6 +1,30 @@
 """Facts about models: sizes and switches read from a checkpoint's config, never a tensor."""
 
 from core.models.registry import FAMILIES, Family, family_of, read_spec
-from core.models.spec import ModelSpec, MoeSpec, RopeSpec
+from core.models.sentence import sentence_pooling
+from core.models.spec import (
+    Activation,
+    EncoderSpec,
+    ModelSpec,
+    MoeSpec,
+    Pooling,
+    PoolingSpec,
+    RopeSpec,
+    Task,
+)
 
-__all__ = ["FAMILIES", "Family", "ModelSpec", "MoeSpec", "RopeSpec", "family_of", "read_spec"]
+__all__ = [
+    "FAMILIES",
+    "Activation",
+    "EncoderSpec",
+    "Family",
+    "ModelSpec",
+    "MoeSpec",
+    "Pooling",
+    "PoolingSpec",
+    "RopeSpec",
+    "Task",
+    "family_of",
+    "read_spec",
+    "sentence_pooling",
+]

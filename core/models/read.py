@@ -10,6 +10,7 @@ import msgspec
 
 from core.errors import ModelError
 from core.models.fields import Fields
+from core.models.quant import readable
 from core.models.rope import read_rope
 from core.models.spec import ModelSpec, MoeSpec
 
@@ -76,24 +77,13 @@ def _common(
     qk_norm: bool = False,
 ) -> ModelSpec:
     """What all families spell alike. `max_position` and `head_dim` are the family's defaults."""
-    if fields.has("quantization_config"):
-        raise ModelError(
-            "config.json: quantization_config: quantised safetensors are not supported; "
-            "use the unquantised checkpoint or a .gguf file."
-        )
+    refuse_quantised(fields)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if not fields.has("head_dim") and not head_dim and hidden % heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise fields.wrong("hidden_act", "one of " + ", ".join(ACTIVATIONS))
-    dtype_name = "dtype" if fields.has("dtype") else "torch_dtype"
-    dtype = fields.text(dtype_name, "float32")
-    if dtype not in DTYPES:
-        raise fields.wrong(dtype_name, "one of " + ", ".join(DTYPES))
     positions = fields.size("max_position_embeddings", max_position)
     bos = fields.ids("bos_token_id")
     return ModelSpec(
@@ -105,7 +95,7 @@ def _common(
         kv_heads=kv_heads,
         head_dim=fields.size("head_dim", head_dim or hidden // heads),
         intermediate=fields.size("intermediate_size"),
-        activation=activation,
+        activation=activation_of(fields, "silu"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings"),
         rope=read_rope(fields, positions),
@@ -114,10 +104,36 @@ def _common(
         mlp_bias=mlp_bias,
         qk_norm=qk_norm,
         max_position=positions,
-        dtype=dtype,
+        dtype=dtype_of(fields),
         bos=bos[0] if bos else None,
         eos=fields.ids("eos_token_id"),
     )
+
+
+def refuse_quantised(fields: Fields) -> None:
+    """Raise `ModelError` for safetensors that are quantised to what cannot be read."""
+    if fields.has("quantization_config") and not readable(fields.group("quantization_config")):
+        raise ModelError(
+            "config.json: quantization_config: of quantised safetensors only FP8 is supported; "
+            "use the unquantised checkpoint or a .gguf file."
+        )
+
+
+def activation_of(fields: Fields, default: str) -> str:
+    """The MLP's."""
+    activation = fields.text("hidden_act", default)
+    if activation not in ACTIVATIONS:
+        raise fields.wrong("hidden_act", "one of " + ", ".join(ACTIVATIONS))
+    return activation
+
+
+def dtype_of(fields: Fields) -> str:
+    """The checkpoint's, under its old or its new name."""
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    dtype = fields.text(name, "float32")
+    if dtype not in DTYPES:
+        raise fields.wrong(name, "one of " + ", ".join(DTYPES))
+    return dtype
 
 
 def architecture_of(fields: Fields) -> str:

@@ -1,10 +1,17 @@
-"""What a decoder is, in numbers. One record for every family: a family differs in values only."""
+"""What a model is, in numbers. One record for every family: a family differs in values only."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import msgspec
+
+Task = Literal["generate", "embed", "classify"]
+"""What a checkpoint was made for. A model that generates also embeds."""
+
+Pooling = Literal["first", "last", "mean"]
+
+Activation = Literal["none", "sigmoid", "softmax"]
 
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
@@ -43,8 +50,30 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layers whose MLP is sparse; the others are dense with `ModelSpec.intermediate`."""
 
 
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How hidden states become one vector, and what is done with it."""
+
+    kind: Pooling = "last"
+    normalize: bool = True
+    """Vectors are scaled to length 1."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, where the checkpoint has a head for them."""
+    activation: Activation = "none"
+    """Makes scores of what that head says."""
+    max_tokens: int = 0
+    """Of an input, where the checkpoint was made for fewer than it has positions; 0: it was not."""
+
+
+class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an encoder has that decoders have not."""
+
+    token_types: int
+    first_position: int = 0
+    """Row of the position table that a text's first token reads."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder-only language model."""
+    """One language model: a decoder, or an encoder."""
 
     architecture: str
     vocab_size: int
@@ -68,6 +97,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Positions a token sees, itself included, in `window_layers`; 0: no such layers."""
     window_layers: frozenset[int] = frozenset()
     moe: MoeSpec | None = None
+    encoder: EncoderSpec | None = None
+    """None: tokens see only those before them."""
+    task: Task = "generate"
+    pooling: PoolingSpec = PoolingSpec()
     max_position: int
     dtype: str = "float32"
     bos: int | None = None
@@ -76,11 +109,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def context_length(self) -> int:
         """Tokens a request may have: the trained positions, times what rope scaling adds."""
+        if self.pooling.max_tokens:
+            return min(self.pooling.max_tokens, self.max_position)
         if self.rope.kind in ("linear", "dynamic"):
             return int(self.max_position * self.rope.factor)
         if self.rope.kind == "yarn":
             return max(self.max_position, int(self.rope.original_max * self.rope.factor))
         return self.max_position
+
+    @property
+    def causal(self) -> bool:
+        """Tokens see only those before them."""
+        return self.encoder is None
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers whose K and V outlive a step."""
+        return self.layers if self.causal else 0
 
     @property
     def q_size(self) -> int:
@@ -100,12 +145,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def num_parameters(self) -> int:
         """Weights to hold, tied ones once. Biases and norms are left out: under 0.1%."""
-        total = self.vocab_size * self.hidden * (1 if self.tied else 2)
+        total = self.vocab_size * self.hidden * (1 if self.tied or self.task != "generate" else 2)
+        if self.encoder is not None:
+            total += self.max_position * self.hidden
         attention = self.hidden * (2 * self.q_size + 2 * self.kv_size)
         for layer in range(self.layers):
             total += attention
             if self.moe is not None and layer in self.moe.layers:
                 total += self.moe.experts * self.hidden * (3 * self.moe.intermediate + 1)
             else:
-                total += 3 * self.hidden * self.intermediate
+                total += (3 if self.causal else 2) * self.hidden * self.intermediate
         return total

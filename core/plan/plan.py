@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from core.grammar import CompiledGrammar
-from core.request.params import SamplingParams
+from core.request.params import Hidden, SamplingParams
 from core.types import NO_TOKENS, Ints
 
 
@@ -35,6 +35,10 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     requests that want no token. `logprobs` >= 0 asks for prompt logprobs of the tokens at
     positions max(start + 1, logprobs_start) ... start + len(tokens): each is the *target* of the
     position before it. `target` is the token after this chunk, -1 when the chunk ends the prompt.
+
+    `hidden` says what the step gives back of this chunk's hidden states, those from position
+    `hidden_start` on; a decode row gives its own where its slot's parameters ask for all. `pair` is the
+    position where the second text of a pair begins, 0 for one text.
     """
 
     slot: int
@@ -44,6 +48,9 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     logprobs: int = -1
     logprobs_start: int = 0
     target: int = -1
+    hidden: Hidden = "none"
+    hidden_start: int = 0
+    pair: int = 0
 
 
 class PageWrites(msgspec.Struct, frozen=True, gc=False):
@@ -64,6 +71,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     are absent on purpose: a row's input is the last token sampled into its slot's cell, which may
     not exist yet when the plan is made. Its position is the slot's length on the device.
 
+    The first `common` tokens of all decode rows are the same and stand in the same, whole pages.
+
     `new_slots` and `page_writes` are applied before the forward, in that order. Rows that sample:
     all decode rows, then the chunks with `samples`, in order.
     """
@@ -73,6 +82,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     chunks: tuple[Chunk, ...] = ()
     new_slots: tuple[NewSlot, ...] = ()
     page_writes: PageWrites = NO_WRITES
+    common: int = 0
 
     @property
     def num_tokens(self) -> int:

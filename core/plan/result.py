@@ -10,7 +10,8 @@ from core.types import Floats, Ints
 class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities of one sampled token, from the model's raw distribution.
 
-    `top_ids`, `top_values` [k] are the k most likely, best first; empty for k = 0.
+    `top_ids`, `top_values` [k] are the k most likely, best first; empty for k = 0. After them come
+    those that the request named.
     """
 
     chosen: float
@@ -35,7 +36,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Tokens of the rows that sampled, int32 [num_samples], in plan order; -1 where logits were
     not finite. `logprobs` maps a row's index in `tokens` to its log-probabilities, for the rows
     that asked; `failed` maps the index of a row that cannot go on (its token is -1) to the reason, for
-    its client. `seconds` is the time the device spent on the step."""
+    its client. `hidden` maps a slot to the hidden states that its chunk or row gives back, float32
+    [n, width]: one row for a sum or a single token. `seconds` is the time the device spent on the step."""
 
     step: int
     tokens: Ints
@@ -43,6 +45,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     seconds: float = 0.0
     failed: dict[int, str] = {}
+    hidden: dict[int, Floats] = {}
 
 
 class StepFailure(msgspec.Struct, frozen=True, gc=False):

@@ -1,6 +1,7 @@
 """What a client asked for, as integers."""
 
 from core.request.params import SamplingParams
+from core.request.pinning import Pinning
 from core.request.request import Request, State
 
-__all__ = ["Request", "SamplingParams", "State"]
+__all__ = ["Pinning", "Request", "SamplingParams", "State"]

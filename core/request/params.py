@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 import msgspec
 
@@ -15,6 +16,11 @@ MAX_BIAS = 1024
 MAX_LOGPROBS = 128
 """OpenAI takes 20, lm-eval asks for up to 100."""
 SEED_LIMIT = 2**63
+
+Hidden = Literal["none", "first", "last", "sum", "all"]
+"""Which hidden states (after the last norm) a request wants back: the prompt's first token's, its last
+one's, the sum over the prompt, or every token's that is computed, those of the output included. Where the
+checkpoint has a head for classes, `first` and `last` are what it says of that token."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +49,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Non-negative, below 2**63. The edge draws one for requests that name none."""
     logprobs: int = -1
     """-1: none; 0: the chosen token's; k: also the k most likely."""
+    logprob_ids: tuple[int, ...] = ()
+    """Tokens whose log-probabilities are told too, after the most likely ones', where any are."""
     prompt_logprobs: int = -1
     """The same for prompt tokens from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
+    hidden: Hidden = "none"
+    pair: int = 0
+    """Position where the second text of a pair begins, for encoders; 0: there is one text."""
     processor: str = ""
     """Name of a logit processor that the operator registered; empty: none."""
     processor_params: str = ""
@@ -96,6 +107,9 @@ def check(params: SamplingParams, vocab_size: int, processors: Collection[str] =
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids.", "stop_token_ids")
     _check_ids(params.stop_ids, vocab_size, "stop_token_ids")
+    if len(params.logprob_ids) > MAX_LOGPROBS:
+        raise RequestError(f"logprob_token_ids takes at most {MAX_LOGPROBS} ids.", "logprob_token_ids")
+    _check_ids(params.logprob_ids, vocab_size, "logprob_token_ids")
     if params.processor and params.processor not in processors:
         # What was sent is not repeated: other servers take code here, which can be long.
         raise RequestError(

@@ -9,6 +9,7 @@ import numpy as np
 from core.cache.hold import Hold
 from core.grammar import CompiledGrammar
 from core.request.params import SamplingParams
+from core.request.pinning import Pinning
 from core.types import PLAIN_ROOT, Finish, Ints, RootKey
 
 
@@ -44,12 +45,14 @@ class Request:
         "finish",
         "first_token_at",
         "grammar",
+        "hidden_from",
         "history",
         "hold",
         "id",
         "logprobs_from",
         "output",
         "params",
+        "pinning",
         "priority",
         "prompt",
         "retractions",
@@ -77,6 +80,8 @@ class Request:
         self.priority = priority
         self.root = root
         self.grammar = grammar
+        self.pinning: Pinning | None = None
+        """Set before it is queued, where its client wants the prompt kept."""
         self.state = State.WAITING
         self.output: list[int] = []
         self.slot = 0
@@ -85,6 +90,8 @@ class Request:
         """Prompt tokens found in the tree at the first admission: what usage reports."""
         self.logprobs_from = params.prompt_logprobs_start
         """First prompt position whose log-probability no submitted step yields yet."""
+        self.hidden_from = 0
+        """First prompt position whose hidden state no submitted step yields yet."""
         self.retractions = 0
         self.started_at = 0.0
         self.first_token_at = 0.0

@@ -18,14 +18,28 @@ class PlanBuilder:
     Owner: event loop. Lives for one call of `Scheduler.plan`.
     """
 
-    __slots__ = ("_chunk_requests", "_chunks", "_decode", "_decode_slots", "_new", "_writes", "now", "room")
+    __slots__ = (
+        "_chunk_requests",
+        "_chunks",
+        "_common",
+        "_decode",
+        "_decode_slots",
+        "_max_chunks",
+        "_new",
+        "_writes",
+        "now",
+        "room",
+    )
 
-    def __init__(self, room: int, now: float) -> None:
+    def __init__(self, room: int, now: float, max_chunks: int = 0) -> None:
+        """`max_chunks` 0: as many as there is room for."""
+        self._max_chunks = max_chunks
         self.now = now
         self.room = room
         """Tokens the step can still take."""
         self._decode: list[Request] = []
         self._decode_slots: Ints = NO_TOKENS
+        self._common = 0
         self._chunks: list[Chunk] = []
         self._chunk_requests: list[Request] = []
         self._new: list[NewSlot] = []
@@ -34,15 +48,17 @@ class PlanBuilder:
     def __bool__(self) -> bool:
         return bool(self._decode or self._chunks)
 
-    def decode(self, requests: list[Request], slots: Ints) -> None:
-        """One token for each of `slots`."""
-        self._decode, self._decode_slots = requests, slots
+    def decode(self, requests: list[Request], slots: Ints, common: int = 0) -> None:
+        """One token for each of `slots`, whose first `common` tokens stand in the same pages."""
+        self._decode, self._decode_slots, self._common = requests, slots, common
         self.room -= len(slots)
 
     def chunk(self, request: Request, chunk: Chunk) -> None:
         self._chunks.append(chunk)
         self._chunk_requests.append(request)
         self.room -= len(chunk.tokens)
+        if len(self._chunks) == self._max_chunks:
+            self.room = 0
 
     def new_slot(self, slot: NewSlot, pages: list[int]) -> None:
         """A slot's first step, with the page-table row it starts from."""
@@ -61,6 +77,7 @@ class PlanBuilder:
             chunks=tuple(self._chunks),
             new_slots=tuple(self._new),
             page_writes=self._page_writes(),
+            common=self._common,
         )
         rows, slots = self._decode, self._decode_slots
         sampling = [r for r, c in zip(self._chunk_requests, self._chunks, strict=True) if c.samples]
@@ -71,7 +88,7 @@ class PlanBuilder:
         notable = [
             ChunkFlight(r, c.slot, int(table.epoch[c.slot]), _ends_without_token(r, c))
             for r, c in zip(self._chunk_requests, self._chunks, strict=True)
-            if c.logprobs >= 0 or _ends_without_token(r, c)
+            if c.logprobs >= 0 or c.hidden != "none" or _ends_without_token(r, c)
         ]
         for chunk in notable:
             table.in_flight[chunk.slot] += 1

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from core.cache.manager import CacheManager
 from core.request import Request, State
 from core.schedule.builder import PlanBuilder
+from core.schedule.common import CommonPages
 from core.schedule.growth import GrowthRatio
 from core.schedule.table import SlotTable
 from core.types import NO_TOKENS, Ints
@@ -21,7 +22,17 @@ class DecodeRows:
     Owner: event loop.
     """
 
-    __slots__ = ("_cache", "_growth", "_mask", "_requests", "_retract", "_shift", "_slots", "_table")
+    __slots__ = (
+        "_cache",
+        "_common",
+        "_growth",
+        "_mask",
+        "_requests",
+        "_retract",
+        "_shift",
+        "_slots",
+        "_table",
+    )
 
     def __init__(
         self,
@@ -36,6 +47,7 @@ class DecodeRows:
         self._retract = retract
         self._mask = cache.page_size - 1
         self._shift = self._mask.bit_length()
+        self._common = CommonPages()
         self._requests: list[Request] = []
         self._slots: Ints = NO_TOKENS
 
@@ -46,10 +58,12 @@ class DecodeRows:
         """Rows whose prompt is planned to its end: they decode from the next step on."""
         if requests:
             self._set(self._requests + requests)
+            self._common.join(self._requests, requests)
 
     def remove(self, request: Request) -> None:
         if request in self._requests:
             self._set([r for r in self._requests if r is not request])
+            self._common.leave(self._requests)
 
     def plan(self, builder: PlanBuilder) -> None:
         """Put every row that can take one more token into the step."""
@@ -68,7 +82,7 @@ class DecodeRows:
                 self._grow(builder, due, lengths, pages)
         if len(slots):
             table.length[slots] += 1
-            builder.decode(requests, slots)
+            builder.decode(requests, slots, self._common.count() << self._shift)
             self._growth.step()
 
     def _drop_complete(self) -> None:
@@ -77,6 +91,7 @@ class DecodeRows:
         complete = table.length[self._slots] >= table.limit[self._slots]
         if complete.any():
             self._set([r for r, done in zip(self._requests, complete.tolist(), strict=True) if not done])
+            self._common.leave(self._requests)
 
     def _grow(self, builder: PlanBuilder, due: NDArray[np.intp], lengths: Ints, pages: Ints) -> None:
         for row, page in zip(due.tolist(), pages.tolist(), strict=True):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from core.cache.hold import Hold
 from core.cache.manager import CacheManager
 from core.plan import Chunk, NewSlot
-from core.request import Request, State
+from core.request import Pinning, Request, State
+from core.request.params import Hidden
 from core.schedule.builder import PlanBuilder
 from core.schedule.growth import CLIP, GrowthRatio
 from core.schedule.order import Ordering
@@ -25,7 +27,17 @@ class Prefills:
     Owner: event loop.
     """
 
-    __slots__ = ("_cache", "_counts", "_growth", "_order", "_table", "_under_way", "_waiting", "admitted")
+    __slots__ = (
+        "_cache",
+        "_counts",
+        "_growth",
+        "_order",
+        "_table",
+        "_under_way",
+        "_waiting",
+        "_whole",
+        "admitted",
+    )
 
     def __init__(
         self,
@@ -35,7 +47,10 @@ class Prefills:
         growth: GrowthRatio,
         order: Ordering,
         count_rows: int,
+        whole: bool = False,
     ) -> None:
+        """`whole`: a prompt is never split."""
+        self._whole = whole
         self._table = table
         self._cache = cache
         self._waiting = waiting
@@ -123,10 +138,13 @@ class Prefills:
         return bool(self._table.free) and self._cache.available() >= pages
 
     def _match_limit(self, request: Request, tokens: Ints) -> int:
-        """One token at least must be computed, and every one whose logits are asked for."""
+        """One token at least must be computed, and every one whose logits or hidden state is asked for."""
+        limit = len(tokens) - 1
         if _owes_logprobs(request):
-            return max(request.logprobs_from - 1, 0)
-        return len(tokens) - 1
+            limit = max(request.logprobs_from - 1, 0)
+        if request.params.hidden not in ("none", "last"):
+            limit = min(limit, _hidden_from(request))
+        return limit
 
     def _spare(self, request: Request) -> int:
         """Pages to leave for what running requests and this one are likely to make."""
@@ -143,6 +161,8 @@ class Prefills:
         a page of room is used as it is: waiting for more could wait for ever."""
         if wanted <= room:
             return wanted
+        if self._whole:
+            return 0
         page = self._cache.page_size
         return room // page * page or room
 
@@ -157,6 +177,7 @@ class Prefills:
         last = end == len(tokens)
         known = end - 1 if last else end  # the last position whose target this chunk can see
         wants = _owes_logprobs(request) and known >= max(request.logprobs_from, start + 1)
+        hidden_start = _hidden_from(request)
         builder.chunk(
             request,
             Chunk(
@@ -167,19 +188,48 @@ class Prefills:
                 logprobs=request.params.prompt_logprobs if wants else -1,
                 logprobs_start=request.logprobs_from,
                 target=-1 if last else int(tokens[end]),
+                hidden=_hidden(request.params.hidden, start, end, hidden_start, last),
+                hidden_start=hidden_start,
+                pair=request.params.pair,
             ),
         )
+        request.hidden_from = max(hidden_start, end)
         if wants:
             request.logprobs_from = known + 1
         request.history.append((builder.now, "chunk", n))
         table.length[slot] = end
         assert request.hold is not None
         self._cache.commit(request.hold, request.root, tokens[:end], request.priority)
+        if last and request.pinning is not None:
+            self._pin(request.hold, request.pinning, builder.now)
         return last
+
+    def _pin(self, hold: Hold, pinning: Pinning, now: float) -> None:
+        """All of the prompt is in the tree now: keep of it what its client marked."""
+        pinning.kept = tuple(
+            self._cache.pin(hold, pinning.owner, tokens, seconds, now) for tokens, seconds in pinning.marks
+        )
 
     def release(self, request: Request) -> None:
         """The request's row of token counts is free again."""
         self._counts.give(request)
+
+
+def _hidden_from(request: Request) -> int:
+    """First position whose hidden state is still owed: once there is output, that of its last token."""
+    return request.num_tokens - 1 if request.output else request.hidden_from
+
+
+def _hidden(asked: Hidden, start: int, end: int, owed: int, last: bool) -> Hidden:
+    """What a chunk has to give of what the request asked for."""
+    match asked:
+        case "last":
+            due = last
+        case "first":
+            due = start == owed == 0
+        case _:
+            due = end > owed
+    return asked if due else "none"
 
 
 def _owes_logprobs(request: Request) -> bool:

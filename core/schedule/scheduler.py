@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from core.plan import PromptLogprobs, RowLogprobs, StepPlan, StepResult
 from core.request import Request, State
 from core.schedule import order
 from core.schedule.builder import PlanBuilder
+from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
 from core.schedule.growth import GrowthRatio
 from core.schedule.ledger import Flight, Ledger
@@ -25,7 +25,7 @@ from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.stats import SchedulerStatistics
-from core.types import NAN_TOKEN, Finish, FinishReason
+from core.types import NAN_TOKEN, Finish, FinishReason, Floats
 
 SHUFFLE_SEED = 0
 ABORTED = Finish(FinishReason.ABORT)
@@ -36,7 +36,8 @@ class Confirmed(NamedTuple):
     """What one result brought: aligned lists of requests and their new token, in row order.
 
     `ends` maps a row to the finish its token caused, `logprobs` a row to what it asked for.
-    `finished` are requests that ended without a token in this step.
+    `finished` are requests that ended without a token in this step. `hidden` has what requests asked
+    for of their hidden states, float32 [n, width], to be read before anything else of theirs.
     """
 
     requests: list[Request]
@@ -45,20 +46,7 @@ class Confirmed(NamedTuple):
     logprobs: dict[int, RowLogprobs]
     prompt_logprobs: list[tuple[Request, PromptLogprobs]]
     finished: list[Request]
-
-
-class Counters:
-    """Totals since the start. Owner: event loop."""
-
-    __slots__ = ("cached_tokens", "finished", "output_tokens", "prompt_tokens", "retractions", "steps")
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-        self.retractions = 0
-        self.finished: Counter[str] = Counter()
+    hidden: Sequence[tuple[Request, Floats]] = ()
 
 
 class Scheduler:
@@ -85,7 +73,13 @@ class Scheduler:
         self._ledger = Ledger()
         self._decodes = DecodeRows(self._table, cache, self._growth, self.retract)
         self._prefills = Prefills(
-            self._table, cache, self._waiting, self._growth, self._ordering(), capabilities.count_rows
+            self._table,
+            cache,
+            self._waiting,
+            self._growth,
+            self._ordering(),
+            capabilities.count_rows,
+            whole=not capabilities.causal,
         )
         self._draining: list[Request] = []
         self._finished: list[Request] = []
@@ -115,6 +109,8 @@ class Scheduler:
     def check(self, request: Request) -> None:
         """Raise `RequestError` when the request could not run even alone."""
         limit = self._capabilities.context_length
+        if not self._capabilities.causal:
+            limit = min(limit, self._config.step_tokens)
         if len(request.prompt) == 0:
             raise RequestError("The prompt must have at least one token.", "prompt")
         if len(request.prompt) + request.params.max_tokens > limit:
@@ -184,10 +180,11 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to run."""
         now = self._clock()
+        self.cache.expire(now)
         self._expire(now)
         if self._config.order == "priority":
             self._preempt()
-        builder = PlanBuilder(self._config.step_tokens, now)
+        builder = PlanBuilder(self._config.step_tokens, now, self._capabilities.max_chunks)
         if self._config.prefill_first:
             decoding = self._plan_prefills(builder)
             if not builder:
@@ -219,6 +216,7 @@ class Scheduler:
         """Take one step's answer, in the order of submission."""
         flight = self._ledger.confirm(result.step)
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
+        hidden = self._hidden(flight, result.hidden) if result.hidden else ()
         prompt_logprobs, finished = self._apply_chunks(flight, result)
         table, requests, slots, tokens = self._table, flight.rows, flight.slots, result.tokens
         logprobs, failed = result.logprobs, result.failed
@@ -241,7 +239,7 @@ class Scheduler:
         ends = self._end_rows(requests, made, ended, failed) if ended else {}
         self.counters.output_tokens += len(made)
         self._requeue_drained()
-        return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished)
+        return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished, hidden)
 
     def _end_rows(
         self, requests: list[Request], tokens: list[int], rows: Sequence[int], failed: Mapping[int, str]
@@ -278,6 +276,14 @@ class Scheduler:
                 self.finish(request, Finish(FinishReason.LENGTH))
                 finished.append(request)
         return logprobs, finished
+
+    def _hidden(self, flight: Flight, given: Mapping[int, Floats]) -> list[tuple[Request, Floats]]:
+        """Whose they are: a slot has one row or one chunk in a step, and a chunk that samples is both."""
+        owners = {slot: (request, epoch) for request, slot, epoch, _ in flight.chunks}
+        rows = zip(flight.slots.tolist(), flight.rows, flight.epochs.tolist(), strict=True)
+        owners |= {slot: (request, epoch) for slot, request, epoch in rows}
+        live = (slot for slot in given if self._table.epoch[slot] == owners[slot][1])
+        return [(owners[slot][0], given[slot]) for slot in live]
 
     # -- leaving -----------------------------------------------------------------------------------
 
@@ -354,6 +360,7 @@ class Scheduler:
         return not (self.running or len(self._waiting) or self.in_flight)
 
     def statistics(self) -> SchedulerStatistics:
+        self.cache.expire(self._clock())  # pins end without a step too
         return SchedulerStatistics(
             waiting=len(self._waiting),
             waiting_tokens=self._waiting.tokens,

@@ -14,7 +14,7 @@ from core.executor import Capabilities
 from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Confirmed, Scheduler
-from core.types import Finish, RootKey
+from core.types import Finish, Floats, RootKey
 from tests.fakes.executor import FakeExecutor, oracle
 
 VOCAB = 97
@@ -41,6 +41,8 @@ class Harness:
         rows: int = 8,
         depth: int = 1,
         count_rows: int = 4,
+        chunks: int = 0,
+        causal: bool = True,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
         **schedule: object,
     ) -> None:
@@ -54,13 +56,18 @@ class Harness:
             vocab_size=VOCAB,
             max_step_tokens=2048,
             count_rows=count_rows,
+            max_chunks=chunks,
+            causal=causal,
         )
         self.executor = FakeExecutor(capabilities)
-        manager = CacheManager(pages + 1, page_size, radix=cache.radix_cache, eviction=cache.eviction)
+        manager = CacheManager(
+            pages + 1, page_size, radix=cache.radix_cache and causal, eviction=cache.eviction
+        )
         config = msgspec.convert(schedule, ScheduleConfig)
         self.scheduler = Scheduler(capabilities, manager, config, self.clock)
         self.delivered: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
+        self.hidden: dict[str, list[Floats]] = {}
         self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self._ids = 0
 
@@ -138,6 +145,9 @@ class Harness:
                 self.finishes[request.id] = confirmed.ends[row]
         for request, logprobs in confirmed.prompt_logprobs:
             self.prompt_logprobs.setdefault(request.id, []).append(logprobs)
+        for request, states in confirmed.hidden:
+            assert request.id not in self.finishes or request in confirmed.requests + confirmed.finished
+            self.hidden.setdefault(request.id, []).append(states)
         self._ended(confirmed.finished)
 
     def _ended(self, requests: list[Request]) -> None:

@@ -2,13 +2,14 @@
 
 The oracle knows nothing of nodes: it maps (root, tokens up to the end of a page) to the page that
 holds them. Insertions it predicts; evictions it reads off the tree after each call, and says which
-were allowed. Beside it stands the device's memory: what each page was last written with.
+were allowed. Of pins it keeps a plain list, longest unused first. Beside it stands the device's memory:
+what each page was last written with.
 """
 
 from __future__ import annotations
 
 import random
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -19,10 +20,24 @@ from core.stats import CacheStatistics
 from core.types import Ints, RootKey
 
 STEPS = 450
+PIN_SHARE = 0.7
 ROOTS = (RootKey(), RootKey(adapter="a"), RootKey(salt="a"))
 
 Prefix = tuple[RootKey, bytes]
 """A root and the int32 tokens up to the end of a page (and one more with bigrams)."""
+
+
+OWNERS = ("", "a", "b")
+SECONDS = (5.0, 60.0)
+
+
+class Pinned(NamedTuple):
+    """One pin as the oracle knows it."""
+
+    owner: str
+    prefixes: tuple[Prefix, ...]
+    seconds: float
+    expires: float
 
 
 class Running:
@@ -46,10 +61,17 @@ class World:
         self.bigram = bigram
         self.radix = radix
         self.num_pages = self.rng.choice([12, 30, 48])
-        self.cache = CacheManager(self.num_pages, page_size, radix=radix, eviction=eviction, bigram=bigram)
+        self.cache = CacheManager(
+            self.num_pages, page_size, radix=radix, eviction=eviction, bigram=bigram, pin_share=PIN_SHARE
+        )
         self.cached: dict[Prefix, int] = {}
         self.memory: dict[int, Prefix] = {}
         self.running: list[Running] = []
+        self.pins: list[Pinned] = []
+        """Longest unused first."""
+        self.now = 0.0
+        self.gave_way = 0
+        """Pins that were dropped because pages were needed."""
         # Prompts are drawn from two patterns for a page, so that prefixes collide at any page size.
         self.patterns = [[self.rng.randrange(2) for _ in range(page_size)] for _ in range(2)]
 
@@ -86,6 +108,7 @@ class World:
         present = self.in_tree()
         gone = {prefix for prefix, page in self.cached.items() if page not in present}
         assert allowed or not gone, "evicted without need"
+        self.give_way(gone)
         assert not gone & self.protected(), "evicted under a lock"
         for prefix in gone:
             del self.cached[prefix]
@@ -94,6 +117,32 @@ class World:
             before = tokens[: -4 * self.size]
             first = len(before) < 4 * (self.size + self.bigram)
             assert first or (root, before) in self.cached, "a hole in a prefix"
+
+    def pinned(self) -> set[Prefix]:
+        return {prefix for pin in self.pins for prefix in pin.prefixes}
+
+    def give_way(self, gone: set[Prefix]) -> None:
+        """Drop as many pins as the cache did; raise if they were not the oldest that nobody stands on,
+        if anything else was left when the last of them went, or if a page went with its pin in place."""
+        held = self.protected()
+        for _ in range(len(self.pins) - self.cache.statistics().pins):
+            left = set(self.cached) - self.pinned() - held - gone
+            assert not left, "a pin gave way while there was something else"
+            self.pins.remove(next(pin for pin in self.pins if pin.prefixes[-1] not in held))
+            self.gave_way += 1
+        assert not gone & self.pinned(), "evicted under a pin"
+
+    def limit(self, owner: str) -> None:
+        """What pinning more than allowed does: the owner's oldest go, then anybody's."""
+
+        def pages(pins: list[Pinned]) -> int:
+            return len({prefix for pin in pins for prefix in pin.prefixes})
+
+        most = int((self.num_pages - 1) * PIN_SHARE)
+        while pages(own := [pin for pin in self.pins if pin.owner == owner]) > int(most * 0.5):
+            self.pins.remove(own[0])
+        while pages(self.pins) > most:
+            self.pins.remove(self.pins[0])
 
     # -- what a scheduler does
 
@@ -207,6 +256,32 @@ class World:
         self.cache.release(request.hold, request.root, None)
         self.forget_evicted(allowed=False)
 
+    def pin(self) -> None:
+        rng, request = self.rng, self.rng.choice(self.running)
+        owner, seconds = rng.choice(OWNERS), rng.choice(SECONDS)
+        tokens = rng.randint(0, len(request.tokens))
+        most = int(int((self.num_pages - 1) * PIN_SHARE) * 0.5)
+        pages = min(tokens // self.size, request.hold.shared, most)
+        assert self.cache.pin(request.hold, owner, tokens, seconds, self.now) == pages * self.size
+        if pages > 0:
+            told = [self.prefix(request.root, request.tokens, page) for page in range(pages)]
+            prefixes = tuple(prefix for prefix in told if prefix is not None)
+            assert len(prefixes) == pages
+            shorter = {prefixes[: n + 1] for n in range(pages)}
+            alike = [p for p in self.pins if (p.owner, p.seconds) == (owner, seconds)]
+            for pin in alike:
+                if pin.prefixes in shorter:
+                    self.pins.remove(pin)
+            self.pins.append(Pinned(owner, prefixes, seconds, self.now + seconds))
+            self.limit(owner)
+        self.forget_evicted(allowed=False)
+
+    def wait(self) -> None:
+        self.now += self.rng.choice([0.5, 2.0, 20.0])
+        self.cache.expire(self.now)
+        self.pins = [pin for pin in self.pins if pin.expires > self.now]
+        self.forget_evicted(allowed=False)
+
     def flush(self) -> None:
         before = self.cache.statistics()
         assert self.cache.flush() == before.cached
@@ -216,11 +291,14 @@ class World:
     def step(self) -> None:
         if self.running:
             actions = [self.look, self.admit, self.chunk, self.decode, self.finish, self.abort, self.flush]
-            (action,) = self.rng.choices(actions, weights=[10, 30, 30, 25, 15, 4, 1])
+            actions += [self.pin, self.wait]
+            (action,) = self.rng.choices(actions, weights=[10, 30, 30, 25, 15, 4, 1, 15, 8])
         else:
             action = self.admit
         action()
         self.cache.check_integrity([request.hold for request in self.running])
+        statistics = self.cache.statistics()
+        assert (statistics.pins, statistics.pinned) == (len(self.pins), len(self.pinned()))
         for request in self.running:
             shared = request.hold.shared
             full = self.expected(request.root, request.tokens, shared * self.size)
@@ -246,6 +324,7 @@ def test_random_workload(eviction: Eviction, page_size: int, bigram: bool) -> No
     assert done.free + done.cached == done.total
     assert done.evicted_pages > 0, "the pool was never short: the run has shown too little"
     assert done.hit_tokens > 0
+    assert world.gave_way > 0, "no pin ever stood in the way"
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -153,4 +153,5 @@ def test_unknown_architecture_lists_the_known() -> None:
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_parameters_are_counted(architecture: str) -> None:
     tied, free = (spec(architecture, tie_word_embeddings=tied) for tied in (True, False))
-    assert free.num_parameters() - tied.num_parameters() == 64 * 100
+    head = 64 * 100 if free.task == "generate" else 0
+    assert free.num_parameters() - tied.num_parameters() == head

@@ -351,3 +351,12 @@ def test_a_result_out_of_order_is_refused() -> None:
     with pytest.raises(RuntimeError, match="before"):
         h.scheduler.apply(second)  # type: ignore[arg-type]
     del first
+
+
+def test_a_step_holds_no_more_chunks_than_the_device_can() -> None:
+    h = Harness(pages=200, rows=8, depth=0, chunks=3)
+    requests = [h.request([i, i + 1], max_tokens=2) for i in range(8)]
+    h.run()
+    assert max(len(plan.chunks) for plan in h.executor.plans) == 3
+    for request in requests:
+        h.check(request)

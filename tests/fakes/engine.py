@@ -6,6 +6,7 @@ The same checks as the real one's, so that an error's field is the one a client 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -14,10 +15,10 @@ from app.job import Job, Piece, Sink
 from app.text.stops import check_stops
 from core.errors import ContextExceeded, LoomError, RequestError
 from core.plan import PromptLogprobs, RowLogprobs
-from core.request import Request, SamplingParams
+from core.request import Pinning, Request, SamplingParams
 from core.request.params import check
 from core.stats import CacheStatistics, EngineStatistics, Histogram, SchedulerStatistics
-from core.types import Finish, FinishReason, Ints
+from core.types import Finish, FinishReason, Floats, Ints
 from tests.fakes.tokenizer import VOCAB, ByteTokenizer
 
 CONTEXT = 512
@@ -29,6 +30,15 @@ def row(token: int, k: int) -> RowLogprobs:
     """Log-probabilities that say which token they belong to."""
     ids = np.array([(token + i) % VOCAB for i in range(k)], np.int32)
     return RowLogprobs(-float(token) / 100, ids, np.array([-float(i) for i in range(k)], np.float32))
+
+
+WIDTH = 4
+"""Of hidden states."""
+
+
+def state(token: int, position: int) -> Floats:
+    """A hidden state that says whose it is."""
+    return np.array([token, position, 1.0, -1.0], np.float32)
 
 
 class FakeRun:
@@ -44,12 +54,17 @@ class FakeRun:
         self.requests = [Request(f"{job.id}-{i}", prompt, params) for i in range(job.n)]
         for request in self.requests:
             request.cached = engine.cached
+        if job.keep is not None:
+            marks = [(len(prompt) if n is None else n, seconds) for n, seconds in job.keep.marks]
+            kept = tuple(tokens for tokens, _ in marks)
+            self.requests[0].pinning = Pinning(job.keep.owner, tuple(marks), kept)
         self.sink = sink
         self.open = set(range(job.n))
         self.done = asyncio.Event()
         self.aborted = False
         self.ended: list[int] = []
         self.script: list[str] = []
+        self.made: list[list[int]] = [[] for _ in range(job.n)]
         self.begun = False
         """Choice 0 has had a piece: only then the prompt's log-probabilities are known."""
 
@@ -68,6 +83,24 @@ class FakeRun:
             )
         ]
 
+    def hidden(self, index: int) -> list[Floats]:
+        tokens = [*self.prompt.tolist(), *self.made[index][:-1]]
+        states = [state(token, at) for at, token in enumerate(tokens)]
+        n = len(self.prompt)
+        match self.params.hidden:
+            case "none":
+                return []
+            case "first" | "last" if self.engine.head is not None:
+                return [np.array([self.engine.head(self.prompt, self.params.pair)], np.float32)]
+            case "first":
+                return [states[0][None]]
+            case "last":
+                return [states[n - 1][None]]
+            case "sum":  # in two chunks
+                return [np.sum(part, axis=0)[None] for part in (states[: n // 2], states[n // 2 : n]) if part]
+            case "all":
+                return [np.array(states[:n]), *(each[None] for each in states[n:])]
+
     async def wait(self) -> None:
         await self.done.wait()
 
@@ -85,6 +118,7 @@ class FakeRun:
         if index not in self.open:
             return
         self.begun |= index == 0
+        self.made[index] += piece.tokens
         if piece.finish is not None:
             self.requests[index].finish = piece.finish
             self.open.discard(index)
@@ -111,7 +145,8 @@ class FakeRun:
         words = self.script or WORDS
         word = words[at % len(words)]
         token = word.encode()[0]
-        logprobs = [row(token, self.params.logprobs)] if self.params.logprobs >= 0 else None
+        told = self.params.logprobs + len(self.params.logprob_ids)
+        logprobs = [row(token, told)] if self.params.logprobs >= 0 else None
         finish = None
         if self.job.text.stop and word == "!":
             finish = Finish(FinishReason.STOP, self.job.text.stop[0])
@@ -141,6 +176,8 @@ class FakeEngine:
         self.scripts: list[list[str]] = []
         """What the next starts say, a token a piece, and then stop."""
         self.cached = 0
+        self.head: Callable[[Ints, int], list[float]] | None = None
+        """What a head for classes says of a prompt and where the second of its texts begins."""
         self.processors: tuple[str, ...] = ()
         """Names of logit processors that jobs may ask for."""
         self.flushed = 0
@@ -174,7 +211,9 @@ class FakeEngine:
             prompt = prompt[-job.truncate_prompt :]
         room = CONTEXT - len(prompt)
         wanted = min(len(WORDS), room) if job.max_tokens is None else job.max_tokens
-        if wanted > room or room < 1:
+        if job.cut_to_fit and room > 0:
+            wanted = min(wanted, room)
+        if wanted > room or (job.max_tokens is None and room < 1):
             raise ContextExceeded(CONTEXT, len(prompt), wanted, job.prompt_param)
         seed = 7 if job.seed is None else job.seed
         params = msgspec.structs.replace(job.sampling, max_tokens=wanted, seed=seed)

@@ -15,7 +15,7 @@ import numpy as np
 from core.executor import Capabilities
 from core.order import Order, OrderDone
 from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
-from core.types import NO_TOKENS, Ints
+from core.types import NO_TOKENS, Floats, Ints
 
 POISON = -7
 """What a page holds before anything was written to it: reading it is an error."""
@@ -65,6 +65,7 @@ class FakeExecutor:
         self.fail_at = fail_at
         self.nan_slots: set[int] = set()
         self.logprob_slots: dict[int, int] = {}
+        self.hidden_slots: dict[int, bool] = {}
         self.closed = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -114,6 +115,7 @@ class FakeExecutor:
         slots = plan.decode_slots.tolist()
         for slot in slots:
             self._store(slot, int(self.length[slot]), np.asarray([self.cell[slot]]))
+        self._check_common(plan)
         for chunk in plan.chunks:
             assert self.length[chunk.slot] == chunk.start
             self._store(chunk.slot, chunk.start, chunk.tokens)
@@ -127,7 +129,44 @@ class FakeExecutor:
             if self.logprob_slots.get(slot, -1) >= 0
         }
         prompt = tuple(_prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0)
-        return StepResult(plan.step, np.asarray(tokens, np.int32), logprobs, prompt)
+        return StepResult(
+            plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan)
+        )
+
+    def _hidden(self, plan: StepPlan) -> dict[int, Floats]:
+        """A token's hidden state is the token and its position, so that a test can see what was given."""
+        for new in plan.new_slots:
+            self.hidden_slots[new.slot] = new.params.hidden == "all"
+        found = {}
+        for slot in plan.decode_slots.tolist():
+            if self.hidden_slots[slot]:
+                found[slot] = np.array([self._read(slot, int(self.length[slot]) - 1)], np.float32)
+        for chunk in plan.chunks:
+            n = len(chunk.tokens)
+            states = np.array([(t, chunk.start + i) for i, t in enumerate(chunk.tokens)], np.float32)
+            owed = states[max(chunk.hidden_start - chunk.start, 0) :]
+            given = {
+                "first": states[:1],
+                "last": states[n - 1 :],
+                "all": owed,
+                "sum": owed.sum(0, keepdims=True),
+            }
+            if chunk.hidden != "none":
+                found[chunk.slot] = given[chunk.hidden]
+        return found
+
+    def _read(self, slot: int, position: int) -> tuple[int, int]:
+        page, at = divmod(position, self._capabilities.page_size)
+        return int(self.pool[self.table[slot, page], at]), position
+
+    def _check_common(self, plan: StepPlan) -> None:
+        """What rows are said to share is the same whole pages, and never a row's own last token."""
+        count, rest = divmod(plan.common, self._capabilities.page_size)
+        assert rest == 0
+        if count:
+            slots = plan.decode_slots
+            assert (self.table[slots, :count] == self.table[slots[0], :count]).all()
+            assert (self.length[slots] > plan.common).all()
 
     def _store(self, slot: int, start: int, tokens: Ints | np.ndarray) -> None:
         positions = np.arange(start, start + len(tokens))

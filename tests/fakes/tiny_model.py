@@ -95,6 +95,40 @@ def build(name: str, directory: Path, max_shard_size: str = "1GB") -> Tiny:
     return Tiny(directory, model)
 
 
+HEADLESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaModel": ("Llama", {}),
+    "MistralModel": ("Mistral", {"sliding_window": 24}),
+    "Qwen2Model": ("Qwen2", {}),
+    "Qwen3Model": ("Qwen3", {"head_dim": 16}),
+    "LlamaForSequenceClassification": ("Llama", {"num_labels": 1}),
+    "Qwen2ForSequenceClassification": ("Qwen2", {"num_labels": 3}),
+    "Qwen3ForSequenceClassification": ("Qwen3", {"head_dim": 16, "num_labels": 2}),
+    "BertModel": ("Bert", {}),
+    "RobertaModel": ("Roberta", {"pad_token_id": 1}),
+    "XLMRobertaModel": ("XLMRoberta", {"pad_token_id": 1}),
+    "BertForSequenceClassification": ("Bert", {"num_labels": 1}),
+    "RobertaForSequenceClassification": ("Roberta", {"num_labels": 3, "pad_token_id": 1}),
+    "XLMRobertaForSequenceClassification": ("XLMRoberta", {"num_labels": 1, "pad_token_id": 1}),
+}
+"""Architecture to (family, what differs from `_SIZES`): checkpoints that make vectors or scores."""
+
+
+def build_headless(architecture: str, directory: Path) -> Tiny:
+    """The same for one of `HEADLESS`."""
+    family, changes = HEADLESS[architecture]
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, "pad_token_id": 0, **changes})
+    torch.manual_seed(7)
+    model = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if key.lower().endswith(("norm.weight", "layernorm.weight")):
+                weight.uniform_(0.5, 1.5)
+            elif key.endswith("bias"):
+                weight.normal_(0.0, 0.2)
+    model.save_pretrained(directory)
+    return Tiny(directory, model)
+
+
 def greedy(model: transformers.PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
     """What transformers' own generate continues `prompt` with, ignoring end of sequence."""
     ids = torch.tensor([prompt])

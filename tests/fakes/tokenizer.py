@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,10 @@ class ByteTokenizer:
     """Ids below 256 are bytes; 256 begins, 257 ends a text."""
 
     vocab_size = VOCAB
+    special_ids = frozenset({BOS, EOS})
+    added_eos: tuple[int, ...] = ()
     eos_ids = frozenset({EOS})
+    special_tokens: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>"}
 
     def encode(self, text: str, add_special: bool = True) -> Ints:
         ids = list(text.encode())
@@ -26,6 +29,10 @@ class ByteTokenizer:
 
     async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints:
         return self.encode(text, add_special)
+
+    async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
+        one, two = (text.encode() for text in texts)
+        return np.array([BOS, *one, EOS, *two, EOS], np.int32), len(one) + 2
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         special = {BOS: "<s>", EOS: "</s>"}
@@ -43,6 +50,8 @@ class ByteTokenizer:
 
 class JoinTemplate:
     """`role: content` lines. A content of `RAISE` is what a template refuses."""
+
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
     async def render_async(
         self,

@@ -1,0 +1,140 @@
+"""Configs of checkpoints that make vectors or scores: decoders without a head, or with one for classes,
+and the BERT family. Defaults are those of transformers' config classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from core.models.fields import Config, Fields
+from core.models.read import activation_of, architecture_of, dtype_of, refuse_quantised
+from core.models.spec import Activation, EncoderSpec, ModelSpec, PoolingSpec
+
+Reader = Callable[[Fields], ModelSpec]
+
+_GENERATES = "ForCausalLM"
+_ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+"""torch's names for what sentence-transformers' cross-encoders put behind their head."""
+
+
+def headless(config: Config) -> Config:
+    """The config of the model below a head for tokens; others stay as they are."""
+    architecture = architecture_of(Fields(config))
+    if not architecture.endswith(_GENERATES):
+        return config
+    return {**config, "architectures": [architecture.removesuffix(_GENERATES) + "Model"]}
+
+
+def embedder(read: Reader) -> Reader:
+    """A decoder whose last hidden state is its answer."""
+
+    def reader(fields: Fields) -> ModelSpec:
+        if not fields.flag("is_causal", True):
+            raise fields.wrong("is_causal", "true: decoders that see forward are not supported")
+        return msgspec.structs.replace(read(fields), task="embed", tied=False)
+
+    return reader
+
+
+def classifier(read: Reader) -> Reader:
+    """A decoder with a linear head, without bias, on the last token."""
+
+    def reader(fields: Fields) -> ModelSpec:
+        return msgspec.structs.replace(
+            read(fields), task="classify", tied=False, pooling=_classes(fields, PoolingSpec(kind="last"))
+        )
+
+    return reader
+
+
+def bert(fields: Fields) -> ModelSpec:
+    """BertModel. Without a word on pooling the mean, as sentence-transformers does."""
+    return _encoder(fields, EncoderSpec(token_types=fields.size("type_vocab_size", 2)), 512, 1e-12)
+
+
+def roberta(fields: Fields) -> ModelSpec:
+    """RobertaModel and XLMRobertaModel: positions are counted from behind the padding id."""
+    pad = fields.count("pad_token_id", 1)
+    facts = EncoderSpec(token_types=fields.size("type_vocab_size", 2), first_position=pad + 1)
+    return _encoder(fields, facts, 512, 1e-12)
+
+
+def bert_classifier(fields: Fields) -> ModelSpec:
+    """BertForSequenceClassification."""
+    return _classifying(fields, bert(fields))
+
+
+def roberta_classifier(fields: Fields) -> ModelSpec:
+    """RobertaForSequenceClassification and XLM-RoBERTa's."""
+    return _classifying(fields, roberta(fields))
+
+
+def _classifying(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    pooling = _classes(fields, PoolingSpec(kind="first"))
+    return msgspec.structs.replace(spec, task="classify", pooling=pooling)
+
+
+def _encoder(fields: Fields, facts: EncoderSpec, positions: int, eps: float) -> ModelSpec:
+    refuse_quantised(fields)
+    if fields.text("position_embedding_type", "absolute") != "absolute":
+        raise fields.wrong("position_embedding_type", "absolute")
+    if fields.flag("is_decoder"):
+        raise fields.wrong("is_decoder", "false")
+    hidden, heads = fields.size("hidden_size", 768), fields.size("num_attention_heads", 12)
+    if hidden % heads:
+        raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
+    rows = fields.size("max_position_embeddings", positions)
+    if rows <= facts.first_position:
+        raise fields.wrong("max_position_embeddings", f"more than {facts.first_position}")
+    return ModelSpec(
+        architecture=architecture_of(fields),
+        vocab_size=fields.size("vocab_size"),
+        hidden=hidden,
+        layers=fields.size("num_hidden_layers", 12),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate=fields.size("intermediate_size", 3072),
+        activation=activation_of(fields, "gelu"),
+        norm_eps=fields.number("layer_norm_eps", eps),
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        encoder=facts,
+        task="embed",
+        pooling=PoolingSpec(kind="mean"),
+        max_position=rows - facts.first_position,
+        dtype=dtype_of(fields),
+    )
+
+
+def _classes(fields: Fields, pooling: PoolingSpec) -> PoolingSpec:
+    """Names of the classes and what makes scores of their logits: what sentence-transformers wrote down,
+    else what the kind of problem says, else sigmoid for one class and softmax for several."""
+    named = fields.group("id2label")
+    if named and not all(isinstance(label, str) and key.isdecimal() for key, label in named.items()):
+        raise fields.wrong("id2label", "an object of class numbers and their names")
+    labels = [str(named[key]) for key in sorted(named, key=int)]
+    if not labels:
+        labels = [f"LABEL_{i}" for i in range(fields.size("num_labels", 2))]
+    return msgspec.structs.replace(
+        pooling, labels=tuple(labels), activation=_activation(fields, len(labels)), normalize=False
+    )
+
+
+def _activation(fields: Fields, classes: int) -> Activation:
+    written = fields.text("sbert_ce_default_activation_function", "") or Fields(
+        fields.group("sentence_transformers")
+    ).text("activation_fn", "")
+    name = written.rpartition(".")[2]
+    if name and name not in _ACTIVATIONS:
+        raise fields.wrong("sentence_transformers", f"an activation among {', '.join(_ACTIVATIONS)}")
+    if name:
+        return _ACTIVATIONS[name]
+    match fields.text("problem_type", ""):
+        case "regression":
+            return "none"
+        case "multi_label_classification":
+            return "sigmoid"
+    return "sigmoid" if classes == 1 else "softmax"

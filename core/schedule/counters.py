@@ -1,0 +1,19 @@
+"""What the scheduler counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Counters:
+    """Totals since the start. Owner: event loop."""
+
+    __slots__ = ("cached_tokens", "finished", "output_tokens", "prompt_tokens", "retractions", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.retractions = 0
+        self.finished: Counter[str] = Counter()
