@@ -12,24 +12,33 @@ import torch
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
-from core.models import ModelSpec, read_spec
-from gpu.attention import TorchAttention
+from core.models import ModelSpec, PoolingSpec, read_spec, sentence_pooling
+from gpu.attention import AttentionBackend, TorchAttention, WholeAttention
+from gpu.attention.device import check_cpu_backends
+from gpu.device import CudaFacts, choose_device, cuda_facts
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
-from gpu.memory import available_bytes, memory_table, plan_memory
+from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, plan_memory
 from gpu.models.base import CausalModel
+from gpu.parts import Parts, Sizes, Target
 from gpu.runner import ModelRunner
 from gpu.sample.processors import load_processors
 from gpu.sample.sampler import Sampler
 from gpu.state.slots import SlotState
+from gpu.step.steps import Steps
 from gpu.thread import device_thread
 from gpu.upkeep import Upkeep
 from gpu.weights import config_from_gguf, load_model
+from gpu.worker import Runner
 
 log = logging.getLogger(__name__)
 
 CPU_ROWS = 64
 """Requests that run at once on a CPU: past this a step is compute-bound and rows only wait longer."""
+
+CUDA_ROWS = 512
+"""The same on a GPU: a step of the models this is made for then takes some 25 ms, and each row more adds
+little to the throughput and its whole to everybody's time between tokens."""
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
@@ -45,14 +54,30 @@ def spec_of(source: Path) -> ModelSpec:
             f"{source} has no config.json: --model takes a Hugging Face directory or a .gguf file."
         )
     generation = source / "generation_config.json"
-    return read_spec(_load(config), _load(generation) if generation.is_file() else None)
+    told = _load(generation) if generation.is_file() else None
+    return read_spec(_load(config), told, pooling_of(source))
+
+
+def pooling_of(source: Path) -> PoolingSpec | None:
+    """What a sentence-transformers directory says of pooling; None for any other source. Raises
+    `ModelError`."""
+
+    def read(place: str) -> object:
+        path = source / place
+        return _read(path) if path.is_file() else None
+
+    return sentence_pooling(read)
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON: {error}.") from error
 
 
 def _load(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}.") from error
+    found = _read(path)
     if not isinstance(found, dict):
         raise ModelError(f"{path} must hold a JSON object.")
     return found
@@ -66,21 +91,17 @@ def build_executor(
     schedule: ScheduleConfig,
     progress: Progress,
 ) -> LocalExecutor:
-    """Estimate memory, load, allocate. The executor is not started.
+    """Estimate memory, load, allocate, capture. The executor is not started.
 
-    Raises `ConfigError` (too little memory, a context the model does not have, no such device or logit
-    processor) or `ModelError` (the checkpoint), in both cases before or instead of an executor.
+    Raises `ConfigError` (too little memory, a context the model does not have, no such device, attention
+    backend or logit processor) or `ModelError` (the checkpoint), before or instead of an executor.
     """
-    device = _device(model)
-    dtype = torch.float32 if model.dtype == "auto" else getattr(torch, model.dtype)
-    context = _context(spec, model)
-    rows = _rows(schedule)
+    target = _target(spec, model)
+    device, dtype = target.device, target.dtype
+    sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
     progress("memory", 0.0)
-    memory = plan_memory(spec, dtype, cache, available_bytes(), rows * context)
-    for line in memory_table(memory):
-        log.info("%s", line)
-    context = min(context, memory.tokens)
+    memory = _memory(spec, target, sizes, cache)
 
     def load(path: str) -> CausalModel:
         if Path(path) != source and spec_of(Path(path)) != spec_of(source):
@@ -90,57 +111,108 @@ def build_executor(
         loaded.seal()
         return loaded
 
-    def make_pool() -> KvPool:
-        heads = (spec.kv_heads, spec.head_dim)
-        return KvPool(spec.layers, memory.num_pages, cache.page_size, heads, dtype, device)
-
     with device_thread(device):
+        free = free_bytes(device)
         loaded = load(str(source))
+        if device.type == "cuda":
+            # Weights are what they are now; before, they were reckoned.
+            memory = _memory(spec, target, sizes, cache, loaded=free - free_bytes(device))
+        for line in memory_table(memory):
+            log.info("%s", line)
+        sizes = sizes._replace(context=min(sizes.context, memory.tokens))
+
+        def make_pool() -> KvPool:
+            heads = (spec.kv_heads, spec.head_dim)
+            return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, dtype, device)
+
         progress("pool", 0.0)
-        pool = make_pool()
-        slots = SlotState(rows, -(-context // cache.page_size), device)
-        windows = [spec.window(layer) for layer in range(spec.layers)]
-        attention = TorchAttention(pool, slots, windows)
-        sampler = Sampler(rows, spec.vocab_size, rows, device, processors)
-        upkeep = Upkeep(str(source), load, make_pool)
-        runner = ModelRunner(loaded, slots, attention, sampler, cache.page_size, upkeep)
+        sampler = Sampler(sizes.rows, spec.vocab_size, sizes.rows, device, processors)
+        upkeep = Upkeep(str(source), load, make_pool, both=device.type == "cpu")
+        parts = Parts(spec, target, sizes, sampler, upkeep)
+        runner: Runner
+        chunks = 0
+        if target.captures(spec):
+            from gpu.cuda import MAX_CHUNKS, captured_runner  # Triton, which a CPU may not have
+
+            chunks = min(sizes.rows, MAX_CHUNKS)
+            runner = captured_runner(parts, (model, cache, schedule), loaded, make_pool(), progress)
+        else:
+            runner = _plain_runner(parts, cache.page_size, loaded, make_pool())
     progress("ready", 1.0)
     return LocalExecutor(
         runner,
         Capabilities(
             num_pages=memory.num_pages,
             page_size=cache.page_size,
-            max_rows=rows,
-            context_length=context,
+            max_rows=sizes.rows,
+            context_length=sizes.context,
             vocab_size=spec.vocab_size,
-            max_step_tokens=schedule.step_tokens,
-            count_rows=rows,
-            device=str(device),
+            max_step_tokens=sizes.tokens,
+            max_chunks=chunks,
+            count_rows=sizes.rows,
+            causal=spec.causal,
+            device=target.facts.name if device.type == "cuda" else str(device),
             processors=tuple(processors),
         ),
     )
 
 
-def _device(model: ModelConfig) -> torch.device:
-    if model.device == "cuda":
-        raise ConfigError("--device cuda is not available in this version: use --device cpu.")
-    return torch.device("cpu")
+def _plain_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool) -> ModelRunner:
+    """Steps in plain torch, computed as they are launched."""
+    spec, (rows, _, context) = parts.spec, parts.sizes
+    slots = SlotState(rows, -(-context // page_size), parts.target.device)
+    attention: AttentionBackend = WholeAttention()
+    if spec.causal:
+        attention = TorchAttention(pool, slots, [spec.window(layer) for layer in range(spec.layers)])
+    return ModelRunner(model, slots, attention, parts.sampler, page_size, parts.upkeep)
 
 
-def _rows(schedule: ScheduleConfig) -> int:
+def _target(spec: ModelSpec, model: ModelConfig) -> Target:
+    facts = cuda_facts() if model.device != "cpu" else CudaFacts("--device cpu")
+    device = choose_device(model.device, facts)
+    name: str = model.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else spec.dtype
+    target = Target(device, getattr(torch, name), facts)
+    if not target.captures(spec):
+        check_cpu_backends(model.attention_backend)
+    return target
+
+
+def _memory(spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, loaded: int = 0) -> MemoryPlan:
+    needs = None
+    if target.device.type == "cuda":
+        rows, tokens, _ = sizes
+        graphs = len(list(Steps(rows, tokens).all())) if target.captures(spec) else 0
+        needs = device_needs(spec, target.dtype, rows, rows, tokens, graphs)
+    most = sizes.rows * sizes.context
+    return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)
+
+
+def _rows(schedule: ScheduleConfig, device: torch.device) -> int:
     """Every running row gets a token in every step, so the budget bounds them."""
     if schedule.max_running > schedule.step_tokens:
         raise ConfigError(
             f"--max-running {schedule.max_running} rows do not fit steps of --step-tokens "
             f"{schedule.step_tokens}: lower the one or raise the other."
         )
-    return schedule.max_running or min(CPU_ROWS, schedule.step_tokens)
+    usual = CPU_ROWS if device.type == "cpu" else CUDA_ROWS
+    return schedule.max_running or min(usual, schedule.step_tokens)
 
 
-def _context(spec: ModelSpec, model: ModelConfig) -> int:
+def _context(spec: ModelSpec, model: ModelConfig, schedule: ScheduleConfig) -> int:
     if model.context_length > spec.context_length:
         raise ConfigError(
             f"--context-length {model.context_length} is longer than the {spec.context_length} tokens "
             f"that {spec.architecture} of this checkpoint was made for."
         )
-    return model.context_length or spec.context_length
+    context = model.context_length or spec.context_length
+    if spec.causal or context <= schedule.step_tokens:
+        return context
+    log.warning(
+        "inputs of more than %d tokens are refused: an encoder reads a text in one step. "
+        "--step-tokens %d would take all that the model can.",
+        schedule.step_tokens,
+        context,
+    )
+    return schedule.step_tokens

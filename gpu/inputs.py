@@ -52,7 +52,7 @@ def gather(plan: StepPlan, slots: SlotState, page_size: int) -> StepInputs:
     lengths = before + 1
     slots.length[decode] = lengths
     ids, positions, rows = slots.last_token[decode], before, decode
-    chunks = _place(plan)
+    chunks = place(plan)
     if chunks:
         known = np.concatenate([chunk.tokens for chunk in plan.chunks])
         spans = [np.arange(chunk.start, chunk.start + chunk.tokens) for chunk in chunks]
@@ -77,7 +77,8 @@ def gather(plan: StepPlan, slots: SlotState, page_size: int) -> StepInputs:
     )
 
 
-def _place(plan: StepPlan) -> tuple[ChunkRow, ...]:
+def place(plan: StepPlan) -> tuple[ChunkRow, ...]:
+    """Where the chunks of `plan` lie, in order: behind its decode rows."""
     rows: list[ChunkRow] = []
     first = len(plan.decode_slots)
     for chunk in plan.chunks:

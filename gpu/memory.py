@@ -21,9 +21,38 @@ CPU_POOL_LIMIT = 4 * GIB
 """A CPU's memory belongs to others too, and a guess this size already holds 93,000 tokens of the
 default model. Who wants more says --mem-fraction or --kv-tokens."""
 
+GPU_FRACTION = 0.9
+"""Of what is left on a GPU beside weights and `Needs`, which are reasoned: the tenth is their error, and
+what fragments. A pool filled to the edge fails in the first hour, not at start."""
+
 SHORTEST_CONTEXT = 512
 """Tokens of the shortest pool that is chosen by itself: one chat turn. An explicit --kv-tokens may
 be smaller."""
+
+NODES = 12
+NODE_BYTES = 4096
+"""Kernels of a layer in a graph, at most (`gpu.ops.fused`), and what a captured one takes."""
+
+SLACK = 1.5
+"""A graph's allocations over the most that lives at once: blocks are rounded and reused by size."""
+
+WORKSPACE = 512 * 2**20
+"""cuBLAS's (32 MiB a stream), split attention's partial results, the step's buffers, kernels' code."""
+
+SCORED = 3 * 256
+"""Rows of logits that prompt log-probabilities take: 256 positions at once, and two copies."""
+
+COUNT_BYTES = 5
+"""Of a penalised row per vocabulary entry (`gpu.sample.penalties`)."""
+
+
+class Needs(NamedTuple):
+    """What a device has to hold beside weights and pages, in bytes."""
+
+    graphs: int = 0
+    logits: int = 0
+    counts: int = 0
+    workspace: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -34,6 +63,7 @@ class MemoryPlan(NamedTuple):
     page_bytes: int
     num_pages: int
     page_size: int
+    needs: Needs = Needs()
 
     @property
     def pool(self) -> int:
@@ -43,6 +73,43 @@ class MemoryPlan(NamedTuple):
     def tokens(self) -> int:
         """Tokens the usable pages hold."""
         return (self.num_pages - 1) * self.page_size
+
+    @property
+    def left(self) -> int:
+        return self.available - self.weights - sum(self.needs) - self.pool
+
+
+def device_needs(
+    spec: ModelSpec, dtype: torch.dtype, rows: int, count_rows: int, step_tokens: int, graphs: int
+) -> Needs:
+    """What a GPU needs for `graphs` captured forwards of up to `step_tokens` tokens, `rows` samples and
+    `count_rows` penalised rows. Reasoned from sizes, nothing is allocated.
+
+    Graphs share one pool, so the largest decides; the warm-up runs of the same steps take as much again,
+    outside it.
+    """
+    step = int(SLACK * step_tokens * _activation_bytes(spec, dtype))
+    return Needs(
+        graphs=step + graphs * spec.layers * NODES * NODE_BYTES,
+        logits=(rows + SCORED) * spec.vocab_size * 4,
+        counts=count_rows * spec.vocab_size * COUNT_BYTES,
+        workspace=step + WORKSPACE,
+    )
+
+
+def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """The most that one token of a step holds at once."""
+    attention = 3 * spec.q_size + 2 * spec.kv_size
+    mlp = 3 * spec.intermediate
+    if (moe := spec.moe) is not None:
+        routed = moe.per_token * (moe.intermediate + spec.hidden) + 2 * moe.experts
+        mlp = max(mlp, routed) if len(moe.layers) < spec.layers else routed
+    return (3 * spec.hidden + 2 * spec.head_dim + max(attention, mlp)) * dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken on a device now; on a GPU others' and torch's own caches count as taken."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
 
 
 def available_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -68,25 +135,44 @@ def _machine_bytes(proc: Path) -> int:
 
 
 def plan_memory(
-    spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig, available: int, most_tokens: int
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    cache: CacheConfig,
+    available: int,
+    most_tokens: int,
+    needs: Needs | None = None,
+    loaded: int = 0,
 ) -> MemoryPlan:
-    """Weights first, then as many pages as allowed, at most for `most_tokens`.
+    """Weights first, then what the device needs, then as many pages as allowed, at most for `most_tokens`.
+
+    `needs` are a GPU's; without, it is planned for a CPU. `loaded` is what weights that lie there already
+    were measured to take, beside what is `available` now.
 
     Raises `ConfigError` with need, have and the flag to change.
     """
     parameters = spec.num_parameters()
-    if spec.tied and dtype == torch.float32:
+    if spec.tied and needs is None and dtype == torch.float32:
         parameters += spec.vocab_size * spec.hidden  # the packed head is a copy (`Decoder.seal`)
-    weights = parameters * dtype.itemsize
+    weights = loaded or parameters * dtype.itemsize
+    available += loaded
     if weights > available:
         raise ConfigError(
             f"Not enough memory: the weights ({parameters / 1e6:,.1f}M parameters in "
             f"{_name(dtype)}) need {_gib(weights)}, {_gib(available)} is free. "
             "Use a smaller --model" + (" or --dtype bfloat16." if dtype.itemsize > 2 else ".")
         )
-    size = cache.page_size
-    page_bytes = KvPool.page_bytes(spec.layers, size, (spec.kv_heads, spec.head_dim), dtype)
     left = available - weights
+    if needs is not None:
+        left -= sum(needs)
+        if left < 0:
+            raise ConfigError(
+                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs))}, "
+                f"{_gib(available - weights)} is left beside the weights. Lower --step-tokens or "
+                "--max-running, or use a smaller --model."
+            )
+    size = cache.page_size
+    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), dtype)
+    plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs())
     if cache.kv_tokens:
         pages = -(-cache.kv_tokens // size) + 1
         if pages * page_bytes > left:
@@ -94,12 +180,9 @@ def plan_memory(
                 f"Not enough memory: --kv-tokens {cache.kv_tokens} needs {_gib(pages * page_bytes)} "
                 f"beside the weights, {_gib(left)} is left. Lower --kv-tokens."
             )
-        return MemoryPlan(available, weights, page_bytes, pages, size)
-    if cache.mem_fraction:
-        budget = int(left * cache.mem_fraction)
-    else:
-        budget = min(int(left * CPU_FRACTION), CPU_POOL_LIMIT)
-    pages = min(budget // page_bytes, -(-most_tokens // size) + 1)
+        return plan._replace(num_pages=pages)
+    budget = _budget(left, cache.mem_fraction, on_cpu=needs is None)
+    pages = min(budget // max(page_bytes, 1), -(-most_tokens // size) + 1)
     least = -(-min(SHORTEST_CONTEXT, spec.context_length, most_tokens) // size) + 1
     if pages < least:
         raise ConfigError(
@@ -107,20 +190,26 @@ def plan_memory(
             f"{_gib(budget)} of the {_gib(left)} left beside the weights is set aside for it. "
             "Raise --mem-fraction, free memory, or use a smaller --model."
         )
-    return MemoryPlan(available, weights, page_bytes, pages, size)
+    return plan._replace(num_pages=pages)
+
+
+def _budget(left: int, fraction: float, on_cpu: bool) -> int:
+    """What pages may take of what is left."""
+    if fraction:
+        return int(left * fraction)
+    return min(int(left * CPU_FRACTION), CPU_POOL_LIMIT) if on_cpu else int(left * GPU_FRACTION)
 
 
 def memory_table(plan: MemoryPlan) -> Sequence[str]:
-    """Lines for the log."""
+    """Lines for the log; what a device does not need has none."""
+    pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens"
+    needs = zip(("graphs", "logits", "penalty counts", "workspace"), plan.needs, strict=True)
     rows = [
         ("free before loading", plan.available, ""),
         ("weights", plan.weights, ""),
-        (
-            "KV pool",
-            plan.pool,
-            f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens",
-        ),
-        ("left", plan.available - plan.weights - plan.pool, ""),
+        *((what, size, "") for what, size in needs if size),
+        ("KV pool", plan.pool, pages),
+        ("reserve" if any(plan.needs) else "left", plan.left, ""),
     ]
     return [f"{what:<20} {_gib(size):>10}  {note}".rstrip() for what, size, note in rows]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from core.plan import Chunk, PromptLogprobs, StepPlan
-from gpu.inputs import ChunkRow, StepInputs
+from gpu.inputs import ChunkRow
 from gpu.models.base import CausalModel
 from gpu.sample.logprobs import prompt_logprobs
 
@@ -15,12 +17,13 @@ POSITIONS = 256
 
 
 def score_prompts(
-    model: CausalModel, hidden: torch.Tensor, plan: StepPlan, inputs: StepInputs
+    model: CausalModel, hidden: torch.Tensor, plan: StepPlan, rows: Sequence[ChunkRow]
 ) -> tuple[PromptLogprobs, ...]:
-    """Of every asking chunk, in order, with ascending `start`; `hidden` [n, hidden] is the step's."""
+    """Of every asking chunk, in order, with ascending `start`; `hidden` [n, hidden] is the step's, and
+    `rows` say where in it the chunks lie."""
     return tuple(
         piece
-        for chunk, row in zip(plan.chunks, inputs.chunks, strict=True)
+        for chunk, row in zip(plan.chunks, rows, strict=True)
         if chunk.logprobs >= 0
         for piece in _score(model, hidden, chunk, row)
     )

@@ -15,9 +15,11 @@ from core.types import NAN_TOKEN
 from gpu.attention import AttentionBackend
 from gpu.context import ForwardContext
 from gpu.grammar.matchers import Masks, Matchers
+from gpu.hidden import HiddenRows, segments
 from gpu.inputs import gather
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
+from gpu.ops.plain import TorchOps
 from gpu.prompt import score_prompts
 from gpu.state.slots import SlotState
 from gpu.thread import assert_device_thread
@@ -56,7 +58,7 @@ class TokenSampler(Protocol):
 class Pending:
     """A launched step. `wait` may block, and belongs to the waiter thread."""
 
-    __slots__ = ("_failed", "_logprobs", "_prompt", "_seconds", "_tokens", "step")
+    __slots__ = ("_failed", "_hidden", "_logprobs", "_prompt", "_seconds", "_tokens", "step")
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Pending:
         prompt: tuple[PromptLogprobs, ...],
         seconds: float,
         failed: dict[int, str],
+        hidden: dict[int, torch.Tensor],
     ) -> None:
         self.step = step
         self._tokens = tokens
@@ -73,12 +76,16 @@ class Pending:
         self._prompt = prompt
         self._seconds = seconds
         self._failed = failed
+        self._hidden = hidden
 
     def wait(self) -> StepResult:
         """The step's answer. Its arrays are read-only."""
         tokens = self._tokens.cpu().numpy().astype(np.int32)
-        tokens.setflags(write=False)
-        return StepResult(self.step, tokens, self._logprobs, self._prompt, self._seconds, self._failed)
+        hidden = {slot: rows.cpu().numpy() for slot, rows in self._hidden.items()}
+        for array in (tokens, *hidden.values()):
+            array.setflags(write=False)
+        told = (self._logprobs, self._prompt, self._seconds, self._failed)
+        return StepResult(self.step, tokens, *told, hidden)
 
 
 class ModelRunner:
@@ -90,6 +97,7 @@ class ModelRunner:
 
     __slots__ = (
         "_attention",
+        "_hidden",
         "_matchers",
         "_model",
         "_page_size",
@@ -116,6 +124,7 @@ class ModelRunner:
         self._sampler = sampler
         self._page_size = page_size
         self._matchers = Matchers()
+        self._hidden = HiddenRows()
         self.device = slots.length.device
 
     def launch(self, plan: StepPlan) -> Pending:
@@ -127,9 +136,11 @@ class ModelRunner:
         self._slots.apply(plan)
         self._sampler.apply(plan.new_slots)
         self._matchers.apply(plan.new_slots)
+        self._hidden.apply(plan.new_slots)
         inputs = gather(plan, self._slots, self._page_size)
         self._attention.prepare(inputs)
-        hidden = model.forward(ForwardContext(inputs.positions, self._attention), inputs.ids)
+        ops = TorchOps(self._attention)
+        hidden = model.forward(ForwardContext(inputs.positions, ops, segments(plan, inputs)), inputs.ids)
         tokens, logprobs = inputs.sample_slots, dict[int, RowLogprobs]()
         failed: dict[int, str] = {}
         if plan.num_samples:
@@ -142,8 +153,9 @@ class ModelRunner:
                 failed = self._accept(masks, tokens, logprobs)
             failed.update(sampled.failed)
             self._slots.write_tokens(inputs.sample_slots, tokens)
-        prompt = score_prompts(model, hidden, plan, inputs)
-        return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun, failed)
+        prompt = score_prompts(model, hidden, plan, inputs.chunks)
+        wanted = self._hidden.take(model, hidden, plan, inputs.chunks)
+        return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun, failed, wanted)
 
     def _accept(self, masks: Masks, tokens: torch.Tensor, logprobs: dict[int, RowLogprobs]) -> dict[int, str]:
         """Move the matchers on; a row whose matcher cannot has no token."""

@@ -27,16 +27,21 @@ class Replaceable(Protocol):
 
 class Upkeep:
     """Carries out orders. `load(path)` reads the checkpoint again, or another of the same shape;
-    `make_pool()` allocates the pages.
+    `make_pool()` allocates the pages. `both`: there is memory for a model beside the running one.
 
     Owner: launch thread.
     """
 
-    __slots__ = ("_load", "_make_pool", "_path", "_profile")
+    __slots__ = ("_both", "_load", "_make_pool", "_path", "_profile")
 
     def __init__(
-        self, path: str, load: Callable[[str], CausalModel], make_pool: Callable[[], KvPool]
+        self,
+        path: str,
+        load: Callable[[str], CausalModel],
+        make_pool: Callable[[], KvPool],
+        both: bool = True,
     ) -> None:
+        self._both = both
         self._path = path
         self._load = load
         self._make_pool = make_pool
@@ -51,9 +56,7 @@ class Upkeep:
                 case "profile_stop":
                     self._stop_profile(order.path)
                 case "load_weights":
-                    # The new model is complete before the old one goes: a bad file costs nothing.
-                    runner.use_model(self._load(order.path))
-                    self._path = order.path
+                    self._load_weights(order.path, runner)
                 case "sleep":
                     self._exchange(order, runner, awake=False)
                 case "wake":
@@ -61,6 +64,20 @@ class Upkeep:
         except (LoomError, OSError, RuntimeError) as error:
             return OrderDone(order.id, str(error))
         return OrderDone(order.id)
+
+    def _load_weights(self, path: str, runner: Replaceable) -> None:
+        """Where memory allows, the new model is complete before the old one goes, and a bad file costs
+        nothing. Where not, the old one is read again after a bad file."""
+        if not self._both:
+            runner.use_model(None)
+        try:
+            loaded = self._load(path)
+        except (LoomError, OSError, RuntimeError):
+            if not self._both:
+                runner.use_model(self._load(self._path))
+            raise
+        runner.use_model(loaded)
+        self._path = path
 
     def _exchange(self, order: Order, runner: Replaceable, awake: bool) -> None:
         if "weights" in order.tags:

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from core.errors import RequestError
-from core.grammar import CompiledGrammar, GrammarSpec, TokenTable
+from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.helper import SECONDS, Helper
 from gpu.grammar.llg import LlgBackend
+from gpu.grammar.rules import Ruled, RuleStepper
 from gpu.grammar.schema import Refused
 from gpu.grammar.sizes import WIDE, check_text, runs_away
 from gpu.grammar.stepper import Grammar
@@ -36,7 +37,7 @@ class Compiler:
     Owner: event loop.
     """
 
-    __slots__ = ("_backends", "_cache", "_helper", "_pending", "_pool")
+    __slots__ = ("_backends", "_cache", "_helper", "_pending", "_pool", "_rules")
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Compiler:
         llguidance, xgrammar = LlgBackend(table, threads), XgrBackend(table, threads)
         self._backends: dict[bool, LlgBackend | XgrBackend] = {False: llguidance, True: xgrammar}
         self._cache = GrammarCache(cache_bytes)
+        self._rules = RuleStepper(table.width)
         self._helper = Helper(table, helper_seconds)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._pending: dict[Key, _Shared] = {}
@@ -71,6 +73,10 @@ class Compiler:
         if isinstance(found, Refusal):
             raise RequestError(found.message, spec.param)
         return found
+
+    def restrict(self, grammar: CompiledGrammar | None, rules: TokenRules) -> CompiledGrammar:
+        """See `core.grammar.GrammarCompiler.restrict`."""
+        return Ruled(self._rules, grammar, rules)
 
     def close(self) -> None:
         """Idempotent. Compiles under way in a thread end by themselves."""

@@ -166,7 +166,10 @@ def light(tag: Json) -> bool:
         node = ahead.pop()
         nodes += 1
         if isinstance(node, Mapping):
-            if not _HEAVY.isdisjoint(node) or node.get("type") in _HEAVY or len(node) > MAX_OPTIONAL:
+            kind = node.get("type")  # in a schema it may be a list
+            if not _HEAVY.isdisjoint(node) or (isinstance(kind, str) and kind in _HEAVY):
+                return False
+            if len(node) > MAX_OPTIONAL:
                 return False
             ahead += node.values()
         elif isinstance(node, list):

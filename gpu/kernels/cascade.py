@@ -42,6 +42,14 @@ def prefix_config(head_dim: int) -> PrefixConfig:
     return PrefixConfig() if head_dim <= 128 else PrefixConfig(tile=32)
 
 
+def prefix_space(rows: int, heads: int, head_dim: int, config: PrefixConfig, device: torch.device) -> Prefix:
+    """Where the results of so many rows go: at 512 rows of 32 heads 33 MB a part, one for all layers."""
+    return Prefix(
+        torch.empty(config.parts, rows, heads, head_dim, dtype=torch.float32, device=device),
+        torch.empty(config.parts, rows, heads, dtype=torch.float32, device=device),
+    )
+
+
 @jit_loose("rows")
 def _prefix(
     q: tl.tensor,
@@ -58,6 +66,7 @@ def _prefix(
     stride: int,
     table_stride: int,
     scale: float,
+    v_scale: float,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -105,6 +114,7 @@ def _prefix(
             last,
             stride,
             scale,
+            v_scale,
             DIM,
             PAGE,
             CAP,
@@ -129,7 +139,9 @@ def prefix_attention(
     page_size: int,
     scale: float,
     cap: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
     num_rows: Tensor | None = None,
+    found: Prefix | None = None,
     pdl: bool = False,
 ) -> Prefix:
     """One query per row over the first `common` keys, which all rows share.
@@ -139,16 +151,16 @@ def prefix_attention(
     page_table  integer [max_slots, pages]
     slots       integer [rows]; the first one's pages are read
     common      integer [1] on the device: tokens; 0 leaves every log-sum-exp at -inf
+    scales      what K and V of a cache in float8 are multiplied by
     num_rows    int32 [1] on the device; rows from there on are not written
+    found       where the results go; None for new tensors
     """
     k, v = cache
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    found = Prefix(
-        torch.empty(config.parts, rows, heads, dim, dtype=torch.float32, device=q.device),
-        torch.empty(config.parts, rows, heads, dtype=torch.float32, device=q.device),
-    )
+    if found is None:
+        found = prefix_space(rows, heads, dim, config, q.device)
     _prefix[(cdiv(rows * group, config.queries), kv_heads, config.parts)](
         q,
         k,
@@ -162,7 +174,8 @@ def prefix_attention(
         q.stride(0),
         k.stride(0),
         page_table.stride(0),
-        scale,
+        scale * scales[0],
+        scales[1],
         KV=kv_heads,
         GROUP=group,
         DIM=dim,

@@ -111,7 +111,9 @@ def _plan(
     if num_rows is not None:
         n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
     live = r < n
-    slot = tl.load(slots + r, mask=live, other=0)
+    slot = r
+    if slots is not None:
+        slot = tl.load(slots + r, mask=live, other=0)
     end = tl.load(lengths + slot, mask=live, other=0).to(tl.int32)
     start = tl.zeros([BLOCK], tl.int32)
     if skip is not None:
@@ -135,7 +137,7 @@ def _plan(
 
 
 def plan_decode(
-    slots: Tensor,
+    slots: Tensor | None,
     lengths: Tensor,
     config: DecodeConfig,
     *,
@@ -146,16 +148,16 @@ def plan_decode(
 ) -> DecodePlan:
     """Divide a step's decode work.
 
-    slots     integer [rows]       slot of each row
+    slots     integer [rows]       slot of each row; None where `lengths` are those of rows
     lengths   integer [max_slots]  tokens of each slot, this step's included
     window    positions a row sees, 0 for all
     num_rows  int32 [1] on the device; rows from there on have no work
     skip      integer [1] on the device: leading keys that are attended to elsewhere (cascade); less
               than every live row's length
     """
-    rows = len(slots)
+    rows = len(lengths if slots is None else slots)
     sizes = (rows + 1, rows, rows, config.programs, 1)
-    plan = DecodePlan(*(torch.empty(size, dtype=torch.int32, device=slots.device) for size in sizes))
+    plan = DecodePlan(*(torch.empty(size, dtype=torch.int32, device=lengths.device) for size in sizes))
     _plan[(1,)](
         slots,
         lengths,
@@ -187,6 +189,7 @@ def attend(
     last: tl.tensor,
     stride: int,
     scale: float,
+    v_scale: float,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     CAP: tl.constexpr,
@@ -218,7 +221,7 @@ def attend(
         else:
             k = tl.load(k_cache + place, mask=(d < DIM)[None, :], other=0.0)
             v = tl.load(v_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype))) * scale
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
         if CAP > 0:
             # tanh from a sigmoid: there is no other in both the compiler and the interpreter
             s = CAP * (2 * tl.sigmoid(2 * s / CAP) - 1)
@@ -227,9 +230,9 @@ def attend(
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(high - top)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         high = top
-    return acc / total[:, None], high + tl.log2(total)
+    return acc * (v_scale / total)[:, None], high + tl.log2(total)
 
 
 @jit
@@ -289,6 +292,7 @@ def _decode(
     stride: int,
     table_stride: int,
     scale: float,
+    v_scale: float,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -342,6 +346,7 @@ def _decode(
                 stop + shift,
                 stride,
                 scale,
+                v_scale,
                 DIM,
                 PAGE,
                 CAP,
@@ -388,6 +393,7 @@ def paged_decode(
     page_size: int,
     scale: float,
     cap: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor | None = None,
     lse: Tensor | None = None,
     pdl: bool = False,
@@ -401,6 +407,7 @@ def paged_decode(
     slots       integer [rows]
     plan        of `plan_decode` with the same `slots` and `config`
     cap         scores s become cap · tanh(s / cap); 0 for none
+    scales      what K and V of a cache in float8 are multiplied by
     lse         float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
     returns     [rows, heads * dim] (`out`, or new); padded rows are not written
     """
@@ -424,7 +431,8 @@ def paged_decode(
         q.stride(0),
         k.stride(0),
         page_table.stride(0),
-        scale,
+        scale * scales[0],
+        scales[1],
         KV=kv_heads,
         GROUP=group,
         DIM=dim,

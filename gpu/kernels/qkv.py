@@ -94,7 +94,7 @@ def norm_rope_store(
     cache     K and V, each [tokens, kv_heads, dim] with (kv_heads, dim) contiguous: views of a
               layer's pages flattened to tokens
     where     integer [n]: page * page_size + offset; below page_size it is the dump
-    rope      cos and sin [n, (1,) rotary], sin negative in its first half (`gpu.layers.rope.Rope`)
+    rope      cos and sin [n, (1,) rotary], sin negative in its first half (`gpu.ops.base.Rotation`)
     norms     weights [dim] of queries and keys, and eps; None for families without
     q_out     [n, q_heads * dim]; None writes the queries back into `qkv`
     num_rows  int32 [1] on the device: rows from there on do nothing

@@ -109,6 +109,38 @@ def decode_attention(
     return out, lse
 
 
+def prefill_attention(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    pages: Tensor,
+    chunks: Sequence[tuple[int, int, int]],
+    page_size: int,
+    scale: float,
+    *,
+    cap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention of chunks, each (row of its first token, that token's position, tokens): float32
+    [n, heads, dim], 0 in rows of no chunk. `q` [n, heads, dim], `cache` as there, `pages` [chunks, pages].
+    """
+    k_all, v_all = cache
+    group = q.shape[1] // k_all.shape[1]
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    for own, (first, start, count) in zip(pages, chunks, strict=True):
+        at = torch.arange(start + count, device=q.device)
+        where = own.long()[at // page_size] * page_size + at % page_size
+        k, v = (side[where].float().repeat_interleave(group, 1) for side in (k_all, v_all))
+        for row in range(0, count, 512):  # bounds the scores to 512 queries
+            rows = slice(first + row, first + min(row + 512, count))
+            scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
+            if cap:
+                scores = cap * torch.tanh(scores / cap)
+            here = torch.arange(start + row, start + min(row + 512, count), device=q.device)[:, None]
+            hidden = (at > here) | ((at <= here - window) if window else at < 0)
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+    return out
+
+
 def merge_state(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two results [rows, heads, dim] over disjoint keys as one, and its base-2 log-sum-exp."""
     both = torch.stack([lse, other_lse]).double()

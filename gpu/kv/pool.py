@@ -37,7 +37,7 @@ class KvPool:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (layers, num_pages, page_size, 2, *heads)
-        if device.type == "cpu":
+        if device.type == "cpu" and layers:
             # numpy takes zero pages from the system untouched; torch.zeros writes them, and 4 GiB of
             # that were 10 s of every start and memory that nobody may ever need.
             storage = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
@@ -52,6 +52,10 @@ class KvPool:
     def v(self, layer: int) -> torch.Tensor:
         """[num_pages, page_size, kv_heads, head_dim], a view."""
         return self.data[layer, :, :, 1]
+
+    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer K and V, strided views [num_pages * page_size, kv_heads, head_dim]."""
+        return [(each[:, 0], each[:, 1]) for each in self.data.flatten(1, 2).unbind(0)]
 
     def tokens(self) -> list[torch.Tensor]:
         """Per layer [num_pages * page_size, 2 * kv_heads * head_dim]: a token's K, then its V."""

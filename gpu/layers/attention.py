@@ -7,8 +7,7 @@ import torch
 from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.linear import Linear, Places
-from gpu.layers.norm import RmsNorm
-from gpu.layers.rope import Rotation, rotate
+from gpu.ops.base import HeadNorms, Rotation
 
 
 class Attention:
@@ -19,32 +18,22 @@ class Attention:
     so that rope turns queries and keys in one go and the pool takes keys and values as they lie.
     """
 
-    __slots__ = ("_heads", "_kv_heads", "_layer", "_norms", "_out", "_qkv")
+    __slots__ = ("_heads", "_layer", "_norms", "_out", "_qkv")
 
     def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         self._layer = layer
-        self._heads = spec.heads
-        self._kv_heads = spec.kv_heads
+        self._heads = (spec.heads, spec.kv_heads)
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         self._qkv = Linear(spec.hidden, parts, dtype, device, spec.qkv_bias)
         self._out = Linear(spec.q_size, {"o_proj": spec.hidden}, dtype, device, spec.out_bias)
-        self._norms = (
-            {name: RmsNorm(spec.head_dim, spec.norm_eps, dtype, device) for name in ("q_norm", "k_norm")}
-            if spec.qk_norm
-            else {}
-        )
+        self._norms: HeadNorms | None = None
+        if spec.qk_norm:
+            q, k = (torch.empty(spec.head_dim, dtype=dtype, device=device) for _ in range(2))
+            self._norms = (q, k, spec.norm_eps)
 
     def __call__(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
-        n, heads = len(x), self._heads
-        turned = heads + self._kv_heads
-        qkv = self._qkv(x).view(n, turned + self._kv_heads, -1)
-        if self._norms:
-            qkv[:, :heads] = self._norms["q_norm"](qkv[:, :heads])
-            qkv[:, heads:turned] = self._norms["k_norm"](qkv[:, heads:turned])
-        rotate(qkv[:, :turned], rotation)
-        kv = qkv[:, heads:].view(n, 2, self._kv_heads, -1)
-        return self._out(ctx.attention.run(self._layer, qkv[:, :heads], kv))
+        return self._out(ctx.ops.attend(self._layer, self._qkv(x), self._heads, rotation, self._norms))
 
     def seal(self) -> None:
         self._qkv.seal()
@@ -52,6 +41,6 @@ class Attention:
 
     def places(self, prefix: str) -> Places:
         found = self._qkv.places(prefix) | self._out.places(prefix)
-        for name, norm in self._norms.items():
-            found |= norm.places(prefix + name)
+        if self._norms is not None:
+            found |= {f"{prefix}q_norm.weight": self._norms[0], f"{prefix}k_norm.weight": self._norms[1]}
         return found

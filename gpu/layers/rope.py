@@ -4,11 +4,13 @@ rely on that."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from core.models import RopeSpec
+from gpu.context import ForwardContext
+from gpu.ops.base import Rotation
+from gpu.ops.plain import turn
 
 
 def frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
@@ -61,19 +63,11 @@ def _dynamic(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Tensor:
     return positions[:, None] / theta[:, None] ** steps
 
 
-class Rotation(NamedTuple):
-    """cos and sin [n, 1, rotary_dim] of a step's positions; `sin` is negative in its first half."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
 class Rope:
     """cos and sin of positions, made once a step for all layers.
 
     No table over all positions: at a context of 131,072 it would hold 128 MiB to save eight small
-    kernels a step. Rotating is x · cos + roll(x, half) · sin: three kernels for all query and key
-    heads of a layer.
+    kernels a step on a CPU, and one on a GPU, where a kernel makes them.
     """
 
     __slots__ = ("_dim", "_dtype", "_frequencies", "_rope")
@@ -84,24 +78,9 @@ class Rope:
         self._dtype = dtype
         self._frequencies = frequencies(rope, self._dim).to(device)
 
-    def rows(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of `positions` [n], computed in float32."""
-        places = positions.float()
+    def __call__(self, ctx: ForwardContext) -> Rotation:
+        """The rotation of the step's positions, computed in float32."""
+        scale = self._rope.attention_factor
         if self._rope.kind == "dynamic":
-            angles = _dynamic(self._rope, self._dim, places)
-        else:
-            angles = places[:, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if (scale := self._rope.attention_factor) != 1.0:
-            cos, sin = cos * scale, sin * scale
-        full_cos, full_sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        return Rotation(full_cos.to(self._dtype).unsqueeze(1), full_sin.to(self._dtype).unsqueeze(1))
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> None:
-    """Rotate the first rotary_dim of every head of `x` [n, heads, head_dim], in place."""
-    cos, sin = rotation
-    dim = cos.shape[-1]
-    part = x if dim == x.shape[-1] else x[..., :dim]
-    turned = torch.roll(part, dim // 2, -1)
-    part.mul_(cos).addcmul_(turned, sin)
+            return turn(_dynamic(self._rope, self._dim, ctx.positions.float()), scale, self._dtype)
+        return ctx.ops.rotation(ctx.positions, self._frequencies, scale, self._dtype)

@@ -17,7 +17,8 @@ class CausalModel(Protocol):
     spec: ModelSpec
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden] after the last norm, of token ids [n]."""
+        """Hidden states [n, hidden] after the last norm, of token ids [n]; [s, hidden] where
+        `ctx.wanted` names s rows."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

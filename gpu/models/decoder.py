@@ -12,7 +12,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers import Attention, Linear, Mlp, RmsNorm, Rope, SparseMlp
 from gpu.layers.linear import Places
-from gpu.layers.rope import Rotation
+from gpu.ops.base import Part, Rotation
 
 
 class Layer:
@@ -37,14 +37,17 @@ class Layer:
         self._after = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
         self._mlp = mlp
 
-    def __call__(
-        self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor | None, residual: torch.Tensor
+    def attend(
+        self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """What is still to be added to `residual` [n, hidden], which is updated in place; `x` is the
-        same of the layer before, None in the first layer."""
-        x = self._before(residual) if x is None else self._before.add(x, residual)
-        x = self._attention(ctx, rotation, x)
-        return self._mlp(self._after.add(x, residual))
+        """What attention adds to `residual` [n, hidden], which is updated in place by `part`: what the
+        layer before adds, None in the first layer."""
+        x = self._before(ctx, residual) if part is None else self._before.add(ctx, part, residual)
+        return self._attention(ctx, rotation, x)
+
+    def transform(self, ctx: ForwardContext, x: torch.Tensor, residual: torch.Tensor) -> Part:
+        """What the MLP adds to `residual` [n, hidden], which is updated in place by attention's `x`."""
+        return self._mlp(ctx, self._after.add(ctx, x, residual))
 
     def seal(self) -> None:
         self._attention.seal()
@@ -86,17 +89,22 @@ class Decoder:
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
-        rotation = self._rope.rows(ctx.positions)
-        residual = self._embedding[ids]
-        x: torch.Tensor | None = None
+        rotation = self._rope(ctx)
+        residual = ctx.ops.embed(self._embedding, ids)
+        part: Part | None = None
         for layer in self._layers:
-            x = layer(ctx, rotation, x, residual)
-        assert x is not None
-        return self._norm.add(x, residual)
+            x = layer.attend(ctx, rotation, part, residual)
+            if ctx.wanted is not None and layer is self._layers[-1]:
+                # Of a long prompt's chunk one row goes on, or none: a layer's MLP is saved.
+                x, residual = (rows.index_select(0, ctx.wanted) for rows in (x, residual))
+                ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
+            part = layer.transform(ctx, x, residual)
+        assert part is not None
+        return self._norm.add(ctx, part, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`."""
-        return self._head(hidden).float()
+        return self._head.wide(hidden)
 
     def seal(self) -> None:
         """See `CausalModel.seal`. A tied head becomes a copy where sealing changes the layout."""

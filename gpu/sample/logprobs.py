@@ -56,18 +56,36 @@ def rank(values: Tensor, k: int) -> Ranked:
     return Ranked(_frozen(ids[:, :k]), _frozen(best[:, :k]))
 
 
-def row_logprobs(raw: Tensor, tokens: Sequence[int], ks: Sequence[int]) -> list[RowLogprobs | None]:
-    """One answer per row of `raw` float32 [m, vocab]: of the sampled token and the `ks` best.
+def row_logprobs(
+    raw: Tensor, tokens: Sequence[int], ks: Sequence[int], more: Sequence[Sequence[int]] = ()
+) -> list[RowLogprobs | None]:
+    """One answer per row of `raw` float32 [m, vocab]: of the sampled token, the `ks` best, and after
+    them the tokens `more` [m][any], where anybody asked for some.
 
     None where the token is -1: a distribution that is not finite has no log-probabilities.
     """
     ids = torch.tensor(tokens, dtype=torch.int64, device=raw.device).clamp_(min=0)
     chosen = raw.gather(1, ids.unsqueeze(1)).squeeze(1).tolist()
     ranked = rank(raw, max(ks))
-    return [
+    answers: list[RowLogprobs | None] = [
         None if token == NAN_TOKEN else RowLogprobs(chosen[i], ranked.ids[i, :k], ranked.values[i, :k])
         for i, (token, k) in enumerate(zip(tokens, ks, strict=True))
     ]
+    for i, named in enumerate(more):
+        answer = answers[i]
+        if named and answer is not None:
+            answers[i] = _with(answer, raw[i], named)
+    return answers
+
+
+def _with(answer: RowLogprobs, raw: Tensor, named: Sequence[int]) -> RowLogprobs:
+    ids = np.array(named, np.int32)
+    values = raw[torch.tensor(named, device=raw.device)].cpu().numpy()
+    return RowLogprobs(
+        answer.chosen,
+        _frozen(np.concatenate([answer.top_ids, ids])),
+        _frozen(np.concatenate([answer.top_values, values])),
+    )
 
 
 def prompt_logprobs(slot: int, start: int, logits: Tensor, targets: Tensor, k: int) -> PromptLogprobs:

@@ -25,6 +25,8 @@ COUNTED: Final = 8
 LOGPROBS: Final = 16
 PROCESSED: Final = 32
 """Has a logit processor."""
+FILTERED: Final = 64
+"""Draws from less than the whole vocabulary."""
 
 
 class SlotParams(NamedTuple):
@@ -71,7 +73,7 @@ class ParamTable:
             slots = [new.slot for new in new_slots]
             self._entries[slots] = np.array([_entry(new) for new in new_slots], _ENTRY)
 
-    def needs(self, slots: NDArray[np.int64]) -> int:
+    def needs(self, slots: NDArray[np.int64] | NDArray[np.int32]) -> int:
         """Union of what `slots` [n] want."""
         return int(np.bitwise_or.reduce(self._entries["needs"][slots], initial=0))
 
@@ -83,6 +85,8 @@ class ParamTable:
 def _entry(new: NewSlot) -> SlotParams:
     params = new.params
     needs = 0 if params.greedy else DRAWS
+    filtered = params.top_k > 1 or params.top_p < 1.0 or params.min_p > 0.0
+    needs |= FILTERED if filtered and not params.greedy else 0
     needs |= BIASED if params.logit_bias else 0
     needs |= MIN_TOKENS if params.min_tokens > 0 and params.stop_ids else 0
     needs |= COUNTED if new.count_row >= 0 else 0

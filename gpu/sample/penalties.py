@@ -31,6 +31,11 @@ class Counts:
         self._generated = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
         self._seen = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """How often generated int32 [rows, vocab], and whether seen at all bool [rows, vocab]."""
+        return self._generated, self._seen
+
     def reset(self, row: int, prompt: Ints, output: Ints) -> None:
         """Start over with what a request has so far; `output` is not empty after a retraction."""
         generated, seen = self._generated[row].zero_(), self._seen[row].zero_()
@@ -38,6 +43,15 @@ class Counts:
         tokens = torch.tensor(output, dtype=torch.int64, device=seen.device)
         seen[tokens] = True
         generated.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+
+    def mark(self, marks: Tensor) -> None:
+        """Note what slots have so far: `marks` int32 [n, 2] of count row and token, or ~token where it was
+        generated."""
+        rows, words = marks.long().unbind(1)
+        made = words < 0
+        tokens = torch.where(made, ~words, words)
+        self._seen[rows, tokens] = True
+        self._generated.index_put_((rows, tokens), made.int(), accumulate=True)
 
     def penalise(self, logits: Tensor, row: int, penalty: Penalty) -> None:
         """Change `logits` float32 [vocab] in place, for the tokens seen so far.

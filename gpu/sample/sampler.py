@@ -63,15 +63,30 @@ class Sampler:
         self._bias = BiasTable(max_rows + 1, device)
         self._counts = Counts(count_rows, vocab_size, device)
         self._ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        self._named: dict[int, tuple[int, ...]] = {}
+        """By slot, the tokens whose log-probabilities it wants besides the best."""
 
-    def apply(self, new_slots: Sequence[NewSlot]) -> None:
-        """Take over slots. Nothing of their former owners remains."""
+    @property
+    def counts(self) -> Counts:
+        """Of the tokens of penalised slots."""
+        return self._counts
+
+    def apply(self, new_slots: Sequence[NewSlot], start_counts: bool = True) -> None:
+        """Take over slots. Nothing of their former owners remains, but in the counts where somebody else
+        starts them."""
         self._params.write(new_slots)
         self._processors.apply(new_slots)
         for new in new_slots:
             self._bias.set(new.slot, new.params)
-            if new.count_row >= 0:
+            self._named.pop(new.slot, None)
+            if new.params.logprob_ids:
+                self._named[new.slot] = new.params.logprob_ids
+            if new.count_row >= 0 and start_counts:
                 self._counts.reset(new.count_row, new.prompt, new.output)
+
+    def needs(self, slots: NDArray[np.int32]) -> int:
+        """Union of what `slots` [n] want, flags of `gpu.sample.params`."""
+        return self._params.needs(slots)
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Masks | None = None) -> Sampled:
         """Choose a token per row: `logits` float32 [n, vocab], changed in place; `slots`,
@@ -103,9 +118,14 @@ class Sampler:
         self._processors.accept(processed, tokens)
         if raw is None:
             return Sampled(tokens, {}, failed)
-        answers = row_logprobs(raw, tokens[asked].tolist(), [rows[i].logprobs for i in asked])
+        named = self._named_by(host_slots[asked].tolist())
+        answers = row_logprobs(raw, tokens[asked].tolist(), [rows[i].logprobs for i in asked], named)
         told = {i: answer for i, answer in zip(asked, answers, strict=True) if answer is not None}
         return Sampled(tokens, told, failed)
+
+    def _named_by(self, slots: list[int]) -> list[tuple[int, ...]]:
+        """Tokens that each of `slots` named; nothing where none did, as almost always."""
+        return [self._named.get(slot, ()) for slot in slots] if self._named else []
 
     def _adjust(
         self,

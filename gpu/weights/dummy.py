@@ -11,7 +11,7 @@ def fill_dummy(places: Places, device: torch.device) -> None:
     """Normal(0, 0.02), norms 1. The same every time: seed 0, in the order of `places`."""
     generator = torch.Generator(device).manual_seed(0)
     for name, place in places.items():
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             place.fill_(1.0)
         else:
             place.normal_(0.0, 0.02, generator=generator)

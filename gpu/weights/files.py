@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,9 +14,8 @@ from tqdm import tqdm
 from core.errors import ModelError
 from gpu.thread import device_thread
 from gpu.weights.fill import Filler
-
-THREADS = 4
-"""Readers: page faults of one overlap copies of another. More gave nothing on two cores."""
+from gpu.weights.fp8 import FP8, SCALES, dequantise, is_scale
+from gpu.weights.stage import readers
 
 _RUN = 32
 """Tensors per task: a model of one file still spreads over the threads."""
@@ -31,9 +30,11 @@ Task = Callable[[Callable[[], None]], None]
 def fill_from_safetensors(filler: Filler, directory: Path, device: torch.device, progress: Progress) -> None:
     """Fill from a Hugging Face directory. Raises `ModelError` naming the file that is missing,
     truncated or not in the format."""
-    tasks = list(_tasks(_names_by_file(directory)))
+    files = _names_by_file(directory)
+    tasks = list(_tasks(files))
     total = sum(len(names) for _, names in tasks)
-    run_tasks([_reader(filler, path, names) for path, names in tasks], total, device, progress)
+    holders = {name: path for path, names in files.items() for name in names}
+    run_tasks([_reader(filler, path, names, holders) for path, names in tasks], total, device, progress)
 
 
 def run_tasks(
@@ -58,7 +59,7 @@ def run_tasks(
             with device_thread(device):
                 task(tick)
 
-        with ThreadPoolExecutor(THREADS, "loom-load") as pool:
+        with ThreadPoolExecutor(readers(device), "loom-load") as pool:
             futures = [pool.submit(run, task) for task in tasks]
             try:
                 for future in futures:
@@ -67,18 +68,33 @@ def run_tasks(
                 pool.shutdown(cancel_futures=True)
 
 
-def _reader(filler: Filler, path: Path, names: list[str]) -> Task:
+def _reader(filler: Filler, path: Path, names: list[str], holders: Mapping[str, Path]) -> Task:
+    """Reads `names` of the file at `path`; `holders` says where every other tensor is."""
+
     def read(tick: Callable[[], None]) -> None:
         with open_file(path) as file:
             for name in names:
                 try:
-                    if filler.wants(name, file.get_slice(name).get_shape()):
-                        filler.put(name, file.get_tensor(name))
+                    if not is_scale(name) and filler.wants(name, file.get_slice(name).get_shape()):
+                        tensor = file.get_tensor(name)
+                        if tensor.dtype == FP8:
+                            tensor = dequantise(name, tensor, _scale(name, holders))
+                        filler.put(name, tensor)
                 except SafetensorError as error:
                     raise ModelError(f"{path}: cannot read {name}: {error}.") from error
                 tick()
 
     return read
+
+
+def _scale(name: str, holders: Mapping[str, Path]) -> torch.Tensor:
+    """The scale of an FP8 weight, which may lie in another shard."""
+    for suffix in SCALES:
+        if (path := holders.get(name + suffix)) is not None:
+            with open_file(path) as file:
+                scale: torch.Tensor = file.get_tensor(name + suffix)
+            return scale
+    raise ModelError(f"{name} is FP8 without a scale: neither {' nor '.join(name + s for s in SCALES)}.")
 
 
 def open_file(path: Path) -> safe_open:

@@ -8,8 +8,9 @@ import torch
 
 from core.errors import ModelError
 from gpu.layers.linear import Places
+from gpu.weights.stage import Copy
 
-_NOT_WEIGHTS = ("rotary_emb.inv_freq",)
+_NOT_WEIGHTS = ("rotary_emb.inv_freq", "embeddings.position_ids")
 """Suffixes of tensors that old checkpoints carry and that are computed here."""
 
 _SHOWN = 6
@@ -23,21 +24,31 @@ class Filler:
     are dictionary and list appends. `finish` comes after all of them.
     """
 
-    __slots__ = ("_filled", "_misshapen", "_places", "_unexpected")
+    __slots__ = ("_base", "_copy", "_filled", "_misshapen", "_places", "_unexpected", "_unused")
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, copy: Copy, base: str = "", unused: tuple[str, ...] = ()) -> None:
+        """`copy` is how a tensor gets into its place, `base` what a checkpoint may leave out before a
+        place's name, `unused` are beginnings of names that belong to nothing here."""
         self._places = places
+        self._copy = copy
+        self._base = base
+        self._unused = unused
         self._filled: dict[str, None] = {}
         self._misshapen: list[str] = []
         self._unexpected: list[str] = []
 
     def wants(self, name: str, shape: Sequence[int]) -> bool:
         """Whether to read the tensor `name`; a name or shape that does not fit is noted."""
+        own, name = name, self._own(name)
         place = self._places.get(name)
         if place is None:
             # A tied head may be stored as well; transformers ignores it, and so do we.
-            if name != "lm_head.weight" and not name.endswith(_NOT_WEIGHTS):
-                self._unexpected.append(name)
+            if (
+                own != "lm_head.weight"
+                and not own.endswith(_NOT_WEIGHTS)
+                and not own.startswith(self._unused)
+            ):
+                self._unexpected.append(own)
             return False
         if tuple(shape) != tuple(place.shape):
             self._misshapen.append(f"{name} {list(shape)} instead of {list(place.shape)}")
@@ -47,10 +58,15 @@ class Filler:
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` into the place of `name`, converting its dtype. Once per name."""
+        name = self._own(name)
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
-        self._places[name].copy_(tensor)
+        self._copy(self._places[name], tensor)
         self._filled[name] = None
+
+    def _own(self, name: str) -> str:
+        """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""
+        return self._base + name if name not in self._places and self._base + name in self._places else name
 
     def finish(self, source: str) -> None:
         """Raise one `ModelError` for all that did not fit. `source` names the checkpoint."""

@@ -14,6 +14,7 @@ from gpu.weights.dummy import fill_dummy
 from gpu.weights.files import Progress, fill_from_safetensors
 from gpu.weights.fill import Filler
 from gpu.weights.gguf import fill_from_gguf
+from gpu.weights.stage import copier
 
 
 def load_model(
@@ -25,17 +26,21 @@ def load_model(
 ) -> CausalModel:
     """Build the model of `spec` and fill it from `source`: a Hugging Face directory, a .gguf file,
     or None for random weights. Raises `ModelError`; nothing is half filled."""
-    module, _, name = family_of(spec.architecture).model.partition(":")
+    family = family_of(spec.architecture)
+    module, _, name = family.model.partition(":")
     with device_thread(device):
         model: CausalModel = getattr(import_module(module), name)(spec, dtype, device)
         places = model.places()
         if source is None:
             fill_dummy(places, device)
+            progress(1.0)
             return model
-        filler = Filler(places)
+        filler = Filler(places, copier(device), family.base, family.unused)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)
         else:
             fill_from_safetensors(filler, source, device, progress)
         filler.finish(str(source))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the last pieces are still on the bus
         return model

@@ -10,7 +10,7 @@ import torch
 
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.request import SamplingParams
-from gpu.attention import TorchAttention
+from gpu.attention import TorchAttention, WholeAttention
 from gpu.build import spec_of
 from gpu.grammar.matchers import Masks
 from gpu.kv.pool import KvPool
@@ -63,7 +63,7 @@ class Rig:
         with device_thread(CPU):
             self.model.seal()
             self.pool = KvPool(
-                self.spec.layers,
+                self.spec.kv_layers,
                 pages,
                 page_size,
                 (self.spec.kv_heads, self.spec.head_dim),
@@ -76,7 +76,7 @@ class Rig:
             self.runner = ModelRunner(
                 self.model,
                 self.slots,
-                TorchAttention(self.pool, self.slots, windows),
+                TorchAttention(self.pool, self.slots, windows) if self.spec.causal else WholeAttention(),
                 self.sampler,
                 page_size,
             )

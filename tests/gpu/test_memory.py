@@ -10,8 +10,18 @@ import torch
 
 from core.config import CacheConfig
 from core.errors import ConfigError
-from core.models import ModelSpec
-from gpu.memory import CPU_POOL_LIMIT, GIB, available_bytes, memory_table, plan_memory
+from core.models import ModelSpec, MoeSpec
+from gpu.memory import (
+    CPU_POOL_LIMIT,
+    GIB,
+    GPU_FRACTION,
+    MemoryPlan,
+    Needs,
+    available_bytes,
+    device_needs,
+    memory_table,
+    plan_memory,
+)
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -70,6 +80,73 @@ def test_the_table_adds_up() -> None:
     text = "\n".join(memory_table(plan))
     assert "2.00 GiB" in text and f"{plan.tokens:,} tokens" in text
     assert len(memory_table(plan)) == 4
+
+
+QWEN3_30B = ModelSpec(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=151_936,
+    hidden=2048,
+    layers=48,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    intermediate=6144,
+    max_position=40_960,
+    moe=MoeSpec(experts=128, per_token=8, intermediate=768, norm_topk=True, layers=frozenset(range(48))),
+)
+H200 = 139 * GIB
+NEEDS = device_needs(QWEN3_30B, torch.bfloat16, rows=512, count_rows=64, step_tokens=2048, graphs=60)
+
+
+def on_gpu(available: int, loaded: int = 0, needs: Needs = NEEDS, **cache: float) -> MemoryPlan:
+    chosen = CacheConfig(**cache)
+    return plan_memory(QWEN3_30B, torch.bfloat16, chosen, available, 512 * 40_960, needs, loaded)
+
+
+def test_a_gpu_keeps_a_reserve_beside_what_it_needs() -> None:
+    plan = on_gpu(H200)
+    left = H200 - plan.weights - sum(NEEDS)
+    assert plan.num_pages == int(left * GPU_FRACTION) // plan.page_bytes
+    assert plan.left >= (1 - GPU_FRACTION) * left * 0.99
+    assert GIB < sum(NEEDS) < 4 * GIB
+    assert plan.tokens > 700_000
+
+
+def test_needs_grow_with_what_is_asked_for() -> None:
+    more = device_needs(QWEN3_30B, torch.bfloat16, rows=1024, count_rows=128, step_tokens=8192, graphs=90)
+    assert all(big > small for big, small in zip(more, NEEDS, strict=True))
+    # 8 experts' inputs and outputs of 8,192 tokens, in bfloat16
+    assert more.graphs > 8192 * 8 * (768 + 2048) * 2
+
+
+def test_measured_weights_replace_the_estimate() -> None:
+    before = on_gpu(H200)
+    after = on_gpu(H200 - before.weights, loaded=before.weights)
+    assert (after.num_pages, after.available) == (before.num_pages, before.available)
+    assert on_gpu(H200 - before.weights - GIB, loaded=before.weights).num_pages < before.num_pages
+
+
+def test_a_gpu_without_room_names_the_flag() -> None:
+    weights = on_gpu(H200).weights
+    with pytest.raises(ConfigError, match=r"graphs, logits and workspace need .*--step-tokens"):
+        on_gpu(weights + GIB)
+    with pytest.raises(ConfigError, match="--mem-fraction"):
+        on_gpu(weights + sum(NEEDS) + 10**6)
+    with pytest.raises(ConfigError, match="Lower --kv-tokens"):
+        on_gpu(H200, kv_tokens=10**6)
+    assert (
+        on_gpu(H200, mem_fraction=0.5).num_pages
+        < on_gpu(H200).num_pages
+        < on_gpu(H200, mem_fraction=0.95).num_pages
+    )
+
+
+def test_the_table_of_a_gpu_names_every_need() -> None:
+    plan = on_gpu(H200)
+    text = "\n".join(memory_table(plan))
+    for what in ("weights", "graphs", "logits", "penalty counts", "workspace", "KV pool", "reserve"):
+        assert what in text
+    assert plan.weights + sum(plan.needs) + plan.pool + plan.left == H200
 
 
 def test_available_memory_is_the_smaller_of_machine_and_container(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.types import NAN_TOKEN
 from gpu.sample import prompt_logprobs
 from gpu.sample.logprobs import rank, raw_logprobs, row_logprobs
 
@@ -91,3 +92,15 @@ def test_what_crosses_the_threads_is_read_only() -> None:
     assert row is not None
     arrays = (answer.values, answer.top_ids, answer.top_values, row.top_ids, row.top_values)
     assert not any(array.flags.writeable for array in arrays)
+
+
+def test_named_tokens_come_after_the_best_in_the_order_of_their_names() -> None:
+    raw = raw_logprobs(logits_like_bfloat16(3, 300))
+    plain = row_logprobs(raw, [1, NAN_TOKEN, 2], [2, 0, 0])
+    named = row_logprobs(raw, [1, NAN_TOKEN, 2], [2, 0, 0], [(), (4,), (299, 0)])
+    assert named[1] is None
+    assert named[0] is not None and plain[0] is not None and named[2] is not None
+    assert named[0].top_ids.tolist() == plain[0].top_ids.tolist()
+    assert named[2].top_ids.tolist() == [299, 0]
+    assert named[2].top_values.tolist() == [float(raw[2, 299]), float(raw[2, 0])]
+    assert not named[2].top_ids.flags.writeable

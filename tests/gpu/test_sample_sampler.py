@@ -389,6 +389,17 @@ def test_logprobs_are_raw_and_only_for_those_who_asked() -> None:
     assert logprobs[2].top_ids.tolist() == []
 
 
+def test_named_tokens_are_the_slots_own() -> None:
+    sampler = make(SamplingParams(logprobs=0, logprob_ids=(3, 1)), SamplingParams(logprobs=0))
+    row = random_logits(1)[0]
+    told = sample(sampler, torch.stack([row, row]), [1, 2], [5, 5]).logprobs
+    assert told[0].top_ids.tolist() == [3, 1]
+    assert told[0].top_values.tolist() == pytest.approx(row.log_softmax(-1)[[3, 1]].tolist())
+    assert told[1].top_ids.tolist() == []
+    sampler.apply([new_slot(1, SamplingParams(logprobs=0))])
+    assert sample(sampler, row[None], [1], [6]).logprobs[0].top_ids.tolist() == []
+
+
 def test_under_inference_mode_as_the_launch_thread_runs() -> None:
     with torch.inference_mode():
         sampler = make(*MIXED)

@@ -1,0 +1,230 @@
+"""Attention of captured steps: what the runner asks of it, and which backend does which phase.
+
+A step's decode rows and its chunks are attended by two backends, chosen apart, into one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+from core.models import ModelSpec
+from gpu.state.view import StepView
+
+Phase = Literal["prefill", "decode"]
+
+Caches = Sequence[tuple[Tensor, Tensor]]
+"""Per layer K and V, each [tokens, kv_heads, head_dim]: views of the pool, pages flattened to tokens."""
+
+
+class DeviceAttention(Protocol):
+    """Attention of graphs. Nothing here waits for the device, reads from it or depends on its data.
+
+    Owner: launch thread. Between `bind` and `bind(None)`, each step calls `plan`, then `attend` once a
+    layer, K and V of the step stored already. Entries of the page table past a slot's length, and what
+    lies in the pages there, are arbitrary and must not reach a result, not even as 0 × NaN.
+    """
+
+    def bind(self, caches: Caches | None) -> None:
+        """Work on these pages from the next step on; None lets go of them, and no step may come."""
+        ...
+
+    def plan(self, view: StepView) -> None:
+        """Launch what divides the step's work, inside the graph, before the layers."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+        """`q` [N, heads, head_dim], rotated, to [N, heads * head_dim]. Rows behind the true ones are
+        not written."""
+        ...
+
+
+class PhaseAttention(Protocol):
+    """One phase of `DeviceAttention`: decode rows or chunks."""
+
+    def bind(self, caches: Caches | None) -> None:
+        """See `DeviceAttention.bind`."""
+        ...
+
+    def plan(self, view: StepView) -> None:
+        """See `DeviceAttention.plan`. Called only for views that can hold this phase's rows."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+        """As `DeviceAttention.attend`, of this phase's rows alone, into `out` [N, heads * head_dim]."""
+        ...
+
+
+class AttentionFacts(NamedTuple):
+    """What a backend is made for.
+
+    windows   per layer the positions a token sees, itself included; 0 for all
+    dtype     of queries and results; the pages' own may be float8 (see `kv_scales`)
+    max_rows  decode rows of the largest graph
+    cap       scores s become cap · tanh(s / cap); 0 for none
+    kv_scales per layer what K and V of the pages are multiplied by; empty: by 1
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int, ...]
+    page_size: int
+    max_rows: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    cap: float = 0.0
+    kv_scales: tuple[tuple[float, float], ...] = ()
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """What K and V of a layer's pages are multiplied by."""
+        return self.kv_scales[layer] if self.kv_scales else (1.0, 1.0)
+
+
+class AttentionOptions(NamedTuple):
+    """How a backend runs. `pdl`: programmatic dependent launch (compute capability 9.0). `cascade_rows`:
+    graphs of at least so many decode rows attend once to the keys that all rows share; 0: none does."""
+
+    pdl: bool = False
+    cascade_rows: int = 0
+
+
+def attention_facts(
+    spec: ModelSpec, page_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
+) -> AttentionFacts:
+    """Of a model's layers, on this device."""
+    windows = tuple(spec.window(layer) for layer in range(spec.layers))
+    return AttentionFacts(
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        windows=windows,
+        page_size=page_size,
+        max_rows=max_rows,
+        dtype=dtype,
+        device=device,
+        scale=spec.head_dim**-0.5,
+    )
+
+
+class PhasedAttention:
+    """`DeviceAttention` of two backends. Owner: launch thread."""
+
+    __slots__ = ("_decode", "_prefill")
+
+    def __init__(self, prefill: PhaseAttention, decode: PhaseAttention) -> None:
+        self._prefill = prefill
+        self._decode = decode
+
+    def bind(self, caches: Caches | None) -> None:
+        """See `DeviceAttention.bind`."""
+        self._prefill.bind(caches)
+        self._decode.bind(caches)
+
+    def plan(self, view: StepView) -> None:
+        """See `DeviceAttention.plan`."""
+        if view.max_decode:
+            self._decode.plan(view)
+        if view.max_chunks:
+            self._prefill.plan(view)
+
+    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+        """See `DeviceAttention.attend`."""
+        out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        if view.max_decode:
+            self._decode.attend(layer, q, view, out)
+        if view.max_chunks:
+            self._prefill.attend(layer, q, view, out)
+        return out
+
+
+Maker = Callable[[Phase, AttentionFacts, AttentionOptions], PhaseAttention]
+
+
+def _triton(phase: Phase, facts: AttentionFacts, options: AttentionOptions) -> PhaseAttention:
+    """Our own kernels. Raises `ConfigError` where they cannot run."""
+    if find_spec("triton") is None:
+        raise ConfigError("triton is not installed: pip install 'loom-serve[cuda]'.")
+    from gpu.attention.triton_paged import TritonDecode, TritonPrefill, refusal
+
+    if reason := refusal(facts):
+        raise ConfigError(reason)
+    if phase == "prefill":
+        return TritonPrefill(facts, options)
+    return TritonDecode(facts, options)
+
+
+def _flashinfer(phase: Phase, facts: AttentionFacts, options: AttentionOptions) -> PhaseAttention:
+    """FlashInfer's FA3. Raises `ConfigError` where it cannot run."""
+    from gpu.attention.flashinfer_fa3 import FlashInferPrefill, refusal
+
+    if reason := refusal(facts):
+        raise ConfigError(reason)
+    return FlashInferPrefill(facts, options)
+
+
+BACKENDS: Mapping[tuple[Phase, str], Maker] = {
+    ("prefill", "triton"): _triton,
+    ("prefill", "flashinfer"): _flashinfer,
+    ("decode", "triton"): _triton,
+}
+
+KNOWN: Mapping[tuple[Phase, str], str] = {
+    ("decode", "flashinfer"): "its decode is planned on the host or, where it is not (XQA), gives long rows "
+    "no more processors than short ones and no log-sum-exp for cascade.",
+    ("prefill", "torch"): "it is that of --device cpu.",
+    ("decode", "torch"): "it is that of --device cpu.",
+}
+"""Names that people try, and why they are not to be had on a GPU."""
+
+FLAG = "--attention-backend"
+
+
+def parse_backends(text: str, default: str = "triton") -> dict[Phase, str]:
+    """`prefill=NAME,decode=NAME`, either alone, or one NAME for both; what is not named is `default`.
+
+    Raises `ConfigError`.
+    """
+    found: dict[Phase, str] = dict.fromkeys(get_args(Phase), default)
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if len(parts) == 1 and "=" not in parts[0]:
+        return dict.fromkeys(get_args(Phase), parts[0])
+    for part in parts:
+        name, _, backend = part.partition("=")
+        phase = next((phase for phase in found if phase == name.strip()), None)
+        if phase is None or not backend.strip():
+            raise ConfigError(f"{FLAG} takes prefill=NAME,decode=NAME, got {text!r}.")
+        found[phase] = backend.strip()
+    return found
+
+
+def check_cpu_backends(text: str) -> None:
+    """Raises `ConfigError` for anything but torch: a CPU has no other."""
+    for phase, name in parse_backends(text, "torch").items():
+        if name != "torch":
+            raise ConfigError(f"{FLAG} {phase}={name} needs a GPU: on a CPU there is torch alone.")
+
+
+def choose(phase: Phase, name: str, facts: AttentionFacts, options: AttentionOptions) -> PhaseAttention:
+    """The backend of that name. Raises `ConfigError` with the reason where it is not to be had."""
+    if (phase, name) not in BACKENDS:
+        reason = KNOWN.get((phase, name), "there is no such backend.")
+        others = ", ".join(other for known, other in BACKENDS if known == phase)
+        raise ConfigError(f"{FLAG} {phase}={name} is refused: {reason} There is {others}.")
+    try:
+        return BACKENDS[phase, name](phase, facts, options)
+    except ConfigError as error:
+        raise ConfigError(f"{FLAG} {phase}={name} is refused: {error}") from error
+
+
+def device_attention(facts: AttentionFacts, options: AttentionOptions, backends: str = "") -> DeviceAttention:
+    """What the steps of a runner attend with, `backends` as on the command line. Raises `ConfigError`."""
+    names = parse_backends(backends)
+    prefill, decode = (choose(phase, names[phase], facts, options) for phase in ("prefill", "decode"))
+    return PhasedAttention(prefill, decode)

@@ -1,0 +1,197 @@
+"""Attention of captured steps by our own kernels: `gpu.kernels.decode`, `cascade`, `merge`, `prefill`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
+from gpu.kernels.cascade import Prefix, PrefixConfig, prefix_attention, prefix_config, prefix_space
+from gpu.kernels.decode import (
+    DecodeConfig,
+    DecodePlan,
+    decode_config,
+    decode_workspace,
+    paged_decode,
+    plan_decode,
+)
+from gpu.kernels.merge import merge_state
+from gpu.kernels.prefill import PrefillConfig, PrefillPlan, paged_prefill, plan_prefill, prefill_config
+from gpu.state.view import StepView
+
+LEAST_CAPABILITY = (8, 0)
+"""Copies into shared memory that run beside the arithmetic came with it, and bfloat16."""
+
+INTERPRETER_PROCESSORS = 2
+"""As if: without a GPU the kernels run in Triton's interpreter, in tests."""
+
+
+def refusal(facts: AttentionFacts) -> str:
+    """Why these kernels cannot do it; empty where they can."""
+    if facts.page_size & (facts.page_size - 1):
+        return f"pages of {facts.page_size} tokens are no power of two."
+    if facts.head_dim > 256:
+        return f"heads of {facts.head_dim} are wider than 256."
+    if triton.knobs.runtime.interpret:
+        return ""
+    if facts.device.type != "cuda":
+        return "it needs a GPU."
+    capability = torch.cuda.get_device_capability(facts.device)
+    if capability < LEAST_CAPABILITY:
+        return "it needs compute capability {}.{}, this GPU has {}.{}.".format(*LEAST_CAPABILITY, *capability)
+    return ""
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETER_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class TritonDecode:
+    """`PhaseAttention` of decode rows. Owner: launch thread.
+
+    In a graph that is `shared` the keys that all rows have in common are attended to once, in
+    layers that see all positions: that many launches more, whether there are such keys or not.
+    """
+
+    __slots__ = ("_caches", "_config", "_facts", "_lse", "_options", "_plans", "_prefix", "_shared", "_space")
+
+    def __init__(
+        self, facts: AttentionFacts, options: AttentionOptions, config: DecodeConfig | None = None
+    ) -> None:
+        heads, dim, device = facts.heads, facts.head_dim, facts.device
+        self._facts, self._options = facts, options
+        self._config = config or decode_config(dim, facts.kv_heads, _processors(device))
+        self._space = decode_workspace(facts.max_rows, heads, facts.kv_heads, dim, self._config, device)
+        self._caches: Caches = ()
+        self._plans: dict[int, DecodePlan] = {}
+        self._prefix: PrefixConfig = prefix_config(dim)
+        self._shared: Prefix | None = None
+        self._lse: Tensor | None = None
+        if 0 < options.cascade_rows <= facts.max_rows and 0 in facts.windows:
+            self._shared = prefix_space(facts.max_rows, heads, dim, self._prefix, device)
+            self._lse = torch.empty(facts.max_rows, heads, dtype=torch.float32, device=device)
+
+    def bind(self, caches: Caches | None) -> None:
+        """See `PhaseAttention.bind`."""
+        self._caches = caches or ()
+
+    def plan(self, view: StepView) -> None:
+        """See `PhaseAttention.plan`: once for each window that layers have."""
+        self._plans = {
+            window: plan_decode(
+                None,
+                view.decode_lengths,
+                self._config,
+                window=window,
+                num_rows=view.num_decode,
+                skip=view.common if self._cascades(window, view) else None,
+                pdl=self._options.pdl,
+            )
+            for window in sorted(set(self._facts.windows))
+        }
+
+    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+        """See `PhaseAttention.attend`."""
+        facts, rows = self._facts, view.max_decode
+        window = facts.windows[layer]
+        q, out = q[:rows], out[:rows]
+        cascades = self._cascades(window, view)
+        lse = self._lse[:rows] if cascades and self._lse is not None else None
+        paged_decode(
+            q,
+            self._caches[layer],
+            view.page_table,
+            view.decode_slots,
+            self._plans[window],
+            self._space,
+            self._config,
+            page_size=facts.page_size,
+            scale=facts.scale,
+            cap=facts.cap,
+            scales=facts.scales(layer),
+            out=out,
+            lse=lse,
+            pdl=self._options.pdl,
+        )
+        if lse is not None:
+            self._add_shared(layer, q, view, out.view(q.shape), lse)
+
+    def _cascades(self, window: int, view: StepView) -> bool:
+        """A window may begin behind what is shared: its layers go without."""
+        return view.shared and window == 0 and self._shared is not None
+
+    def _add_shared(self, layer: int, q: Tensor, view: StepView, out: Tensor, lse: Tensor) -> None:
+        """Merge what the rows share into what they found in the rest."""
+        assert self._shared is not None
+        facts, (rows, heads, dim), n = self._facts, q.shape, self._prefix.parts * len(q)
+        parts = self._shared.parts.view(-1, heads, dim)[:n].view(-1, rows, heads, dim)
+        found = Prefix(parts, self._shared.lse.view(-1, heads)[:n].view(-1, rows, heads))
+        prefix_attention(
+            q,
+            self._caches[layer],
+            view.page_table,
+            view.decode_slots,
+            view.common,
+            self._prefix,
+            page_size=facts.page_size,
+            scale=facts.scale,
+            cap=facts.cap,
+            scales=facts.scales(layer),
+            num_rows=view.num_decode,
+            found=found,
+            pdl=self._options.pdl,
+        )
+        merge_state(out, lse, *found, num_rows=view.num_decode, pdl=self._options.pdl)
+
+
+class TritonPrefill:
+    """`PhaseAttention` of chunks. Owner: launch thread."""
+
+    __slots__ = ("_caches", "_config", "_facts", "_options", "_plan")
+
+    def __init__(
+        self, facts: AttentionFacts, options: AttentionOptions, config: PrefillConfig | None = None
+    ) -> None:
+        self._facts, self._options = facts, options
+        self._config = config or prefill_config(facts.head_dim, facts.dtype)
+        self._caches: Caches = ()
+        self._plan: PrefillPlan | None = None
+
+    def bind(self, caches: Caches | None) -> None:
+        """See `PhaseAttention.bind`."""
+        self._caches = caches or ()
+
+    def plan(self, view: StepView) -> None:
+        """See `PhaseAttention.plan`: one list serves all layers, whatever their windows."""
+        self._plan = plan_prefill(
+            view.chunk_slots,
+            view.chunk_starts,
+            view.chunk_firsts,
+            view.counts[2:3],
+            view.tokens,
+            self._facts.heads // self._facts.kv_heads,
+            self._config,
+            pdl=self._options.pdl,
+        )
+
+    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+        """See `PhaseAttention.attend`."""
+        assert self._plan is not None, "plan() comes first"
+        facts = self._facts
+        paged_prefill(
+            q,
+            self._caches[layer],
+            view.page_table,
+            self._plan,
+            self._config,
+            page_size=facts.page_size,
+            scale=facts.scale,
+            window=facts.windows[layer],
+            cap=facts.cap,
+            scales=facts.scales(layer),
+            out=out,
+            pdl=self._options.pdl,
+        )

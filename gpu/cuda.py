@@ -1,0 +1,72 @@
+"""A GPU's runner, put together. Imports Triton, so only `gpu.build` loads it, and only for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.models import ModelSpec
+from gpu.attention.device import AttentionOptions, Caches, attention_facts, device_attention
+from gpu.device import CudaFacts
+from gpu.kernels.tuned import MoeConfigs, MoeShape
+from gpu.kv.pool import KvPool
+from gpu.models.base import CausalModel
+from gpu.ops.fused import Kernels
+from gpu.parts import Parts
+from gpu.state.entry import CASCADE_ROWS
+from gpu.step.graphs import CudaGraphs, Plain
+from gpu.step.runner import GraphRunner, Machine, Shape
+
+MAX_CHUNKS = 64
+"""Chunks of a step. Attention's grid has room for a partial block of each: at 512, programs that find no
+work were reckoned to take 9 µs a layer."""
+
+HOPPER = (9, 0)
+"""The first compute capability with programmatic dependent launch."""
+
+
+def captured_runner(
+    parts: Parts,
+    settings: tuple[ModelConfig, CacheConfig, ScheduleConfig],
+    loaded: CausalModel,
+    pool: KvPool,
+    progress: Callable[[str, float], None],
+) -> GraphRunner:
+    """All graphs captured, ready for plans. Raises `ConfigError` for an attention backend that is not to
+    be had."""
+    model, cache, schedule = settings
+    spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
+    pdl = facts.capability >= HOPPER
+    attention = device_attention(
+        attention_facts(spec, cache.page_size, sizes.rows, dtype, device),
+        AttentionOptions(pdl, CASCADE_ROWS),
+        model.attention_backend,
+    )
+    experts = _experts(spec, dtype, facts)
+
+    def kernels(caches: Caches) -> Kernels:
+        return Kernels(attention, caches, experts, pdl)
+
+    shape = Shape(
+        rows=sizes.rows,
+        tokens=sizes.tokens,
+        chunks=min(sizes.rows, MAX_CHUNKS),
+        pages=-(-sizes.context // cache.page_size),
+        page_size=cache.page_size,
+        mask_words=-(-spec.vocab_size // 32),
+    )
+    launcher = CudaGraphs if schedule.cuda_graphs else Plain
+    machine = Machine(device, attention, launcher, kernels, pdl)
+    runner = GraphRunner(shape, machine, parts.sampler, (spec.hidden, dtype), parts.upkeep)
+    runner.use_model(loaded)
+    runner.use_pool(pool, lambda share: progress("graphs", share))
+    return runner
+
+
+def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfigs | None:
+    if (moe := spec.moe) is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return MoeConfigs(MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name))

@@ -1,0 +1,48 @@
+"""Which device runs the model, and why another one cannot."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from core.errors import ConfigError
+
+LEAST_CAPABILITY = (8, 0)
+"""bfloat16 in the tensor cores, and asynchronous copies: what every kernel here is written for."""
+
+
+class CudaFacts(NamedTuple):
+    """What this host has. `reason` says why there is no usable GPU; the rest is then unset."""
+
+    reason: str = ""
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
+    processors: int = 0
+
+
+def cuda_facts() -> CudaFacts:
+    """Look at the first GPU of this host."""
+    if torch.version.cuda is None:
+        return CudaFacts("this build of torch has no CUDA: install one from PyPI")
+    if not torch.cuda.is_available():
+        return CudaFacts("torch finds no GPU: look at nvidia-smi and at CUDA_VISIBLE_DEVICES")
+    found = torch.cuda.get_device_properties(0)
+    capability = (found.major, found.minor)
+    if capability < LEAST_CAPABILITY:
+        return CudaFacts(
+            f"{found.name} has compute capability {found.major}.{found.minor}, "
+            f"the kernels need {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]} or newer"
+        )
+    if find_spec("triton") is None:
+        return CudaFacts("triton is not installed: pip install 'loom-serve[cuda]'")
+    return CudaFacts("", found.name, capability, found.multi_processor_count)
+
+
+def choose_device(wanted: str, facts: CudaFacts) -> torch.device:
+    """The device for `--device`: auto, cpu or cuda. Raises `ConfigError` with the reason where a GPU was
+    asked for and there is none."""
+    if wanted == "cuda" and facts.reason:
+        raise ConfigError(f"--device cuda: {facts.reason}. --device cpu runs without one.")
+    return torch.device("cpu") if wanted == "cpu" or facts.reason else torch.device("cuda", 0)

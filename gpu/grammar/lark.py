@@ -1,0 +1,261 @@
+"""Structural tags in llguidance's notation: text, marks and schemas in one grammar.
+
+What a tag spells is cut at the names of control tokens: a mark that is a token matches as that token
+only, never as the same letters. Tags with more than this knows are xgrammar's (`gpu/grammar/xgr.py`),
+which is slower and takes fewer schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gpu.grammar.schema import Json
+
+SchemaText = Callable[[Json, int | None], str]
+"""A schema as JSON with its options, and at most so many blanks in a row; raises `Refused`."""
+
+_KEYS: Mapping[str, frozenset[str]] = {
+    "const_string": frozenset(("value",)),
+    "json_schema": frozenset(("json_schema", "max_whitespace_cnt")),
+    "any_text": frozenset(("excludes",)),
+    "regex": frozenset(("pattern",)),
+    "sequence": frozenset(("elements",)),
+    "or": frozenset(("elements",)),
+    "optional": frozenset(("content",)),
+    "plus": frozenset(("content",)),
+    "star": frozenset(("content",)),
+    "tag": frozenset(("begin", "content", "end")),
+    "triggered_tags": frozenset(("triggers", "tags", "at_least_one", "stop_after_first", "excludes")),
+    "tags_with_separator": frozenset(("tags", "separator", "at_least_one", "stop_after_first")),
+}
+"""Formats that can be written, and the keys of theirs that are honoured."""
+
+_ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+
+
+class Unwritten(Exception):
+    """The tag has something that this notation is not used for."""
+
+
+class Part(NamedTuple):
+    """An expression, and what matters of it to what stands beside it.
+
+    Letters and JSON are read by two lexers: where both may begin, the library follows one of them and
+    forgets the other. And a text without an own end takes all letters that come.
+    """
+
+    text: str
+    begins: frozenset[str]
+    """Of "token", "letters", "json"."""
+    empty: bool = False
+    """May be nothing."""
+    open: bool = False
+    """May end with a text that letters only make longer."""
+
+
+_TOKEN, _LETTERS, _JSON = frozenset(("token",)), frozenset(("letters",)), frozenset(("json",))
+_NOTHING = Part('""', frozenset(), empty=True)
+
+
+def lark_of(tag: Json, tokens: Mapping[str, int], schema_text: SchemaText) -> str:
+    """A structural tag as Lark. `tokens` are the ids of control tokens by their names. Raises
+    `Unwritten`, and `Refused` for a schema that cannot be honoured."""
+    writer = _Writer(tokens, schema_text)
+    start = writer.element(tag.get("format"))
+    lines = [f"start: {start.text}", *(f"{name}: {body}" for body, name in writer.rules.items())]
+    return "\n".join(lines)
+
+
+class _Writer:
+    """Bodies of rules and their names, equal ones once. Owner: one compile."""
+
+    __slots__ = ("_marks", "_schema_text", "_tokens", "rules")
+
+    def __init__(self, tokens: Mapping[str, int], schema_text: SchemaText) -> None:
+        self._tokens = tokens
+        self._schema_text = schema_text
+        marks = sorted(map(re.escape, tokens), key=len, reverse=True)
+        self._marks = re.compile(f"({'|'.join(marks) or '(?!)'})")
+        self.rules: dict[str, str] = {}
+
+    def element(self, node: Json) -> Part:
+        """One format."""
+        kind = node.get("type") if isinstance(node, Mapping) else None
+        if not isinstance(kind, str) or kind not in _KEYS or set(node) - _KEYS[kind] - {"type"}:
+            raise Unwritten
+        match kind:
+            case "const_string":
+                return self._spelled(_string(node, "value"))
+            case "json_schema":
+                return self._json(node)
+            case "any_text":
+                return self._letters(_text(_strings(node, "excludes")))
+            case "regex":
+                return self._letters(f"/{_ESCAPED.sub(_slash, _string(node, 'pattern'))}/")
+            case "sequence":
+                return _row([self.element(each) for each in _list(node, "elements")])
+            case "or":
+                return self._either([self.element(each) for each in _list(node, "elements")])
+            case "optional" | "plus" | "star":
+                return _repeated(self.element(node.get("content")), _SIGNS[kind])
+            case "tag":
+                return self._tag(node, _string(node, "begin"))
+            case "triggered_tags":
+                return self._triggered(node)
+        return self._separated(node)
+
+    # -- leaves ------------------------------------------------------------------------------------
+
+    def _spelled(self, text: str) -> Part:
+        """Tokens where the text names them, letters elsewhere."""
+        parts = [part for part in self._marks.split(text) if part]
+        spelled = [
+            f"<[{self._tokens[part]}]>" if part in self._tokens else json.dumps(part) for part in parts
+        ]
+        if not parts:
+            return _NOTHING
+        return Part(" ".join(spelled), _TOKEN if parts[0] in self._tokens else _LETTERS)
+
+    def _json(self, node: Mapping[str, Json]) -> Part:
+        blanks = node.get("max_whitespace_cnt")
+        if blanks is not None and (not isinstance(blanks, int) or blanks < 1):
+            raise Unwritten
+        return Part(self._rule(f"%json {self._schema_text(node.get('json_schema'), blanks)}"), _JSON)
+
+    def _letters(self, body: str) -> Part:
+        return Part(self.rules.setdefault(body, f"T{len(self.rules)}"), _LETTERS, empty=True, open=True)
+
+    def _until(self, text: str, end: str) -> Part:
+        """Text up to the first `end`, that included."""
+        name = self._letters(f"{text} {json.dumps(end)}").text
+        lazy = self.rules.setdefault(f"{name} ", f"l{len(self.rules)}[lazy]")
+        return Part(lazy.partition("[")[0], _LETTERS)
+
+    def _rule(self, body: str) -> str:
+        return self.rules.setdefault(body, f"r{len(self.rules)}")
+
+    # -- tags --------------------------------------------------------------------------------------
+
+    def _either(self, parts: list[Part]) -> Part:
+        return Part(
+            self._rule(" | ".join(part.text for part in parts)),
+            _one_lexer(frozenset().union(*(part.begins for part in parts))),
+            any(part.empty for part in parts),
+            any(part.open for part in parts),
+        )
+
+    def _tag(self, node: Json, begin: str) -> Part:
+        """A tag whose beginning, as far as it has not been read, is `begin`."""
+        if not isinstance(node, Mapping) or set(node) - _KEYS["tag"] - {"type"}:
+            raise Unwritten
+        content, end = node.get("content"), _string(node, "end")
+        letters = self._marks.split(end)[0]
+        if not letters or not isinstance(content, Mapping) or content.get("type") != "any_text":
+            return _row([self._spelled(begin), self.element(content), self._spelled(end)])
+        if set(content) - _KEYS["any_text"] - {"type"}:
+            raise Unwritten
+        others = [mark for mark in _strings(content, "excludes") if mark not in end]
+        text = self._until(_text(others), letters)
+        return _row([self._spelled(begin), text, self._spelled(end[len(letters) :])])
+
+    def _triggered(self, node: Mapping[str, Json]) -> Part:
+        """Text, and a tag wherever the trigger comes."""
+        triggers, tags = _strings(node, "triggers"), _list(node, "tags")
+        if len(triggers) != 1 or not all(_string(tag, "begin").startswith(triggers[0]) for tag in tags):
+            raise Unwritten
+        trigger, others = triggers[0], _strings(node, "excludes")
+        rest = self._either([self._tag(tag, _string(tag, "begin")[len(trigger) :]) for tag in tags])
+        text = self._letters(_text([*others, trigger]))
+        if trigger in self._tokens:
+            head = _row([text, self._spelled(trigger)])
+        elif self._marks.search(trigger):
+            raise Unwritten
+        else:
+            head = self._until(_text(others), trigger)
+        least = node.get("at_least_one") is True
+        call = _row([head, rest])
+        if node.get("stop_after_first") is True:
+            return call if least else self._either([text, call])
+        # Not as a row: where the trigger is letters too, both begin alike and the trigger decides.
+        return Part(f"({call.text}){'+' if least else '*'} {text.text}", _LETTERS, not least, open=True)
+
+    def _separated(self, node: Mapping[str, Json]) -> Part:
+        one = self._either([self._tag(tag, _string(tag, "begin")) for tag in _list(node, "tags")])
+        listed = one
+        if node.get("stop_after_first") is not True:
+            more = _row([self._spelled(_string(node, "separator")), one])
+            listed = _row([one, _repeated(more, "*")])
+        return listed if node.get("at_least_one") is True else _repeated(listed, "?")
+
+
+_SIGNS = {"optional": "?", "plus": "+", "star": "*"}
+
+
+def _row(parts: list[Part]) -> Part:
+    """One after the other. Raises `Unwritten` where two of them would be mixed up."""
+    row = _NOTHING
+    for part in reversed(parts):
+        if part is _NOTHING:
+            continue
+        if part.open and not row.begins <= _TOKEN:
+            raise Unwritten
+        row = Part(
+            part.text if row is _NOTHING else f"{part.text} {row.text}",
+            _one_lexer(part.begins | row.begins) if part.empty else part.begins,
+            part.empty and row.empty,
+            row.open or (part.open and row.empty),
+        )
+    return row
+
+
+def _repeated(part: Part, sign: str) -> Part:
+    loops = sign != "?"
+    # What follows is not known here: it may be letters.
+    if part.begins & _JSON or part.empty or (part.open and loops and not part.begins <= _TOKEN):
+        raise Unwritten
+    return Part(f"({part.text}){sign}", part.begins, empty=sign != "+", open=part.open)
+
+
+def _one_lexer(begins: frozenset[str]) -> frozenset[str]:
+    if begins >= _LETTERS | _JSON:
+        raise Unwritten
+    return begins
+
+
+def _text(excludes: Iterable[str]) -> str:
+    """Any text in which none of these comes about."""
+    marks = "|".join(_literal(mark) for mark in excludes)
+    return f"/(?s:.*)/ & ~/(?s:.*)({marks})(?s:.*)/" if marks else "/(?s:.*)/"
+
+
+def _literal(text: str) -> str:
+    return _META.sub(r"\\\g<0>", text).replace("\n", r"\n")
+
+
+def _slash(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+
+
+def _string(node: Json, key: str) -> str:
+    found = node.get(key) if isinstance(node, Mapping) else None
+    if not isinstance(found, str):
+        raise Unwritten
+    return found
+
+
+def _list(node: Mapping[str, Json], key: str) -> list[Any]:
+    found = node.get(key)
+    if not isinstance(found, list) or not found:
+        raise Unwritten
+    return found
+
+
+def _strings(node: Mapping[str, Json], key: str) -> list[str]:
+    found = node.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise Unwritten
+    return found

@@ -1,0 +1,133 @@
+"""The schedule that FlashInfer's FA3 prefill reads, written on the device.
+
+Its kernel is as many programs as the device has multiprocessors; each walks its own run of a work list
+that lies in device memory: a tile of queries of one query head. FlashInfer makes that list on the host
+(`PrefillSM90Plan`), which a captured step cannot wait for. Here it is `gpu.kernels.prefill.plan_prefill`
+with the tile that FA3 uses and heads unpacked, dealt out to and fro: who has the heaviest tile of a round
+has the lightest of the next.
+
+    rank      0 1 2 3 | 4 5 6 7 | 8 9      tiles by keys, most first, every head in turn
+    program   0 1 2 3 | 3 2 1 0 | 0 1
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
+from gpu.kernels.prefill import FIELDS, PrefillConfig, PrefillPlan, plan_prefill
+
+ARRAYS = 7
+"""Of the list: tile, first row, first page-table entry, queries, keys, head, chunk."""
+
+
+class Fa3Schedule(NamedTuple):
+    """`numbers` int32 holds the arrays, each `room` long, then where each program's run begins;
+    `offsets` says in bytes where, in the order of FlashInfer's `PrefillPlanSM90Info`."""
+
+    numbers: Tensor
+    offsets: tuple[int, ...]
+    room: int
+
+
+def fa3_tile(head_dim: int) -> int:
+    """Queries per tile of FA3 (`getCTATileSize`)."""
+    return 192 if head_dim == 64 else 128
+
+
+@jit_loose("blocks", "heads", "programs", "width", "room")
+def _schedule(
+    items: tl.tensor,
+    numbers: tl.tensor,
+    blocks: int,
+    heads: int,
+    programs: int,
+    width: int,
+    room: int,
+    TILE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    b = tl.arange(0, BLOCKS)
+    begin(PDL)
+    found = tl.load(items + b * FIELDS + 3, mask=b < blocks, other=0) > 0
+    total = tl.sum(found.to(tl.int32), 0) * heads
+    rounds = total // programs
+    rest = total - rounds * programs
+    rank = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    known = rank < total
+    turn = rank // programs
+    lane = rank - turn * programs
+    lane = tl.where(turn % 2 == 0, lane, programs - 1 - lane)
+    back = rounds % 2
+    at = (
+        lane * rounds
+        + tl.where(back == 0, tl.minimum(lane, rest), tl.maximum(lane - programs + rest, 0))
+        + turn
+    )
+    item = items + rank // heads * FIELDS
+    slot = tl.load(item, mask=known, other=0)
+    start = tl.load(item + 2, mask=known, other=0)
+    tokens = tl.load(item + 3, mask=known, other=0)
+    tl.store(numbers + at, tl.load(item + 4, mask=known, other=0) // TILE, mask=known)
+    tl.store(numbers + room + at, tl.load(item + 1, mask=known, other=0), mask=known)
+    tl.store(numbers + 2 * room + at, slot * width, mask=known)
+    tl.store(numbers + 3 * room + at, tokens, mask=known)
+    tl.store(numbers + 4 * room + at, start + tokens, mask=known)
+    tl.store(numbers + 5 * room + at, rank % heads, mask=known)
+    tl.store(numbers + 6 * room + at, slot, mask=known)
+    if tl.program_id(0) == 0:
+        j = tl.arange(0, LANES)
+        more = tl.where(back == 0, tl.minimum(j, rest), tl.maximum(j - programs + rest, 0))
+        tl.store(numbers + 7 * room + j, j * rounds + more, mask=j <= programs)
+
+
+def schedule_fa3(
+    chunks: tuple[Tensor, Tensor, Tensor, Tensor],
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    table_width: int,
+    programs: int,
+    *,
+    pdl: bool = False,
+) -> Fa3Schedule:
+    """Write a step's schedule.
+
+    chunks       slots, starts, firsts and num_chunks as of `plan_prefill`
+    tokens       rows of the graph
+    heads        query heads
+    table_width  entries between two slots' rows of the page table
+    programs     multiprocessors of the device: the grid of FA3
+    """
+    slots, starts, firsts, num_chunks = chunks
+    tile = fa3_tile(head_dim)
+    config = PrefillConfig(tile, tile, 4, 2)
+    plan: PrefillPlan = plan_prefill(slots, starts, firsts, num_chunks, tokens, 1, config, pdl=pdl)
+    blocks = len(plan.items)
+    room = cdiv(blocks * heads, 4) * 4  # arrays begin at 16 bytes
+    numbers = torch.empty(ARRAYS * room + programs + 1, dtype=torch.int32, device=slots.device)
+    span = 256
+    _schedule[(cdiv(blocks * heads, span),)](
+        plan.items,
+        numbers,
+        blocks,
+        heads,
+        programs,
+        table_width,
+        room,
+        TILE=tile,
+        BLOCKS=pow2(blocks),
+        SPAN=span,
+        LANES=pow2(programs + 1),
+        PDL=pdl,
+        **options(4, pdl=pdl),
+    )
+    tiles, rows, entries, queries, keys, head, chunk, runs = (4 * room * i for i in range(ARRAYS + 1))
+    return Fa3Schedule(numbers, (tiles, rows, entries, queries, keys, head, runs, chunk, 0), room)

@@ -1,0 +1,182 @@
+"""Penalties over the counts of `gpu.sample.penalties.Counts`, inside a step: start, apply, count."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, padding, pow2
+from gpu.sample.penalties import Counts
+from gpu.state.entry import MARK, NEW, Layout
+from gpu.state.tables import SlotTables
+
+BLOCK = 4096
+"""Tokens of the vocabulary a program looks at: 20 KiB of counts."""
+
+_MARK: tl.constexpr = tl.constexpr(MARK)
+_NEW: tl.constexpr = tl.constexpr(NEW)
+
+
+@jit
+def _clear(
+    ring: tl.tensor,
+    cursor: tl.tensor,
+    generated: tl.tensor,
+    seen: tl.tensor,
+    vocab: int,
+    ENTRIES: tl.constexpr,
+    WORDS: tl.constexpr,
+    AT_NEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    record = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = ring + (tl.load(cursor) % ENTRIES) * WORDS
+    if record < tl.load(entry + 4):
+        row = tl.load(entry + AT_NEW + record * _NEW + 8)
+        if row >= 0:
+            at = row.to(tl.int64) * vocab + ids
+            tl.store(generated + at, tl.zeros([BLOCK], tl.int32), mask=ids < vocab)
+            tl.store(seen + at, tl.zeros([BLOCK], tl.int1), mask=ids < vocab)
+
+
+@jit
+def _mark(
+    ring: tl.tensor,
+    cursor: tl.tensor,
+    generated: tl.tensor,
+    seen: tl.tensor,
+    vocab: int,
+    ENTRIES: tl.constexpr,
+    WORDS: tl.constexpr,
+    AT_MARKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    entry = ring + (tl.load(cursor) % ENTRIES) * WORDS
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < tl.load(entry + 7)
+    row = tl.load(entry + AT_MARKS + i * _MARK, mask=live, other=0)
+    word = tl.load(entry + AT_MARKS + i * _MARK + 1, mask=live, other=0)
+    # A generated token is told by the sign: ~token.
+    made = word < 0
+    token = tl.where(made, -1 - word, word)
+    at = row.to(tl.int64) * vocab + token
+    tl.store(seen + at, tl.full([BLOCK], 1, tl.int1), mask=live)
+    tl.atomic_add(generated + at, tl.full([BLOCK], 1, tl.int32), mask=live & made)
+
+
+def start_counts(
+    ring: Tensor, cursor: Tensor, at: Layout, counts: Counts, *, new_slots: int, marks: int
+) -> None:
+    """Clear the count rows of an order's new slots, then mark what they have of prompt and output.
+
+    Launched between writing the order and its step, which alone turns `cursor`: the entry is the next.
+    `new_slots` and `marks` are the order's own counts, rounded up or not: they size the launch.
+    """
+    generated, seen = counts.tables
+    vocab = generated.shape[1]
+    block = min(BLOCK, pow2(vocab))
+    _clear[(new_slots, cdiv(vocab, block))](
+        ring, cursor, generated, seen, vocab,
+        ENTRIES=len(ring), WORDS=at.words, AT_NEW=at.new, BLOCK=block, **options(4),
+    )  # fmt: skip
+    if marks:
+        _mark[(cdiv(marks, 1024),)](
+            ring, cursor, generated, seen, vocab,
+            ENTRIES=len(ring), WORDS=at.words, AT_MARKS=at.marks, BLOCK=1024, **options(4),
+        )  # fmt: skip
+
+
+@jit
+def _penalise(
+    logits: tl.tensor,
+    slots: tl.tensor,
+    count_rows: tl.tensor,
+    repetitions: tl.tensor,
+    frequencies: tl.tensor,
+    presences: tl.tensor,
+    generated: tl.tensor,
+    seen: tl.tensor,
+    num_rows: tl.tensor,
+    stride: int,
+    vocab: int,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin(PDL)
+    if padding(row, num_rows):
+        return
+    slot = tl.load(slots + row)
+    counted = tl.load(count_rows + slot)
+    if counted < 0:
+        return
+    at = counted.to(tl.int64) * vocab + ids
+    inside = ids < vocab
+    known = tl.load(seen + at, mask=inside, other=0).to(tl.int1) & inside
+    if tl.sum(known.to(tl.int32), 0) > 0:
+        times = tl.load(generated + at, mask=known, other=0)
+        own = logits + row.to(tl.int64) * stride + ids
+        x = tl.load(own, mask=known, other=0.0).to(tl.float32)
+        again = tl.load(repetitions + slot)
+        x = tl.where(x > 0, x / again, x * again)
+        x -= tl.load(frequencies + slot) * times + tl.load(presences + slot) * (times > 0).to(tl.float32)
+        tl.store(own, x.to(logits.dtype.element_ty), mask=known)
+
+
+def penalise(
+    logits: Tensor, slots: Tensor, tables: SlotTables, counts: Counts, num_rows: Tensor, *, pdl: bool = False
+) -> None:
+    """Repetition, frequency and presence penalties of counted rows, in place: `Counts.penalise`.
+
+    logits    float [rows, vocab]
+    slots     int32 [rows]
+    num_rows  int32 [1] on the device
+    """
+    generated, seen = counts.tables
+    rows, vocab = logits.shape
+    block = min(BLOCK, pow2(vocab))
+    _penalise[(rows, cdiv(vocab, block))](
+        logits, slots, tables.count_row, tables.repetition, tables.frequency, tables.presence,
+        generated, seen, num_rows, logits.stride(0), vocab, BLOCK=block, PDL=pdl, **options(4, pdl=pdl),
+    )  # fmt: skip
+
+
+@jit_loose("room")
+def _count(
+    tokens: tl.tensor,
+    slots: tl.tensor,
+    count_rows: tl.tensor,
+    generated: tl.tensor,
+    seen: tl.tensor,
+    num_rows: tl.tensor,
+    vocab: int,
+    room: int,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    i = tl.arange(0, SPAN)
+    begin(PDL)
+    live = i < tl.minimum(tl.load(num_rows), room)
+    slot = tl.load(slots + i, mask=live, other=0)
+    token = tl.load(tokens + i, mask=live, other=-1)
+    row = tl.load(count_rows + slot, mask=live, other=-1)
+    live = live & (row >= 0) & (token >= 0)
+    at = row.to(tl.int64) * vocab + token
+    # A slot is in a step once, so no other row counts here.
+    times = tl.load(generated + at, mask=live, other=0)
+    tl.store(generated + at, times + 1, mask=live)
+    tl.store(seen + at, tl.full([SPAN], 1, tl.int1), mask=live)
+
+
+def count_tokens(
+    tokens: Tensor, slots: Tensor, tables: SlotTables, counts: Counts, num_rows: Tensor, *, pdl: bool = False
+) -> None:
+    """Count sampled `tokens` int64 [rows] of counted `slots` int32 [rows]; a token of -1 is not counted."""
+    generated, seen = counts.tables
+    span = pow2(len(tables.count_row) - 1)  # of all slots, not of the step: one kernel for all sizes
+    _count[(1,)](
+        tokens, slots, tables.count_row, generated, seen, num_rows, generated.shape[1],
+        len(tokens), SPAN=span, PDL=pdl, **options(min(max(span // 32, 1), 8), pdl=pdl),
+    )  # fmt: skip

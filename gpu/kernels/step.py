@@ -1,0 +1,323 @@
+"""The first and the last kernel of a step: a plan into the tables and the view, tokens out to the host.
+
+One program each. A step has at most a few thousand words, and one program needs no order between
+programs: what new slots and page writes change is read a barrier later by the rows of the same step.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
+from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, Layout
+from gpu.state.tables import SlotTables
+from gpu.state.view import StepView
+
+_CHUNK: tl.constexpr = tl.constexpr(CHUNK)
+_SAMPLE: tl.constexpr = tl.constexpr(SAMPLE)
+_NEW: tl.constexpr = tl.constexpr(NEW)
+_WRITE: tl.constexpr = tl.constexpr(WRITE)
+_TOKEN: tl.constexpr = tl.constexpr(TOKEN)
+
+
+@jit
+def _take_new(
+    records: tl.tensor,
+    count: tl.tensor,
+    last_token: tl.tensor,
+    length: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    count_row: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    SPAN: tl.constexpr,
+) -> None:
+    for first in range(0, count, SPAN):
+        i = first + tl.arange(0, SPAN)
+        live = i < count
+        at = records + i * _NEW
+        slot = tl.load(at, mask=live, other=0)
+        tl.store(last_token + slot, tl.zeros([SPAN], tl.int32), mask=live)
+        tl.store(length + slot, tl.load(at + 1, mask=live, other=0), mask=live)
+        heat = tl.load(at + 2, mask=live, other=0).to(tl.float32, bitcast=True)
+        tl.store(temperature + slot, heat, mask=live)
+        tl.store(top_k + slot, tl.load(at + 3, mask=live, other=0), mask=live)
+        share = tl.load(at + 4, mask=live, other=0).to(tl.float32, bitcast=True)
+        tl.store(top_p + slot, share, mask=live)
+        least = tl.load(at + 5, mask=live, other=0).to(tl.float32, bitcast=True)
+        tl.store(min_p + slot, least, mask=live)
+        low = tl.load(at + 6, mask=live, other=0).to(tl.int64) & 0xFFFFFFFF
+        high = tl.load(at + 7, mask=live, other=0).to(tl.int64)
+        tl.store(seed + slot, (high << 32) | low, mask=live)
+        tl.store(count_row + slot, tl.load(at + 8, mask=live, other=0), mask=live)
+        again = tl.load(at + 9, mask=live, other=0).to(tl.float32, bitcast=True)
+        tl.store(repetition + slot, again, mask=live)
+        often = tl.load(at + 10, mask=live, other=0).to(tl.float32, bitcast=True)
+        tl.store(frequency + slot, often, mask=live)
+        once = tl.load(at + 11, mask=live, other=0).to(tl.float32, bitcast=True)
+        tl.store(presence + slot, once, mask=live)
+
+
+@jit_loose("n", "d", "c", "s")
+def _begin(
+    ring: tl.tensor,
+    cursor: tl.tensor,
+    last_token: tl.tensor,
+    length: tl.tensor,
+    table: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    min_p: tl.tensor,
+    count_row: tl.tensor,
+    repetition: tl.tensor,
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    counts: tl.tensor,
+    ids: tl.tensor,
+    positions: tl.tensor,
+    where: tl.tensor,
+    decode_slots: tl.tensor,
+    decode_lengths: tl.tensor,
+    chunk_slots: tl.tensor,
+    chunk_starts: tl.tensor,
+    chunk_firsts: tl.tensor,
+    common: tl.tensor,
+    sample_rows: tl.tensor,
+    sample_slots: tl.tensor,
+    sample_positions: tl.tensor,
+    width: int,
+    n: int,
+    d: int,
+    c: int,
+    s: int,
+    MIXED: tl.constexpr,
+    PAGE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WORDS: tl.constexpr,
+    AT_DECODE: tl.constexpr,
+    AT_CHUNKS: tl.constexpr,
+    AT_SAMPLES: tl.constexpr,
+    AT_NEW: tl.constexpr,
+    AT_WRITES: tl.constexpr,
+    AT_TOKENS: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    turn = tl.load(cursor)
+    entry = ring + (turn % ENTRIES) * WORDS
+    tokens, rows, chunks = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    samples, news, writes = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    tl.store(counts, tokens)
+    tl.store(counts + 1, rows)
+    tl.store(counts + 2, chunks)
+    tl.store(counts + 3, samples)
+    tl.store(common, tl.load(entry + 6))
+    _take_new(
+        entry + AT_NEW, news, last_token, length, temperature, seed, top_k, top_p, min_p,
+        count_row, repetition, frequency, presence, SPAN,
+    )  # fmt: skip
+    for first in range(0, writes, SPAN):
+        i = first + tl.arange(0, SPAN)
+        live = i < writes
+        cell = tl.load(entry + AT_WRITES + i * _WRITE, mask=live, other=0)
+        page = tl.load(entry + AT_WRITES + i * _WRITE + 1, mask=live, other=0)
+        tl.store(table + cell, page, mask=live)
+    tl.debug_barrier()
+    # Padding of either kind: slot 0, position 0, length 1, place 0.
+    for first in range(0, d, SPAN):
+        i = first + tl.arange(0, SPAN)
+        live = i < rows
+        slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
+        before = tl.load(length + slot, mask=live, other=0)
+        tl.store(length + slot, before + 1, mask=live)
+        token = tl.load(last_token + slot, mask=live, other=0)
+        page = tl.load(table + slot * width + before // PAGE, mask=live, other=0)
+        tl.store(ids + i, token, mask=i < d)
+        tl.store(positions + i, before, mask=i < d)
+        tl.store(where + i, page * PAGE + tl.where(live, before % PAGE, 0), mask=i < d)
+        tl.store(decode_slots + i, slot, mask=i < d)
+        tl.store(decode_lengths + i, before + 1, mask=i < d)
+    if MIXED:
+        for first in range(0, c, SPAN):
+            i = first + tl.arange(0, SPAN)
+            live = i < chunks
+            at = entry + AT_CHUNKS + i * _CHUNK
+            slot = tl.load(at, mask=live, other=0)
+            start = tl.load(at + 1, mask=live, other=0)
+            row = tl.load(at + 2, mask=live, other=0)
+            stop = tl.load(at + 2 + _CHUNK, mask=i + 1 < chunks, other=0)
+            stop = tl.where(i + 1 < chunks, stop, tokens)
+            tl.store(length + slot, start + stop - row, mask=live)
+            tl.store(chunk_slots + i, slot, mask=i < c)
+            tl.store(chunk_starts + i, start, mask=i < c)
+            tl.store(chunk_firsts + i, tl.where(live, row, tokens), mask=i < c)
+        tl.store(chunk_firsts + c, tokens)
+        # Behind the decode rows' stores: rows up to d were written above as if they were padding.
+        tl.debug_barrier()
+        for first in range(0, n, SPAN):
+            i = first + tl.arange(0, SPAN)
+            live = (i >= rows) & (i < tokens)
+            at = entry + AT_TOKENS + (i - rows) * _TOKEN
+            token = tl.load(at, mask=live, other=0)
+            owner = tl.load(at + 1, mask=live, other=0)
+            record = entry + AT_CHUNKS + owner * _CHUNK
+            slot = tl.load(record, mask=live, other=0)
+            start = tl.load(record + 1, mask=live, other=0)
+            row = tl.load(record + 2, mask=live, other=0)
+            position = tl.where(live, start + i - row, 0)
+            page = tl.load(table + slot * width + position // PAGE, mask=live, other=0)
+            mine = (i >= rows) & (i < n)
+            tl.store(ids + i, token, mask=mine)
+            tl.store(positions + i, position, mask=mine)
+            tl.store(where + i, page * PAGE + position % PAGE, mask=mine)
+    tl.debug_barrier()
+    for first in range(0, s, SPAN):
+        i = first + tl.arange(0, SPAN)
+        live = i < samples
+        at = entry + AT_SAMPLES + i * _SAMPLE
+        row = tl.load(at, mask=live, other=0)
+        slot = tl.load(at + 1, mask=live, other=0)
+        position = tl.load(length + slot, mask=live, other=0)
+        tl.store(sample_rows + i, row, mask=i < s)
+        tl.store(sample_slots + i, slot, mask=i < s)
+        tl.store(sample_positions + i, position, mask=i < s)
+    tl.store(cursor, turn + 1)
+
+
+def begin_step(
+    ring: Tensor,
+    cursor: Tensor,
+    at: Layout,
+    tables: SlotTables,
+    view: StepView,
+    samples: tuple[Tensor, Tensor, Tensor],
+    *,
+    page_size: int,
+    pdl: bool = False,
+) -> None:
+    """Take the next order: write the tables, gather the view, turn the ring.
+
+    ring     int32 [entries, layout.words], memory that host and device share
+    cursor   int64 [1] on the device: orders taken so far; the entry is this modulo the ring's length
+    samples  rows, slots and positions int32 [s] of the tokens to choose; s at most the view's tokens
+    """
+    rows, slots, positions = samples
+    span = 1024 if view.tokens > 256 else 256
+    _begin[(1,)](
+        ring,
+        cursor,
+        *tables,
+        view.counts,
+        view.ids,
+        view.positions,
+        view.where,
+        view.decode_slots,
+        view.decode_lengths,
+        view.chunk_slots,
+        view.chunk_starts,
+        view.chunk_firsts,
+        view.common,
+        rows,
+        slots,
+        positions,
+        tables.page_table.stride(0),
+        view.tokens,
+        view.max_decode,
+        view.max_chunks,
+        len(rows),
+        MIXED=view.max_chunks > 0,
+        PAGE=page_size,
+        ENTRIES=len(ring),
+        WORDS=at.words,
+        AT_DECODE=at.decode,
+        AT_CHUNKS=at.chunks,
+        AT_SAMPLES=at.samples,
+        AT_NEW=at.new,
+        AT_WRITES=at.writes,
+        AT_TOKENS=at.tokens,
+        SPAN=span,
+        PDL=pdl,
+        **options(span // 32, pdl=pdl),
+    )
+
+
+@jit_loose("room")
+def _emit(
+    tokens: tl.tensor,
+    cursor: tl.tensor,
+    count: tl.tensor,
+    out: tl.tensor,
+    stride: int,
+    room: int,
+    ENTRIES: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    entry = out + ((tl.load(cursor) - 1) % ENTRIES) * stride
+    i = tl.arange(0, SPAN)
+    live = i < tl.minimum(tl.load(count), room)
+    tl.store(entry + i, tl.load(tokens + i, mask=live, other=0).to(tl.int32), mask=live)
+
+
+def emit(tokens: Tensor, cursor: Tensor, count: Tensor, out: Tensor, *, pdl: bool = False) -> None:
+    """Write `tokens` int64 [s], of which `count` int32 [1] are true, to the current entry of `out` int32
+    [entries, rows], memory that host and device share. `cursor` has been turned by `begin_step`."""
+    span = pow2(out.shape[1])  # of the ring, not of the step: one kernel for all sizes
+    _emit[(1,)](
+        tokens, cursor, count, out, out.stride(0), len(tokens), ENTRIES=len(out), SPAN=span, PDL=pdl,
+        **options(min(max(span // 32, 1), 8), pdl=pdl),
+    )  # fmt: skip
+
+
+@jit
+def _mask(
+    logits: tl.tensor,
+    which: tl.tensor,
+    bits: tl.tensor,
+    num_rows: tl.tensor,
+    stride: int,
+    words: int,
+    vocab: int,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin(PDL)
+    if row < tl.load(num_rows):
+        mine = tl.load(which + row)
+        if mine >= 0:
+            word = tl.load(bits + mine.to(tl.int64) * words + (ids >> 5), mask=(ids >> 5) < words, other=0)
+            forbidden = ((word >> (ids & 31)) & 1) == 0
+            inside = ids < vocab
+            at = logits + row.to(tl.int64) * stride + ids
+            x = tl.load(at, mask=inside & forbidden, other=0.0).to(tl.float32)
+            # Added, not assigned: a NaN stays visible (gpu/sample/mask.py).
+            tl.store(at, (x + float("-inf")).to(logits.dtype.element_ty), mask=inside & forbidden)
+
+
+def mask_rows(logits: Tensor, which: Tensor, bits: Tensor, num_rows: Tensor, *, pdl: bool = False) -> None:
+    """Make what constrained rows may not take impossible, in place.
+
+    logits    float [rows, vocab]
+    which     int32 [rows]: index into `bits`, -1 for a free row
+    bits      int32 [masks, words], contiguous: bit i of word w allows token 32 w + i; what lies behind
+              is forbidden; both may be host memory
+    num_rows  int32 [1] on the device
+    """
+    rows, vocab = logits.shape
+    block = min(4096, 1 << (vocab - 1).bit_length())
+    _mask[(rows, -(-vocab // block))](
+        logits, which, bits, num_rows, logits.stride(0), bits.shape[1], vocab, BLOCK=block, PDL=pdl,
+        **options(4, pdl=pdl),
+    )  # fmt: skip

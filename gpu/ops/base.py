@@ -1,0 +1,93 @@
+"""The operations between a decoder's matrix products, as a protocol.
+
+Cut where kernels can be fused, not where the arithmetic is: a set of operations may do each in one
+kernel or in ten, and the layers read the same. Matrix products are not here: they are torch's (oneDNN on
+a CPU, cuBLAS on a GPU) for both sets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Rotation(NamedTuple):
+    """cos and sin [n, 1, rotary_dim] of a step's positions; `sin` is negative in its first half."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Experts(NamedTuple):
+    """One layer's routed experts.
+
+    w13          [experts, 2 * width, hidden], gate over up
+    w2           [experts, hidden, width]
+    renormalise  a row's chosen weights are scaled to sum to 1
+    """
+
+    w13: Tensor
+    w2: Tensor
+    top_k: int
+    renormalise: bool
+    activation: str
+
+
+class PendingExperts(NamedTuple):
+    """Experts of `x` [n, hidden] by router `logits` [n, experts], asked for and not yet run: the norm that
+    consumes them runs them, and sums their parts in its own kernel."""
+
+    x: Tensor
+    logits: Tensor
+    experts: Experts
+
+
+Part = Tensor | PendingExperts
+"""What a layer adds to the residual: [n, hidden], or what becomes it."""
+
+HeadNorms = tuple[Tensor, Tensor, float]
+"""Weights [head_dim] of the query and the key norm, and eps."""
+
+
+class Ops(Protocol):
+    """Owner: launch thread, for one step. n rows; those behind a step's true rows may hold anything."""
+
+    def for_samples(self) -> Ops:
+        """The same for rows that stand for the step's samples, not for its tokens; they do not attend."""
+        ...
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows of `table` [vocab, hidden]: a new [n, hidden], which becomes the residual."""
+        ...
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+        """cos and sin of positions [n] times `frequencies` float32 [rotary_dim / 2], times `scale`."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight over the last axis, a new tensor."""
+        ...
+
+    def add_rms_norm(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `part` to `residual` [n, hidden] in place and norm the sum: a new [n, hidden]."""
+        ...
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
+    ) -> Tensor:
+        """Norm and rotate heads, store K and V in their pages, attend: [n, heads * head_dim].
+
+        `qkv` [n, (heads + 2 * kv_heads) * head_dim] holds queries, keys, values and is used up;
+        `heads` is (heads, kv_heads).
+        """
+        ...
+
+    def gated(self, both: Tensor, activation: str) -> Tensor:
+        """activation(first half) · second half of [n, 2 * width]: [n, width]."""
+        ...
+
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
+        """The weighted sum of the best experts' gated MLPs."""
+        ...

@@ -1,0 +1,145 @@
+"""The operations as Triton kernels over a captured step.
+
+Launches per layer on a GPU, by plain torch and here, a matrix product counted as one:
+
+                              plain                          fused
+    add + norm, twice         4                              2
+    products                  4                              4     biases in cuBLAS's epilogue
+    head norms                4, where the family has them   -     with rope
+    rope, store of K and V    3 + 1                          1
+    attention                 2, gather and attend           1     3 under cascade
+    silu, multiply            2                              1
+    ------------------------------------------------------------
+    dense layer               16 or 20                       9
+    layer of experts          over 40, 5 more for every      9     up to 4 rows
+                              expert hit, and a wait        10     up to 64 rows
+                                                            11     above
+
+Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
+one that sums, adds and norms. Above 64 rows route is two.
+
+A step adds embedding, rotation (plain: 8), first norm and head, one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from core.errors import ModelError
+from gpu.kernels.gated import silu_mul
+from gpu.kernels.moe import fused_moe_add_norm
+from gpu.kernels.norm import add_rms_norm, rms_norm
+from gpu.kernels.qkv import norm_rope_store
+from gpu.kernels.rope import rope_rows
+from gpu.kernels.tuned import MoeConfigs
+from gpu.ops.base import Experts, HeadNorms, Part, PendingExperts, Rotation
+from gpu.ops.plain import ACTIVATIONS, gate
+from gpu.state.view import StepView
+
+
+class Attend(Protocol):
+    """What is asked here of an attention backend; it is planned for the step."""
+
+    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+        """`q` contiguous [n, heads, head_dim], rotated; K and V are in their pages: [n, heads * head_dim]."""
+        ...
+
+
+class Kernels(NamedTuple):
+    """What the steps of a runner share.
+
+    caches  K and V of every layer, [tokens, kv_heads, head_dim], the pages flattened to tokens
+    moe     tile sizes of the experts' shape; None for a dense model
+    pdl     programmatic dependent launch: the device has compute capability 9.0
+    """
+
+    attention: Attend
+    caches: Sequence[tuple[Tensor, Tensor]]
+    moe: MoeConfigs | None = None
+    pdl: bool = False
+
+
+class TritonOps:
+    """`Ops` of one graph. Nothing here waits for the device, reads from it or depends on its data.
+
+    Owner: launch thread, while a graph is captured or a step runs eagerly.
+    """
+
+    __slots__ = ("_kernels", "_rows", "_view")
+
+    def __init__(self, view: StepView, kernels: Kernels, rows: Tensor | None = None) -> None:
+        """`rows` int32 [1] on the device is how many rows are true, None for the view's tokens."""
+        self._view = view
+        self._kernels = kernels
+        self._rows = view.num_tokens if rows is None else rows
+
+    def for_samples(self) -> TritonOps:
+        """See `Ops.for_samples`."""
+        return TritonOps(self._view, self._kernels, self._view.counts[3:4])
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        """See `Ops.embed`. Padded ids are in bounds, and their rows nobody's."""
+        return torch.index_select(table, 0, ids)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+        """See `Ops.rotation`."""
+        rows, pdl = self._rows, self._kernels.pdl
+        return Rotation(*rope_rows(positions, frequencies, scale, dtype, num_rows=rows, pdl=pdl))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`; over rows [n, width] only."""
+        return rms_norm(x, weight, eps, num_rows=self._rows, pdl=self._kernels.pdl)
+
+    def add_rms_norm(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.add_rms_norm`. What is pending runs now, its sum in the kernel of the norm."""
+        rows, pdl = self._rows, self._kernels.pdl
+        if isinstance(part, Tensor):
+            return add_rms_norm(part, residual, weight, eps, num_rows=rows, pdl=pdl)
+        configs = self._kernels.moe
+        assert configs is not None, "experts in a model without"
+        x, logits, (w13, w2, top_k, renormalise, _) = part
+        return fused_moe_add_norm(
+            x,
+            logits,
+            (w13, w2),
+            top_k,
+            configs.at(len(x)),
+            (residual, weight, eps),
+            renormalise=renormalise,
+            num_rows=rows,
+            pdl=pdl,
+        )
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
+    ) -> Tensor:
+        """See `Ops.attend`. The queries leave `qkv`, so that a backend gets them without gaps."""
+        view, kernels = self._view, self._kernels
+        q_heads, kv_heads = heads
+        q = norm_rope_store(
+            qkv,
+            kernels.caches[layer],
+            view.where,
+            rotation,
+            norms,
+            q_out=qkv.new_empty(len(qkv), qkv.shape[1] // (q_heads + 2 * kv_heads) * q_heads),
+            num_rows=self._rows,
+            pdl=kernels.pdl,
+        )
+        return kernels.attention.attend(layer, q, view)
+
+    def gated(self, both: Tensor, activation: str) -> Tensor:
+        """See `Ops.gated`."""
+        if activation != "silu":
+            return gate(both, ACTIVATIONS[activation])
+        return silu_mul(both, num_rows=self._rows, pdl=self._kernels.pdl)
+
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
+        """See `Ops.experts`. Raises `ModelError` for an activation the grouped kernels do not have."""
+        if experts.activation != "silu":
+            raise ModelError(f"Experts with {experts.activation} do not run on a GPU: use --device cpu.")
+        return PendingExperts(x, logits, experts)

@@ -1,0 +1,133 @@
+"""The operations in plain torch: what a CPU runs, and what the kernels are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpu.attention.base import AttentionBackend
+from gpu.ops.base import Experts, HeadNorms, Part, Rotation
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class TorchOps:
+    """`Ops` on any device that torch has kernels for. `attention` is prepared for this step.
+
+    Owner: launch thread, for one step.
+    """
+
+    __slots__ = ("_attention",)
+
+    def __init__(self, attention: AttentionBackend) -> None:
+        self._attention = attention
+
+    def for_samples(self) -> TorchOps:
+        """See `Ops.for_samples`. Without padding nothing differs."""
+        return self
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        """See `Ops.embed`."""
+        return table[ids]
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+        """See `Ops.rotation`."""
+        return turn(positions.float()[:, None] * frequencies, scale, dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.rms_norm`."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ops.add_rms_norm`."""
+        assert isinstance(part, Tensor), "these operations leave nothing pending"
+        return F.rms_norm(residual.add_(part), weight.shape, weight, eps)
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
+    ) -> Tensor:
+        """See `Ops.attend`. Queries and keys lie side by side, so rope turns both in one go, and so do
+        keys and values, which the pool takes as they lie."""
+        q_heads, kv_heads = heads
+        n, turned = len(qkv), q_heads + kv_heads
+        x = qkv.view(n, turned + kv_heads, -1)
+        if norms is not None:
+            q_weight, k_weight, eps = norms
+            x[:, :q_heads] = F.rms_norm(x[:, :q_heads], q_weight.shape, q_weight, eps)
+            x[:, q_heads:turned] = F.rms_norm(x[:, q_heads:turned], k_weight.shape, k_weight, eps)
+        rotate(x[:, :turned], rotation)
+        return self._attention.run(layer, x[:, :q_heads], x[:, q_heads:].view(n, 2, kv_heads, -1))
+
+    def gated(self, both: Tensor, activation: str) -> Tensor:
+        """See `Ops.gated`."""
+        return gate(both, ACTIVATIONS[activation])
+
+    def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
+        """See `Ops.experts`."""
+        return run_experts(x, logits, experts)
+
+
+def turn(angles: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+    """The rotation by float32 `angles` [n, rotary_dim / 2]."""
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    full_cos, full_sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return Rotation(full_cos.to(dtype).unsqueeze(1), full_sin.to(dtype).unsqueeze(1))
+
+
+def rotate(x: Tensor, rotation: Rotation) -> None:
+    """Rotate the first rotary_dim of every head of `x` [n, heads, head_dim], in place: x · cos +
+    roll(x, half) · sin, three kernels for all heads."""
+    cos, sin = rotation
+    dim = cos.shape[-1]
+    part = x if dim == x.shape[-1] else x[..., :dim]
+    turned = torch.roll(part, dim // 2, -1)
+    part.mul_(cos).addcmul_(turned, sin)
+
+
+def gate(both: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """act(first half) · second half of [n, 2 * width], [n, width]."""
+    width = both.shape[-1] // 2
+    return act(both[:, :width]).mul_(both[:, width:])
+
+
+def run_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+    """Tokens grouped by expert, a loop over the experts that were hit: [n, hidden]. Waits for the device
+    to learn which those are."""
+    weights, chosen = route(logits, experts)
+    act = ACTIVATIONS[experts.activation]
+    # Token-expert pairs sorted by expert: each expert's tokens become one contiguous run.
+    order = chosen.flatten().argsort()
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts.w2)).tolist()
+    tokens = order // experts.top_k
+    inputs = x[tokens]
+    outputs = torch.empty_like(inputs)
+    first = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        run = slice(first, first + count)
+        hidden = gate(F.linear(inputs[run], experts.w13[expert]), act)
+        outputs[run] = F.linear(hidden, experts.w2[expert])
+        first += count
+    outputs *= weights.flatten()[order].unsqueeze(1)
+    return torch.zeros_like(x).index_add_(0, tokens, outputs)
+
+
+def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Weights and expert ids [n, top_k]; the softmax is float32 whatever the model's dtype."""
+    shares = F.softmax(logits, dim=-1, dtype=torch.float32)
+    weights, chosen = shares.topk(experts.top_k, dim=-1)
+    if experts.renormalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(logits.dtype), chosen

@@ -1,0 +1,207 @@
+"""A plan as words: the form in which the device reads it.
+
+An entry is int32 words in pinned memory that the device can read:
+
+    | head | decode slots | chunks | samples | new slots | page writes | tokens | marks |
+      16     R              C × 3    R × 2     R × 12      W × 2         T × 2    W × 2
+
+Every section has a fixed place, so that the kernel that reads it needs no arithmetic but the counts in
+the head. R rows, C chunks, T tokens of chunks, W page writes and marks: tokens that penalties know of a
+new slot. A plan with more page writes or marks than W has the rest done before its step (`Surplus`):
+cached prefixes of many new requests can be long, and an entry for the worst case would be megabytes.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.plan import NewSlot, StepPlan
+from core.types import NO_TOKENS, Ints
+
+HEAD: Final = 16
+"""Words of the head: tokens, decode rows, chunks, samples, new slots, page writes, common keys, marks."""
+CHUNK: Final = 3
+"""Words of a chunk: slot, position of its first token, row of its first token."""
+SAMPLE: Final = 2
+"""Words of a sample: row of the step, slot."""
+NEW: Final = 12
+"""Words of a new slot: slot, cached tokens, temperature, top_k, top_p, min_p, seed in two, count row,
+repetition, frequency and presence penalty."""
+WRITE: Final = 2
+"""Words of a page write: cell of the table (slot * width + index), page."""
+TOKEN: Final = 2
+"""Words of a chunk's token: id, index of its chunk."""
+
+MARK: Final = 2
+"""Words of a mark: count row, token of the prompt or, as ~token, of the output."""
+
+CASCADE_ROWS: Final = 8
+CASCADE_KEYS: Final = 256
+"""From where on common keys are attended to once for all rows: with fewer, reading them per row costs
+less than the extra kernel and merge would. By reasoning, not yet measured."""
+
+
+NO_MARKS: Final[Ints] = np.zeros((0, MARK), np.int32)
+NO_CELLS: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
+
+
+def shared_keys(plan: StepPlan) -> int:
+    """Leading keys that are worth attending to once for all decode rows of `plan`."""
+    return plan.common if len(plan.decode_slots) >= CASCADE_ROWS and plan.common >= CASCADE_KEYS else 0
+
+
+class Limits(NamedTuple):
+    """What an entry can hold: `writes` bounds page writes and marks each. `table_width` is the number of
+    pages in a row of the page table."""
+
+    rows: int
+    chunks: int
+    tokens: int
+    writes: int
+    table_width: int
+
+
+class Layout(NamedTuple):
+    """First word of each section, and the words of an entry."""
+
+    decode: int
+    chunks: int
+    samples: int
+    new: int
+    writes: int
+    tokens: int
+    marks: int
+    words: int
+
+
+def layout(limits: Limits) -> Layout:
+    """Where things lie. Sections start at multiples of 16 words, so that loads may be wide."""
+    sizes = (
+        HEAD,
+        limits.rows,
+        limits.chunks * CHUNK,
+        limits.rows * SAMPLE,
+        limits.rows * NEW,
+        limits.writes * WRITE,
+        limits.tokens * TOKEN,
+        limits.writes * MARK,
+    )
+    starts = np.cumsum([-(-size // 16) * 16 for size in sizes]).tolist()
+    return Layout(*starts)
+
+
+class Surplus(NamedTuple):
+    """What had no place in the entry: page writes, int64 cells of the flat table and int32 pages; and
+    marks, int32 [n, 2]."""
+
+    cells: NDArray[np.int64]
+    pages: Ints
+    marks: Ints
+
+
+class Written(NamedTuple):
+    """What a written entry has the host launch beside the step."""
+
+    marks: int
+    surplus: Surplus | None
+
+
+class EntryWriter:
+    """Owner: launch thread. Writes plans into entries."""
+
+    __slots__ = ("_at", "_limits")
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._at = layout(limits)
+
+    def write(self, plan: StepPlan, words: Ints) -> Written:
+        """Fill `words` [layout.words]. What a former plan left behind the counts stays."""
+        at, rows, room = self._at, len(plan.decode_slots), self._limits.writes
+        words[at.decode : at.decode + rows] = plan.decode_slots
+        samples = words[at.samples : at.samples + plan.num_samples * SAMPLE].reshape(-1, SAMPLE)
+        samples[:rows, 0] = np.arange(rows)
+        samples[:rows, 1] = plan.decode_slots
+        tokens = self._write_chunks(plan, words, samples[rows:]) if plan.chunks else rows
+        cells, pages = self._write_pages(plan, words)
+        marks = NO_MARKS
+        if plan.new_slots:
+            self._write_new(plan.new_slots, words)
+            marks = _marks(plan.new_slots)
+            section = words[at.marks : at.marks + min(len(marks), room) * MARK].reshape(-1, MARK)
+            section[:] = marks[:room]
+        words[:8] = (
+            tokens,
+            rows,
+            len(plan.chunks),
+            len(samples),
+            len(plan.new_slots),
+            min(len(plan.page_writes.slots), room),
+            shared_keys(plan),
+            min(len(marks), room),
+        )
+        rest = Surplus(cells, pages, marks[room:])
+        return Written(min(len(marks), room), rest if len(cells) or len(rest.marks) else None)
+
+    def _write_pages(self, plan: StepPlan, words: Ints) -> tuple[NDArray[np.int64], Ints]:
+        """Page writes, and those that have no place."""
+        at, writes, room = self._at.writes, plan.page_writes, self._limits.writes
+        if not len(writes.slots):
+            return NO_CELLS, NO_TOKENS
+        cells = writes.slots.astype(np.int64) * self._limits.table_width + writes.indices
+        section = words[at : at + min(len(cells), room) * WRITE].reshape(-1, WRITE)
+        section[:, 0] = cells[:room]
+        section[:, 1] = writes.pages[:room]
+        return cells[room:], writes.pages[room:]
+
+    def _write_chunks(self, plan: StepPlan, words: Ints, samples: Ints) -> int:
+        """Chunk records, their tokens, and who samples; returns the tokens of the step."""
+        at, count = self._at, len(plan.chunks)
+        lengths = np.array([len(chunk.tokens) for chunk in plan.chunks])
+        ends = len(plan.decode_slots) + np.cumsum(lengths)
+        records = words[at.chunks : at.chunks + count * CHUNK].reshape(count, CHUNK)
+        records[:, 0] = [chunk.slot for chunk in plan.chunks]
+        records[:, 1] = [chunk.start for chunk in plan.chunks]
+        records[:, 2] = ends - lengths
+        total = int(lengths.sum())
+        section = words[at.tokens : at.tokens + total * TOKEN].reshape(total, TOKEN)
+        section[:, 0] = np.concatenate([chunk.tokens for chunk in plan.chunks])
+        section[:, 1] = np.repeat(np.arange(count), lengths)
+        sampling = np.flatnonzero([chunk.samples for chunk in plan.chunks])
+        samples[:, 0] = ends[sampling] - 1
+        samples[:, 1] = records[sampling, 0]
+        return int(ends[-1])
+
+    def _write_new(self, new_slots: tuple[NewSlot, ...], words: Ints) -> None:
+        at, count = self._at.new, len(new_slots)
+        records = words[at : at + count * NEW].reshape(count, NEW)
+        numbers = records.view(np.float32)
+        params = [new.params for new in new_slots]
+        seeds = np.array([each.seed for each in params], np.int64).view(np.int32).reshape(count, 2)
+        records[:, 0] = [new.slot for new in new_slots]
+        records[:, 1] = [new.cached for new in new_slots]
+        numbers[:, 2] = [0.0 if each.greedy else each.temperature for each in params]
+        records[:, 3] = [each.top_k for each in params]
+        numbers[:, 4] = [each.top_p for each in params]
+        numbers[:, 5] = [each.min_p for each in params]
+        records[:, 6:8] = seeds
+        records[:, 8] = [new.count_row for new in new_slots]
+        numbers[:, 9] = [each.repetition_penalty for each in params]
+        numbers[:, 10] = [each.frequency_penalty for each in params]
+        numbers[:, 11] = [each.presence_penalty for each in params]
+
+
+def _marks(new_slots: tuple[NewSlot, ...]) -> Ints:
+    """Tokens that the new slots' penalties know, int32 [n, 2]. The prompt counts for repetition alone."""
+    found = []
+    for new in new_slots:
+        if new.count_row < 0:
+            continue
+        for tokens, wanted in ((new.prompt, new.params.repetition_penalty != 1.0), (~new.output, True)):
+            if wanted and len(tokens):
+                rows = np.full(len(tokens), new.count_row, np.int32)
+                found.append(np.stack([rows, tokens], axis=1))
+    return np.concatenate(found) if found else NO_MARKS

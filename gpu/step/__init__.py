@@ -1,0 +1,1 @@
+"""One captured step: what stands in device memory, and how it gets in and out."""

@@ -1,0 +1,133 @@
+"""A launched step, and when its answer is there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from core.clock import monotonic
+from core.plan import PromptLogprobs, RowLogprobs, StepResult
+from core.types import NAN_TOKEN
+from gpu.grammar.matchers import Masks, Matchers
+from gpu.step.rings import Rings, Ticket
+
+
+class Mark(Protocol):
+    """A point in a device's work."""
+
+    def wait(self) -> None:
+        """Block until the device has passed it; the GIL is free meanwhile."""
+        ...
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Time between two marks that have been passed."""
+        ...
+
+
+class EventMark:
+    """Recorded on the current stream. `blocking` sleeps instead of spinning: the waiter has no core of
+    its own."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        make: Any = torch.cuda.Event  # untyped
+        self._event = make(enable_timing=True, blocking=True)
+        self._event.record()
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """See `Mark.seconds_since`."""
+        assert isinstance(earlier, EventMark)
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class HostMark:
+    """For a device that has done its work when the call returns."""
+
+    __slots__ = ("_at",)
+
+    def __init__(self) -> None:
+        self._at = monotonic()
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """See `Mark.seconds_since`."""
+        assert isinstance(earlier, HostMark)
+        return self._at - earlier._at
+
+
+def mark(device: torch.device) -> Mark:
+    """Mark the present point of the device's work."""
+    return EventMark() if device.type == "cuda" else HostMark()
+
+
+class Answer:
+    """What of a step's answer was known when it was launched."""
+
+    __slots__ = ("failed", "hidden", "logprobs", "masks", "prompt")
+
+    def __init__(self) -> None:
+        self.logprobs: dict[int, RowLogprobs] = {}
+        self.failed: dict[int, str] = {}
+        self.prompt: tuple[PromptLogprobs, ...] = ()
+        self.hidden: dict[int, torch.Tensor] = {}
+        self.masks: Masks | None = None
+
+
+class Flight:
+    """Owner: launch thread until it is handed to the waiter thread, which calls `wait` once.
+
+    The matchers of a step with constrained rows move on when its tokens are there, on the waiter
+    thread; the launch thread leaves them alone until `settled`.
+    """
+
+    __slots__ = ("_answer", "_began", "_ended", "_matchers", "_rings", "_settled", "_ticket", "step")
+
+    def __init__(
+        self,
+        step: int,
+        rings: Rings,
+        ticket: Ticket,
+        marks: tuple[Mark, Mark],
+        answer: Answer,
+        matchers: Matchers,
+    ) -> None:
+        self.step = step
+        self._rings = rings
+        self._ticket = ticket
+        self._began, self._ended = marks
+        self._answer = answer
+        self._matchers = matchers
+        self._settled = threading.Event()
+
+    def wait(self) -> StepResult:
+        """The step's answer. Raises what the device raised."""
+        try:
+            self._ended.wait()
+            answer, tokens = self._answer, self._rings.read(self._ticket)
+            failed = answer.failed
+            if answer.masks is not None:
+                failed = self._matchers.accept(answer.masks, tokens.tolist())
+                for row in failed:
+                    tokens[row] = NAN_TOKEN
+                    answer.logprobs.pop(row, None)
+                failed.update(answer.failed)
+            hidden = {slot: rows.cpu().numpy() for slot, rows in answer.hidden.items()}
+        finally:
+            self._settled.set()  # whatever happened: the launch thread must not wait for ever
+        for array in (tokens, *hidden.values()):
+            array.setflags(write=False)
+        seconds = self._ended.seconds_since(self._began)
+        return StepResult(self.step, tokens, answer.logprobs, answer.prompt, seconds, failed, hidden)
+
+    def settle(self) -> None:
+        """Block until `wait` has moved the matchers on."""
+        self._settled.wait()

@@ -1,0 +1,73 @@
+"""Work on fixed addresses, launched as one: CUDA graphs, or plain calls where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+K = TypeVar("K", bound=Hashable)
+
+Work = Callable[[], object]
+
+
+class Launcher(Protocol):
+    """Makes a replayable launch of work that reads and writes fixed addresses only."""
+
+    def capture(self, work: Work) -> Work:
+        """Run `work` once for warm-up, then return what repeats it."""
+        ...
+
+
+class Plain:
+    """No graph: the work itself. What a CPU does, and a GPU with --no-cuda-graphs."""
+
+    def capture(self, work: Work) -> Work:
+        """See `Launcher.capture`. Warms up, so that kernels are compiled before a request needs them."""
+        work()
+        return work
+
+
+class CudaGraphs:
+    """All graphs share one memory pool: they run one at a time, and what one leaves in it no other reads.
+
+    Capture the largest first: its allocations serve the smaller ones.
+    """
+
+    __slots__ = ("_graphs", "_pool")
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def capture(self, work: Work) -> Work:
+        """See `Launcher.capture`. Another thread may use the device meanwhile: only this thread's calls
+        are recorded."""
+        work()  # compiles kernels and lets libraries choose theirs, which a capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        self._graphs.append(graph)
+        return graph.replay
+
+
+class Launches(Generic[K]):
+    """Captured work by key. Owner: launch thread."""
+
+    __slots__ = ("_by_key", "_launcher")
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._by_key: dict[K, Work] = {}
+
+    def capture(self, key: K, work: Work) -> None:
+        """Make `work` available under `key`."""
+        self._by_key[key] = self._launcher.capture(work)
+
+    def __getitem__(self, key: K) -> Work:
+        return self._by_key[key]
+
+    def __len__(self) -> int:
+        return len(self._by_key)

@@ -1,0 +1,71 @@
+"""The two rings through which steps come and go: memory that host and device share.
+
+The host writes an order into the ring and launches; the step's first kernel finds it by a counter on
+the device. Its last kernel writes the tokens into the other ring; the host reads them when the step's
+event says so. No copy is launched in either direction.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.plan import StepPlan
+from core.types import Ints
+from gpu.state.entry import EntryWriter, Layout, Limits, Surplus, layout
+
+
+class Ticket(NamedTuple):
+    """Where a step's answer will stand, of how many tokens; and what has to be launched beside it."""
+
+    entry: int
+    tokens: int
+    marks: int
+    surplus: Surplus | None
+
+
+class Rings:
+    """Owner: launch thread writes orders; the waiter thread reads answers whose event has passed.
+
+    With `entries` of at least the overlap depth + 2 no entry is written while a step still reads it: a
+    plan is made only when all but `depth` of those before it have been answered.
+    """
+
+    __slots__ = ("_answers", "_orders", "_turn", "_writer", "answers", "at", "cursor", "orders")
+
+    def __init__(self, limits: Limits, entries: int, device: torch.device) -> None:
+        self.at: Layout = layout(limits)
+        self.orders = _shared(entries, self.at.words, device)
+        self.answers = _shared(entries, limits.rows, device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self._orders: Ints = self.orders.numpy()
+        self._answers: Ints = self.answers.numpy()
+        self._writer = EntryWriter(limits)
+        self._turn = 0
+
+    def write(self, plan: StepPlan) -> Ticket:
+        """Put a plan where the next step will look."""
+        entry = self._turn % len(self._orders)
+        written = self._writer.write(plan, self._orders[entry])
+        self._turn += 1
+        return Ticket(entry, plan.num_samples, *written)
+
+    def read(self, ticket: Ticket) -> Ints:
+        """The tokens of a step that has ended, a copy."""
+        return self._answers[ticket.entry, : ticket.tokens].copy()
+
+    def clear(self) -> None:
+        """Empty orders, and both sides at the first entry: around warm-up, which only the device counts.
+        No step may be under way."""
+        self._orders.fill(0)
+        self.cursor.zero_()
+        self._turn = 0
+
+
+def _shared(entries: int, words: int, device: torch.device) -> Tensor:
+    """int32 [entries, words], zero. Pinned memory is mapped into the address space of every CUDA device."""
+    memory = torch.from_numpy(np.zeros((entries, words), np.int32))
+    return memory.pin_memory() if device.type == "cuda" else memory

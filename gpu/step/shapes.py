@@ -1,0 +1,32 @@
+"""The sizes that steps are padded to: few enough to capture all, close enough to waste little."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """Row counts of decode steps: every power of two to 8, then steps of at most an eighth.
+
+    A padded row costs arithmetic only: it routes to no expert and reads no page.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32)]
+    sizes += range(576, max_rows + 64, 64)
+    return _upto(sizes, max_rows)
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """Token counts of steps with chunks: by 64 to 512, by 256 to 2,048, then by 1,024."""
+    sizes = [*range(64, 512, 64), *range(512, 2048, 256), *range(2048, max_tokens + 1024, 1024)]
+    return _upto(sizes, max_tokens)
+
+
+def _upto(sizes: Sequence[int], most: int) -> list[int]:
+    """Sizes below `most`, and `most` itself."""
+    return [size for size in sizes if size < most] + [most]
+
+
+def fit(sizes: Sequence[int], count: int) -> int:
+    """The least of ascending `sizes` that holds `count`."""
+    return sizes[bisect_left(sizes, count)]

@@ -1,0 +1,110 @@
+"""Which launch a plan takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import torch
+
+from core.plan import StepPlan
+from core.types import Ints
+from gpu.grammar.matchers import Masks
+from gpu.sample.params import COUNTED, FILTERED
+from gpu.state.entry import CASCADE_ROWS, shared_keys
+from gpu.step.shapes import decode_sizes, fit, mixed_sizes
+
+# Structs, not tuples: as keys of one table, equal fields must not make two kinds equal.
+
+
+class Forward(msgspec.Struct, frozen=True):
+    """A forward of `tokens` padded tokens; one that is not `mixed` holds decode rows only, one that is
+    `shared` attends apart to the keys that these have in common, which takes launches of its own."""
+
+    tokens: int
+    mixed: bool
+    shared: bool = False
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """A sampling of `rows` padded rows. `rich` has everything that a graph can do: masks, penalties,
+    filters; a row that wants none of these leaves their kernels at once."""
+
+    rows: int
+    filtered: bool
+    rich: bool
+
+
+class Steps:
+    """The sizes of a runner, for steps of up to `max_rows` rows and `max_tokens` tokens."""
+
+    __slots__ = ("_mixed", "_rows")
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self._rows = decode_sizes(max_rows)
+        self._mixed = mixed_sizes(max_tokens)
+
+    def forward(self, plan: StepPlan) -> Forward:
+        """The smallest forward that holds a plan."""
+        shared = shared_keys(plan) > 0
+        if plan.chunks:
+            return Forward(fit(self._mixed, plan.num_tokens), True, shared)
+        return Forward(fit(self._rows, max(plan.num_tokens, 1)), False, shared)
+
+    def sampling(self, plan: StepPlan, needs: int, masked: bool) -> Sampling:
+        """The smallest sampling that holds a plan; what its rows want are flags of `gpu.sample.params`."""
+        rich = masked or bool(needs & COUNTED)
+        return Sampling(fit(self._rows, plan.num_samples), rich or bool(needs & FILTERED), rich)
+
+    def all(self) -> Iterator[Forward | Sampling]:
+        """Every one, largest first: the memory that it leaves to the pool serves those behind it."""
+        for mixed, sizes in ((True, self._mixed), (False, self._rows)):
+            for size in reversed(sizes):
+                yield Forward(size, mixed)
+                if size >= CASCADE_ROWS:
+                    yield Forward(size, mixed, shared=True)
+        for rows in reversed(self._rows):
+            yield Sampling(rows, filtered=True, rich=True)
+            yield Sampling(rows, filtered=True, rich=False)
+            yield Sampling(rows, filtered=False, rich=False)
+
+
+def sampling_slots(plan: StepPlan) -> Ints:
+    """Slots that get a token in `plan`, in its order."""
+    ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
+    return np.concatenate([plan.decode_slots, np.array(ends, np.int32)]) if ends else plan.decode_slots
+
+
+class MaskStage:
+    """Grammar masks on their way to the device, in memory that it reads in place.
+
+        which  int32 [rows]         a sampling row's mask, -1 for none
+        bits   int32 [rows, words]
+
+    One set is enough for masks, which are filled when the tokens of the step before are known: by then its
+    sampling has read its own. Where no row is masked any more, "none" may be written while the step before
+    still reads "none".
+
+    Owner: launch thread.
+    """
+
+    __slots__ = ("_bits", "_which", "bits", "which")
+
+    def __init__(self, rows: int, words: int, device: torch.device) -> None:
+        self.which = torch.full((rows,), -1, dtype=torch.int32)
+        self.bits = torch.zeros(rows, words, dtype=torch.int32)
+        if device.type == "cuda":
+            self.which, self.bits = self.which.pin_memory(), self.bits.pin_memory()
+        self._which: Ints = self.which.numpy()
+        self._bits: Ints = self.bits.numpy()
+
+    def write(self, masks: Masks | None) -> None:
+        """Make these the masks of the next rich sampling."""
+        self._which.fill(-1)
+        if masks is None:
+            return
+        self._which[masks.rows] = np.arange(len(masks.rows))
+        width = masks.bits.shape[1]
+        self._bits[: len(masks.rows), :width] = masks.bits
+        self._bits[: len(masks.rows), width:] = 0

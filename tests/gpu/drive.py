@@ -1,0 +1,82 @@
+"""Requests through the real scheduler and a real executor, without a loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import ScheduleConfig
+from core.executor import Executor
+from core.plan import PromptLogprobs, StepResult
+from core.request import Request, SamplingParams
+from core.schedule.scheduler import Scheduler
+
+PATIENCE = 120.0
+"""Seconds without a result after which a test gives up."""
+
+
+class Answer(NamedTuple):
+    """What a client would have got. `logprobs` are the sampled tokens', best two by step in `margins`."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    margins: list[float]
+    prompt: list[PromptLogprobs]
+
+
+class Driver:
+    """Runs lists of requests to their end. Owner: the test; close it."""
+
+    def __init__(self, executor: Executor, schedule: ScheduleConfig, radix: bool = True) -> None:
+        caps = executor.capabilities
+        self._executor = executor
+        self._depth = schedule.overlap_depth
+        self._arrived = threading.Semaphore(0)
+        cache = CacheManager(caps.num_pages, caps.page_size, radix=radix)
+        self.scheduler = Scheduler(caps, cache, schedule, monotonic)
+        executor.start(self._arrived.release)
+        self._made = 0
+
+    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+        """All of them, started in turn while the others run."""
+        requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
+        answers = {request.id: Answer([], [], [], []) for request in requests}
+        waiting = list(requests)
+        while waiting or not self.scheduler.idle:
+            if waiting:
+                self.scheduler.add([waiting.pop(0)])
+            self._turn(answers)
+        self.scheduler.check_integrity()
+        return [answers[request.id] for request in requests]
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+        self._made += 1
+        return Request(f"r{self._made}", np.asarray(prompt, np.int32), params)
+
+    def _turn(self, answers: dict[str, Answer]) -> None:
+        while self.scheduler.in_flight <= self._depth and (plan := self.scheduler.plan()) is not None:
+            self._executor.submit(plan)
+        self.scheduler.take_finished()
+        if not self.scheduler.in_flight:
+            return
+        assert self._arrived.acquire(timeout=PATIENCE), "no step came back"
+        for result in self._executor.results():
+            assert isinstance(result, StepResult), result
+            confirmed = self.scheduler.apply(result)
+            for row, (request, token) in enumerate(zip(confirmed.requests, confirmed.tokens, strict=True)):
+                answer = answers[request.id]
+                answer.tokens.append(token)
+                if (told := confirmed.logprobs.get(row)) is not None:
+                    answer.logprobs.append(told.chosen)
+                    if len(told.top_values) > 1:
+                        answer.margins.append(float(told.top_values[0] - told.top_values[1]))
+            for request, logprobs in confirmed.prompt_logprobs:
+                answers[request.id].prompt.append(logprobs)

@@ -1,0 +1,317 @@
+"""What every attention backend promises: one suite, every backend, steps as a graph would hold them.
+
+Page 0, the tails of pages and whatever stale entries of the page table point to are NaN. The torch
+backend of the CPU is given zeros there: it clears the tails of pages that it begins, and no step writes
+its page 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from bench.kernels.inputs import Heads, chunks, error, pages
+from core.errors import ConfigError
+from gpu.attention import TorchAttention
+from gpu.attention.device import (
+    AttentionFacts,
+    AttentionOptions,
+    DeviceAttention,
+    check_cpu_backends,
+    choose,
+    device_attention,
+    parse_backends,
+)
+from gpu.inputs import ChunkRow, StepInputs
+from gpu.kernels import reference
+from gpu.kv.pool import KvPool
+from gpu.state.slots import SlotState
+from gpu.state.view import StepView
+
+CUDA = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+
+
+class Case(NamedTuple):
+    """A step: lengths of decode rows, (start, tokens) of chunks, padding in rows, decode rows, chunks.
+
+    Layer 0 sees everything, layer 1 `window` positions. All decode rows share their first `common` keys.
+    """
+
+    heads: Heads = Heads(4, 2, 16)
+    page: int = 16
+    decode: tuple[int, ...] = ()
+    chunks: tuple[tuple[int, int], ...] = ()
+    pad: tuple[int, int, int] = (0, 0, 0)
+    window: int = 9
+    cap: float = 0.0
+    common: int = 0
+    cascade: bool = False
+
+
+CASES = {
+    "decode": Case(decode=(1, 40, 17)),
+    "one row": Case(decode=(33,)),
+    "decode, padded": Case(decode=(5, 40), pad=(3, 3, 0)),
+    "chunks": Case(chunks=((0, 21), (0, 1), (0, 16))),
+    "prefix hits": Case(chunks=((16, 20), (32, 1), (5, 30))),
+    "chunks, padded": Case(chunks=((0, 9), (20, 7)), pad=(5, 0, 3)),
+    "mixed": Case(decode=(30, 2), chunks=((16, 10), (0, 17))),
+    "mixed, padded": Case(decode=(30, 2), chunks=((16, 10),), pad=(11, 6, 4)),
+    "mixed graph without decode": Case(chunks=((0, 12),), pad=(4, 8, 2)),
+    "mixed graph without chunks": Case(decode=(12, 20), pad=(4, 1, 2)),
+    "pages of 1": Case(page=1, decode=(30, 2), chunks=((7, 10),), pad=(1, 0, 0)),
+    "pages of 64": Case(page=64, decode=(130, 64, 65), chunks=((60, 10), (0, 64))),
+    "group 1": Case(Heads(3, 3, 16), decode=(20, 3), chunks=((9, 20),)),
+    "group 8": Case(Heads(8, 1, 16), decode=(20, 3), chunks=((9, 20),)),
+    "group 7": Case(Heads(14, 2, 16), decode=(20, 3), chunks=((9, 20),)),
+    "head_dim 64": Case(Heads(4, 2, 64), decode=(20, 3), chunks=((9, 20),)),
+    "head_dim 80": Case(Heads(4, 2, 80), decode=(20, 3), chunks=((9, 20),)),
+    "head_dim 128": Case(Heads(4, 2, 128), decode=(20, 3), chunks=((9, 20),)),
+    "head_dim 256": Case(Heads(4, 2, 256), decode=(20, 3), chunks=((9, 20),)),
+    "soft cap": Case(decode=(40, 3), chunks=((9, 20),), cap=1.5),
+    "window of 1": Case(decode=(40, 3), chunks=((9, 20),), window=1),
+    "cascade, nothing shared": Case(decode=(40, 33, 50), cascade=True),
+    "cascade": Case(decode=(40, 33, 50), common=32, cascade=True),
+    "cascade, padded": Case(decode=(40, 33, 50), common=16, cascade=True, pad=(3, 3, 0)),
+    "cascade, mixed": Case(decode=(40, 33), chunks=((16, 10),), common=32, cascade=True, pad=(3, 1, 2)),
+    "cascade, soft cap": Case(decode=(40, 33, 50), common=32, cascade=True, cap=1.5),
+    "shared but no cascade": Case(decode=(40, 33, 50), common=32),
+}
+
+
+class Step(NamedTuple):
+    """A case as tensors, and what is right."""
+
+    case: Case
+    view: StepView
+    cache: tuple[Tensor, Tensor]
+    q: Tensor
+    expected: list[Tensor]
+
+    @property
+    def live(self) -> int:
+        return len(self.case.decode) + sum(count for _, count in self.case.chunks)
+
+    @property
+    def facts(self) -> AttentionFacts:
+        case, q = self.case, self.q
+        return AttentionFacts(
+            *case.heads,
+            windows=(0, case.window),
+            page_size=case.page,
+            max_rows=max(self.view.max_decode, 1),
+            dtype=q.dtype,
+            device=q.device,
+            scale=case.heads.dim**-0.5,
+            cap=case.cap,
+        )
+
+
+def ints(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
+    """One more row than the case has owns the page of NaN that stale entries point to."""
+    rows, parts = len(case.decode), len(case.chunks)
+    lengths = [*case.decode, *(start + count for start, count in case.chunks), case.page]
+    kept = pages(lengths, case.page, case.heads, dtype, device)
+    bad = int(kept.table[kept.slots[-1], 0])
+    for side in (kept.k, kept.v):
+        side[bad * case.page : (bad + 1) * case.page] = float("nan")
+    table = kept.table
+    for slot, length in zip(kept.slots[:-1].tolist(), lengths[:-1], strict=True):
+        table[slot, -(-length // case.page) :] = bad
+    table[kept.slots[:rows], : case.common // case.page] = table[kept.slots[:1], : case.common // case.page]
+    table[0] = 0
+    pad, pad_decode, pad_chunks = case.pad
+    cut = chunks(list(case.chunks), kept._replace(slots=kept.slots[rows:]), rows, device)
+    n = rows + sum(count for _, count in case.chunks) + pad
+    max_chunks = parts + pad_chunks
+    blank = ints([0] * n, device)
+    view = StepView(
+        tokens=n,
+        max_decode=rows + pad_decode,
+        max_chunks=max_chunks,
+        counts=ints([n - pad, rows, parts, rows], device),
+        ids=blank,
+        positions=blank,
+        where=blank,
+        page_table=table,
+        decode_slots=ints([*kept.slots[:rows].tolist(), *[0] * pad_decode], device),
+        decode_lengths=ints([*case.decode, *[1] * pad_decode], device),
+        chunk_slots=ints([*cut.slots[:parts].tolist(), *[0] * pad_chunks], device),
+        chunk_starts=ints([*cut.starts[:parts].tolist(), *[0] * pad_chunks], device),
+        chunk_firsts=ints([*cut.firsts[: parts + 1].tolist(), *[0] * pad_chunks], device),
+        common=ints([case.common], device),
+        shared=case.cascade,
+    )
+    q = torch.randn(n, case.heads.q, case.heads.dim, device=device).to(dtype)
+    q[n - pad :] = float("nan")
+    cache, own = (kept.k, kept.v), table[kept.slots]
+    expected = []
+    for window in (0, case.window):
+        args = (case.page, case.heads.dim**-0.5)
+        more = {"cap": case.cap, "window": window}
+        out = reference.prefill_attention(q, cache, own[rows:-1], cut.true, *args, **more)
+        out[:rows] = reference.decode_attention(q[:rows], cache, own[:rows], case.decode, *args, **more)[0]
+        expected.append(out[: n - pad].flatten(1))
+    return Step(case, view, cache, q, expected)
+
+
+def check(step: Step, backend: DeviceAttention, tolerance: float) -> None:
+    backend.plan(step.view)
+    for layer, expected in enumerate(step.expected):
+        found = backend.attend(layer, step.q, step.view)
+        assert found.shape == (step.view.tokens, step.q.shape[1] * step.q.shape[2])
+        assert error(found[: step.live], expected) < tolerance
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_triton(name: str, device: torch.device, tolerance: float) -> None:
+    step = make(CASES[name], DTYPE, device)
+    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)))
+    backend.bind([step.cache, step.cache])
+    check(step, backend, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    ["chunks", "prefix hits", "chunks, padded", "mixed", "mixed, padded", "mixed graph without chunks"],
+)
+def test_flashinfer(name: str, device: torch.device, tolerance: float) -> None:
+    """Heads of 128 alone: every other width, window or cap is a minute of its compiler."""
+    pytest.importorskip("flashinfer")
+    case = CASES[name]
+    step = make(case._replace(heads=case.heads._replace(dim=128)), torch.bfloat16, device)
+    backend = device_attention(step.facts, AttentionOptions(), "prefill=flashinfer")
+    backend.bind([step.cache, step.cache])
+    check(step, backend, tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.cap])
+def test_torch(name: str) -> None:
+    cpu = torch.device("cpu")
+    step = make(CASES[name], torch.float32, cpu)
+    case, view, heads = step.case, step.view, step.case.heads
+    rows, table = len(case.decode), view.page_table
+    pool = KvPool(2, len(step.cache[0]) // case.page, case.page, (heads.kv, heads.dim), torch.float32, cpu)
+    for layer in range(2):
+        for kind, side in enumerate(step.cache):
+            pool.data[layer, :, :, kind] = side.nan_to_num(0.0).unflatten(0, (-1, case.page))
+    slots = SlotState(len(table), table.shape[1], cpu)
+    slots.page_table[: len(table)] = table
+    owners = [(slot, length - 1, 1) for slot, length in zip(view.decode_slots, case.decode, strict=False)]
+    firsts = view.chunk_firsts.tolist()
+    placed = tuple(
+        ChunkRow(int(slot), start, first, count)
+        for slot, first, (start, count) in zip(view.chunk_slots, firsts, case.chunks, strict=False)
+    )
+    owners += [(row.slot, row.start, row.tokens) for row in placed]
+    positions = torch.cat([torch.arange(start, start + count) for _, start, count in owners])
+    owner = torch.cat([torch.full((count,), int(slot)) for slot, _, count in owners])
+    where = table[owner, positions // case.page].long() * case.page + positions % case.page
+    inputs = StepInputs(
+        ids=positions,
+        positions=positions,
+        where=where,
+        decode_slots=view.decode_slots[:rows].long(),
+        decode_lengths=view.decode_lengths[:rows].long(),
+        chunks=placed,
+        sample_rows=positions[:0],
+        sample_slots=positions[:0],
+        sample_positions=positions[:0],
+    )
+    backend = TorchAttention(pool, slots, [0, case.window])
+    backend.prepare(inputs)
+    kv = torch.stack([side[where] for side in step.cache], 1)
+    for layer, expected in enumerate(step.expected):
+        assert error(backend.run(layer, step.q[: step.live], kv), expected) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["mixed, padded", "cascade, mixed", "head_dim 128"])
+def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """What the interpreter's one dtype and a GPU's first do not show."""
+    step = make(CASES[name], dtype, device)
+    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)))
+    backend.bind([step.cache, step.cache])
+    check(step, backend, 2e-3 if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["decode", "mixed, padded", "cascade, mixed"])
+def test_float8_pages(name: str, device: torch.device) -> None:
+    step = make(CASES[name], DTYPE, device)
+    k_scale, v_scale = 0.5, 2.0
+    cache = step.cache[0] / k_scale, step.cache[1] / v_scale
+    coarse = [side.nan_to_num(0.0).to(torch.float8_e4m3fn) for side in cache]
+    scales = ((k_scale, v_scale),) * 2
+    options = AttentionOptions(cascade_rows=int(step.case.cascade))
+    backend = device_attention(step.facts._replace(kv_scales=scales), options)
+    backend.bind([(coarse[0], coarse[1])] * 2)
+    check(step, backend, 0.06)  # three bits behind the point
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("name", ["mixed, padded", "cascade, mixed"])
+def test_a_captured_step_reads_what_the_device_says(name: str, pdl: bool, device: torch.device) -> None:
+    """A graph captured over a step without any true row serves another, bitwise as without a graph."""
+    step = make(CASES[name], torch.bfloat16, device)
+    options = AttentionOptions(pdl=pdl, cascade_rows=int(step.case.cascade))
+    backend = device_attention(step.facts, options)
+    backend.bind([step.cache, step.cache])
+    backend.plan(step.view)
+    expected = [backend.attend(layer, step.q, step.view) for layer in range(2)]
+    counts = step.view.counts.clone()
+    step.view.counts.zero_()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.plan(step.view)
+        found = [backend.attend(layer, step.q, step.view) for layer in range(2)]
+    graph.replay()
+    step.view.counts.copy_(counts)
+    for _ in range(3):
+        graph.replay()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one[: step.live], other[: step.live])
+
+
+def test_backends_are_chosen_by_phase() -> None:
+    assert parse_backends("") == {"prefill": "triton", "decode": "triton"}
+    assert parse_backends("decode=b, prefill=a") == {"prefill": "a", "decode": "b"}
+    assert parse_backends("prefill=a") == {"prefill": "a", "decode": "triton"}
+    assert parse_backends("a") == {"prefill": "a", "decode": "a"}
+    for wrong in ("prefill=", "verify=triton", "prefill=a,b"):
+        with pytest.raises(ConfigError, match="prefill=NAME,decode=NAME"):
+            parse_backends(wrong)
+    check_cpu_backends("")
+    check_cpu_backends("prefill=torch")
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        check_cpu_backends("decode=triton")
+
+
+def test_a_refused_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    cpu = torch.device("cpu")
+    facts = AttentionFacts(4, 2, 64, (0,), 16, 8, torch.float32, cpu, 0.1)
+    for name, changed, reason in (
+        ("triton", facts, "needs a GPU"),
+        ("triton", facts._replace(page_size=48), "no power of two"),
+        ("triton", facts._replace(head_dim=512), "wider than 256"),
+        ("flashinfer", facts, "planned on the host"),
+        ("torch", facts, "that of --device cpu"),
+        ("fastest", facts, "no such backend"),
+    ):
+        with pytest.raises(ConfigError, match=f"decode={name} is refused: .*{reason}"):
+            choose("decode", name, changed, AttentionOptions())
+    with pytest.raises(ConfigError, match=r"is refused: (flashinfer is not installed|FA3 runs on)"):
+        choose("prefill", "flashinfer", facts, AttentionOptions())

@@ -1,0 +1,292 @@
+"""The captured step against the plain one: the same plans, the same tokens, whatever rows ask for.
+
+No graph is captured here: the launches are plain calls on the same fixed buffers, in the sizes and
+with the padding that graphs have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.text.tokenizer import Tokenizer
+from core.executor import Capabilities
+from core.grammar import GrammarSpec
+from core.plan import Chunk, NewSlot, StepFailure, StepPlan, StepResult
+from core.request import SamplingParams
+from gpu.executor import LocalExecutor
+from gpu.grammar import Compiler
+from gpu.grammar.stepper import Grammar
+from gpu.kv.pool import KvPool
+from gpu.ops.fused import Kernels
+from gpu.sample.sampler import Sampler
+from gpu.state.entry import Limits
+from gpu.state.view import StepView
+from gpu.step.graphs import Plain
+from gpu.step.rings import Rings, Ticket
+from gpu.step.runner import GraphRunner, Machine, Shape
+from gpu.thread import device_thread
+from tests.fakes import tiny_model
+from tests.fakes.tiny_model import Tiny
+from tests.gpu.kernels.test_ops import EagerAttention
+from tests.gpu.rig import CPU, Rig, ints
+
+PAGE, ROWS, PAGES = 4, 4, 300
+PROMPT = [int(i * 31 % 250) + 2 for i in range(22)]
+
+
+CAPABILITIES = Capabilities(
+    num_pages=PAGES, page_size=PAGE, max_rows=ROWS, context_length=PAGES * PAGE, vocab_size=tiny_model.VOCAB,
+    max_step_tokens=128, count_rows=ROWS,
+)  # fmt: skip
+
+
+class Attention(EagerAttention):
+    """The stand-in as a backend that pages can be bound to."""
+
+    def bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+        self.caches = caches or ()
+
+    def plan(self, view: StepView) -> None:
+        self.planned = view.tokens
+
+
+class Both:
+    """A plain rig, and a graph runner that gets the same plans."""
+
+    def __init__(self, path: Path) -> None:
+        self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
+        spec = rig.spec
+        attention = Attention((), [spec.window(layer) for layer in range(spec.layers)])
+        machine = Machine(CPU, attention, Plain, lambda caches: Kernels(attention, caches))
+        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, -(-spec.vocab_size // 32))
+        self.sampler = Sampler(ROWS, spec.vocab_size, ROWS, CPU)
+        self.runner = GraphRunner(self.shape, machine, self.sampler, (spec.hidden, torch.float32))
+        heads = (spec.kv_heads, spec.head_dim)
+        with device_thread(CPU):
+            self.runner.use_model(rig.model)
+            self.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))
+
+    def step(
+        self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
+    ) -> StepResult:
+        """One plan by both; they must agree in everything that a client sees."""
+        plan = self.rig.plan(decode, chunks, new)
+        with device_thread(CPU):
+            want = self.rig.runner.launch(plan).wait()
+            got = self.runner.launch(plan).wait()
+        agree(plan, got, want)
+        return got
+
+
+def agree(plan: StepPlan, got: StepResult, want: StepResult) -> None:
+    assert got.step == plan.step
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert not got.tokens.flags.writeable
+    assert got.failed == want.failed
+    assert got.logprobs.keys() == want.logprobs.keys()
+    for row, mine in got.logprobs.items():
+        assert mine.chosen == pytest.approx(want.logprobs[row].chosen, abs=1e-3)
+        assert mine.top_ids.tolist() == want.logprobs[row].top_ids.tolist()
+    assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
+    for mine, theirs in zip(got.prompt_logprobs, want.prompt_logprobs, strict=True):
+        assert (mine.slot, mine.start) == (theirs.slot, theirs.start)
+        np.testing.assert_allclose(mine.values, theirs.values, atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return tiny_model.build("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def both(tiny: Tiny) -> Both:
+    return Both(tiny.path)
+
+
+def run(both: Both, params: Sequence[SamplingParams], steps: int, **chunk: int) -> None:
+    """A row per entry, admitted in two steps, the first prompt in two chunks; then decode."""
+    rig, slots = both.rig, range(1, len(params) + 1)
+    news = [
+        rig.new(slot, PROMPT[slot:], params=each, count_row=slot - 1 if each.penalised else -1)
+        for slot, each in zip(slots, params, strict=True)
+    ]
+    prompts = [ints(PROMPT[slot:]) for slot in slots]
+    first = Chunk(1, 0, prompts[0][:7], False, target=int(prompts[0][7]), **chunk)
+    both.step(chunks=[first], new=news[:1])
+    rest = [Chunk(slot, 0, prompts[slot - 1], True, **chunk) for slot in slots[1:]]
+    both.step(chunks=[Chunk(1, 7, prompts[0][7:], True, **chunk), *rest], new=news[1:])
+    for _ in range(steps):
+        both.step(decode=list(slots))
+
+
+def test_greedy_and_drawn_rows(both: Both) -> None:
+    run(
+        both,
+        [
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=0.8, seed=5),
+            SamplingParams(temperature=1.5, top_p=0.8, seed=2**40 + 3),
+            SamplingParams(temperature=1.2, top_k=7, min_p=0.02, seed=11),
+        ],
+        6,
+    )
+
+
+def test_rows_that_no_graph_holds(both: Both) -> None:
+    run(
+        both,
+        [
+            SamplingParams(temperature=0.0, logprobs=3),
+            SamplingParams(temperature=0.0, min_tokens=3, stop_ids=frozenset({5})),
+            SamplingParams(temperature=0.9, seed=8, logit_bias=((5, 4.0), (9, -100.0))),
+        ],
+        4,
+    )
+
+
+PENALISED = (
+    SamplingParams(temperature=0.0, repetition_penalty=1.3),
+    SamplingParams(temperature=0.9, seed=2, frequency_penalty=0.7, presence_penalty=0.3, top_p=0.9),
+    SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=-1.0),
+)
+
+
+def test_penalties(both: Both) -> None:
+    run(both, PENALISED, 12)
+
+
+def test_penalties_beside_rows_that_no_graph_holds(both: Both) -> None:
+    """The same counts, whoever samples the row."""
+    run(both, [*PENALISED, SamplingParams(temperature=0.0, logprobs=0)], 4)
+    for _ in range(3):
+        both.step(decode=[1, 2, 3])
+
+
+def test_penalties_know_the_output_of_a_retracted_row(both: Both) -> None:
+    new = both.rig.new(1, PROMPT, params=PENALISED[1], count_row=0)
+    again = NewSlot(1, new.params, new.prompt, ints([9, 9, 7]), 0, 0)
+    both.step(chunks=[Chunk(1, 0, ints([*PROMPT, 9, 9, 7]), True)], new=[again])
+    for _ in range(6):
+        both.step(decode=[1])
+
+
+def test_an_order_larger_than_its_entry(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Limits(ROWS, ROWS, 128, 3, PAGES + 1)
+    monkeypatch.setattr(both.runner, "_rings", Rings(small, 4, CPU))
+    run(both, PENALISED, 4)
+
+
+def test_prompt_logprobs(both: Both) -> None:
+    run(both, [SamplingParams(temperature=0.0)] * 2, 1, logprobs=2)
+
+
+def test_a_slot_starts_anew_behind_a_cached_prefix(both: Both) -> None:
+    rig = both.rig
+    run(both, [SamplingParams(temperature=0.0)], 2)
+    pages = rig.pages[1][:2]
+    tail = PROMPT[1 + 2 * PAGE :]
+    new = rig.new(3, PROMPT[1:], shared=pages, params=SamplingParams(temperature=0.7, seed=1))
+    both.step(decode=[1], chunks=[Chunk(3, 2 * PAGE, ints(tail), True)], new=[new])
+    both.step(decode=[3, 1])
+
+
+def test_a_step_without_samples(both: Both) -> None:
+    chunk = Chunk(2, 0, ints(PROMPT), False)
+    assert both.step(chunks=[chunk], new=[both.rig.new(2, PROMPT)]).tokens.shape == (0,)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Grammar:
+    """Five digits, then the end. The model has 256 tokens and they are all bytes."""
+    compiler = Compiler(Tokenizer.load(None, tiny_model.VOCAB, [3]).token_table(tiny_model.VOCAB))
+    try:
+        return asyncio.run(compiler.compile(GrammarSpec("regex", "[0-9]{5}")))
+    finally:
+        compiler.close()
+
+
+def constrained(both: Both, slot: int, grammar: Grammar, params: SamplingParams) -> NewSlot:
+    new = both.rig.new(slot, PROMPT, params=params)
+    return NewSlot(slot, params, new.prompt, ints([]), 0, grammar=grammar)
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.0, logprobs=1)])
+def test_masked_rows_beside_free_ones(both: Both, digits: Grammar, params: SamplingParams) -> None:
+    news = [constrained(both, 1, digits, params), both.rig.new(2, PROMPT)]
+    both.step(chunks=[Chunk(slot, 0, ints(PROMPT), True) for slot in (1, 2)], new=news)
+    out = [both.step(decode=[2, 1]).tokens[1] for _ in range(4)]
+    assert all(chr(token).isdigit() for token in out)
+    assert both.step(decode=[2, 1]).tokens[1] == 3
+
+
+def test_steps_ahead_of_their_answers(both: Both, digits: Grammar) -> None:
+    """Three steps are launched before the first is answered; masks wait for tokens, results do not change."""
+    rig, slots = both.rig, [1, 2, 3]
+
+    def plans() -> list[StepPlan]:
+        drawn = SamplingParams(temperature=0.8, seed=4)
+        news = [constrained(both, 1, digits, GREEDY), rig.new(2, PROMPT), rig.new(3, PROMPT, params=drawn)]
+        begin = rig.plan(chunks=[Chunk(slot, 0, ints(PROMPT), True) for slot in slots], new=news)
+        return [begin, *(rig.plan(decode=slots) for _ in range(5))]
+
+    with device_thread(CPU):
+        want = [rig.runner.launch(plan).wait() for plan in plans()]
+    arrived = threading.Semaphore(0)
+    executor = LocalExecutor(both.runner, CAPABILITIES)
+    executor.start(arrived.release)
+    got: list[StepResult] = []
+    for at, plan in enumerate(plans()):
+        executor.submit(plan)
+        while at - len(got) >= 2:
+            arrived.acquire()
+            got += [result for result in executor.results() if isinstance(result, StepResult)]
+    executor.close()
+    got += [result for result in executor.results() if isinstance(result, StepResult)]
+    assert [result.tokens.tolist() for result in got] == [result.tokens.tolist() for result in want]
+
+
+def test_a_step_whose_answer_is_lost_ends_the_executor(
+    tiny: Tiny, digits: Grammar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an error of the device: the wait raises, and the launch of the next step, which waits for
+    the masked tokens of this one, must not wait for ever."""
+    both = Both(tiny.path)
+    news = [constrained(both, 1, digits, GREEDY)]
+    plans = [both.rig.plan(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=news), both.rig.plan(decode=[1])]
+
+    def lost(self: Rings, ticket: Ticket) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(Rings, "read", lost)
+    executor = LocalExecutor(both.runner, CAPABILITIES)
+    executor.start(lambda: None)
+    for plan in plans:
+        executor.submit(plan)
+    executor.close()
+    assert executor.results() == [StepFailure(plans[0].step, "RuntimeError: device lost")]
+
+
+def test_weights_and_pages_may_go_and_come(tiny: Tiny) -> None:
+    both = Both(tiny.path)
+    run(both, [SamplingParams(temperature=0.0)], 1)
+    spec = both.rig.spec
+    with device_thread(CPU):
+        both.runner.use_pool(None)
+        both.runner.use_model(None)
+        with pytest.raises(AssertionError, match="given back"):
+            both.runner.launch(both.rig.plan(decode=[1]))
+        heads = (spec.kv_heads, spec.head_dim)
+        both.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))
+        both.runner.use_model(both.rig.model)
+    both.rig.free = list(range(PAGES, 0, -1))
+    run(both, [SamplingParams(temperature=0.0)], 2)

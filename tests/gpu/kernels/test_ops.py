@@ -1,0 +1,202 @@
+"""The same hidden states by the fused operations as by plain torch, for every family.
+
+One decoder runs twice: on packed rows of true tokens with `TorchOps`, and on a padded view with
+`TritonOps`, whose pages start as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.types import NO_TOKENS
+from gpu.attention import TorchAttention
+from gpu.build import spec_of
+from gpu.context import ForwardContext
+from gpu.inputs import StepInputs, gather
+from gpu.kernels.tuned import MoeConfigs, MoeShape
+from gpu.kv.pool import KvPool
+from gpu.ops.fused import Kernels, TritonOps
+from gpu.ops.plain import TorchOps
+from gpu.state.slots import SlotState
+from gpu.state.view import StepView
+from gpu.thread import device_thread
+from gpu.weights import load_model
+from tests.fakes import tiny_model
+from tests.gpu.rig import CPU, GREEDY, ints
+
+PAGE = 4
+ROWS = 4
+PAGES = 16
+NAN = float("nan")
+
+
+class EagerAttention:
+    """Attention over the pages that `caches` are views of, token by token, and NaN for padding."""
+
+    def __init__(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], windows: Sequence[int]) -> None:
+        self.caches = caches
+        self.windows = windows
+
+    def attend(self, layer: int, q: torch.Tensor, view: StepView) -> torch.Tensor:
+        """See `gpu.ops.fused.Attend`."""
+        assert q.is_contiguous()
+        out = torch.full_like(q, NAN)
+        k_all, v_all = self.caches[layer]
+        window = self.windows[layer]
+        for row, (slot, position) in enumerate(owners(view)):
+            first = max(position + 1 - window, 0) if window else 0
+            at = torch.arange(first, position + 1)
+            where = view.page_table[slot, at // PAGE].long() * PAGE + at % PAGE
+            k, v = (side[where].transpose(0, 1)[None] for side in (k_all, v_all))
+            found = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)
+            out[row] = found[0, :, 0]
+        return out.flatten(1)
+
+
+def owners(view: StepView) -> list[tuple[int, int]]:
+    """(slot, position) of every true token."""
+    _, decode, chunks, _ = view.counts.tolist()
+    found = [(int(view.decode_slots[i]), int(view.decode_lengths[i]) - 1) for i in range(decode)]
+    for i in range(chunks):
+        start, count = int(view.chunk_starts[i]), int(view.chunk_firsts[i + 1] - view.chunk_firsts[i])
+        found += [(int(view.chunk_slots[i]), start + j) for j in range(count)]
+    return found
+
+
+def padded(inputs: StepInputs, tokens: int, table: torch.Tensor) -> StepView:
+    """The step with garbage behind its true tokens, rows and chunks."""
+
+    def fill(true: torch.Tensor, size: int, high: int) -> torch.Tensor:
+        rest = torch.randint(0, high, (size - len(true),))
+        return torch.cat([true, rest]).int()
+
+    live, decode, chunks = len(inputs.ids), len(inputs.decode_slots), inputs.chunks
+    space = len(chunks) + 1 if chunks else 0
+    most = min(decode + 2, tokens) if chunks else tokens
+    firsts = torch.tensor([chunk.first for chunk in chunks] + [live])
+    return StepView(
+        tokens=tokens,
+        max_decode=most,
+        max_chunks=space,
+        counts=ints_of([live, decode, len(chunks), len(inputs.sample_rows)]),
+        ids=fill(inputs.ids, tokens, tiny_model.VOCAB),
+        positions=fill(inputs.positions, tokens, PAGE * PAGES),
+        where=torch.cat([inputs.where, torch.zeros(tokens - live)]).int(),
+        page_table=table,
+        decode_slots=fill(inputs.decode_slots, most, 1),
+        decode_lengths=fill(inputs.decode_lengths, most, 2),
+        chunk_slots=fill(ints_of([chunk.slot for chunk in chunks]), space, 1),
+        chunk_starts=fill(ints_of([chunk.start for chunk in chunks]), space, 1),
+        chunk_firsts=fill(firsts, space + 1, 1),
+        common=ints_of([0]),
+    )
+
+
+def ints_of(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Both:
+    """A model with two pools, one per set of operations, under one page table."""
+
+    def __init__(self, variant: str, folder: Path) -> None:
+        path = tiny_model.build(variant, folder).path
+        spec = self.spec = spec_of(path)
+        self.model = load_model(spec, path, torch.float32, CPU)
+        shape = (spec.layers, ROWS * PAGES + 1, PAGE, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
+        self.plain, self.fused = KvPool(*shape), KvPool(*shape)
+        self.fused.data.fill_(NAN)
+        self.slots = SlotState(ROWS, PAGES, CPU)
+        windows = [spec.window(layer) for layer in range(spec.layers)]
+        self.attention = TorchAttention(self.plain, self.slots, windows)
+        pool = self.fused
+        caches = [(pool.k(i).flatten(0, 1), pool.v(i).flatten(0, 1)) for i in range(spec.layers)]
+        configs = None
+        if (moe := spec.moe) is not None:
+            configs = MoeConfigs(
+                MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, "float32", "none")
+            )
+        self.kernels = Kernels(EagerAttention(caches, windows), caches, configs)
+        self.written = torch.zeros(PAGE * (ROWS * PAGES + 1), dtype=torch.bool)
+
+    def step(self, plan: StepPlan, tokens: int) -> None:
+        """Run `plan` by both, padded to `tokens` for the fused operations, and compare."""
+        with device_thread(CPU):
+            self.slots.apply(plan)
+            inputs = gather(plan, self.slots, PAGE)
+            self.attention.prepare(inputs)
+            want = self.model.forward(ForwardContext(inputs.positions, TorchOps(self.attention)), inputs.ids)
+            view = padded(inputs, tokens, self.slots.page_table)
+            ctx = ForwardContext(view.positions, TritonOps(view, self.kernels))
+            got = self.model.forward(ctx, view.ids)
+            if plan.chunks and len(plan.decode_slots):
+                self.check_wanted(inputs, view, want)
+            self.slots.write_tokens(inputs.sample_slots, inputs.sample_slots * 31 + plan.step)
+        assert got.shape == (tokens, self.spec.hidden)
+        torch.testing.assert_close(got[: len(want)], want, atol=2e-4, rtol=2e-4)
+        self.written[inputs.where] = True
+        by_token = self.fused.data.flatten(1, 2)
+        assert bool(by_token[:, ~self.written].isnan().all()), "written where no true token is"
+        stored = self.plain.data.flatten(1, 2)[:, self.written]
+        torch.testing.assert_close(by_token[:, self.written], stored, atol=2e-4, rtol=2e-4)
+
+    def check_wanted(self, inputs: StepInputs, view: StepView, want: torch.Tensor) -> None:
+        """Asked for the rows that sample, a model returns those, whatever stands behind them."""
+        rows = torch.cat([inputs.sample_rows, torch.zeros(2, dtype=torch.int64)]).int()
+        ctx = ForwardContext(view.positions, TritonOps(view, self.kernels), wanted=rows)
+        got = self.model.forward(ctx, view.ids)
+        assert len(got) == len(rows)
+        torch.testing.assert_close(got[:-2], want[inputs.sample_rows], atol=2e-4, rtol=2e-4)
+
+
+def pages_of(slot: int, count: int) -> PageWrites:
+    """All pages of a slot at once, scattered over the pool."""
+    pages = [1 + (slot - 1 + ROWS * (i * 5 % PAGES)) for i in range(count)]
+    return PageWrites(ints([slot] * count), ints(range(count)), ints(pages))
+
+
+def prompt(slot: int, count: int) -> np.ndarray:
+    return ints([(i * 37 + slot * 11) % 251 + 3 for i in range(count)])
+
+
+def begins(step: int, slot: int, count: int, decode: Sequence[int] = ()) -> StepPlan:
+    """The first chunk of a slot, `count` tokens, beside decode rows."""
+    tokens = prompt(slot, count)
+    new = (NewSlot(slot, GREEDY, tokens, NO_TOKENS, 0),)
+    return StepPlan(step, ints(decode), (Chunk(slot, 0, tokens, True),), new, pages_of(slot, PAGES))
+
+
+FAMILIES = (
+    "llama-tied-bias",
+    "llama-llama3",  # head_dim 24
+    "llama-dynamic",
+    "mistral",
+    "qwen2",
+    "qwen3-window",
+    "qwen3-moe",
+    "qwen3-moe-mixed",
+)
+"""One of each that differs to the kernels; the interpreter takes two seconds a model."""
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_hidden_states_and_pages(variant: str, tmp_path: Path) -> None:
+    both = Both(variant, tmp_path)
+    both.step(begins(1, 1, 20), 22)
+    # On with slot 1 behind its own keys, beside a new slot. Above 64 rows routing takes two kernels.
+    more = begins(2, 2, 5)
+    chunk = Chunk(1, 20, prompt(7, 7), True)
+    both.step(
+        StepPlan(2, NO_TOKENS, (chunk, *more.chunks), more.new_slots, more.page_writes),
+        66 if variant == "qwen3-moe" else 14,
+    )
+    both.step(begins(3, 3, 2, decode=[2, 1]), 7)
+    both.step(StepPlan(4, ints([3, 1, 2])), 4)  # few rows: experts without tiles
+    both.step(StepPlan(5, ints([1, 2])), 5)

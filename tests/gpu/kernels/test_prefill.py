@@ -1,0 +1,114 @@
+"""Attention of prompt chunks over pages against its twin, and the list of work it is given."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from bench.kernels.inputs import Heads, chunks, error, pages, scalar
+from gpu.kernels import reference
+from gpu.kernels.fa3_schedule import schedule_fa3
+from gpu.kernels.prefill import PrefillConfig, paged_prefill, plan_prefill
+
+SMALL = PrefillConfig(queries=16, tile=16, warps=4, stages=2)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "sizes", "lead", "window", "cap"),
+    [
+        (Heads(8, 2, 32), 16, [(0, 40), (37, 21), (16, 1)], 3, 0, 0.0),
+        (Heads(2, 2, 16), 16, [(0, 65)], 0, 0, 0.0),
+        (Heads(3, 1, 24), 1, [(5, 13), (0, 9)], 1, 0, 30.0),  # no power of two anywhere
+        (Heads(4, 2, 16), 64, [(70, 30), (0, 64)], 0, 0, 0.0),
+        (Heads(4, 1, 16), 16, [(50, 30), (0, 44), (3, 7)], 2, 20, 0.0),
+        (Heads(4, 1, 16), 16, [(90, 10)], 2, 3, 5.0),  # windows that begin and end within a tile
+        (Heads(32, 1, 16), 16, [(10, 5)], 0, 0, 0.0),  # a token's heads are two blocks
+    ],
+)
+def test_paged_prefill(
+    heads: Heads,
+    page_size: int,
+    sizes: list[tuple[int, int]],
+    lead: int,
+    window: int,
+    cap: float,
+    ahead: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    config = SMALL._replace(ahead=ahead)
+    kept = pages([start + tokens for start, tokens in sizes], page_size, heads, dtype, device)
+    cut = chunks(sizes, kept, lead, device)
+    rows = lead + sum(tokens for _, tokens in sizes) + 3
+    q = torch.randn(rows, heads.q, heads.dim, device=device).to(dtype)
+    q[-3:] = float("nan")
+    count = scalar(len(sizes), device)
+    plan = plan_prefill(*cut[:3], count, rows, heads.q // heads.kv, config)
+    scale = heads.dim**-0.5
+    args = {"page_size": page_size, "scale": scale, "window": window, "cap": cap}
+    out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=device)
+    paged_prefill(q, (kept.k, kept.v), kept.table, plan, config, out=out, **args)
+    own = kept.table[kept.slots]
+    expected = reference.prefill_attention(
+        q, (kept.k, kept.v), own, cut.true, page_size, scale, cap=cap, window=window
+    )
+    live = slice(lead, rows - 3)
+    assert error(out.view_as(q)[live], expected[live]) < tolerance
+    assert (out[:lead] == 7.0).all() and (out[-3:] == 7.0).all()  # rows of no chunk are left alone
+
+
+@pytest.mark.parametrize("group", [1, 3, 40])
+@pytest.mark.parametrize("live", [0, 2, 5])
+def test_every_query_is_in_one_block_and_most_keys_come_first(
+    group: int, live: int, device: torch.device
+) -> None:
+    sizes = [(0, 40), (100, 33), (7, 1), (0, 64), (33, 16)]
+    kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
+    cut = chunks(sizes, kept, 4, device)
+    tokens = sum(count for _, count in sizes)
+    plan = plan_prefill(*cut[:3], scalar(live, device), tokens, group, SMALL)
+    found = plan.items.tolist()
+    filled = [item for item in found if item[3]]
+    assert found[: len(filled)] == filled  # programs behind the list find nothing
+    expected = {
+        (int(slot), first, start, count, at)
+        for slot, (first, start, count) in zip(kept.slots[:live], cut.true, strict=False)
+        for at in range(0, count * group, SMALL.queries)
+    }
+    assert sorted(tuple(item[:5]) for item in filled) == sorted(expected)
+    keys = [
+        start + min((at + SMALL.queries - 1) // group + 1, count) for _, _, start, count, at, *_ in filled
+    ]
+    assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize("programs", [3, 7, 100])
+@pytest.mark.parametrize("live", [0, 2, 5])
+def test_fa3_gets_every_tile_of_every_head_once(live: int, programs: int, device: torch.device) -> None:
+    sizes, heads, width = [(0, 400), (100, 330), (7, 1), (0, 64), (33, 160)], 3, 11
+    kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
+    cut = chunks(sizes, kept, 4, device)
+    tokens = sum(count for _, count in sizes)
+    found = schedule_fa3((*cut[:3], scalar(live, device)), tokens, heads, 128, width, programs)
+    tile, row, entry, queries, keys, head, run, chunk, same = found.offsets
+    assert same == 0 and all(offset % 16 == 0 for offset in found.offsets)
+    numbers = found.numbers.tolist()
+    runs = numbers[run // 4 :]
+    assert len(runs) == programs + 1 and runs[0] == 0
+    order = [numbers[at // 4 : at // 4 + runs[-1]] for at in (tile, row, entry, queries, keys, head, chunk)]
+    work = list(zip(*order, strict=True))
+    expected = [
+        (i, first, int(slot) * width, count, start + count, h, int(slot))
+        for slot, (first, start, count) in zip(kept.slots[:live], cut.true, strict=False)
+        for i in range(-(-count // 128))
+        for h in range(heads)
+    ]
+    assert sorted(work) == sorted(expected)
+    loads = [
+        sum(min(k, k - n + 128 * (i + 1)) for i, _, _, n, k, _, _ in work[a:b]) for a, b in pairwise(runs)
+    ]
+    assert max(loads) - min(loads) <= max((k for *_, k, _, _ in work), default=0)

@@ -1,0 +1,224 @@
+"""A GPU says what a CPU says, in every configuration, and a graph what its own work says, bit by bit.
+
+The numerics rule: float32 texts are equal wherever the best two tokens are further apart than the
+arithmetic's error; bfloat16 is compared with itself, by teacher-forced log-probabilities across shapes,
+and exactly between graphs and plain launches of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.request import SamplingParams
+from gpu.build import build_executor, spec_of
+from gpu.executor import LocalExecutor
+from gpu.thread import device_thread
+from tests.fakes import tiny_model
+from tests.gpu.drive import Answer, Driver
+from tests.gpu.rig import ints
+
+pytestmark = pytest.mark.gpu
+
+TIE = 5e-3
+"""Margin of log-probabilities below which the order of two tokens is the arithmetic's: products of
+float32 run in TF32 in the experts' kernels."""
+
+PROMPTS = [[int(i * 37 % 251) + 3 for i in range(n)] for n in (40, 23, 7, 90, 40, 1)]
+PROMPTS.append([*PROMPTS[0][:33], 9, 8, 7])
+SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8)
+
+
+def executor(
+    path: Path, device: str, dtype: str, schedule: ScheduleConfig = SCHEDULE, **cache: Any
+) -> LocalExecutor:
+    settings = CacheConfig(**({"page_size": 16, "kv_tokens": 4096} | cache))
+    model = ModelConfig(model=str(path), device=device, dtype=dtype)  # type: ignore[arg-type]
+    return build_executor(spec_of(path), path, model, settings, schedule, lambda stage, share: None)
+
+
+def answers(
+    path: Path,
+    device: str,
+    dtype: str,
+    params: Sequence[SamplingParams],
+    radix: bool = True,
+    schedule: ScheduleConfig = SCHEDULE,
+    **cache: Any,
+) -> list[Answer]:
+    driver = Driver(executor(path, device, dtype, schedule, **cache), schedule, radix)
+    try:
+        return driver.run(PROMPTS, params)
+    finally:
+        driver.close()
+
+
+GREEDY = [SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)] * len(PROMPTS)
+
+
+@pytest.fixture(scope="module", params=sorted(tiny_model.VARIANTS))
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build(request.param, tmp_path_factory.mktemp(request.param)).path
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe")).path
+
+
+def test_every_family_as_on_a_cpu(path: Path) -> None:
+    for got, want in zip(
+        answers(path, "cuda", "float32", GREEDY), answers(path, "cpu", "float32", GREEDY), strict=True
+    ):
+        same_text(got, want)
+
+
+def same_text(got: Answer, want: Answer) -> None:
+    for at, (mine, theirs) in enumerate(zip(got.tokens, want.tokens, strict=True)):
+        if mine != theirs:
+            assert want.margins[at] < TIE, f"token {at}: {mine} for {theirs}"
+            return  # from here on the texts are two
+        assert got.logprobs[at] == pytest.approx(want.logprobs[at], abs=2e-2)
+
+
+MIXED = [
+    SamplingParams(temperature=0.0, max_tokens=20),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=20),
+    SamplingParams(temperature=0.8, seed=4, top_p=0.9, top_k=20, max_tokens=20),
+    SamplingParams(temperature=0.7, seed=5, frequency_penalty=0.5, presence_penalty=0.4, max_tokens=20),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=20),
+    SamplingParams(temperature=0.0, logprobs=3, max_tokens=20),
+    SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=4),
+]
+
+
+def test_sampling_as_on_a_cpu(path: Path) -> None:
+    """float32, so that only draws near a tie may differ: none of these is."""
+    got = answers(path, "cuda", "float32", MIXED)
+    want = answers(path, "cpu", "float32", MIXED)
+    equal = sum(mine.tokens == theirs.tokens for mine, theirs in zip(got, want, strict=True))
+    assert equal >= len(MIXED) - 1, [(a.tokens, b.tokens) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_graphs_change_nothing(moe: Path, depth: int) -> None:
+    schedule = msgspec.structs.replace(SCHEDULE, overlap_depth=depth)
+    plain = msgspec.structs.replace(schedule, cuda_graphs=False)
+    got = answers(moe, "cuda", "bfloat16", MIXED, schedule=schedule)
+    want = answers(moe, "cuda", "bfloat16", MIXED, schedule=plain)
+    if depth == 0:  # at others the shapes depend on when results arrive
+        assert [answer.tokens for answer in got] == [answer.tokens for answer in want]
+    assert [len(answer.tokens) for answer in got] == [len(answer.tokens) for answer in want]
+
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "depth 0": {"overlap_depth": 0},
+    "depth 2": {"overlap_depth": 2},
+    "small chunks": {"step_tokens": 16},
+    "prefill first": {"prefill_first": True},
+    "no cache": {"radix": False},
+    "retraction": {"kv_tokens": 208, "conservativeness": 0.01},
+    "page 1": {"page_size": 1},
+    "page 64": {"page_size": 64},
+    "plain launches": {"cuda_graphs": False},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_text_is_the_same_in_every_configuration(moe: Path, name: str) -> None:
+    given = dict(CONFIGURATIONS[name])
+    cache = {key: given.pop(key) for key in ("kv_tokens", "page_size") if key in given}
+    radix = given.pop("radix", True)
+    schedule = msgspec.structs.replace(SCHEDULE, **given)
+    want = answers(moe, "cuda", "float32", GREEDY)
+    got = answers(moe, "cuda", "float32", GREEDY, radix=radix, schedule=schedule, **cache)
+    for mine, theirs in zip(got, want, strict=True):
+        same_text(mine, theirs)
+
+
+def test_bfloat16_is_within_its_own_error(path: Path) -> None:
+    """Teacher-forced: the same tokens' log-probabilities, by decoding and by prefill."""
+    params = [SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)]
+    driver = Driver(executor(path, "cuda", "bfloat16"), SCHEDULE)
+    try:
+        (decoded,) = driver.run(PROMPTS[:1], params)
+        forced = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        (prefilled,) = driver.run([[*PROMPTS[0], *decoded.tokens]], [forced])
+    finally:
+        driver.close()
+    values = np.concatenate([piece.values for piece in prefilled.prompt])[-16:]
+    np.testing.assert_allclose(values, decoded.logprobs, atol=0.15)
+
+
+# -- graphs, bit by bit ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runner(moe: Path) -> Iterator[Any]:
+    """The runner of an executor that is not started; the test is its launch thread."""
+    made = executor(moe, "cuda", "bfloat16")
+    yield made._worker._runner
+    made.close()
+
+
+def full(tokens: int, mixed: bool, rows: int) -> StepPlan:
+    """A step that fills a graph: slots with three pages each, one chunk of what is left."""
+    decode = list(range(1, min(tokens, rows) + (0 if mixed else 1)))
+    chunks, new, cells = [], [], []
+    if mixed:
+        slot, count = rows, tokens - len(decode)
+        known = ints([i % 250 for i in range(count)])
+        chunks.append(Chunk(slot, 0, known, True))
+        new.append(NewSlot(slot, SamplingParams(temperature=0.0), known, ints([]), 0))
+        cells += [(slot, at, 100 + at) for at in range(-(-count // 16))]
+    for slot in decode:
+        params = SamplingParams(temperature=0.0 if slot % 2 else 0.8, seed=slot)
+        new.append(NewSlot(slot, params, ints([]), ints([]), 37 + slot % 5))
+        cells += [(slot, at, 1 + (slot * 3 + at) % 90) for at in range(3)]
+    columns = np.array(cells, np.int32).reshape(-1, 3).T
+    return StepPlan(1, ints(decode), tuple(chunks), tuple(new), PageWrites(*columns))
+
+
+def test_every_graph_is_its_work_bit_by_bit(runner: Any) -> None:
+    seen = 0
+    with device_thread(runner.device):
+        for key in runner._steps.all():
+            if not hasattr(key, "mixed"):
+                continue
+            plan = full(key.tokens, key.mixed, runner._shape.rows)
+            found = []
+            for launch in (runner._launches[key], lambda key=key: runner._forward(key)):
+                runner._rings.clear()
+                runner._rings.write(plan)
+                runner._buffers.picked.fill_(float("nan"))
+                launch()
+                torch.cuda.synchronize()
+                found.append(runner._buffers.picked[: plan.num_samples].clone())
+            assert found[0].isfinite().all(), key
+            assert torch.equal(*found), key
+            seen += 1
+    assert seen > 5
+
+
+def test_padding_changes_nothing(runner: Any) -> None:
+    """Three rows in a graph of four: the dump alone is written, and the rows say what they say in the
+    same graph beside a fourth."""
+    with device_thread(runner.device):
+        pages = torch.cat([k.flatten() for k, _ in runner._kernels.caches])
+        plan = full(3, False, 8)
+        runner._rings.clear()
+        runner._rings.write(plan)
+        runner._launches[runner._steps.forward(plan)]()
+        torch.cuda.synchronize()
+        after = torch.cat([k.flatten() for k, _ in runner._kernels.caches])
+        changed = (pages != after).view(len(runner._kernels.caches), -1)
+        per_token = changed.view(len(changed), -1, changed.shape[1] // (4096 + 16)).any(-1)
+        assert per_token.sum(1).tolist() == [3] * len(changed)
