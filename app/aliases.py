@@ -72,6 +72,8 @@ IGNORED: Mapping[str, str] = {
     "--no-enable-chunked-prefill": "long prompts are always run in chunks",
     "--enable-metrics": "/metrics is always there",
     "--enable-cache-report": "cached tokens are always reported",
+    "--is-embedding": "what a checkpoint was made for is read from its files; one that generates embeds too",
+    "--enable-return-hidden-states": "hidden states are there for every request that asks",
     "--skip-server-warmup": "the server is ready only once it is warm",
     "--disable-log-requests": "requests' texts are never logged",
     "--no-enable-log-requests": "requests' texts are never logged",
@@ -82,6 +84,8 @@ IGNORED: Mapping[str, str] = {
 
 IGNORED_VALUES: Mapping[str, str] = {
     "--max-prefill-tokens": "--step-tokens bounds a step",
+    "--runner": "what a checkpoint was made for is read from its files",
+    "--task": "what a checkpoint was made for is read from its files",
     "--random-seed": "a request without a seed draws its own",
     "--seed": "a request without a seed draws its own",
 }

@@ -25,9 +25,9 @@ from core.clock import monotonic
 from core.config import Config
 from core.env import cache_dir
 from core.executor import Capabilities, Executor
-from core.models import read_spec
+from core.models import ModelSpec, read_spec
 from core.schedule.scheduler import Scheduler
-from gpu.build import build_executor
+from gpu.build import build_executor, pooling_of
 from gpu.grammar import Compiler, Refused
 
 log = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ class Parts(msgspec.Struct, frozen=True):
     tokenizer: Tokenizer
     template: ChatTemplate
     executor: Executor
-    vocab_size: int
+    spec: ModelSpec
     grammars: Compiler | None
-    """None where the vocabulary cannot be constrained."""
+    """None where the vocabulary cannot be constrained, or nothing is generated."""
 
 
 class Live(msgspec.Struct, frozen=True):
@@ -72,13 +72,13 @@ class Live(msgspec.Struct, frozen=True):
 def load(config: Config, progress: Progress) -> Parts:
     """Fetch, read and place the model. Raises `ConfigError`; may run for minutes in any thread."""
     checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
-    spec = read_spec(checkpoint.config)
+    spec = read_spec(checkpoint.config, pooling=pooling_of(checkpoint.path))
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
     template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
-    grammars = _grammars(tokenizer, spec.vocab_size)
+    grammars = _grammars(tokenizer, spec.vocab_size) if spec.task == "generate" else None
     executor = build_executor(spec, checkpoint.path, config.model, config.cache, config.schedule, progress)
-    return Parts(checkpoint, tokenizer, template, executor, spec.vocab_size, grammars)
+    return Parts(checkpoint, tokenizer, template, executor, spec, grammars)
 
 
 def _grammars(tokenizer: Tokenizer, width: int) -> Compiler | None:
@@ -97,21 +97,28 @@ def assemble(parts: Parts, config: Config) -> Live:
     cache = CacheManager(
         capabilities.num_pages,
         capabilities.page_size,
-        radix=config.cache.radix_cache,
+        # What an encoder computes of a prefix depends on what follows it.
+        radix=config.cache.radix_cache and capabilities.causal,
         eviction=config.cache.eviction,
+        pin_share=config.cache.pin_share,
     )
     scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
     engine = Engine(scheduler, parts.executor, config.schedule.overlap_depth, monotonic)
-    limits = Limits(capabilities.context_length, parts.vocab_size, capabilities.processors)
+    spec = parts.spec
+    generates = spec.task == "generate"
+    limits = Limits(capabilities.context_length, spec.vocab_size, capabilities.processors, generates)
     submitter = Submitter(engine, tokenizer, limits, monotonic, parts.grammars)
     card = ModelCard(
         name=checkpoint.name,
         path=str(checkpoint.tokenizer or checkpoint.path),
         architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
         context_length=capabilities.context_length,
-        vocab_size=parts.vocab_size,
+        vocab_size=spec.vocab_size,
         dtype=config.model.dtype,
         created=int(time.time()),
+        hidden_size=spec.hidden,
+        task=spec.task,
+        pooling=spec.pooling,
     )
     operator = Operator(engine, cache_dir() / "traces")
     serve, source = config.serve, parts.template.source

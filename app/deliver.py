@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from app.job import Piece, Sink
 from app.text.detokenizer import Detokenizer
+from app.text.repetition import RepetitionScanner
 from app.text.stops import StopScanner
 from core.plan import PromptLogprobs, RowLogprobs
-from core.types import Finish, FinishReason
+from core.types import Finish, FinishReason, Floats
+
+REPEATED = Finish(FinishReason.STOP, "repetition_detected")
+"""vLLM's word, under a reason that every client knows."""
 
 
 class Stream:
@@ -20,19 +24,29 @@ class Stream:
         "_detokenizer",
         "_index",
         "_logprobs",
+        "_repetition",
         "_sink",
         "_stops",
         "_tokens",
         "count",
         "done",
+        "hidden",
         "prompt_logprobs",
     )
 
-    def __init__(self, index: int, sink: Sink, detokenizer: Detokenizer, stops: StopScanner | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        sink: Sink,
+        detokenizer: Detokenizer,
+        stops: StopScanner | None,
+        repetition: RepetitionScanner | None = None,
+    ) -> None:
         self._index = index
         self._sink = sink
         self._detokenizer = detokenizer
         self._stops = stops
+        self._repetition = repetition
         self._tokens: list[int] = []
         self._logprobs: list[RowLogprobs] | None = None
         self.count = 0
@@ -40,10 +54,12 @@ class Stream:
         self.done = False
         self.prompt_logprobs: list[PromptLogprobs] = []
         """As steps bring them, ascending `start`; complete before the first piece."""
+        self.hidden: list[Floats] = []
+        """The same for hidden states, each before the piece of the token that it made."""
 
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
-        """One more token. Returns the finish when its text completes a stop string; that piece has
-        been sent then."""
+        """One more token. Returns the finish when its text completes a stop string, or it goes round in
+        circles; that piece has been sent then."""
         self._count(token, logprobs)
         text = self._detokenizer.feed([token])
         if self._stops is not None and text:
@@ -54,6 +70,9 @@ class Stream:
                 return finish
         if text:
             self._send(text, None)
+        if self._repetition is not None and self._repetition.feed(token):
+            self.end(REPEATED)
+            return REPEATED
         return None
 
     def end(self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None) -> None:

@@ -156,6 +156,9 @@ class Engine:
             for request, logprobs in confirmed.prompt_logprobs:
                 if (stream := self._streams.get(request.id)) is not None:
                     stream.prompt_logprobs.append(logprobs)
+            for request, states in confirmed.hidden:
+                if (stream := self._streams.get(request.id)) is not None:
+                    stream.hidden.append(states)
         stop = min(start + SLICE, len(confirmed.requests))
         self._deliver_rows(confirmed, start, stop)
         if stop < len(confirmed.requests):

@@ -18,6 +18,10 @@ RETRY_AFTER = 1.0
 """Seconds a client is told to wait when the error itself knows no better (guessed)."""
 
 
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's code for a conversation that is not held: its clients go on without."""
+
+
 class HttpError(LoomError):
     """A fault of HTTP itself: no such route, a wrong key, a body that cannot be read."""
 
@@ -55,7 +59,9 @@ class Fault(msgspec.Struct, frozen=True):
     def anthropic_body(self, request_id: str) -> bytes:
         """The same for clients of Anthropic's API, which go by the type's name."""
         kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        error = {"type": kind, "message": self.message}
+        error: dict[str, object] = {"type": kind, "message": self.message}
+        if self.code == THREAD_UNSUPPORTED:
+            error["details"] = {"error_code": self.code, "unsupported": ["thread"]}
         return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 

@@ -10,7 +10,16 @@ import msgspec
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs
 from core.request import Request, SamplingParams
-from core.types import Finish, Ints, RootKey
+from core.types import Finish, Floats, Ints, RootKey
+
+
+class Repetition(msgspec.Struct, frozen=True):
+    """A run of `shortest` to `longest` tokens that is said `count` times in a row. `longest` >=
+    `shortest` >= 1, `count` >= 2."""
+
+    shortest: int
+    longest: int
+    count: int
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +30,17 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     """Leave the matched stop in the text."""
     skip_special_tokens: bool = True
+    repetition: Repetition | None = None
+    """Where to stop a model that goes round in circles."""
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefixes of a prompt that are to stay in the cache for a while, if there is room."""
+
+    owner: str = ""
+    """Whose share of the pool they count against."""
+    marks: tuple[tuple[int | None, float], ...] = ()
+    """(characters of a prompt that is text, or None: all of it; seconds)."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,15 +57,24 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     text: TextOptions = TextOptions()
     max_tokens: int | None = None
+    cut_to_fit: bool = False
+    """`max_tokens` is a bound: where the context has less room, all that fits."""
     seed: int | None = None
     n: int = 1
     ignore_eos: bool = False
     add_special_tokens: bool = True
     grammar: GrammarSpec | None = None
+    allowed_ids: tuple[int, ...] | None = None
+    """No other tokens are taken; None: all may be."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not come about, as the tokens they are encoded to."""
     truncate_prompt: int | None = None
     """Keep only the last tokens of a longer prompt."""
+    truncate_end: bool = False
+    """Keep the first ones instead."""
     priority: int = 0
     root: RootKey = RootKey()
+    keep: Keep | None = None
     prompt_param: str = "prompt"
     """The field that an error about the prompt names: `messages` for chat."""
     continues: bool = False
@@ -79,6 +108,11 @@ class Run(Protocol):
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """Complete once choice 0 has produced a piece; ascending `start`."""
+        ...
+
+    def hidden(self, index: int) -> list[Floats]:
+        """Hidden states of one choice as steps gave them, float32 [n, width] each; complete with its last
+        piece."""
         ...
 
     async def wait(self) -> None:

@@ -164,6 +164,8 @@ def _cache(s: EngineStatistics, loaded: Loaded) -> Iterator[Family]:
     yield _gauge("Free pages.", c.free, "loom_cache_pages_free")
     yield _gauge("Pages only the cache holds.", c.cached, "loom_cache_pages_cached")
     yield _gauge("Cached pages under running requests.", c.protected, "loom_cache_pages_protected")
+    yield _gauge("Cached pages kept because a client asked for it.", c.pinned, "loom_cache_pages_pinned")
+    yield _gauge("Prefixes kept because a client asked for it.", c.pins, "loom_cache_pins")
     yield _gauge("Nodes of the radix tree.", c.nodes, "loom_cache_nodes")
     yield _counter("Pages evicted.", c.evicted_pages, "loom_cache_evicted_pages_total")
     yield _gauge(

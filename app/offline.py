@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import queue
 import threading
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
+import numpy as np
 import uvloop
 from tqdm import tqdm
 
@@ -19,9 +21,12 @@ from app.compose import Live, assemble, load
 from app.errors import failure
 from app.http.body import decode
 from app.http.chat import chat_job
+from app.http.classify import ClassifyBody
 from app.http.completions import completion_jobs
 from app.http.delivery import running
+from app.http.embeddings import EmbeddingBody
 from app.http.openai import request_id
+from app.http.sampling import MAX_CHOICES
 from app.http.schema import CHAT, COMPLETION, ChatBody, CompletionBody
 from app.http.whole import ANSWERS
 from app.job import Generator, Job, Piece
@@ -29,6 +34,7 @@ from app.outputs import Choice, Delta, Output, delta_of, output_of
 from app.watch import Watcher
 from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig
 from core.errors import ConfigError, LoomError, Unavailable
+from core.types import Floats
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -36,6 +42,7 @@ T = TypeVar("T")
 __all__ = ["LLM", "Choice", "Delta", "Output"]
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS_URL, CLASSIFY_URL = "/v1/embeddings", "/v1/classify"
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -143,6 +150,20 @@ class LLM:
         """`chat` on the caller's loop. Cancelling it ends the requests."""
         return await self._hand(self._many(CHAT_URL, _chats(messages, sampling, fields)))
 
+    def embed(self, inputs: Prompt | Sequence[Prompt], **fields: Any) -> list[Floats]:
+        """A vector for one input or each of many, float32 [width], as `/v1/embeddings` makes it."""
+        answers = self._wait(self._side_by_side(EMBEDDINGS_URL, _inputs(EmbeddingBody, inputs, fields)))
+        return [
+            np.frombuffer(base64.b64decode(vector["embedding"]), "<f4").astype(np.float32)
+            for answer in answers
+            for vector in answer["data"]
+        ]
+
+    def classify(self, inputs: Prompt | Sequence[Prompt], **fields: Any) -> list[dict[str, Any]]:
+        """`label`, `probs` and `num_classes` of each input, as `/v1/classify` tells them."""
+        answers = self._wait(self._side_by_side(CLASSIFY_URL, _inputs(ClassifyBody, inputs, fields)))
+        return [each for answer in answers for each in answer["data"]]
+
     def submit(self, url: str, body: bytes) -> Future[Mapping[str, object]]:
         """The answer to what would be posted to `url`, a key of `app.http.whole.ANSWERS`. Cancelling
         the future ends the request."""
@@ -236,6 +257,9 @@ class LLM:
     async def _answer(self, url: str, body: bytes) -> Mapping[str, object]:
         return await ANSWERS[url](body, self._live.loaded)
 
+    async def _side_by_side(self, url: str, bodies: Sequence[bytes]) -> list[Any]:
+        return [await self._answer(url, body) for body in bodies]
+
     async def _many(self, url: str, bodies: Sequence[bytes]) -> list[Output]:
         """Side by side, as many as keep the engine full; more would only wait in its queue."""
         window = asyncio.Semaphore(self.window)
@@ -321,6 +345,20 @@ def _chats(
     listed: Sequence[Any] = [messages] if single else messages
     known = _known(ChatBody, sampling, fields)
     return [_body(known, messages=list(conversation)) for conversation in listed]
+
+
+def _inputs(
+    kind: type[msgspec.Struct], inputs: Prompt | Sequence[Prompt], fields: Mapping[str, Any]
+) -> list[bytes]:
+    """Bodies of as many inputs as one takes."""
+    single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
+    listed: Sequence[Any] = [inputs] if single else inputs
+    known = {**_known(kind, None, fields), "encoding_format": "base64"}
+    prompts = [prompt if isinstance(prompt, str) else [int(t) for t in prompt] for prompt in listed]
+    return [
+        msgspec.json.encode({**known, "input": prompts[at : at + MAX_CHOICES]})
+        for at in range(0, len(prompts), MAX_CHOICES)
+    ]
 
 
 def _single(

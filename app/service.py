@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -10,7 +11,8 @@ import msgspec
 from app.health import Health, Phase
 from app.job import Generator
 from app.parsers.registry import ReasoningFamily, ToolFamily
-from core.errors import Unavailable
+from core.errors import RequestError, Unavailable
+from core.models import PoolingSpec, Task
 from core.stats import EngineStatistics
 
 if TYPE_CHECKING:
@@ -29,6 +31,26 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     created: int
+    hidden_size: int = 0
+    task: Task = "generate"
+    pooling: PoolingSpec = PoolingSpec()
+
+    def check_task(self, *tasks: Task) -> None:
+        """Raise `RequestError` unless the checkpoint is of one of these kinds."""
+        if self.task not in tasks:
+            raise RequestError(
+                f"This model {_DOES[self.task]}. What was asked needs a model that "
+                f"{' or '.join(_DOES[task] for task in tasks)}.",
+                "model",
+                "unsupported_model",
+            )
+
+
+_DOES: Mapping[Task, str] = {
+    "generate": "generates text",
+    "embed": "makes embeddings",
+    "classify": "has a head for classes or scores",
+}
 
 
 class Control(Generator, Protocol):

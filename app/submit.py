@@ -13,17 +13,18 @@ from app.deliver import Stream
 from app.engine import Engine
 from app.job import Job, Piece, Run, Sink
 from app.text.detokenizer import Detokenizer
+from app.text.repetition import RepetitionScanner
 from app.text.stops import StopScanner, check_stops
 from app.text.tokenizer import Tokenizer
 from app.timeline import Timelines, Waits
 from core.clock import Clock
 from core.errors import ContextExceeded, RequestError, Unavailable
-from core.grammar import CompiledGrammar, GrammarCompiler
+from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
 from core.plan import PromptLogprobs
-from core.request import Request, SamplingParams
+from core.request import Pinning, Request, SamplingParams
 from core.request.params import SEED_LIMIT, check
 from core.stats import EngineStatistics
-from core.types import Finish, FinishReason, Ints
+from core.types import Finish, FinishReason, Floats, Ints
 
 MAX_CHOICES = 128
 """CVE-2026-34756 is a server that copies a request for each of an unbounded `n`."""
@@ -38,6 +39,8 @@ class Limits(msgspec.Struct, frozen=True):
     context_length: int
     vocab_size: int
     processors: tuple[str, ...] = ()
+    generates: bool = True
+    """The model makes tokens; without, only jobs for none are taken."""
 
 
 class LiveRun:
@@ -66,6 +69,10 @@ class LiveRun:
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `app.job.Run.prompt_logprobs`."""
         return self.streams[0].prompt_logprobs
+
+    def hidden(self, index: int) -> list[Floats]:
+        """See `app.job.Run.hidden`."""
+        return self.streams[index].hidden
 
     async def wait(self) -> None:
         await asyncio.shield(self._done)
@@ -126,6 +133,8 @@ class Submitter:
         self._check_open(job)
         if not 1 <= job.n <= MAX_CHOICES:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
+        if job.max_tokens != 0 and not self._limits.generates:
+            raise RequestError("This model does not generate text.", "model", "unsupported_model")
         if job.id in self._runs:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
         self._runs[job.id] = None  # the id is taken while the prompt is being encoded
@@ -134,8 +143,9 @@ class Submitter:
             prompt = await self._encode(job)
             encoded = self._clock()
             grammar = await self._compile(job)
+            pinning = await self._pinning(job, prompt)
             self._check_open(job)
-            run = self._enqueue(job, prompt, grammar, sink)
+            run = self._enqueue(job, prompt, (grammar, pinning), sink)
         except BaseException:
             del self._runs[job.id]
             raise
@@ -202,23 +212,62 @@ class Submitter:
                     f"Token ids must be between 0 and {self._limits.vocab_size - 1}.", job.prompt_param
                 )
         if job.truncate_prompt is not None:
-            prompt = prompt[-job.truncate_prompt :] if job.truncate_prompt else prompt[:0]
+            prompt = _shortened(prompt, job.truncate_prompt, job.truncate_end)
         if not len(prompt):
             raise RequestError("The prompt is empty: give at least one token.", job.prompt_param)
         return np.ascontiguousarray(prompt, np.int32)
 
     async def _compile(self, job: Job) -> CompiledGrammar | None:
-        if job.grammar is None:
+        param = None if job.grammar is None else job.grammar.param
+        if job.allowed_ids is not None or job.bad_words:
+            param = "bad_words" if job.bad_words else "allowed_token_ids"
+        if param is None:
             return None
         if self._grammars is None:
             raise RequestError(
-                f"'{job.grammar.param}' is not supported: this model's vocabulary cannot be constrained.",
-                job.grammar.param,
+                f"'{param}' is not supported: this model's vocabulary cannot be constrained.",
+                param,
                 "unsupported",
             )
-        return await self._grammars.compile(job.grammar)
+        grammar = None if job.grammar is None else await self._grammars.compile(job.grammar)
+        if job.allowed_ids is None and not job.bad_words:
+            return grammar
+        rules = TokenRules(job.allowed_ids, await self._sequences(job.bad_words))
+        return self._grammars.restrict(grammar, rules)
 
-    def _enqueue(self, job: Job, prompt: Ints, grammar: CompiledGrammar | None, sink: Sink) -> LiveRun:
+    async def _sequences(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each text as the tokens that it is at the start of a text and after a blank, as vLLM reads it.
+        Other ways to spell the same are not excluded."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = await self._tokenizer.encode_async(text, False, "bad_words")
+                found[tuple(ids.tolist())] = None
+        return tuple(ids for ids in found if ids)
+
+    async def _pinning(self, job: Job, prompt: Ints) -> Pinning | None:
+        """The marks of a job in tokens."""
+        if job.keep is None:
+            return None
+        marks = [(await self._tokens(job, prompt, at), seconds) for at, seconds in job.keep.marks]
+        return Pinning(job.keep.owner, tuple(marks))
+
+    async def _tokens(self, job: Job, prompt: Ints, characters: int | None) -> int:
+        """About how many tokens the first `characters` of a text are: whole pages are kept, so one more
+        or less at the cut matters little. The shorter side of it is encoded once more."""
+        if characters is None or not isinstance(job.prompt, str):
+            return len(prompt)
+        before, after = job.prompt[:characters], job.prompt[characters:]
+        if len(before) < len(after) and job.truncate_prompt is None:
+            tokens = len(await self._tokenizer.encode_async(before, job.add_special_tokens))
+        else:
+            tokens = len(prompt) - len(await self._tokenizer.encode_async(after, False))
+        return max(tokens, 0)
+
+    def _enqueue(
+        self, job: Job, prompt: Ints, made: tuple[CompiledGrammar | None, Pinning | None], sink: Sink
+    ) -> LiveRun:
+        grammar, pinning = made
         sampling = self._complete(job, len(prompt))
         check(sampling, self._limits.vocab_size, self._limits.processors)
         check_stops(job.text.stop, job.text.stop_regex)
@@ -239,18 +288,16 @@ class Submitter:
                     grammar=grammar,
                 )
             )
-            run.streams.append(Stream(index, run.deliver, self._detokenizer(job, prompt), self._stops(job)))
+            repeated = None if job.text.repetition is None else RepetitionScanner(job.text.repetition)
+            detokenizer, stops = self._detokenizer(job, prompt), self._stops(job)
+            run.streams.append(Stream(index, run.deliver, detokenizer, stops, repeated))
+        run.requests[0].pinning = pinning  # its prompt is the others' too
         self._engine.add(run.requests, run.streams)
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:
         """Fill in length, seed and end-of-sequence ids."""
-        room = self._limits.context_length - prompt_len
-        if job.max_tokens is None and room < 1:
-            raise ContextExceeded(self._limits.context_length, prompt_len, 0, job.prompt_param)
-        max_tokens = room if job.max_tokens is None else job.max_tokens
-        if max_tokens > room:
-            raise ContextExceeded(self._limits.context_length, prompt_len, max_tokens, job.prompt_param)
+        max_tokens = self._length(job, prompt_len)
         stop_ids, min_tokens = job.sampling.stop_ids, job.sampling.min_tokens
         if job.ignore_eos and job.grammar is not None and not stop_ids:
             # A complete grammar has no other token than the end: it is put off for as long as there is
@@ -263,6 +310,18 @@ class Submitter:
             job.sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop_ids=stop_ids
         )
 
+    def _length(self, job: Job, prompt_len: int) -> int:
+        """Tokens that the job may generate: what it asked for, or what the context leaves."""
+        room = self._limits.context_length - prompt_len
+        wanted = room if job.max_tokens is None else job.max_tokens
+        if job.cut_to_fit or job.max_tokens is None:
+            if room < 1:
+                raise ContextExceeded(self._limits.context_length, prompt_len, 0, job.prompt_param)
+            return min(wanted, room)
+        if wanted > room:
+            raise ContextExceeded(self._limits.context_length, prompt_len, wanted, job.prompt_param)
+        return wanted
+
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()
         return Detokenizer(self._tokenizer, tail, job.text.skip_special_tokens)
@@ -272,3 +331,10 @@ class Submitter:
         if not text.stop and not text.stop_regex:
             return None
         return StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
+
+
+def _shortened(prompt: Ints, most: int, end: bool) -> Ints:
+    """The last `most` tokens, or the first ones where the `end` is to go."""
+    if len(prompt) <= most:
+        return prompt
+    return prompt[:most] if end else prompt[len(prompt) - most :]

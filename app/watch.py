@@ -21,7 +21,7 @@ from core.errors import ContextExceeded, LoomError
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs
 from core.request import Request
-from core.types import NO_TOKENS, Finish, FinishReason, Ints
+from core.types import NO_TOKENS, Finish, FinishReason, Floats, Ints
 
 _SURE = RowLogprobs(0.0, NO_TOKENS, np.zeros(0, np.float32))
 """The log-probability of a token that was put there: it could be no other."""
@@ -92,6 +92,7 @@ class Watcher:
             n=1,
             seed=None if job.seed is None else job.seed + index,
             truncate_prompt=None,
+            keep=None,
             continues=True,
             grammar=self._watch.after,
         )
@@ -152,6 +153,13 @@ class WatchedRun:
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `app.job.Run.prompt_logprobs`."""
         return [] if self._first is None else self._first.prompt_logprobs()
+
+    def hidden(self, index: int) -> list[Floats]:
+        """See `app.job.Run.hidden`. What follows a cut reads all before it once more."""
+        second = self._choices[index].second
+        if second is not None:
+            return second.hidden(0)
+        return [] if self._first is None else self._first.hidden(index)
 
     async def wait(self) -> None:
         await self._done.wait()

@@ -22,6 +22,10 @@ Delta = dict[str, Any]
 class Told(Protocol):
     """What else is told with a choice's tokens, when a client asks."""
 
+    def first_text(self, index: int) -> str:
+        """Text before a choice's own."""
+        ...
+
     def first_extra(self, index: int) -> dict[str, object]:
         """Fields of a choice's first chunk only."""
         ...
@@ -160,7 +164,9 @@ class AnswerChunks:
         fields: dict[str, object] = {"logprobs": None, "finish_reason": None}
         if not self._started[index] and (made or piece.tokens):
             self._started[index] = True
-            made[:1] = [{"role": "assistant", "content": "", **(made[0] if made else {})}]
+            begun = {"role": "assistant", "content": "", **(made[0] if made else {})}
+            begun["content"] = self._told.first_text(index) + begun["content"]
+            made[:1] = [begun]
             fields |= self._told.first_extra(index)
         elif not made and piece.tokens and not self._quick:
             made = [{}]

@@ -8,8 +8,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from app.http.anthropic_cache import kept
 from app.http.anthropic_events import DIALECT, MessageFrames, Telling, message
-from app.http.anthropic_input import cache_marked, chat_messages
+from app.http.anthropic_input import chat_messages
 from app.http.anthropic_schema import INNER, MESSAGES, NAMES, MessagesBody, chat_body
 from app.http.body import decode, read_body
 from app.http.chat import chat_job
@@ -40,7 +41,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def _run(request: web.Request, body: MessagesBody, loaded: Loaded) -> web.StreamResponse:
     job, watch = await _job(body, loaded)
-    telling = Telling(id=job.id, model=loaded.card.name, reading=watch.reading, marked=cache_marked(body))
+    card = loaded.card
+    telling = Telling(id=job.id, model=card.name, context=card.context_length, reading=watch.reading)
     watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
     if body.stream:
         return await _stream(request, telling, watcher, job)
@@ -79,7 +81,11 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
     id = f"msg_{secrets.token_hex(12)}"
-    return await chat_job(chat_body(body, chat_messages(body), id, loaded), loaded)
+    job, watch = await chat_job(chat_body(body, chat_messages(body), id, loaded), loaded)
+    assert isinstance(job.prompt, str)
+    # Clients ask for the longest answer of Anthropic's models (Claude Code: 32,000 tokens), whatever the
+    # model; Anthropic, too, cuts it to the context.
+    return msgspec.structs.replace(job, keep=kept(body, job.prompt), cut_to_fit=True), watch
 
 
 TABLE: tuple[tuple[str, str, Handler], ...] = (

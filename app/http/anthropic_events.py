@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from app.errors import Fault
+from app.http.anthropic_cache import prompt_usage
 from app.http.sse import Dialect
 from app.job import Piece
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
@@ -24,9 +25,9 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
+    context: int
+    """Tokens that the model takes, prompt and answer together."""
     reading: Reading
-    marked: bool = False
-    """The client asked for its prompt to be cached."""
 
 
 def _event(type_: str, **fields: object) -> bytes:
@@ -40,34 +41,17 @@ def _error(fault: Fault, request_id: str) -> bytes:
 DIALECT = Dialect(error=_error, keep_alive=_event("ping"))
 
 
-def prompt_usage(run: WatchedRun, marked: bool) -> dict[str, object]:
-    """Tokens of the prompt, told apart as Anthropic does: the three counts add up to all of them.
-
-    Every prefix is kept here, asked for or not. For who asked, what was not read was written, but
-    for the last token, which is always computed anew.
-    """
-    read = run.requests[0].cached
-    fresh = len(run.prompt) - read
-    written = max(fresh - 1, 0) if marked else 0
-    return {
-        "input_tokens": fresh - written,
-        "cache_creation_input_tokens": written,
-        "cache_read_input_tokens": read,
-        "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
-    }
-
-
-def whole_usage(run: WatchedRun, marked: bool, tokens: int) -> dict[str, object]:
-    """The same with the answer's tokens, once it is whole."""
+def whole_usage(run: WatchedRun, tokens: int) -> dict[str, object]:
+    """Tokens of the prompt and of the whole answer."""
     thinking = {"thinking_tokens": run.reasoning_tokens}
-    return {**prompt_usage(run, marked), "output_tokens": tokens, "output_tokens_details": thinking}
+    return {**prompt_usage(run), "output_tokens": tokens, "output_tokens_details": thinking}
 
 
-def stop_fields(finish: Finish, calls: int) -> dict[str, object]:
-    """How an answer with this many calls ended."""
+def stop_fields(finish: Finish, calls: int, full: bool) -> dict[str, object]:
+    """How an answer with this many calls ended; `full`: no other token fits the context."""
     reason, matched = "end_turn", None
     if finish.reason is FinishReason.LENGTH:
-        reason = "max_tokens"
+        reason = "model_context_window_exceeded" if full else "max_tokens"
     elif calls:
         reason = "tool_use"
     elif isinstance(finish.matched, str):
@@ -88,8 +72,10 @@ def message(telling: Telling, run: WatchedRun, piece: Piece) -> dict[str, object
     for call in read.calls:
         given = msgspec.json.decode(call.arguments)
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
-    used = whole_usage(run, telling.marked, len(piece.tokens))
-    return {**_shell(telling), "content": blocks, **stop_fields(piece.finish, len(read.calls)), "usage": used}
+    count = len(piece.tokens)
+    used, full = whole_usage(run, count), len(run.prompt) + count >= telling.context
+    stop = stop_fields(piece.finish, len(read.calls), full)
+    return {**_shell(telling), "content": blocks, **stop, "usage": used}
 
 
 def _shell(telling: Telling) -> dict[str, object]:
@@ -143,8 +129,9 @@ class MessageFrames:
         if self._index < 0:  # an answer has at least one block
             self._open("text", {"text": ""}, b"", frames)
         self._close(frames)
-        used = whole_usage(self._run, self._telling.marked, self._count)
-        stop = stop_fields(finish, self._answer.made)
+        used = whole_usage(self._run, self._count)
+        full = len(self._run.prompt) + self._count >= self._telling.context
+        stop = stop_fields(finish, self._answer.made, full)
         frames += [_event("message_delta", delta=stop, usage=used), _event("message_stop")]
         return b"".join(frames)
 
@@ -154,7 +141,7 @@ class MessageFrames:
 
     def _start(self, frames: list[bytes]) -> None:
         self._started = True
-        used = {**prompt_usage(self._run, self._telling.marked), "output_tokens": self._count}
+        used = {**prompt_usage(self._run), "output_tokens": self._count}
         frames.append(_event("message_start", message={**_shell(self._telling), "usage": used}))
 
     def _tell(self, event: Event, frames: list[bytes]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from app.http.anthropic_schema import Block, MessagesBody
@@ -15,8 +15,10 @@ _VOLATILE = "x-anthropic-billing-header:"
 """Begins a system block of Claude Code's that is another one in every request. It tells the model
 nothing, and in front of everything else it would keep every prefix from being found again."""
 
-_SILENT = frozenset({"redacted_thinking", "server_tool_use", "web_search_tool_result", "container_upload"})
-"""Blocks of earlier answers of Anthropic's own that say nothing to another model."""
+_MEDIA = frozenset({"image", "document", "audio", "video"})
+"""Blocks that a model of text must not be thought to have seen. Others that nobody knows are passed
+over: newer clients send some of their own, and those of Anthropic's servers (`redacted_thinking`,
+`server_tool_use`, `mcp_tool_result`) say nothing to another model."""
 
 
 def chat_messages(body: MessagesBody) -> list[Message]:
@@ -43,21 +45,11 @@ def chat_messages(body: MessagesBody) -> list[Message]:
     return made
 
 
-def cache_marked(body: MessagesBody) -> bool:
-    """The client asked for something to be cached."""
-    blocks: list[object] = [*(body.tools or ()), *(body.system if isinstance(body.system, list) else ())]
-    for message in body.messages or ():
-        content = message.get("content")
-        blocks += content if isinstance(content, list) else ()
-    marked = any(isinstance(block, dict) and block.get("cache_control") for block in blocks)
-    return marked or body.cache_control is not None
-
-
 def _system(system: str | list[Block] | None) -> str:
     if isinstance(system, str) or system is None:
         return system or ""
     check_depth(system, "system")
-    texts = [_text(block, f"system[{i}]") for i, block in enumerate(system)]
+    texts = _texts((block, f"system[{i}]") for i, block in enumerate(system))
     return "\n".join(text for text in texts if not text.startswith(_VOLATILE))
 
 
@@ -71,8 +63,8 @@ def _assistant(blocks: list[Block], param: str) -> Message:
                 thinking.append(_string(block, "thinking", where))
             case "tool_use":
                 calls.append(_call(block, where))
-            case kind if kind not in _SILENT:
-                texts.append(_text(block, where))
+            case _:
+                texts += _texts([(block, where)])
     message: Message = {"role": "assistant", "content": "".join(texts)}
     if thinking:
         message["reasoning_content"] = message["reasoning"] = "".join(thinking)
@@ -94,7 +86,7 @@ def _user(blocks: list[Block], role: str, param: str) -> Iterator[Message]:
     texts: list[str] = []
     for block, where in _blocks(blocks, param):
         if block["type"] != "tool_result":
-            texts.append(_text(block, where))
+            texts += _texts([(block, where)])
             continue
         if texts:
             yield {"role": role, "content": "\n".join(texts)}
@@ -113,7 +105,7 @@ def _result(block: Block, param: str) -> str:
         return content
     if not isinstance(content, list):
         raise RequestError(f"'{param}' must be a string or a list.", param)
-    return "\n".join(_text(part, where) for part, where in _blocks(content, param))
+    return "\n".join(_texts(_blocks(content, param)))
 
 
 def _blocks(blocks: list[Block], param: str) -> Iterator[tuple[Block, str]]:
@@ -124,17 +116,22 @@ def _blocks(blocks: list[Block], param: str) -> Iterator[tuple[Block, str]]:
         yield block, where
 
 
-def _text(block: Block, param: str) -> str:
-    kind = str(block.get("type"))
-    if kind == "document":
-        source = block.get("source")
-        if isinstance(source, dict) and source.get("type") == "text":
-            return _string(source, "data", f"{param}.source")
-    if kind != "text":
-        raise RequestError(
-            f"'{param}' is of type '{kind[:40]}', but this model takes text only.", param, "unsupported"
-        )
-    return _string(block, "text", param)
+def _texts(blocks: Iterable[tuple[Block, str]]) -> Iterator[str]:
+    """What blocks say to a model of text. Raises `RequestError` for what only others can see."""
+    for block, param in blocks:
+        kind, source = str(block.get("type")), block.get("source")
+        if kind == "text":
+            yield _string(block, "text", param)
+        elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+            yield _string(source, "data", f"{param}.source")
+        elif kind == "search_result":
+            yield _string(block, "title", param)
+            yield _result(block, f"{param}.content")
+        elif kind == "tool_reference":
+            yield _string(block, "tool_name", param)
+        elif kind in _MEDIA:
+            said = f"'{param}' is of type '{kind}', but this model takes text only."
+            raise RequestError(said, param, "unsupported")
 
 
 def _string(block: Block, name: str, param: str) -> str:

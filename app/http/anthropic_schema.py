@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from app.errors import THREAD_UNSUPPORTED
 from app.http.schema import ChatBody, Int
 from app.service import Loaded
 from core.errors import RequestError
@@ -45,8 +46,12 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     cache_control: Any = None
+    thread: Any = None
+    compaction: Any = None
     metadata: dict[str, Any] | None = None
     priority: Int | None = None
+    custom_logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
 
 
 MESSAGES = msgspec.json.Decoder(MessagesBody)
@@ -56,6 +61,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded) -> ChatBody:
     """The same request as chat takes it; `id` is what it can be aborted by."""
+    _check_whole(body)
     choice = body.tool_choice or {}
     budget, arguments = _thinking(body, loaded)
     return ChatBody(
@@ -74,9 +80,22 @@ def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded
         chat_template_kwargs=arguments,
         response_format=_format(body),
         priority=body.priority,
+        custom_logit_processor=body.custom_logit_processor,
+        custom_params=body.custom_params,
         # An answer that is begun goes on where it stops.
         continue_final_message=True if _begun(messages) else None,
     )
+
+
+def _check_whole(body: MessagesBody) -> None:
+    """Raise `RequestError` for a conversation that is to be held or summed up here. A client whose thread
+    was taken as nothing would send new messages only, and the model would forget the rest; refused by
+    this code, it sends all of them."""
+    if body.thread is not None:
+        said = "Conversations are not held here: send all messages, without 'thread'."
+        raise RequestError(said, "thread", THREAD_UNSUPPORTED)
+    if body.compaction is not None:
+        raise RequestError("'compaction' is not supported.", "compaction", "unsupported")
 
 
 def _begun(messages: list[Block]) -> bool:

@@ -9,14 +9,28 @@ from app.http.answers import AnswerChunks, read_message
 from app.http.body import decode, read_body
 from app.http.chunks import Envelope, Options, finish_fields, usage
 from app.http.constraint import constraint_of
-from app.http.delivery import Collector, Delivery, running
+from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.hidden import check_states, with_last_states
 from app.http.keys import SERVICE
 from app.http.logprobs import Namer, chat_logprobs, vllm_prompt_logprobs
 from app.http.messages import check_messages, generation_prompt, short_ids, template_arguments
 from app.http.openai import envelope, options, prompt_logprobs_wanted, request_id, stream_chunks
+from app.http.prompts import check_ids
 from app.http.refuse import refuse_unsupported
 from app.http.reply import json_response
-from app.http.sampling import choices, priority, ready, root_key, sampling_params, text_options, truncation
+from app.http.sampling import (
+    allowed_ids,
+    bad_words,
+    choices,
+    keep,
+    priority,
+    ready,
+    root_key,
+    sampling_params,
+    stream_interval,
+    text_options,
+    truncation,
+)
 from app.http.schema import CHAT, ChatBody
 from app.http.sse import EventStream
 from app.http.tools import Tools, chosen_tools
@@ -26,30 +40,35 @@ from app.parsers.reading import Reading
 from app.service import Loaded
 from app.watch import Watch, WatchedRun, Watcher
 from core.errors import RequestError
+from core.types import Ints
+
+SEEN = 512
+"""Of a prompt that comes as ids, the last that are read to see whether a thinking is open."""
 
 
 class ChatShape:
     """Chat's part of a chunk: a delta, the role in the first one."""
 
-    __slots__ = ("_body", "_namer", "_run")
+    __slots__ = ("_body", "_namer", "_prompt", "_run")
 
     open_first = b'"delta":{"role":"assistant","content":'
     open_next = b'"delta":{"content":'
     close = b"}"
     empty = b'"delta":{}'
 
-    def __init__(self, body: ChatBody, namer: Namer, run: Run) -> None:
+    def __init__(self, body: ChatBody, namer: Namer, run: Run, prompt: str | Ints) -> None:
         self._body = body
+        self._prompt = prompt
         self._namer = namer
         self._run = run
 
     def first_text(self, index: int) -> str:
-        """Chat echoes nothing."""
-        return ""
+        """What the client had begun, if it wants that told again."""
+        return _echo(self._body)
 
     def first_extra(self, index: int) -> dict[str, object]:
-        """The prompt's ids and log-probabilities, once per choice."""
-        return prompt_extras(self._body, self._run, self._namer)
+        """What a client wants to know of the prompt, once per choice."""
+        return prompt_extras(self._body, self._run, self._namer, self._prompt)
 
     def logprobs(self, index: int, piece: Piece) -> object:
         """Of the piece's tokens."""
@@ -66,14 +85,15 @@ async def chat(request: web.Request) -> web.StreamResponse:
     namer, told = _namer(body, loaded), options(body, body.logprobs is True)
     chunk = envelope(job.id, "chat.completion.chunk", loaded.card.name)
     delivery = Delivery(job.n)
+    sink = spaced(delivery.take, stream_interval(body))
     if watch.reading.plain:
-        async with running(loaded.engine, [job], delivery.take) as runs:
-            shape = ChatShape(body, namer, runs[0])
+        async with running(loaded.engine, [job], sink) as runs:
+            shape = ChatShape(body, namer, runs[0], job.prompt)
             return await stream_chunks(request, delivery, (chunk, shape, told), runs, _patient(job))
-    async with running(Watcher(loaded.engine, loaded.tokenizer, watch), [job], delivery.take) as runs:
+    async with running(Watcher(loaded.engine, loaded.tokenizer, watch), [job], sink) as runs:
         run = runs[0]
         assert isinstance(run, WatchedRun)
-        frames = AnswerChunks(chunk, told, ChatShape(body, namer, run), run, watch.reading)
+        frames = AnswerChunks(chunk, told, ChatShape(body, namer, run, job.prompt), run, watch.reading)
         async with EventStream(request) as stream:
             await delivery.run(stream, frames, _patient(job))
         return stream.response
@@ -88,12 +108,19 @@ async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
     collector = Collector(job.n)
     async with running(engine, [job], collector.take) as runs:
         run = runs[0]
+        check_states(runs, [job], loaded)
         pieces = await collector.collect()
         whole = envelope(job.id, "chat.completion", loaded.card.name)
-        extras = prompt_extras(body, run, namer)
+        extras = prompt_extras(body, run, namer, job.prompt)
         read = [_plain(piece) if plain else read_message(watch.reading, piece) for piece in pieces]
         used = _used(run, pieces, run.reasoning_tokens if isinstance(run, WatchedRun) else 0)
-        return _answer(whole, read, pieces, told, namer) | used | extras
+        if echo := _echo(body):
+            read = [
+                ({**message, "content": f"{echo}{message['content'] or ''}"}, ended)
+                for message, ended in read
+            ]
+        answer = _answer(whole, read, pieces, told, namer) | used | extras
+        return with_last_states(answer, [job], runs, pieces)
 
 
 def _namer(body: ChatBody, loaded: Loaded) -> Namer:
@@ -111,6 +138,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     budget = _budget(body, loaded)
     tools = chosen_tools(body)
     n = choices(body.n)
+    root = root_key(body.cache_salt, body.extra_key)
     sampling = sampling_params(
         body,
         loaded.card.vocab_size,
@@ -129,16 +157,27 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         ignore_eos=body.ignore_eos is True,
         add_special_tokens=body.add_special_tokens is True,  # the template writes its own
         truncate_prompt=truncation(body, loaded.card.context_length),
+        truncate_end=body.truncation_side == "right",
+        allowed_ids=allowed_ids(body, loaded.card.vocab_size),
+        bad_words=bad_words(body),
         grammar=constraint_of(body),
         priority=priority(body.priority),
-        root=root_key(body.cache_salt, body.extra_key),
+        root=root,
+        keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
         prompt_param="messages",
     )
-    prompt = await _render(body, loaded, tools)
+    if body.input_ids:
+        ids = check_ids(body.input_ids, loaded.card.vocab_size, "input_ids")
+        prompt = loaded.tokenizer.decode(ids[-SEEN:].tolist(), False)
+    else:
+        prompt = await _render(body, loaded, tools)
     if budget == 0 and loaded.reasoning is not None:
         prompt = loaded.reasoning.skipped(prompt)
     reading = _reading(body, loaded, tools, prompt)
-    return _constrained(job, prompt, tools, Watch(reading=reading, budget=budget or None))
+    job, watch = _constrained(job, prompt, tools, Watch(reading=reading, budget=budget or None))
+    if body.input_ids:
+        job = msgspec.structs.replace(job, prompt=ids, prompt_param="input_ids")
+    return job, watch
 
 
 async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
@@ -222,11 +261,20 @@ def _logprobs_wanted(body: ChatBody) -> int:
     return top or 0
 
 
-def prompt_extras(body: ChatBody, run: Run, namer: Namer) -> dict[str, object]:
+def _echo(body: ChatBody) -> str:
+    """The answer's beginning, which the client has written itself."""
+    last = (body.messages or [{}])[-1]
+    content = last.get("content")
+    return content if body.echo and last.get("role") == "assistant" and isinstance(content, str) else ""
+
+
+def prompt_extras(body: ChatBody, run: Run, namer: Namer, prompt: str | Ints) -> dict[str, object]:
     """Fields about the prompt that a client asked for."""
     extras: dict[str, object] = {}
-    if body.return_token_ids:
+    if body.return_token_ids or body.return_prompt_token_ids:
         extras["prompt_token_ids"] = run.prompt.tolist()
+    if body.return_prompt_text:
+        extras["prompt_text"] = prompt if isinstance(prompt, str) else namer.joined(run.prompt.tolist())
     if body.prompt_logprobs is not None:
         extras["prompt_logprobs"] = vllm_prompt_logprobs(run, namer)
     return extras

@@ -11,7 +11,8 @@ from aiohttp import web
 from app.http.body import decode, read_body
 from app.http.chunks import Envelope, Options, finish_fields, usage
 from app.http.constraint import constraint_of
-from app.http.delivery import Collector, Delivery, running
+from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.hidden import check_states, with_last_states
 from app.http.keys import SERVICE
 from app.http.logprobs import CompletionLogprobs, Namer, output_entries, prompt_entries, vllm_prompt_logprobs
 from app.http.openai import envelope, options, prompt_logprobs_wanted, request_id, stream_chunks
@@ -19,11 +20,15 @@ from app.http.prompts import check_prompt, split_prompts
 from app.http.refuse import refuse_unsupported
 from app.http.reply import json_response
 from app.http.sampling import (
+    allowed_ids,
+    bad_words,
     choices,
+    keep,
     priority,
     ready,
     root_key,
     sampling_params,
+    stream_interval,
     text_options,
     truncation,
 )
@@ -49,6 +54,7 @@ class CompletionShape:
     def __init__(
         self, body: CompletionBody, namer: Namer, runs: Sequence[Run], echoes: Sequence[str]
     ) -> None:
+        """`echoes`: the prompts as text, where they are told."""
         self._body = body
         self._namer = namer
         self._runs = runs
@@ -65,8 +71,10 @@ class CompletionShape:
         """Fields about the prompt that the client asked for."""
         run = self._runs[index // self._n]
         extras: dict[str, object] = {}
-        if self._body.return_token_ids:
+        if self._body.return_token_ids or self._body.return_prompt_token_ids:
             extras["prompt_token_ids"] = run.prompt.tolist()
+        if self._body.return_prompt_text:
+            extras["prompt_text"] = self._echoes[index // self._n]
         if self._body.prompt_logprobs is not None:
             extras["prompt_logprobs"] = vllm_prompt_logprobs(run, self._namer)
         return extras
@@ -89,7 +97,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     id = request_id(body, "cmpl")
     jobs = completion_jobs(body, id, loaded)
     delivery = Delivery(sum(job.n for job in jobs))
-    async with running(loaded.engine, jobs, delivery.take) as runs:
+    async with running(loaded.engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
         shape = _shape(body, jobs, runs, loaded)
         chunk = (envelope(id, "text_completion", loaded.card.name), shape, _told(body))
         # Prompt log-probabilities are complete once choice 0 has begun, not before.
@@ -103,9 +111,11 @@ async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, o
     jobs = completion_jobs(body, id, loaded)
     collector = Collector(sum(job.n for job in jobs))
     async with running(loaded.engine, jobs, collector.take) as runs:
+        check_states(runs, jobs, loaded)
         pieces = await collector.collect()
         head = envelope(id, "text_completion", loaded.card.name)
-        return await _answer(head, pieces, runs, _told(body), _shape(body, jobs, runs, loaded))
+        answer = await _answer(head, pieces, runs, _told(body), _shape(body, jobs, runs, loaded))
+        return with_last_states(answer, jobs, runs, pieces)
 
 
 def _told(body: CompletionBody) -> Options:
@@ -128,6 +138,7 @@ def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
     echoed = body.logprobs if body.echo and body.logprobs is not None else -1
     if body.logprobs is not None and body.logprobs < 0:
         raise RequestError("'logprobs' must not be negative.", "logprobs")
+    root = root_key(body.cache_salt, body.extra_key)
     base = Job(
         id=id,
         prompt="",
@@ -145,9 +156,13 @@ def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
         ignore_eos=body.ignore_eos is True,
         add_special_tokens=body.add_special_tokens is not False,
         truncate_prompt=truncation(body, loaded.card.context_length),
+        truncate_end=body.truncation_side == "right",
+        allowed_ids=allowed_ids(body, vocab_size),
+        bad_words=bad_words(body),
         grammar=constraint_of(body),
         priority=priority(body.priority),
-        root=root_key(body.cache_salt, body.extra_key),
+        root=root,
+        keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
     )
     jobs = []
     for i, prompt in enumerate(prompts):
@@ -172,7 +187,7 @@ def _max_tokens(body: CompletionBody) -> int:
 
 def _echoes(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], loaded: Loaded) -> list[str]:
     """The prompts as text, in the client's own words where it sent words and none were cut."""
-    if not body.echo:
+    if not body.echo and not body.return_prompt_text:
         return []
     skip = body.skip_special_tokens is not False
     return [

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Literal, TypeVar
 
@@ -10,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from app.errors import HttpError
+from app.http import middleware
 from app.http.body import decode, read_body
 from app.http.keys import SERVE, SERVICE
 from app.http.reply import json_response
@@ -32,6 +35,13 @@ class TagsBody(msgspec.Struct):
     """What to give back or take again; nothing or null is everything."""
 
     tags: list[Tag] | None = None
+
+
+class LoggingBody(msgspec.Struct):
+    """What to log from now on. `log_requests`: the line that every answer leaves."""
+
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    log_requests: bool | None = None
 
 
 class WeightsBody(msgspec.Struct):
@@ -109,6 +119,23 @@ async def _tags(request: web.Request) -> tuple[Tag, ...]:
     return TAGS if tags is None else tuple(tags)
 
 
+async def _freeze(operator: Operator, request: web.Request) -> dict[str, object]:
+    gc.collect()
+    gc.freeze()
+    return {"message": "What is alive now is never looked at again by the collector."}
+
+
+async def _logging(operator: Operator, request: web.Request) -> dict[str, object]:
+    body = await _body(request, LoggingBody)
+    if body.log_level is not None:
+        logging.getLogger().setLevel(body.log_level.upper())
+    if body.log_requests is not None:
+        # Lines of requests are `info`: they still need that level, or a lower one.
+        level = logging.NOTSET if body.log_requests else logging.WARNING
+        logging.getLogger(middleware.__name__).setLevel(level)
+    return {"message": "As asked."}
+
+
 async def is_paused(request: web.Request) -> web.StreamResponse:
     """Whether steps are planned."""
     operator = request.app[SERVICE].loaded.operator
@@ -125,6 +152,7 @@ pause, resume = _route(_pause), _route(_resume)
 start_profile, stop_profile = _route(_start_profile), _route(_stop_profile)
 load_weights = _route(_load_weights)
 sleep, wake = _route(_sleep), _route(_wake)
+freeze_gc, configure_logging = _route(_freeze), _route(_logging)
 
 TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/pause_generation", pause),
@@ -140,4 +168,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/resume_memory_occupation", wake),
     ("POST", "/wake_up", wake),
     ("GET", "/is_sleeping", is_sleeping),
+    ("GET", "/freeze_gc", freeze_gc),
+    ("POST", "/freeze_gc", freeze_gc),
+    ("POST", "/configure_logging", configure_logging),
 )

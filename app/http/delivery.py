@@ -75,6 +75,35 @@ class Collector:
         return [buffer.piece() for buffer in self._buffers]
 
 
+class Spaced:
+    """A sink before another: after a choice's first piece, only as many tokens as `every` go on
+    together. Owner: event loop."""
+
+    __slots__ = ("_begun", "_every", "_held", "_sink")
+
+    def __init__(self, sink: Sink, every: int) -> None:
+        self._sink = sink
+        self._every = every
+        self._begun: set[int] = set()
+        self._held: dict[int, Buffer] = {}
+
+    def take(self, index: int, piece: Piece) -> None:
+        """The engine's sink."""
+        if index in self._begun:
+            held = self._held.setdefault(index, Buffer())
+            held.add(piece)
+            if piece.finish is None and len(held.tokens) < self._every:
+                return
+            piece = self._held.pop(index).piece()
+        self._begun.add(index)
+        self._sink(index, piece)
+
+
+def spaced(sink: Sink, every: int) -> Sink:
+    """`sink` itself where every token is told."""
+    return sink if every == 1 else Spaced(sink, every).take
+
+
 class Frames(Protocol):
     """Turns pieces into the events of one route. Owner: event loop."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ class Names(Protocol):
 
     def token_text(self, id: int) -> str: ...
     def token_bytes(self, id: int) -> bytes: ...
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
 
 
 class Namer:
@@ -35,6 +36,10 @@ class Namer:
     def text(self, token: int) -> str:
         """Never raises for an id inside the vocabulary."""
         return f"token_id:{token}" if self._as_ids else self._names.token_text(token)
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """The text of all of them, special ones too."""
+        return self._names.decode(tokens, False)
 
     def bytes(self, token: int) -> list[int]:
         """The exact bytes, which the text of half a character does not tell."""

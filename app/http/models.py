@@ -1,6 +1,8 @@
-"""What the model is: `/v1/models`, `/model_info`."""
+"""What the model is: `/v1/models`, `/model_info`, `/tokenizer_info`."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 from aiohttp import web
 
@@ -8,6 +10,9 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.sampling import check_model
 from app.service import Loaded
+
+_VERSION = "Anthropic-Version"
+"""A header of Anthropic's clients."""
 
 
 def _model(loaded: Loaded) -> dict[str, object]:
@@ -23,16 +28,30 @@ def _model(loaded: Loaded) -> dict[str, object]:
     }
 
 
+def _told(request: web.Request, loaded: Loaded) -> dict[str, object]:
+    """A model in the words of both APIs where Anthropic's client asks."""
+    card = loaded.card
+    told = _model(loaded)
+    if _VERSION in request.headers:
+        told |= {"type": "model", "display_name": card.name, "max_input_tokens": card.context_length}
+        told["created_at"] = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return told
+
+
 async def models(request: web.Request) -> web.StreamResponse:
     """The list with the one model."""
-    return json_response({"object": "list", "data": [_model(request.app[SERVICE].loaded)]})
+    loaded = request.app[SERVICE].loaded
+    told: dict[str, object] = {"object": "list", "data": [_told(request, loaded)]}
+    if _VERSION in request.headers:
+        told |= {"has_more": False, "first_id": loaded.card.name, "last_id": loaded.card.name}
+    return json_response(told)
 
 
 async def model(request: web.Request) -> web.StreamResponse:
     """One model by name."""
     loaded = request.app[SERVICE].loaded
     check_model(loaded, request.match_info["id"])
-    return json_response(_model(loaded))
+    return json_response(_told(request, loaded))
 
 
 async def model_info(request: web.Request) -> web.StreamResponse:
@@ -43,10 +62,20 @@ async def model_info(request: web.Request) -> web.StreamResponse:
             "model_path": card.path,
             "tokenizer_path": card.path,
             "served_model_name": card.name,
-            "is_generation": True,
+            "is_generation": card.task == "generate",
             "architecture": card.architecture,
             "max_context_length": card.context_length,
             "vocab_size": card.vocab_size,
             "dtype": card.dtype,
         }
     )
+
+
+async def tokenizer_info(request: web.Request) -> web.StreamResponse:
+    """The special tokens and the chat template, after vLLM; lm-eval needs no tokenizer of its own then."""
+    loaded = request.app[SERVICE].loaded
+    told: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    told |= loaded.tokenizer.special_tokens
+    if loaded.template.source:
+        told["chat_template"] = loaded.template.source
+    return json_response(told)

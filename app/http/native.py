@@ -11,14 +11,17 @@ from aiohttp import web
 
 from app.http.body import decode, read_body
 from app.http.constraint import constraint_of
-from app.http.delivery import Collector, Delivery, running
+from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.hidden import check_states
 from app.http.keys import SERVICE
 from app.http.logprobs import Namer
 from app.http.native_answer import Answers, NativeFrames
 from app.http.prompts import Prompt, check_prompt, split_prompts
 from app.http.refuse import refuse_unsupported
-from app.http.reply import json_response
+from app.http.reply import json_response, long_response
 from app.http.sampling import (
+    allowed_ids,
+    bad_words,
     choices,
     job_id,
     priority,
@@ -26,7 +29,9 @@ from app.http.sampling import (
     ready,
     root_key,
     sampling_params,
+    stream_interval,
     text_options,
+    wants_states,
 )
 from app.http.schema import NATIVE, NativeBody, NativeSampling
 from app.http.sessions import SESSIONS, encoded, taking_part
@@ -47,7 +52,9 @@ _NAMES = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
     "prompt_logprobs_start": "logprob_start_len",
+    "logprob_token_ids": "token_ids_logprob",
     "request_id": "rid",
+    "return_hidden_states": "return_hidden_states",
     "custom_logit_processor": "custom_logit_processor",
 }
 """What the engine calls a field, and what this route does."""
@@ -81,20 +88,28 @@ async def _answer(
     namer = Namer(loaded.tokenizer)
     if body.stream:
         delivery = Delivery(total)
-        async with running(loaded.engine, jobs, watch(delivery.take)) as runs:
+        every = stream_interval(body.sampling_params or NativeSampling(), _IN)
+        async with running(loaded.engine, jobs, watch(spaced(delivery.take, every))) as runs:
+            check_states(runs, jobs, loaded)
             frames = NativeFrames(body, Answers(body, jobs, runs, namer), total, single)
             async with EventStream(request) as stream:
                 await delivery.run(stream, frames, patient=_patient(jobs))
+                for part in frames.states():
+                    await stream.drained()
+                    stream.write(part)
+                    await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
             return stream.response
     collector = Collector(total)
     async with running(loaded.engine, jobs, watch(collector.take)) as runs:
+        check_states(runs, jobs, loaded)
         pieces = await collector.collect()
         answers = Answers(body, jobs, runs, namer)
         listed = []
         for index, piece in enumerate(pieces):
-            listed.append(answers.of(index, piece))
+            listed.append(answers.whole(index, piece))
             await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
-        return json_response(listed[0] if single else listed)
+        answer = listed[0] if single else listed
+        return await long_response(request, answer) if wants_states(body) else json_response(answer)
 
 
 def _patient(jobs: Sequence[Job]) -> bool:
@@ -126,12 +141,15 @@ def native_jobs(body: NativeBody, loaded: Loaded) -> list[Job]:
             min_tokens=asked.min_new_tokens or 0,
             **_logprobs(body),
             **_processor(body, asked),
+            **({"hidden": "all"} if wants_states(body) else {}),
         ),
         text=text_options(asked),
         max_tokens=_max_new_tokens(asked),
         seed=asked.sampling_seed,
         n=n,
         ignore_eos=asked.ignore_eos is True,
+        allowed_ids=allowed_ids(asked, vocab_size, _IN) or allowed_ids(body, vocab_size),
+        bad_words=bad_words(asked, _IN) or bad_words(body),
         grammar=constraint_of(body, asked, _IN),
         priority=priority(body.priority),
         root=root_key(body.cache_salt, body.extra_key),
@@ -180,7 +198,7 @@ def _ids(rid: str | list[str] | None, prompts: int) -> list[str]:
     return [base] if prompts == 1 else [f"{base}-{i}" for i in range(prompts)]
 
 
-def _logprobs(body: NativeBody) -> dict[str, int]:
+def _logprobs(body: NativeBody) -> dict[str, int | tuple[int, ...]]:
     if not body.return_logprob:
         return {}
     top = body.top_logprobs_num or 0
@@ -189,6 +207,7 @@ def _logprobs(body: NativeBody) -> dict[str, int]:
         raise RequestError("'top_logprobs_num' must not be negative.", "top_logprobs_num")
     if start < -1:
         raise RequestError("'logprob_start_len' must be at least -1.", "logprob_start_len")
+    named = tuple(body.token_ids_logprob or ())
     if start == -1:
-        return {"logprobs": top}
-    return {"logprobs": top, "prompt_logprobs": top, "prompt_logprobs_start": start}
+        return {"logprobs": top, "logprob_ids": named}
+    return {"logprobs": top, "logprob_ids": named, "prompt_logprobs": top, "prompt_logprobs_start": start}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from app.http.hidden import states
 from app.http.logprobs import Entry, Namer, output_entries, prompt_entries
+from app.http.reply import pieces
 from app.http.schema import NativeBody
 from app.job import Job, Piece, Run
-from core.types import Finish, FinishReason
+from core.types import Finish, FinishReason, Floats
 
 _encode = msgspec.json.Encoder().encode
+
+_END = b"}}\n\n"
+"""Of an event; `meta_info` is its last field."""
 
 SMALL = 64 * 1024
 """Bytes up to which every piece gets its event."""
@@ -32,12 +37,20 @@ class Answers:
         self._namer = namer
         self._n = jobs[0].n
 
-    def of(self, index: int, piece: Piece) -> dict[str, object]:
+    def whole(self, index: int, piece: Piece) -> dict[str, object]:
         """`piece` is all of the choice."""
         meta = self.meta(index, len(piece.tokens), piece.finish)
         if self._body.return_logprob:
             meta |= self.output_logprobs(piece) | self.input_logprobs(index)
+        if (given := self.states(index, len(piece.tokens))) is not None:
+            meta["hidden_states"] = given
         return {"text": piece.text, "output_ids": piece.tokens, "meta_info": meta}
+
+    def states(self, index: int, tokens: int) -> list[Floats] | None:
+        """Hidden states of a complete choice of that many tokens, where asked for."""
+        which, choice = divmod(index, self._n)
+        wanted = self._jobs[which].sampling.hidden != "none"
+        return states(self._runs[which], choice, tokens) if wanted else None
 
     def meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
         """`meta_info` without log-probabilities."""
@@ -66,14 +79,17 @@ class Answers:
         fields: dict[str, list[object]] = {
             f"{side}_token_logprobs": [self._tuple(entry.value, entry.token) for entry in entries]
         }
-        if self._body.top_logprobs_num:
-            fields[f"{side}_top_logprobs"] = [self._top(entry) for entry in entries]
+        best = self._body.top_logprobs_num or 0
+        if best:
+            fields[f"{side}_top_logprobs"] = [self._top(entry, slice(best)) for entry in entries]
+        if self._body.token_ids_logprob and side == "output":
+            fields["output_token_ids_logprobs"] = [self._top(entry, slice(best, None)) for entry in entries]
         return fields
 
-    def _top(self, entry: Entry) -> list[object] | None:
+    def _top(self, entry: Entry, part: slice) -> list[object] | None:
         if entry.value is None:
             return None
-        return [self._tuple(value, token) for token, value in entry.top]
+        return [self._tuple(value, token) for token, value in entry.top[part]]
 
     def _tuple(self, value: float | None, token: int) -> list[object]:
         return [value, token, self._namer.text(token) if self._body.return_text_in_logprobs else None]
@@ -95,7 +111,7 @@ class NativeFrames:
     events together are bounded by `GROWTH` times the last, beyond `SMALL` for each token.
     """
 
-    __slots__ = ("_answers", "_logprobs", "_single", "_texts", "_tokens", "_told", "_wanted")
+    __slots__ = ("_answers", "_ends", "_logprobs", "_single", "_texts", "_tokens", "_told", "_wanted")
 
     def __init__(self, body: NativeBody, answers: Answers, total: int, single: bool) -> None:
         self._answers = answers
@@ -104,6 +120,7 @@ class NativeFrames:
         self._tokens: list[list[int]] = [[] for _ in range(total)]
         self._texts = [bytearray() for _ in range(total)]
         self._logprobs: list[dict[str, bytearray]] = [{} for _ in range(total)]
+        self._ends: dict[int, Finish] = {}
         self._told = [0] * total
         """Bytes of text and log-probabilities in each choice's last event."""
 
@@ -128,7 +145,19 @@ class NativeFrames:
 
     def finish(self, index: int, finish: Finish) -> bytes:
         """See `Frames.finish`."""
+        self._ends[index] = finish
         return self._event(index, finish)
+
+    def states(self) -> Iterator[bytes]:
+        """A last event for each choice, with its hidden states, where asked for; in pieces. No earlier one
+        has them: they are too many to be told again and again."""
+        for index, finish in self._ends.items():
+            given = self._answers.states(index, len(self._tokens[index]))
+            if given is not None:
+                event = self._event(index, finish)
+                yield event[: -len(_END)] + b',"hidden_states":'
+                yield from pieces(given)
+                yield _END
 
     def tail(self) -> bytes | None:
         """Nothing: usage is in every event."""
@@ -140,10 +169,11 @@ class NativeFrames:
         if finish is not None and self._wanted:
             meta |= self._answers.input_logprobs(index)
         logprobs = b"".join(b',"%b":[%b]' % (k.encode(), bytes(v)) for k, v in self._logprobs[index].items())
-        return b'data: {"text":"%b",%b"output_ids":%b,"meta_info":%b%b}}\n\n' % (
+        return b'data: {"text":"%b",%b"output_ids":%b,"meta_info":%b%b%b' % (
             bytes(self._texts[index]),
             b"" if self._single else b'"index":%d,' % index,
             _encode(tokens),
             _encode(meta)[:-1],
             logprobs,
+            _END,
         )

@@ -149,7 +149,7 @@ def _responses(method: str, path: str, handler: Handler, about: About) -> dict[s
     if about.body is not None or about.form is not None:
         failed.update(WITH_BODY)
     shape = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
-    told = {} if about.refused else {200: _answer("As asked.", _contents(about))}
+    told = {200: _answer("As asked.", _contents(about))}
     for status in sorted(failed):
         error: Schema = {"$ref": _REF + shape}
         if status == 503 and handler is health:

@@ -12,11 +12,15 @@ from app.http import (
     admin,
     anthropic,
     batches,
+    classify,
     control,
+    embeddings,
     files,
     load,
     models,
-    refuse_routes,
+    parsing,
+    render,
+    rerank,
     responses,
     score,
     sessions,
@@ -24,10 +28,12 @@ from app.http import (
 from app.http.anthropic_schema import MessagesBody
 from app.http.chat import chat
 from app.http.completions import completions
+from app.http.invoke import InvocationBody, invocations
 from app.http.native import generate
 from app.http.responses_schema import ResponsesBody
 from app.http.schema import (
     AbortBody,
+    AbortManyBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -63,8 +69,6 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     streams: bool = False
     """Events instead, when `stream` asks for them."""
     errors: tuple[int, ...] = ()
-    refused: bool = False
-    """There is no answer of status 200."""
     query: Mapping[str, Schema] = {}
 
 
@@ -75,6 +79,7 @@ _ORDER: Schema = {"type": "string", "enum": ["asc", "desc"]}
 _RECORD = ("id", "object")
 _LIST = ("object", "data", "first_id", "last_id", "has_more")
 _DELETED = (*_RECORD, "deleted")
+_VECTORS = ("id", "object", "created", "model", "data", "usage")
 _CHOICES = (*_RECORD, "created", "model", "choices")
 _TAGS: Schema = {"type": "array", "items": {"type": "string", "enum": list(TAGS)}}
 _HI: Schema = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
@@ -100,11 +105,12 @@ def _switch(summary: str, body: type[msgspec.Struct] | None = None, **more: Any)
 
 
 NEEDED: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
+    AbortManyBody: ("request_ids",),
     ChatBody: ("messages",),
     MessagesBody: ("messages",),
     DetokenizeBody: ("tokens",),
     batches.BatchBody: ("input_file_id", "endpoint"),
-    score.ScoreBody: ("query", "items", "label_token_ids"),
+    rerank.RerankBody: ("query", "documents"),
 }
 """Fields without which a body is refused. In the structs they may be absent, so that an error names them
 in our words."""
@@ -135,6 +141,7 @@ ABOUT: Mapping[Handler, About] = {
         streams=True,
         errors=_RUN,
     ),
+    invocations: About(body=InvocationBody, example=_ONCE, has=_CHOICES, streams=True, errors=_RUN),
     tokenize: About(
         body=TokenizeBody,
         example={"prompt": "Once upon a time"},
@@ -145,6 +152,7 @@ ABOUT: Mapping[Handler, About] = {
     models.models: About(has=("object", "data")),
     models.model: About(has=("id", "object", "created", "owned_by"), errors=_MODEL),
     models.model_info: About(has=("model_path", "tokenizer_path", "served_model_name")),
+    models.tokenizer_info: About(has=("tokenizer_class",)),
     admin.health: About(has=("status",)),
     admin.health_generate: About(has=("status",), errors=(429,)),
     admin.metrics: About(media=CONTENT_TYPE.partition(";")[0]),
@@ -153,6 +161,9 @@ ABOUT: Mapping[Handler, About] = {
     admin.flush_cache: About(has=("success", "message")),
     admin.abort_request: About(
         body=AbortBody, example={"abort_all": True}, has=("success", "aborted"), errors=(404,)
+    ),
+    admin.abort_requests: About(
+        body=AbortManyBody, example={"request_ids": ["a"]}, has=("success", "aborted")
     ),
     admin.timeline: About(has=("id",), errors=(404,)),
     load.load: About(summary="Requests that are here.", has=("server_load",)),
@@ -167,6 +178,20 @@ ABOUT: Mapping[Handler, About] = {
     control.load_weights: _switch("Exchange the weights.", control.WeightsBody),
     control.sleep: _switch("Give memory back.", control.TagsBody, query={"tags": _TAGS}),
     control.wake: _switch("Take memory again.", control.TagsBody, query={"tags": _TAGS}),
+    control.freeze_gc: _switch("Keep the garbage collector from what is alive now."),
+    control.configure_logging: _switch("Change what is logged.", control.LoggingBody),
+    parsing.parse_calls: About(
+        body=parsing.CallsBody,
+        example={"text": "Hello", "tool_call_parser": "hermes"},
+        has=("normal_text", "calls"),
+    ),
+    parsing.separate_reasoning: About(
+        body=parsing.ReasoningBody,
+        example={"text": "Hello", "reasoning_parser": "think"},
+        has=("reasoning_text", "text"),
+    ),
+    render.render_chat: About(body=ChatBody, example=_HI, has=("request_id", "token_ids"), errors=_MODEL),
+    render.render_completions: About(body=CompletionBody, example=_ONCE, lists=True, errors=_MODEL),
     control.is_paused: About(has=("is_paused",)),
     control.is_sleeping: About(has=("is_sleeping",)),
     files.upload: About(form=_UPLOAD, has=(*_RECORD, "bytes", "filename", "purpose")),
@@ -221,7 +246,28 @@ ABOUT: Mapping[Handler, About] = {
         has=("object", "model", "scores", "usage"),
         errors=_RUN,
     ),
-    refuse_routes.refuse: About(refused=True),
+    embeddings.embeddings: About(
+        body=embeddings.EmbeddingBody, example={"input": "Once upon a time"}, has=_VECTORS, errors=_RUN
+    ),
+    embeddings.pooling: About(
+        body=embeddings.PoolingBody, example={"input": "Once upon a time"}, has=_VECTORS, errors=_RUN
+    ),
+    classify.classify: About(
+        body=classify.ClassifyBody, example={"input": "Once upon a time"}, has=_VECTORS, errors=_RUN
+    ),
+    classify.encode_native: About(
+        body=classify.EncodeBody,
+        example={"text": "Once upon a time"},
+        has=("embedding", "meta_info"),
+        lists=True,
+        errors=_RUN,
+    ),
+    rerank.rerank: About(
+        body=rerank.RerankBody,
+        example={"query": "Is it?", "documents": ["Yes", {"text": "No"}]},
+        has=("id", "model", "results", "usage"),
+        errors=_RUN,
+    ),
     sessions.open_session: About(body=sessions.OpenBody, optional=True, string=True, errors=(429,)),
     sessions.close_session: About(body=sessions.CloseBody, example={"session_id": "s"}, has=("success",)),
     anthropic.count_tokens: About(body=MessagesBody, example=_HI, has=("input_tokens",), errors=_MODEL),

@@ -8,21 +8,19 @@ from __future__ import annotations
 from app.http.schema import Refused
 from core.errors import RequestError
 
-_CONSTRAINT = "tokens cannot be allowed or forbidden by a list: use 'logit_bias'"
-
 _FIELDS: dict[str, str] = {
-    "bad_words": _CONSTRAINT,
-    "allowed_token_ids": _CONSTRAINT,
     "logit_processors": "logits processors cannot be sent with a request",
     "logits_processors": "logits processors cannot be sent with a request",
     "use_beam_search": "beam search is not available",
     "lora_path": "adapters are not available on this server",
     "prompt_embeds": "prompts are taken as text or token ids only",
     "input_embeds": "prompts are taken as text or token ids only",
-    "return_hidden_states": "hidden states are not available",
     "thinking_token_budget": "a thinking budget is not available",
     "max_thinking_tokens": "a thinking budget is not available",
     "chat_template": "chat templates are set by the operator; clients cannot send one",
+    "return_routed_experts": "experts are not told",
+    "return_entropy": "entropies are not told",
+    "return_sampling_mask": "the tokens that were left to choose from are not told",
     "image_data": "this model takes text only",
     "video_data": "this model takes text only",
     "audio_data": "this model takes text only",

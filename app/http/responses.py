@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 
 from app.errors import fault
 from app.http.body import decode, read_body
-from app.http.delivery import Delivery, running
+from app.http.delivery import Delivery, running, spaced
 from app.http.keys import SERVICE
 from app.http.middleware import owner
 from app.http.reply import json_response
@@ -93,7 +93,8 @@ async def _stream(
         if turn.kept:
             responses.keep(turn, events.doc)
 
-    async with running(_watcher(turn, loaded), [turn.job], delivery.take) as runs:
+    sink = spaced(delivery.take, turn.every)
+    async with running(_watcher(turn, loaded), [turn.job], sink) as runs:
         run = runs[0]
         assert isinstance(run, WatchedRun)
         events = ResponseEvents(turn.telling, run)

@@ -47,7 +47,6 @@ class ResponsesBody(Generation, kw_only=True):
     truncation: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     user: str | None = None
     prompt: Any = None
     conversation: Any = None
@@ -75,6 +74,13 @@ def check_body(body: ResponsesBody) -> None:
     for name in ("prompt", "conversation"):
         if getattr(body, name) not in (None, "", {}):
             raise RequestError(f"'{name}' is not supported: send 'input'.", name, "unsupported")
+    if body.return_hidden_states:
+        name = "return_hidden_states"
+        raise RequestError(f"'{name}' is not available here; /generate has it.", name, "unsupported")
+    if body.response_format not in (None, {"type": "text"}):
+        raise RequestError(
+            "'response_format' is not supported: send 'text.format'.", "response_format", "unsupported"
+        )
     if body.truncation not in (None, "auto", "disabled"):
         raise RequestError("'truncation' must be 'auto' or 'disabled'.", "truncation")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:

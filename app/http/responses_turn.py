@@ -21,6 +21,7 @@ from app.http.responses_schema import (
     logprobs_wanted,
     rename,
 )
+from app.http.sampling import stream_interval
 from app.http.schema import ChatBody
 from app.job import Job
 from app.responses import Record, Store
@@ -44,6 +45,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     watch: Watch
     telling: Telling
+    every: int = 1
+    """Tokens that an event tells at least, where it is streamed."""
 
     def record(self, doc: Doc, events: bytes = b"") -> Record:
         """The response as it is to be stored."""
@@ -92,6 +95,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         job=msgspec.structs.replace(job, prompt_param="input"),
         watch=watch,
         telling=telling,
+        every=stream_interval(body),
     )
 
 
@@ -132,6 +136,7 @@ def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) ->
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id or None,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {"effort": effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",

@@ -12,17 +12,22 @@ from app.http import (
     admin,
     anthropic,
     batches,
+    classify,
     control,
+    embeddings,
     files,
     load,
     models,
-    refuse_routes,
+    parsing,
+    render,
+    rerank,
     responses,
     score,
     sessions,
 )
 from app.http.chat import chat
 from app.http.completions import completions
+from app.http.invoke import invocations
 from app.http.keys import BATCHES, SERVE, SERVICE
 from app.http.middleware import decorate, expect, make_edge
 from app.http.native import generate
@@ -54,6 +59,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/metrics", admin.metrics),
     ("GET", "/model_info", models.model_info),
     ("GET", "/get_model_info", models.model_info),
+    ("GET", "/tokenizer_info", models.tokenizer_info),
     ("GET", "/server_info", admin.server_info),
     ("GET", "/get_server_info", admin.server_info),
     ("GET", "/version", admin.show_version),
@@ -64,15 +70,21 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/get_load", load.get_load),
     ("GET", "/v1/loads", load.loads),
     ("POST", "/abort_request", admin.abort_request),
+    ("POST", "/abort_requests", admin.abort_requests),
     ("GET", "/debug/requests/{id}", admin.timeline),
     ("GET", "/openapi.json", openapi),
+    ("POST", "/invocations", invocations),
     *control.TABLE,
+    *render.TABLE,
+    *parsing.TABLE,
     *files.TABLE,
     *batches.TABLE,
     *responses.TABLE,
     *anthropic.TABLE,
     *score.TABLE,
-    *refuse_routes.TABLE,
+    *embeddings.TABLE,
+    *rerank.TABLE,
+    *classify.TABLE,
     *sessions.TABLE,
 )
 

@@ -9,9 +9,10 @@ import msgspec
 from app.health import Phase
 from app.http.body import check_depth
 from app.http.prompts import check_ids
-from app.http.schema import Generation, NativeSampling, Refused
-from app.job import TextOptions
+from app.http.schema import Generation, NativeSampling, Refused, RepetitionDetection
+from app.job import Keep, Repetition, TextOptions
 from app.service import Loaded, Service
+from app.text.repetition import MAX_LENGTH
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
 from core.request.params import MAX_BIAS
@@ -24,12 +25,24 @@ Checked before anything is allocated."""
 MAX_NAME = 256
 """Length of a request id or cache salt."""
 PRIORITY_LIMIT = 2**31
+RETENTION = {"in_memory": 300.0, "in-memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 86_400.0}
+"""Seconds that a prompt is kept: OpenAI's words (its clients spell the first one both ways) and
+Anthropic's."""
+MAX_BAD_WORDS = 128
+"""Each may become two sequences that are looked for at every token."""
 MAX_PARAMS = 2**16
 """Of a logit processor: decoded on the launch thread, at some 5 ns a character."""
 
 
 def ready(service: Service, model: str | None) -> Loaded:
     """The model, for a request that wants tokens. No name means the only model there is."""
+    loaded = available(service, model)
+    loaded.card.check_task("generate")
+    return loaded
+
+
+def available(service: Service, model: str | None) -> Loaded:
+    """The same for any request, whatever the model was made for."""
     loaded = service.loaded
     if service.health.phase is not Phase.READY:
         raise Unavailable(service.health.reason or "The server is shutting down.")
@@ -38,8 +51,9 @@ def ready(service: Service, model: str | None) -> Loaded:
 
 
 def check_model(loaded: Loaded, model: str | None) -> None:
-    """Raise `NotFound` unless `model` is unset or the one served."""
-    if model and model != loaded.card.name:
+    """Raise `NotFound` unless `model` is unset or the one served, by its name or by its path: vLLM's
+    bench names the `root` of `/v1/models`."""
+    if model and model not in (loaded.card.name, loaded.card.path):
         raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
 
 
@@ -57,7 +71,7 @@ def choices(n: int | None, prompts: int = 1, prefix: str = "") -> int:
 
 
 def sampling_params(
-    body: Generation | NativeSampling, vocab_size: int, prefix: str = "", **extra: int | str
+    body: Generation | NativeSampling, vocab_size: int, prefix: str = "", **extra: int | str | tuple[int, ...]
 ) -> SamplingParams:
     """Fields that are set, over the defaults. `extra` are the fields whose names differ by route.
 
@@ -70,12 +84,61 @@ def sampling_params(
             fields[name] = value
     if fields.get("top_k") == -1:  # how the other servers spell "the whole vocabulary"
         fields["top_k"] = 0
+    if wants_states(body):
+        fields["hidden"] = "all"
     if body.logit_bias:
         fields["logit_bias"] = _bias(body.logit_bias, prefix)
     if body.stop_token_ids:
         check_ids(body.stop_token_ids, vocab_size, prefix + "stop_token_ids")
         fields["stop_ids"] = frozenset(body.stop_token_ids)
+    named = getattr(body, "logprob_token_ids", None)
+    if named:
+        if fields.get("logprobs", -1) == -1:
+            raise RequestError("'logprob_token_ids' needs 'logprobs'.", "logprob_token_ids")
+        fields["logprob_ids"] = tuple(named)
     return msgspec.structs.replace(SamplingParams(), **fields)
+
+
+def wants_states(body: Refused) -> bool:
+    """`return_hidden_states`. Raises `RequestError` where they are asked for in a stream of chunks."""
+    wanted = body.return_hidden_states
+    if not (any(wanted) if isinstance(wanted, list) else wanted):
+        return False
+    if isinstance(body, Generation) and body.stream:
+        param = "return_hidden_states"
+        raise RequestError(
+            f"'{param}' is not available with 'stream' here; /generate has both.", param, "unsupported"
+        )
+    return True
+
+
+def allowed_ids(body: Refused, vocab_size: int, prefix: str = "") -> tuple[int, ...] | None:
+    """`allowed_token_ids`: these and no others."""
+    if (ids := body.allowed_token_ids) is None:
+        return None
+    param = prefix + "allowed_token_ids"
+    if not ids:
+        raise RequestError(f"'{param}' must not be empty: nothing could be said.", param)
+    check_ids(ids, vocab_size, param)
+    return tuple(ids)
+
+
+def bad_words(body: Refused, prefix: str = "") -> tuple[str, ...]:
+    """`bad_words`, checked before any is encoded."""
+    words, param = body.bad_words or [], prefix + "bad_words"
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(f"'{param}' takes at most {MAX_BAD_WORDS} texts.", param)
+    if any(not word.strip() or len(word) > MAX_NAME for word in words):
+        raise RequestError(f"'{param}' takes texts of 1 to {MAX_NAME} characters.", param)
+    return tuple(words)
+
+
+def stream_interval(body: Generation | NativeSampling, prefix: str = "") -> int:
+    """Tokens of a choice that an event tells at least, but for its first and last."""
+    value = body.stream_interval
+    if value is not None and value < 1:
+        raise RequestError(f"'{prefix}stream_interval' must be at least 1.", prefix + "stream_interval")
+    return value or 1
 
 
 _PLAIN = (
@@ -121,7 +184,26 @@ def text_options(body: Generation | NativeSampling) -> TextOptions:
         stop_regex=_listed(body.stop_regex),
         include_stop=bool(body.no_stop_trim) or bool(getattr(body, "include_stop_str_in_output", False)),
         skip_special_tokens=body.skip_special_tokens is not False,
+        repetition=_repetition(getattr(body, "repetition_detection", None)),
     )
+
+
+def _repetition(asked: RepetitionDetection | None) -> Repetition | None:
+    if asked is None:
+        return None
+    longest, count = asked.max_pattern_size or 0, asked.min_count or 0
+    shortest = asked.min_pattern_size or 1
+    if longest <= 0 and count <= 0:
+        return None
+    param = "repetition_detection"
+    if not 1 <= shortest <= longest <= MAX_LENGTH:
+        raise RequestError(
+            f"'{param}' needs sizes 1 <= min_pattern_size <= max_pattern_size <= {MAX_LENGTH}.",
+            f"{param}.max_pattern_size",
+        )
+    if count < 2:
+        raise RequestError(f"'{param}.min_count' must be at least 2.", f"{param}.min_count")
+    return Repetition(shortest, longest, count)
 
 
 def _listed(value: str | list[str] | None) -> tuple[str, ...]:
@@ -138,6 +220,21 @@ def root_key(cache_salt: str | None, extra_key: str | None) -> RootKey:
     # A pair of strings without a separator would let one salt spell another's pair.
     salt = f"{len(cache_salt or '')}:{cache_salt or ''}{extra_key or ''}" if cache_salt or extra_key else ""
     return RootKey(salt=salt)
+
+
+def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
+    """What `prompt_cache_key` and `prompt_cache_retention` ask for: the prompt is to be found again. It
+    counts against the share of its tenant, where a salt tells tenants apart, and of its key otherwise."""
+    if retention is not None and retention not in RETENTION:
+        raise RequestError(
+            f"'prompt_cache_retention' must be one of {', '.join(RETENTION)}.", "prompt_cache_retention"
+        )
+    if not key and retention is None:
+        return None
+    if key is not None and len(key) > MAX_NAME:
+        raise RequestError(f"'prompt_cache_key' is longer than {MAX_NAME} characters.", "prompt_cache_key")
+    seconds = RETENTION["in_memory" if retention is None else retention]
+    return Keep(owner=root.salt or key or "", marks=((None, seconds),))
 
 
 def priority(value: int | None) -> int:
@@ -159,12 +256,12 @@ def job_id(sent: str | None, made: str, param: str = "rid") -> str:
 
 
 def truncation(body: Generation, context_length: int) -> int | None:
-    """How many of the prompt's last tokens to keep; -1 means what the model can hold."""
+    """How many of the prompt's tokens to keep; -1 means what the model can hold."""
+    if body.truncation_side not in (None, "left", "right"):
+        raise RequestError("'truncation_side' must be 'left' or 'right'.", "truncation_side")
     value = body.truncate_prompt_tokens
     if value is None:
         return None
-    if body.truncation_side not in (None, "left"):
-        raise RequestError("'truncation_side' must be 'left'.", "truncation_side")
     if value == -1:
         return context_length
     if value < 1:

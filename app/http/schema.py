@@ -25,6 +25,14 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class RepetitionDetection(msgspec.Struct, kw_only=True):
+    """vLLM's: sizes in tokens. Of size or count 0 nothing is looked for."""
+
+    max_pattern_size: Int | None = None
+    min_pattern_size: Int | None = None
+    min_count: Int | None = None
+
+
 class Refused(msgspec.Struct, kw_only=True):
     """Fields that constrain the output (`app/http/constraint.py`, `processor_fields` of
     `app/http/sampling.py`) or change the model, most of which this build refuses (`app/http/refuse.py`)."""
@@ -39,8 +47,8 @@ class Refused(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[Int] | None = None
     logit_processors: Any = None
     logits_processors: Any = None
     custom_logit_processor: str | None = None
@@ -49,7 +57,10 @@ class Refused(msgspec.Struct, kw_only=True):
     lora_path: Any = None
     prompt_embeds: Any = None
     input_embeds: Any = None
-    return_hidden_states: Any = None
+    return_hidden_states: bool | list[bool] | None = None
+    return_routed_experts: Any = None
+    return_entropy: Any = None
+    return_sampling_mask: Any = None
     thinking_token_budget: Any = None
     max_thinking_tokens: Any = None
     chat_template: Any = None
@@ -86,21 +97,30 @@ class Generation(Refused, kw_only=True):
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None
     prompt_logprobs: Int | None = None
+    logprob_token_ids: list[Int] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    stream_interval: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     rid: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
 
 
 class ChatBody(Generation, kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: list[dict[str, Any]] | None = None
+    input_ids: list[Int] | None = None
+    echo: bool | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -149,6 +169,7 @@ class NativeSampling(Refused, kw_only=True):
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
+    stream_interval: Int | None = None
 
 
 class NativeBody(Refused, kw_only=True):
@@ -162,6 +183,7 @@ class NativeBody(Refused, kw_only=True):
     return_logprob: bool | None = None
     logprob_start_len: Int | None = None
     top_logprobs_num: Int | None = None
+    token_ids_logprob: list[Int] | None = None
     return_text_in_logprobs: bool | None = None
     session_params: SessionParams | None = None
     priority: Int | None = None
@@ -199,9 +221,16 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
+class AbortManyBody(msgspec.Struct, kw_only=True):
+    """`/abort_requests`."""
+
+    request_ids: list[str] | None = None
+
+
 CHAT = msgspec.json.Decoder(ChatBody)
 COMPLETION = msgspec.json.Decoder(CompletionBody)
 NATIVE = msgspec.json.Decoder(NativeBody)
 TOKENIZE = msgspec.json.Decoder(TokenizeBody)
 DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 ABORT = msgspec.json.Decoder(AbortBody)
+ABORT_MANY = msgspec.json.Decoder(AbortManyBody)

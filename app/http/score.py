@@ -18,7 +18,8 @@ from app.http.delivery import Collector, running
 from app.http.keys import SERVICE
 from app.http.prompts import Prompt, check_ids, split_prompts
 from app.http.reply import json_response
-from app.http.sampling import MAX_CHOICES, priority, ready, root_key
+from app.http.rerank import score_pairs
+from app.http.sampling import MAX_CHOICES, available, priority, root_key
 from app.http.schema import Int, Text
 from app.job import Job, Run
 from app.service import Loaded
@@ -86,8 +87,12 @@ class Scored(msgspec.Struct):
 
 async def score(request: web.Request) -> web.StreamResponse:
     """The probability of each label token after the query and each item."""
-    body = decode(SCORE, await read_body(request))
-    loaded = ready(request.app[SERVICE], body.model)
+    raw = await read_body(request)
+    body = decode(SCORE, raw)
+    loaded = available(request.app[SERVICE], body.model)
+    if body.items is None and any(getattr(body, name) is not None for name in _PAIRS):
+        return json_response(await score_pairs(raw, loaded))
+    loaded.card.check_task("generate")
     return json_response(await score_answer(body, loaded))
 
 
@@ -119,14 +124,6 @@ async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
 
 def _check(body: ScoreBody, vocab_size: int) -> Asked:
     """Everything that can be told without tokens."""
-    for name in _PAIRS:
-        if body.items is None and getattr(body, name) is not None:
-            raise RequestError(
-                "This model generates text: scoring pairs of texts needs a cross-encoder checkpoint. "
-                "Send 'query', 'items' and 'label_token_ids' to score tokens.",
-                name,
-                "unsupported_model",
-            )
     for name in ("query", "items", "label_token_ids"):
         if getattr(body, name) is None or (name != "query" and not getattr(body, name)):
             raise RequestError(f"'{name}' is missing or empty.", name)

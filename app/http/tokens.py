@@ -61,7 +61,11 @@ async def _names(ids: list[int], loaded: Loaded) -> list[str]:
 async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
     """The texts to encode, and whether special tokens are to be added."""
     if body.chat_template is not None:
-        raise RequestError("'chat_template' cannot be sent by clients.", "chat_template", "unsupported")
+        raise RequestError(
+            "'chat_template' is not supported: chat templates are set by the operator.",
+            "chat_template",
+            "unsupported",
+        )
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give exactly one of 'prompt' and 'messages'.", "prompt")
     if body.prompt is not None:

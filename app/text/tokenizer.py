@@ -51,6 +51,7 @@ class Tokenizer:
         "_core",
         "_local",
         "_pool",
+        "added_eos",
         "bos_id",
         "eos_ids",
         "special_tokens",
@@ -87,6 +88,15 @@ class Tokenizer:
         probe = core.encode_batch_fast(["a"], add_special_tokens=True)[0].ids
         wanted = [self.bos_id] if settings.get("add_bos_token") is True and self.bos_id is not None else []
         self._added_bos = wanted if probe[:1] != wanted else []
+        self.added_eos = self._missing_eos(settings, probe)
+        """What `tokenizer_config.json` puts behind a text and tokenizer.json does not. A prompt that is to
+        go on must not end so, a text that is to be embedded must (e5-mistral's vectors are of that
+        token)."""
+
+    def _missing_eos(self, settings: Mapping[str, Any], probe: list[int]) -> list[int]:
+        eos = self._id_of("eos_token")
+        wanted = [eos] if settings.get("add_eos_token") is True and eos is not None else []
+        return wanted if probe[-1:] != wanted else []
 
     @classmethod
     def load(
@@ -151,12 +161,28 @@ class Tokenizer:
             self._pool, self._encode_apart, text, add_special, param
         )
 
+    async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
+        """Ids of two texts as the model's own template joins them, special tokens included, and the
+        position where the second begins. `params` name them in errors."""
+        for text, param in zip(texts, params, strict=True):
+            check_text(text, param)
+        if len(texts[0]) + len(texts[1]) <= INLINE_CHARS:
+            ids, second = _pair(self._core, texts)
+        else:
+            loop = asyncio.get_running_loop()
+            ids, second = await loop.run_in_executor(self._pool, lambda: _pair(self._own_core(), texts))
+        return np.array([*self._added_bos, *ids], np.int32), second + len(self._added_bos)
+
     def _encode_apart(self, text: str, add_special: bool, param: str) -> Ints:
         check_text(text, param)
+        return self._encode(self._own_core(), text, add_special)
+
+    def _own_core(self) -> tokenizers.Tokenizer:
+        """The calling thread's."""
         core = getattr(self._local, "core", None)
         if core is None:
             core = self._local.core = _twin(self._core)
-        return self._encode(core, text, add_special)
+        return core
 
     def _encode(self, core: tokenizers.Tokenizer, text: str, add_special: bool) -> Ints:
         ids = core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
@@ -204,6 +230,15 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         token: int | None = self._core.token_to_id(text) if text else None
         return token
+
+
+def _pair(core: tokenizers.Tokenizer, texts: tuple[str, str]) -> tuple[list[int], int]:
+    found = core.encode_batch_fast([texts], add_special_tokens=True)[0]
+    # A template that has no second segment (XLM-RoBERTa's) still knows which text a token is of.
+    for of in (found.type_ids, found.sequence_ids):
+        if 1 in of:
+            return found.ids, of.index(1)
+    return found.ids, len(found.ids)
 
 
 def check_text(text: str, param: str) -> None:

@@ -16,7 +16,7 @@ from app.http.routes import make_app
 from app.http.runner import Runner
 from app.service import Loaded, ModelCard, Service
 from core.config import ServeConfig
-from tests.fakes.engine import CONTEXT, FakeEngine
+from tests.fakes.engine import CONTEXT, WIDTH, FakeEngine
 from tests.fakes.tokenizer import VOCAB, ByteTokenizer, JoinTemplate
 
 CARD = ModelCard(
@@ -27,6 +27,7 @@ CARD = ModelCard(
     vocab_size=VOCAB,
     dtype="float32",
     created=1_700_000_000,
+    hidden_size=WIDTH,
 )
 
 

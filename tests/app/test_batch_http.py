@@ -94,7 +94,7 @@ async def test_a_file_that_is_no_batch_fails_it_and_names_the_line(
         ({"input_file_id": "file-nothing"}, "file_id"),
         ({"input_file_id": "../../lock"}, "file_id"),
         ({"input_file_id": None}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "0h"}, "completion_window"),
         ({"metadata": {"k": "v" * 600}}, "metadata"),

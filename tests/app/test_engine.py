@@ -285,6 +285,16 @@ async def test_what_does_not_fit_the_context_is_an_overflow(tokenizer: Tokenizer
     await run.wait()
 
 
+async def test_a_bound_is_cut_to_the_context(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    for asked, given in ((600, 509), (5, 5)):
+        run = await bench.start(f"a{asked}", asked, cut_to_fit=True)
+        assert run.requests[0].params.max_tokens == given
+        await run.wait()
+    with pytest.raises(ContextExceeded):
+        await bench.start("b", 600, cut_to_fit=True, prompt=np.zeros(512, np.int32))
+
+
 async def test_a_long_prompt_can_be_cut_from_the_left(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer)
     run = await bench.start("a", 2, prompt=np.arange(40, dtype=np.int32), truncate_prompt=10)

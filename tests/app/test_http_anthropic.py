@@ -22,6 +22,7 @@ from core.errors import Overloaded, Unavailable
 from core.types import Finish, FinishReason
 from tests.app.conftest import Server, Start, until
 from tests.app.test_http_tools import know
+from tests.fakes.engine import CONTEXT
 
 try:
     import anthropic
@@ -239,8 +240,9 @@ async def test_cache_use_is_told(client: anthropic.AsyncAnthropic, server: Serve
     messages = [{"role": "user", "content": marked}]
     answer = await client.messages.create(**body(messages=messages))
     used, total = answer.usage, len(prompt(server))
-    assert (used.cache_read_input_tokens, used.cache_creation_input_tokens) == (10, total - 11)
-    assert used.input_tokens == 1
+    assert (used.cache_read_input_tokens, used.cache_creation_input_tokens) == (10, total - 10)
+    assert used.input_tokens == 0
+    assert used.cache_creation.ephemeral_1h_input_tokens == total - 10
     await client.messages.create(**body(cache_control={"type": "ephemeral"}))
     async with client.messages.stream(**body()) as stream:
         started = [event.message.usage async for event in stream if event.type == "message_start"]
@@ -308,6 +310,51 @@ async def test_what_claude_code_sends(server: Server) -> None:
     turn = chat_messages(MESSAGES.decode(json.dumps(sent)))[2]
     assert turn["reasoning_content"] == "hm"
     assert [call["function"]["arguments"] for call in turn["tool_calls"]] == [{}, {"a": 1}]
+
+
+async def test_an_answer_is_cut_to_the_context(server: Server) -> None:
+    """Claude Code asks for 32,000 tokens of every model."""
+    status, answer = await server.post(URL, body(max_tokens=32_000))
+    assert status == 200, answer
+    assert answer["stop_reason"] == "model_context_window_exceeded"
+    assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == CONTEXT
+    told = events(await stream(server, max_tokens=32_000))
+    assert told[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
+    status, answer = await server.post(URL, body(messages=[{**HI[0], "content": "x" * CONTEXT}]))
+    assert status == 400 and "maximum context length" in answer["error"]["message"]
+
+
+async def test_blocks_nobody_knows_are_passed_over(server: Server) -> None:
+    found = {"type": "search_result", "source": "s", "title": "T", "content": [{"type": "text", "text": "c"}]}
+    result = [{"type": "tool_reference", "tool_name": "ls"}, {"type": "of_tomorrow"}, found]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "of_tomorrow", "text": 1}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+                {"type": "code_execution_tool_result", "tool_use_id": "s1", "content": {}},
+                {"type": "text", "text": "b"},
+                {"type": "tool_use", "id": "t1", "name": "find", "input": {}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": result}]},
+    ]
+    status, answer = await server.post(URL, body(messages=messages))
+    assert status == 200, answer
+    assert prompt(server) == "user: a\nassistant: b\ntool: ls\nT\nc\nassistant: "
+    picture = {"type": "image", "source": {"type": "url", "url": "x"}}
+    status, answer = await server.post(URL, body(messages=[{"role": "user", "content": [picture]}]))
+    assert status == 400 and "messages[0].content[0]" in answer["error"]["message"]
+
+
+async def test_a_conversation_is_not_held_here(server: Server) -> None:
+    """Said by the code that makes clients send all of it."""
+    status, answer = await server.post(URL, body(thread={"type": "create"}))
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert answer["error"]["details"]["error_code"] == "thread_unsupported_request"
+    status, answer = await server.post(URL, body(compaction={"type": "compact"}))
+    assert status == 400 and "compaction" in answer["error"]["message"]
 
 
 async def test_a_broken_call_is_not_a_call(server: Server) -> None:

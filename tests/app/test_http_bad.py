@@ -100,7 +100,7 @@ CASES: list[tuple[str, object, int, str | None]] = [
     (CHAT, chat(stop=""), 400, "stop"),
     (CHAT, chat(stop_regex="("), 400, "stop_regex"),
     (CHAT, chat(truncate_prompt_tokens=0), 400, "truncate_prompt_tokens"),
-    (CHAT, chat(truncation_side="right", truncate_prompt_tokens=1), 400, "truncation_side"),
+    (CHAT, chat(truncation_side="middle", truncate_prompt_tokens=1), 400, "truncation_side"),
     (CHAT, chat(priority=2**40), 400, "priority"),
     (CHAT, chat(cache_salt="s" * 1000), 400, "cache_salt"),
     (CHAT, chat(rid="r" * 1000), 400, "rid"),

@@ -17,6 +17,7 @@ NAMES = {
     *("loom_cache_pages", "loom_cache_pages_free", "loom_cache_pages_cached", "loom_cache_pages_protected"),
     *("loom_cache_nodes", "loom_cache_evicted_pages_total", "loom_cache_usage_ratio", "loom_cache_hit_ratio"),
     *("loom_cache_queried_tokens_total", "loom_cache_hit_tokens_total"),
+    *("loom_cache_pages_pinned", "loom_cache_pins"),
     *("loom_time_to_first_token_seconds", "loom_inter_token_latency_seconds"),
     *("loom_e2e_request_latency_seconds", "loom_queue_time_seconds"),
     *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total"),

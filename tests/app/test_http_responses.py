@@ -481,11 +481,20 @@ async def test_what_others_send_is_tolerated(server: Server) -> None:
             "output": [{"type": "input_text", "text": "ok"}],
         },
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "tool_search_call", "call_id": "c3", "execution": "client", "arguments": {}},
+        {"type": "ghost_snapshot", "ghost_commit": {}},
+        {"type": "local_shell_call", "id": "c4", "call_id": None, "action": {"command": ["ls"]}},
+        {"type": "function_call_output", "call_id": "c4", "output": [{"type": "input_text", "text": "c"}]},
     ]
     body = {
         "model": "org/tiny",
         "input": items,
-        "tools": [{"type": "local_shell"}, {"type": "namespace", "name": "n", "tools": []}],
+        "tools": [
+            {"type": "local_shell"},
+            {"type": "namespace", "name": "n", "tools": []},
+            {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark"}},
+            {"type": "web_search", "external_web_access": False},
+        ],
         "tool_choice": "auto",
         "include": ["reasoning.encrypted_content"],
         "prompt_cache_key": "k",
@@ -503,7 +512,8 @@ async def test_what_others_send_is_tolerated(server: Server) -> None:
     status, answer = await server.post(URL, body)
     assert status == 200, answer
     assert prompt(server) == (
-        "system: rules\nuser: list\nassistant: \ntool: a b\nassistant: \ntool: ok\nassistant: "
+        "system: rules\nuser: list\nassistant: \ntool: a b\nassistant: \ntool: ok\n"
+        "assistant: \ntool: c\nassistant: "
     )
 
 

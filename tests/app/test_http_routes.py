@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from app.health import Health, Phase
-from app.http import refuse_routes
 from app.http.routes import TABLE
 from app.http.sampling import root_key
 from core.config import ServeConfig
@@ -23,7 +22,6 @@ ON_DISK = ("/v1/files", "/v1/batches", "/v1/responses/")
 
 ALWAYS_THERE = (
     *("/health", "/ping", "/metrics", "/version", "/openapi.json"),
-    *(path for _, path, _ in refuse_routes.TABLE),
 )
 """They speak of the server, not of the model."""
 
@@ -288,6 +286,31 @@ async def test_abort_of_a_request_with_several_prompts(server: Server) -> None:
     await until(lambda: len(server.engine.live) == 2)
     assert await server.post("/abort_request", {"rid": "both"}) == (200, {"success": True, "aborted": 2})
     assert (await task)[0] == 200
+
+
+async def test_abort_of_many_passes_over_those_that_are_gone(server: Server) -> None:
+    server.engine.manual = True
+    task = asyncio.create_task(server.post(COMPLETIONS, {"prompt": ["a", "b"], "rid": "both"}))
+    await until(lambda: len(server.engine.live) == 2)
+    ended = await server.post("/abort_requests", {"request_ids": ["gone", "both"]})
+    assert ended == (200, {"success": True, "aborted": 2})
+    assert (await task)[0] == 200
+    assert await server.post("/abort_requests", {"request_ids": []}) == (200, {"success": True, "aborted": 0})
+    status, answer = await server.post("/abort_requests", {"request_ids": None})
+    assert (status, answer["error"]["param"]) == (400, "request_ids")
+
+
+async def test_the_tokenizer_is_described(server: Server) -> None:
+    status, told = await get(server, "/tokenizer_info")
+    assert status == 200
+    assert (told["bos_token"], told["eos_token"]) == ("<s>", "</s>")
+    assert told["chat_template"] == server.service.loaded.template.source
+
+
+async def test_the_model_answers_to_its_root(server: Server) -> None:
+    root = (await get(server, "/v1/models"))[1]["data"][0]["root"]
+    status, answer = await server.post(COMPLETIONS, {"model": root, "prompt": "a", "max_tokens": 1})
+    assert (status, answer["model"]) == (200, "org/tiny")
 
 
 # -- health ------------------------------------------------------------------------------------------

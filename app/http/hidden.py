@@ -1,0 +1,44 @@
+"""`return_hidden_states`, after SGLang: what the model knew at each token, behind its last norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from app.http.pool import check_numbers, joined
+from app.job import Job, Piece, Run
+from app.service import Loaded
+from core.types import Floats
+
+
+def check_states(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> None:
+    """Raise `RequestError` where prompts and what may follow are more than an answer should hold. Once
+    they run: only then it is known how long they are."""
+    if jobs[0].sampling.hidden != "none":
+        tokens = sum(r.params.max_tokens + len(r.prompt) for run in runs for r in run.requests)
+        check_numbers(tokens, loaded, "return_hidden_states")
+
+
+def states(run: Run, choice: int, tokens: int) -> list[Floats]:
+    """SGLang's list: the prompt's states as one list of lists, then one list for each of the `tokens` but
+    the last, which the model never read."""
+    rows = _rows(run, choice, tokens)
+    return [rows[: len(run.prompt)], *rows[len(run.prompt) :]]
+
+
+def with_last_states(
+    answer: dict[str, object], jobs: Sequence[Job], runs: Sequence[Run], pieces: Sequence[Piece]
+) -> dict[str, object]:
+    """The answer of chat or completions, its choices with the state that made their last token."""
+    if jobs[0].sampling.hidden == "none":
+        return answer
+    listed: Any = answer["choices"]
+    for index, (choice, piece) in enumerate(zip(listed, pieces, strict=True)):
+        which, own = divmod(index, jobs[0].n)
+        choice["hidden_states"] = _rows(runs[which], own, len(piece.tokens))[-1].tolist()
+    return answer
+
+
+def _rows(run: Run, choice: int, tokens: int) -> Floats:
+    """float32 [prompt + tokens - 1, hidden]: a stop string leaves states of tokens behind it."""
+    return joined(run, choice)[: len(run.prompt) + max(tokens - 1, 0)]

@@ -1,0 +1,99 @@
+"""`return_hidden_states`: SGLang's shapes, whole and streamed, and no more than an answer should hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.app.conftest import Server
+from tests.app.test_http_embeddings import ids, serves
+from tests.fakes.engine import WORDS, state
+
+GENERATE = "/generate"
+
+
+def wanted(prompt: list[int], made: int) -> list[Any]:
+    """The prompt's states in one list, then one of each token but the last."""
+    tokens = [*prompt, *(word.encode()[0] for word in WORDS[: made - 1])]
+    states = [state(token, at).tolist() for at, token in enumerate(tokens)]
+    return [states[: len(prompt)], *states[len(prompt) :]]
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"text": "ab", "sampling_params": {"max_new_tokens": 3}, "return_hidden_states": True, **more}
+
+
+async def test_native(server: Server) -> None:
+    _, answer = await server.post(GENERATE, asked())
+    assert answer["meta_info"]["hidden_states"] == wanted(ids("ab"), 3)
+    assert answer["meta_info"]["completion_tokens"] == 3
+    _, answer = await server.post(GENERATE, asked(return_hidden_states=False))
+    assert "hidden_states" not in answer["meta_info"]
+
+
+async def test_native_lists(server: Server) -> None:
+    fields = {"text": ["ab", "c"], "sampling_params": {"max_new_tokens": 2, "n": 2}}
+    _, answers = await server.post(GENERATE, asked(**fields, return_hidden_states=[True, True]))
+    got = [answer["meta_info"]["hidden_states"] for answer in answers]
+    assert got == [wanted(ids(text), 2) for text in ("ab", "ab", "c", "c")]
+
+
+async def test_native_prompt_alone_and_with_logprobs(server: Server) -> None:
+    fields = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    _, answer = await server.post(GENERATE, asked(**fields))
+    assert answer["meta_info"]["hidden_states"] == wanted(ids("ab"), 1)
+    assert "output_token_logprobs" in answer["meta_info"]
+
+
+async def test_native_stream_tells_them_in_a_last_event(server: Server) -> None:
+    events = await server.events(GENERATE, asked(stream=True))
+    assert events[-1] == "[DONE]"
+    told = [json.loads(event) for event in events[:-1]]
+    assert [("hidden_states" in each["meta_info"]) for each in told] == [False] * (len(told) - 1) + [True]
+    assert told[-1]["meta_info"]["hidden_states"] == wanted(ids("ab"), 3)
+    assert told[-1]["text"] == told[-2]["text"]
+    assert told[-1]["meta_info"]["finish_reason"] == told[-2]["meta_info"]["finish_reason"]
+
+
+async def test_chat_and_completions_tell_the_last(server: Server) -> None:
+    _, answer = await server.post(
+        "/v1/completions", {"prompt": ["ab", "c"], "max_tokens": 2, "return_hidden_states": True}
+    )
+    got = [choice["hidden_states"] for choice in answer["choices"]]
+    assert got == [wanted(ids("ab"), 2)[-1], wanted(ids("c"), 2)[-1]]
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "return_hidden_states": True}
+    _, answer = await server.post("/v1/chat/completions", chat)
+    text = b"user: a\nassistant: "
+    assert answer["choices"][0]["hidden_states"] == state(text[-1], len(text) - 1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_chunks_have_none(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, answer = await server.post(path, {**body, "stream": True, "return_hidden_states": True})
+    assert status == 400
+    assert answer["error"]["param"] == "return_hidden_states"
+
+
+async def test_responses_have_none(server: Server) -> None:
+    status, answer = await server.post("/v1/responses", {"input": "a", "return_hidden_states": True})
+    assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_too_much_says_how_much_is_not(server: Server, stream: bool) -> None:
+    serves(server, hidden_size=2**20)
+    status, answer = await server.post(GENERATE, asked(stream=stream))
+    assert status == 400
+    assert answer["error"]["param"] == "return_hidden_states"
+    assert "6 tokens" in answer["error"]["message"] and "4 tokens of this model" in answer["error"]["message"]
+    assert server.engine.runs[0].aborted
+    status, _ = await server.post(GENERATE, asked(sampling_params={"max_new_tokens": 1}))
+    assert status == 200
