@@ -19,36 +19,14 @@ import uvloop
 from bench.app import readers
 from bench.app.paced import PacedExecutor
 from bench.app.stack import Stack, capabilities, load_tokenizer
+from bench.lag import Lag
 from bench.results import write
 
 CLIENTS = 512
 TOKENS = 1200
-TICK = 0.005
 STEPS = (1e-3, 4e-3, 5e-3, 6e-3)
 """Seconds of the fake step: the first saturates the loop, the others ask for 128, 102 and 85 thousand
 tokens a second."""
-
-
-class Lag:
-    """Lateness of a 5 ms timer, by a clock of its own: uvloop's counts whole milliseconds and stands
-    still during a turn of the loop. Owner: event loop."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-        self._loop = asyncio.get_running_loop()
-        self._due = time.perf_counter() + TICK
-        self._handle = self._loop.call_later(TICK, self._tick)
-
-    def _tick(self) -> None:
-        now = time.perf_counter()
-        self.seen.append(max(now - self._due, 0.0))
-        self._due = now + TICK
-        self._handle = self._loop.call_later(TICK, self._tick)
-
-    def stop(self) -> list[float]:
-        """Seconds, ascending."""
-        self._handle.cancel()
-        return sorted(self.seen)
 
 
 async def measure(seconds: float) -> dict[str, Any]:

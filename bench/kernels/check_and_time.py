@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         for width in asked.tune
         for task in tune.variants(width, asked.tokens, asked.quick)
     ]
-    if not asked.only or {"attention", "shared_prefix", "small"} & set(asked.only):
+    if not asked.only or {"attention", "chunks", "shared_prefix", "small"} & set(asked.only):
         tasks += times.compile_tasks()
     prepare(report, [name for name in checks.ALL if not asked.only or name in asked.only], tasks)
     for name, section in times.ALL.items():

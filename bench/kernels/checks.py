@@ -17,7 +17,20 @@ from torch import Tensor
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize, error, scalar
 from bench.kernels.timing import capture
-from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, reference, route, sample
+from gpu.kernels import (
+    cascade,
+    decode,
+    embed,
+    gated,
+    merge,
+    moe,
+    norm,
+    prefill,
+    qkv,
+    reference,
+    route,
+    sample,
+)
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.tuned import MoeConfig, MoeShape, rule
 
@@ -179,6 +192,51 @@ def attention() -> Iterator[Check]:
         yield Check("paged_decode", f"{heads} page {page} rows {rows} window {window} cap {cap:g}", worst)
 
 
+def chunks() -> Iterator[Check]:
+    """Prompt chunks over pages, behind decode rows and with padding: sizes, pages, windows, caps, dtypes,
+    float8 pages. Rows of no chunk must stay as they were."""
+    plain, many = [(0, 1), (0, 700), (1000, 33), (16, 16)], [(0, 64)] * 20
+    cases = [
+        (Heads(), 16, [(0, 8192)], 0, 0.0, DTYPE),
+        (Heads(), 16, [(8192, 2048)] * 4, 0, 0.0, DTYPE),
+        (Heads(), 1, plain, 0, 0.0, DTYPE),
+        (Heads(), 64, plain, 0, 0.0, torch.float16),
+        (Heads(), 128, plain, 0, 0.0, DTYPE),
+        (Heads(32, 8, 128), 16, many, 0, 0.0, DTYPE),
+        (Heads(32, 8, 128), 16, plain, 128, 0.0, DTYPE),
+        (Heads(14, 2, 64), 16, plain, 0, 0.0, DTYPE),
+        (Heads(9, 3, 80), 16, plain, 0, 0.0, DTYPE),
+        (Heads(16, 8, 256), 16, plain, 500, 50.0, DTYPE),
+        (Heads(16, 8, 256), 16, plain, 0, 50.0, DTYPE),
+        (Heads(32, 4, 128), 16, plain, 0, 0.0, torch.float32),
+        (Heads(4, 4, 256), 16, plain, 0, 0.0, torch.float32),
+        (Heads(32, 4, 128), 16, plain, 0, 0.0, torch.float8_e4m3fn),
+    ]
+    for heads, page, sizes, window, cap, kind in cases:
+        dtype = kind if kind.itemsize > 1 else DTYPE
+        scales = (1.0, 1.0) if kind.itemsize > 1 else (0.5, 2.0)
+        kept = inputs.pages([start + tokens for start, tokens in sizes], page, heads, dtype, DEVICE)
+        cut, lead = inputs.chunks(sizes, kept, 5, DEVICE), 5
+        rows = lead + sum(tokens for _, tokens in sizes) + 7
+        q = torch.randn(rows, heads.q, heads.dim, device=DEVICE).to(dtype)
+        q[-7:] = float("nan")
+        config = prefill.prefill_config(heads.dim, dtype)
+        plan = prefill.plan_prefill(*cut[:3], scalar(len(sizes), DEVICE), rows, heads.q // heads.kv, config)
+        out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=DEVICE)
+        stored = [(side / scale).to(kind) for side, scale in zip((kept.k, kept.v), scales, strict=True)]
+        args = {"page_size": page, "scale": heads.dim**-0.5, "window": window, "cap": cap}
+        cache = (stored[0], stored[1])
+        prefill.paged_prefill(q, cache, kept.table, plan, config, out=out, scales=scales, **args)
+        whole = [side.float() * scale for side, scale in zip(stored, scales, strict=True)]
+        own = kept.table[kept.slots]
+        expected = reference.prefill_attention(q, (whole[0], whole[1]), own, cut.true, **args)
+        live = slice(lead, rows - 7)
+        worst = error(out.view_as(q)[live], expected[live])
+        alone = bool((out[:lead] == 7).all() & (out[-7:] == 7).all())
+        case = f"{heads} page {page} x {len(sizes)} window {window} cap {cap:g} {str(kind)[6:]}"
+        yield Check("paged_prefill", case, worst if alone else float("inf"))
+
+
 def _processors() -> int:
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
@@ -299,6 +357,7 @@ ALL: dict[str, Callable[[], Iterator[Check]]] = {
     "routing": routing,
     "experts": experts,
     "attention": attention,
+    "chunks": chunks,
     "merging": merging,
     "shared_prefix": shared_prefix,
     "sampling": sampling,

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
-from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, sample
+from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, prefill, qkv, sample
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.tuned import MoeConfig, MoeShape, rule
 
@@ -66,6 +66,17 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         cache = both[:, 0], both[:, 1]
         q = empty(256, size.q, size.dim)
         decode.paged_decode(q, cache, table, slots, plan, space, config, page_size=page, scale=0.1, pdl=pdl)
+
+    def chunks(page: int, size: Heads, dtype: torch.dtype = DTYPE, window: int = 0) -> None:
+        config = prefill.prefill_config(size.dim, DTYPE)
+        slots, firsts = torch.zeros(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
+        table = torch.zeros(512, 64, dtype=torch.int32)
+        both = empty(64, 2, size.kv, size.dim, dtype=dtype)
+        plan = prefill.plan_prefill(slots, slots, firsts, n, 2048, size.q // size.kv, config, pdl=pdl)
+        q, cache = empty(2048, size.q, size.dim), (both[:, 0], both[:, 1])
+        prefill.paged_prefill(
+            q, cache, table, plan, config, page_size=page, scale=0.1, window=window, pdl=pdl
+        )
 
     def prefix(config: cascade.PrefixConfig) -> None:
         slots, table = torch.zeros(128, dtype=torch.int64), torch.zeros(512, 64, dtype=torch.int32)
@@ -114,6 +125,13 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "decode, page 16": lambda: attention(16, heads),
         "decode, page 64": lambda: attention(64, heads),
         "decode, dim 256": lambda: attention(16, Heads(16, 8, 256)),
+        "chunks, page 16": lambda: chunks(16, heads),
+        "chunks, page 64": lambda: chunks(64, heads),
+        "chunks, 8 kv": lambda: chunks(16, Heads(32, 8, 128)),
+        "chunks, dim 64": lambda: chunks(16, Heads(14, 2, 64)),
+        "chunks, dim 256": lambda: chunks(16, Heads(16, 8, 256)),
+        "chunks, window": lambda: chunks(16, heads, window=1024),
+        "chunks, fp8": lambda: chunks(16, heads, torch.float8_e4m3fn),
         "prefix 64": lambda: prefix(cascade.PrefixConfig()),
         "prefix 128": lambda: prefix(cascade.PrefixConfig(128, 128, 8)),
         "moe 1": lambda: experts(1),

@@ -91,6 +91,29 @@ def pages(
     return Pages(k, v, table.to(device), slots.to(device), by_slot.to(device))
 
 
+class Chunks(NamedTuple):
+    """Chunks of a step, packed behind `lead` rows of decode: int32 slots and starts [C], firsts [C + 1].
+    `true` has (first row, start, tokens) of each as numbers; the last of the C is padding."""
+
+    slots: Tensor
+    starts: Tensor
+    firsts: Tensor
+    true: list[tuple[int, int, int]]
+
+
+def chunks(sizes: list[tuple[int, int]], kept: Pages, lead: int, device: torch.device) -> Chunks:
+    """Of (start, tokens) pairs; chunk i belongs to row i of `kept`."""
+    true, first = [], lead
+    for start, tokens in sizes:
+        true.append((first, start, tokens))
+        first += tokens
+    firsts = [at for at, _, _ in true] + [first, -1000]  # behind the true ones: arbitrary
+    slots = [*kept.slots[: len(sizes)].tolist(), 0]
+    ints = ([*slots], [start for start, _ in sizes] + [0], firsts)
+    tables = [torch.tensor(each, dtype=torch.int32, device=device) for each in ints]
+    return Chunks(tables[0], tables[1], tables[2], true)
+
+
 def rope(tokens: int, rotary: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [tokens, 1, rotary] of random positions, sin negative in its first half."""
     positions = torch.randint(0, 30_000, (tokens,), device=device)

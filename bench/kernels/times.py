@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench.kernels import inputs, tune
 from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.chunk_times import CHUNK_CUTS, chunks, compile_chunks, flashinfer
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import Heads, MoeSize, distinct_experts
 from bench.kernels.timing import Row, microseconds
@@ -171,6 +172,7 @@ def compile_tasks() -> list[partial[None]]:
     """What this file compares in many cuts, for `tune.compile_all`."""
     return [
         *(partial(compile_decode, cut) for cut in CUTS),
+        *(partial(compile_chunks, cut) for cut in CHUNK_CUTS),
         *(partial(compile_prefix, cut) for cut in PREFIX_CUTS),
         *(partial(compile_small, config) for config in SMALL),
     ]
@@ -296,7 +298,9 @@ ALL: dict[str, Callable[[], Iterator[Row]]] = {
     "elementwise": elementwise,
     "routing": routing,
     "attention": attention,
+    "chunks": chunks,
     "shared_prefix": shared_prefix,
     "sampling": sampling,
     "small": small,
+    "flashinfer": flashinfer,
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import openai
 import pytest
 
 from tests.app.conftest import Server
+from tests.app.test_http_tools import know
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own, of pydantic
 
@@ -52,3 +54,26 @@ async def test_a_cached_share_is_told(chat: Any, server: Server) -> None:
     server.engine.cached = 3
     answer = await chat.ainvoke("hi")
     assert answer.usage_metadata["input_token_details"]["cache_read"] == 3
+
+
+async def test_tools(chat: Any, server: Server) -> None:
+    know(server)
+    add = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {}}}}
+    call = ["Sure. ", '<tool_call>\n{"name": "add", "arg', 'uments": {"a"', ": 1}}\n</tool_call>"]
+    server.engine.scripts = [call, call, ["2"]]
+    bound = chat.bind_tools([add])
+    whole = await bound.ainvoke("hi")
+    parts = [part async for part in bound.astream("hi")]
+    for answer in (whole, sum(parts[1:], parts[0])):
+        assert [(one["name"], one["args"]) for one in answer.tool_calls] == [("add", {"a": 1})]
+    messages = pytest.importorskip("langchain_core.messages")
+    result = messages.ToolMessage("two", tool_call_id=whole.tool_calls[0]["id"])
+    assert (await bound.ainvoke([("human", "hi"), whole, result])).content == "2"
+    assert str(server.engine.runs[2].job.prompt).endswith("tool: two\nassistant: ")
+
+
+async def test_a_failure_in_a_stream_is_one(chat: Any, server: Server) -> None:
+    server.engine.fail_at = 2
+    with pytest.raises(openai.APIError, match="device was lost"):
+        async for _ in chat.astream("hi"):
+            pass

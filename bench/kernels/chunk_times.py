@@ -1,0 +1,142 @@
+"""Times of attention over prompt chunks, beside FlashInfer's where that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.kernels import inputs
+from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.compile import compiling
+from bench.kernels.inputs import Heads
+from bench.kernels.timing import Row, microseconds
+from gpu.kernels import prefill
+
+CHUNK_CUTS = (
+    (128, 64, 8, 5, True), (128, 64, 8, 3, True), (128, 64, 8, 7, True), (128, 64, 8, 5, False),
+    (128, 128, 8, 3, False), (128, 128, 8, 5, False), (128, 32, 8, 5, True), (64, 64, 4, 3, True),
+    (64, 64, 4, 3, False), (64, 32, 4, 5, True),
+)  # fmt: skip
+"""Fields of `PrefillConfig` that are compared."""
+
+
+STEPS: dict[str, list[tuple[int, int]]] = {
+    "1 x 8192": [(0, 8192)],
+    "4 x 2048 at 8192": [(8192, 2048)] * 4,
+    "1 x 2048": [(0, 2048)],
+    "2 x 1024": [(0, 1024)] * 2,
+    "1 x 2048 at 2048": [(2048, 2048)],
+    "32 x 64": [(0, 64)] * 32,
+    "8 x 128 at 2048": [(2048, 128)] * 8,
+}
+"""(start, tokens) of chunks: the two that `flashinfer` was measured with, then steps of 2,048 tokens and
+less as the scenarios make them."""
+
+
+def _pairs(sizes: list[tuple[int, int]]) -> int:
+    """Queries times the keys that each sees."""
+    return sum(tokens * start + tokens * (tokens + 1) // 2 for start, tokens in sizes)
+
+
+def _chunk_row(
+    heads: Heads, page: int, name: str, config: prefill.PrefillConfig, room: int, goal: str
+) -> Row:
+    """One step; the graph has room for `room` chunks."""
+    sizes = STEPS[name]
+    kept = inputs.pages([start + tokens for start, tokens in sizes], page, heads, DTYPE, DEVICE)
+    cut = inputs.chunks(sizes, kept, 0, DEVICE)
+    slots, starts = (torch.zeros(room, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    firsts = torch.zeros(room + 1, dtype=torch.int32, device=DEVICE)
+    n = len(sizes)
+    slots[:n], starts[:n], firsts[: n + 1] = cut.slots[:n], cut.starts[:n], cut.firsts[: n + 1]
+    rows = sum(tokens for _, tokens in sizes)
+    count = inputs.scalar(n, DEVICE)
+    plan = prefill.plan_prefill(slots, starts, firsts, count, rows, heads.q // heads.kv, config)
+    args = (
+        torch.randn(rows, heads.q, heads.dim, device=DEVICE).to(DTYPE),
+        (kept.k, kept.v),
+        kept.table,
+        plan,
+        config,
+    )
+    us = microseconds([partial(prefill.paged_prefill, *args, page_size=page, scale=heads.dim**-0.5)])
+    keys = sum(start + tokens for start, tokens in sizes)
+    moved = 2 * heads.dim * (2 * keys * heads.kv + 2 * rows * heads.q)
+    told = f"t{config.queries}x{config.tile} w{config.warps} s{config.stages}{' ahead' * config.ahead}"
+    said = f"{told} C{room} {goal}"
+    flops = 4.0 * heads.dim * heads.q * _pairs(sizes)
+    shape = f"{name} {heads.q}/{heads.kv}/{heads.dim} p{page}"
+    return Row("paged_prefill", shape, us, moved, flops, said)
+
+
+def chunks() -> Iterator[Row]:
+    """Prompt chunks: the default cut at the steps of the scenarios, other cuts at three of them."""
+    base = prefill.prefill_config(128, DTYPE)
+    for name in STEPS:
+        for heads in (Heads(), Heads(32, 8, 128)):
+            goal = {"1 x 8192": "(FA3 554)", "4 x 2048 at 8192": "(FA3 585)"}.get(name, "")
+            yield _chunk_row(heads, 16, name, base, 64, goal)
+    yield _chunk_row(Heads(), 16, "1 x 2048", base, 512, "empty programs")
+    for page in (1, 64):
+        yield _chunk_row(Heads(), page, "1 x 8192", base, 64, "")
+    for heads, cuts in (
+        (Heads(16, 8, 256), ((128, 64, 8, 3, False), (128, 32, 8, 5, False), (64, 64, 8, 3, True))),
+        (Heads(14, 2, 64), ((128, 64, 8, 5, True), (128, 128, 8, 5, False), (128, 64, 8, 5, False))),
+    ):
+        for cut in cuts:
+            yield _chunk_row(heads, 16, "1 x 8192", prefill.PrefillConfig(*cut), 64, "")
+    for name in ("1 x 8192", "1 x 2048", "1 x 2048 at 2048"):
+        rows = [_chunk_row(Heads(), 16, name, prefill.PrefillConfig(*cut), 64, "") for cut in CHUNK_CUTS]
+        yield from sorted(rows, key=lambda row: row.us)[:4]
+    for room in (8, 64, 512):
+        tables = torch.zeros(3, room + 1, dtype=torch.int32, device=DEVICE)
+        tables[2, 1:] = 2048
+        args = tables[0, :room], tables[1, :room], tables[2], inputs.scalar(1, DEVICE), 2048, 8, base
+        us = microseconds([partial(prefill.plan_prefill, *args)])
+        yield Row(
+            "plan_prefill", f"2048 tokens, {room} chunks", us, prefill.max_blocks(2048, room, 8, base) * 32
+        )
+
+
+def flashinfer() -> Iterator[Row]:
+    """The same steps by FlashInfer's FA3, where it is installed; the first is compiled for a minute."""
+    if find_spec("flashinfer") is None:
+        return
+    library: Any = import_module("flashinfer")
+    make = library.BatchPrefillWithPagedKVCacheWrapper
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    for name, heads in product(STEPS, (Heads(), Heads(32, 8, 128))):
+        sizes = STEPS[name]
+        lengths = [start + tokens for start, tokens in sizes]
+        kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
+        counts = torch.tensor([0] + [-(-length // 16) for length in lengths]).cumsum(0).int()
+        rows = torch.tensor([0] + [tokens for _, tokens in sizes]).cumsum(0).int()
+        own = kept.table[kept.slots].cpu()
+        indices = torch.cat([row[: -(-length // 16)] for row, length in zip(own, lengths, strict=True)])
+        last = torch.tensor([(length - 1) % 16 + 1 for length in lengths], dtype=torch.int32)
+        wrapper = make(space, "NHD", backend="fa3")
+        tables = (each.to(DEVICE) for each in (rows, counts, indices, last))
+        wrapper.plan(*tables, heads.q, heads.kv, heads.dim, 16, causal=True, q_data_type=DTYPE)
+        q = torch.randn(int(rows[-1]), heads.q, heads.dim, device=DEVICE).to(DTYPE)
+        cache = tuple(side.view(-1, 16, heads.kv, heads.dim) for side in (kept.k, kept.v))
+        us = microseconds([partial(wrapper.run, q, cache, out=torch.empty_like(q))])
+        flops = 4.0 * heads.dim * heads.q * _pairs(sizes)
+        yield Row("flashinfer FA3", f"{name} {heads.q}/{heads.kv}/{heads.dim} p16", us, 0.0, flops)
+
+
+def compile_chunks(cut: tuple[int, int, int, int, bool]) -> None:
+    """For the pool of `tune.compile_all`: chunks at one of CHUNK_CUTS."""
+    heads, config = Heads(), prefill.PrefillConfig(*cut)
+    both, q = torch.empty(64, 2, heads.kv, heads.dim, dtype=DTYPE), torch.empty(2048, 32, 128, dtype=DTYPE)
+    table = torch.empty(65, 64, dtype=torch.int32)
+    ints = torch.empty(65, dtype=torch.int32)
+    with compiling():
+        plan = prefill.plan_prefill(ints[:64], ints[:64], ints, ints[:1], 2048, 8, config)
+        cache = both[:, 0], both[:, 1]
+        prefill.paged_prefill(q, cache, table, plan, config, page_size=16, scale=heads.dim**-0.5)

@@ -1,0 +1,232 @@
+"""Where a step's time goes: the device, the launch thread, the waiter thread, the loop.
+
+    python -m bench.step --model DIR [--load-format dummy] [any flag of the server]
+
+The engine's own order (apply, plan, submit) over the real executor, without HTTP and text. Steady rows
+decode behind prompts of --context tokens; "mixed" is a closed loop of prompts and answers. "loaded" burns
+--per-row microseconds of Python per row and step on the loop, in slices, as delivery does.
+
+Bias: random token ids, so no two prompts share a prefix; the loop's burnt time holds the GIL throughout,
+where real delivery gives it up in each write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import uvloop
+
+from app.cli import parse
+from bench.lag import Lag
+from bench.results import write
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import Config
+from core.executor import Executor
+from core.order import OrderDone
+from core.plan import StepFailure
+from core.request import Request, SamplingParams
+from core.schedule.scheduler import Scheduler
+from gpu.build import build_executor, spec_of
+
+ROWS = (1, 32, 256, 512)
+SLICE = 24
+OCCUPIED = 0.975
+WARM_STEPS = 20
+
+
+class Case(NamedTuple):
+    """`output` 0 decodes until the time is over, else each answer has that many tokens and is followed
+    by a new prompt."""
+
+    name: str
+    rows: int
+    context: int
+    output: int = 0
+
+
+class Driver:
+    """What the engine does between results, and a count of what came. Owner: event loop."""
+
+    def __init__(self, executor: Executor, config: Config) -> None:
+        self._executor = executor
+        caps = executor.capabilities
+        self._depth = config.schedule.overlap_depth
+        self.budget = config.schedule.step_tokens
+        self._per_row = 0.0
+        cache = CacheManager(caps.num_pages, caps.page_size)
+        self.scheduler = Scheduler(caps, cache, config.schedule, monotonic)
+        self._rng = np.random.default_rng(1)
+        self._case = Case("", 0, 0)
+        self._made = 0
+        self._slices: deque[int] = deque()
+        self.steps: list[tuple[float, float]] = []
+        """Arrival of each result and the device's seconds for it."""
+        self.tokens = 0
+        self.failure = ""
+
+    def begin(self, case: Case, per_row: float) -> None:
+        """Fill the rows of `case`."""
+        self._case, self._per_row = case, per_row
+        self.scheduler.add([self._request(row) for row in range(case.rows)])
+        self.tick()
+
+    def end(self) -> None:
+        """Let nothing follow."""
+        self._case = self._case._replace(rows=0)
+        for request in self.scheduler.requests():
+            self.scheduler.abort(request)
+
+    def _request(self, row: int) -> Request:
+        self._made += 1
+        caps, case = self._executor.capabilities, self._case
+        prompt = self._rng.integers(1, caps.vocab_size - 1, case.context).astype(np.int32)
+        # The first answers are of every length, so that later ones do not end together.
+        most = case.output or caps.context_length - case.context
+        if case.output and row >= 0:
+            most = 1 + row * case.output // case.rows
+        return Request(f"r{self._made}", prompt, SamplingParams(temperature=0.0, max_tokens=most))
+
+    def tick(self) -> None:
+        """One turn: results, a plan, then the load that delivery would be."""
+        now = time.perf_counter()
+        for result in self._executor.results():
+            if isinstance(result, StepFailure | OrderDone):
+                self.failure = str(result)
+                continue
+            confirmed = self.scheduler.apply(result)
+            self.steps.append((now, result.seconds))
+            self.tokens += len(confirmed.tokens)
+            if self._case.output and confirmed.ends and self._case.rows:
+                self.scheduler.add([self._request(-1) for _ in confirmed.ends])
+            if self._per_row:
+                rows = len(confirmed.tokens)
+                self._slices.extend(min(SLICE, rows - first) for first in range(0, rows, SLICE))
+        while self.scheduler.in_flight <= self._depth and (plan := self.scheduler.plan()) is not None:
+            self._executor.submit(plan)
+        self.scheduler.take_finished()
+        if self._slices:
+            asyncio.get_running_loop().call_soon(self._burn)
+
+    def _burn(self) -> None:
+        if not self._slices:
+            return
+        until = time.perf_counter() + self._slices.popleft() * self._per_row
+        while time.perf_counter() < until:
+            pass
+        asyncio.get_running_loop().call_soon(self._burn)
+
+
+class CpuTimes:
+    """CPU seconds of the device's threads and of the calling one."""
+
+    def __init__(self) -> None:
+        self._clocks = {"loop": time.CLOCK_THREAD_CPUTIME_ID}
+        for thread in threading.enumerate():
+            if thread.name.startswith("loom-") and thread.ident is not None:
+                kind = thread.name.split("-")[1]
+                self._clocks[kind] = time.pthread_getcpuclockid(thread.ident)
+
+    def read(self) -> dict[str, float]:
+        return {name: time.clock_gettime(clock) for name, clock in self._clocks.items()}
+
+
+async def measure(driver: Driver, case: Case, per_row: float, seconds: float) -> dict[str, Any]:
+    """Fill the rows, wait until they run, look for `seconds`."""
+    driver.begin(case, per_row)
+    while driver.scheduler.running < case.rows:
+        await asyncio.sleep(0.01)
+        if driver.failure:
+            raise RuntimeError(driver.failure)
+    # With all slots taken some prompts may still be under way: as many steps as those could take.
+    settled = len(driver.steps) + WARM_STEPS + case.rows * case.context // driver.budget
+    while len(driver.steps) < settled:
+        await asyncio.sleep(0.01)
+    times, lag = CpuTimes(), Lag()
+    first, tokens, before, begun = len(driver.steps), driver.tokens, times.read(), time.perf_counter()
+    await asyncio.sleep(seconds)
+    wall, after, made = time.perf_counter() - begun, times.read(), driver.tokens - tokens
+    steps, lags = driver.steps[first:], lag.stop()
+    driver.end()
+    while not driver.scheduler.idle:
+        await asyncio.sleep(0.01)
+    count = len(steps)
+    return {
+        "case": case.name,
+        "rows": case.rows,
+        "context": case.context,
+        "loaded_us_per_row": round(1e6 * per_row, 1),
+        "steps": count,
+        "tokens_per_s": round(made / wall),
+        "period_ms": round(1e3 * wall / count, 3),
+        "gpu_ms_p50": round(1e3 * statistics.median(spent for _, spent in steps), 3),
+        "occupancy": round(sum(spent for _, spent in steps) / wall, 4),
+        "windows_occupied": _windows(steps, begun, wall),
+        "host_us_per_step": {name: round(1e6 * (after[name] - before[name]) / count, 1) for name in after},
+        "loop_lag_p99_ms": round(1e3 * lags[int(len(lags) * 0.99)], 2) if lags else None,
+    }
+
+
+def _windows(steps: list[tuple[float, float]], begun: float, wall: float) -> float:
+    """Share of whole seconds in which the device was inside a step for at least `OCCUPIED` of the time."""
+    inside = np.zeros(max(int(wall), 1))
+    for at, spent in steps:
+        end, start = at - begun, at - begun - spent
+        for second in range(max(int(start), 0), min(int(end) + 1, len(inside))):
+            inside[second] += max(min(end, second + 1) - max(start, second), 0.0)
+    return round(float((inside >= OCCUPIED).mean()), 3)
+
+
+async def run(executor: Executor, config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All cases, idle loop and loaded."""
+    driver, found = Driver(executor, config), []
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        loop.call_soon_threadsafe(driver.tick)
+
+    executor.start(wake)
+    rows = [n for n in args.rows if n <= executor.capabilities.max_rows]
+    cases = [Case(f"decode{n}", n, args.context) for n in rows]
+    cases.append(Case("mixed", rows[-1] // 2 or 1, args.context, args.output))
+    for case in cases:
+        for load in (0.0, args.per_row / 1e6):
+            found.append(await measure(driver, case, load, args.seconds))
+            print(found[-1], flush=True)
+    executor.close()
+    return found
+
+
+def main() -> None:
+    """Measure and keep bench/results/NAME.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default="step", help="of the file under bench/results")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=256, help="tokens of an answer in the mixed case")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each look")
+    parser.add_argument("--per-row", type=float, default=8.0, help="microseconds of loop time when loaded")
+    args, rest = parser.parse_known_args()
+    config = parse(rest)
+    source = Path(config.model.model)
+    begun = time.perf_counter()
+    executor = build_executor(
+        spec_of(source), source, config.model, config.cache, config.schedule, lambda stage, share: None
+    )
+    start = time.perf_counter() - begun
+    found = uvloop.run(run(executor, config, args))
+    write(args.name, {"device": executor.capabilities.device, "build_s": round(start, 2), "cases": found})
+
+
+if __name__ == "__main__":
+    main()

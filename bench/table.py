@@ -1,0 +1,131 @@
+"""The six scenarios against a server of our own, from its start to its end.
+
+    python -m bench.table --model configs/models/qwen3-30b-a3b --name h200-qwen3-30b-a3b \\
+        --note "what changed, and what it was predicted to bring" [--scenario c32] [flags of the server]
+
+Starts `python -m app` with random weights on a free port, waits until it is ready, measures, stops it, and
+keeps bench/results/NAME.json and a dated copy with the note under bench/results/history/. Start to ready
+and start to the first token are measured too.
+
+Bias: client and server share the host's cores; the peers' figures were taken the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.load.main import main as load
+from bench.results import RESULTS, conditions
+
+SERVER = ("--load-format", "dummy", "--context-length", "16384", "--max-running", "512")
+"""What the peers were started with: random weights, contexts of 16,384, at most 512 running."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """`python -m app` as a process."""
+
+    def __init__(self, flags: list[str], log: Path) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self._begun = time.perf_counter()
+        self._log = log.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "app", "--port", str(port), *flags],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_ready(self, timeout: float) -> float:
+        """Seconds from start to a healthy answer. Raises `RuntimeError` if it ends before."""
+        while time.perf_counter() - self._begun < timeout:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self._process.returncode}: see {self._log.name}")
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
+                    if answer.status == 200:
+                        return self.age()
+            except (urllib.error.URLError, OSError):
+                pass  # not listening yet, or starting
+            time.sleep(0.05)
+        raise RuntimeError(f"not ready after {timeout:.0f} s: see {self._log.name}")
+
+    def first_token(self) -> float:
+        """Seconds from start to one token of one request."""
+        body = json.dumps({"model": "any", "prompt": [1000] * 8, "max_tokens": 1}).encode()
+        ask = urllib.request.Request(self.url + "/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(ask, timeout=60) as answer:
+            answer.read()
+        return self.age()
+
+    def age(self) -> float:
+        """Seconds since the process was started."""
+        return time.perf_counter() - self._begun
+
+    def stop(self) -> None:
+        """End it, gently first."""
+        self._process.terminate()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+
+def main() -> None:
+    """Measure and keep the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="directory with a config.json")
+    parser.add_argument("--name", required=True, help="of the file under bench/results")
+    parser.add_argument("--note", default="", help="what changed, and what it was predicted to bring")
+    parser.add_argument("--scenario", default="table,chat256", help="as of bench.load")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds until it must be ready")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results")
+    args, flags = parser.parse_known_args()
+    history = args.out / "history"
+    history.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    raw = history / f"{args.name}-{stamp}.json"
+    server = Server(["--model", args.model, *SERVER, *flags], raw.with_suffix(".log"))
+    try:
+        ready, first = server.wait_ready(args.timeout), server.first_token()
+        print(f"ready after {ready:.1f} s, first token after {first:.1f} s", flush=True)
+        status = load(["--url", server.url, "--scenario", args.scenario, "--output", str(raw)])
+    finally:
+        server.stop()
+    if status:
+        sys.exit(status)
+    results: list[dict[str, Any]] = json.loads(raw.read_text())
+    about = {
+        "note": args.note,
+        "server_flags": flags,
+        "start_to_ready_s": round(ready, 2),
+        "start_to_first_token_s": round(first, 2),
+        **conditions(),
+    }
+    for result in results:
+        result["conditions"] = result.get("conditions", {}) | about
+    text = json.dumps(results, indent=1) + "\n"
+    raw.write_text(text)
+    (args.out / f"{args.name}.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
