@@ -26,6 +26,7 @@ RENAMED: Mapping[str, str] = {
     "--schedule-conservativeness": "--conservativeness",
     "--priority-scheduling-preemption-threshold": "--preemption-gap",
     "--radix-eviction-policy": "--eviction",
+    "--kv-cache-dtype": "--kv-dtype",
     "--tool-call-parser": "--tool-parser",
     # vLLM
     "--max-model-len": "--context-length",
@@ -55,10 +56,14 @@ _TOOLS = {
     "llama3_json": "llama3",
     "deepseekv3": "deepseek_v3",
     "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm",
+    "glm47": "glm",
 }
 _REASONING = dict.fromkeys(("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45"), "think")
 VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": _HALF,
+    "--kv-dtype": {"fp8_e4m3": "fp8"},
     "--tool-parser": _TOOLS,
     "--reasoning-parser": _REASONING,
 }
@@ -99,7 +104,6 @@ ONLY: Mapping[str, str] = {
     "--pipeline-parallel-size": "1",
     "--dp-size": "1",
     "--data-parallel-size": "1",
-    "--kv-cache-dtype": "auto",
 }
 """Flags of which one value says what is the case anyway."""
 

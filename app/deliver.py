@@ -24,7 +24,6 @@ class Stream:
         "_detokenizer",
         "_index",
         "_logprobs",
-        "_repetition",
         "_sink",
         "_stops",
         "_tokens",
@@ -34,19 +33,11 @@ class Stream:
         "prompt_logprobs",
     )
 
-    def __init__(
-        self,
-        index: int,
-        sink: Sink,
-        detokenizer: Detokenizer,
-        stops: StopScanner | None,
-        repetition: RepetitionScanner | None = None,
-    ) -> None:
+    def __init__(self, index: int, sink: Sink, detokenizer: Detokenizer, stops: StopScanner | None) -> None:
         self._index = index
         self._sink = sink
         self._detokenizer = detokenizer
         self._stops = stops
-        self._repetition = repetition
         self._tokens: list[int] = []
         self._logprobs: list[RowLogprobs] | None = None
         self.count = 0
@@ -58,8 +49,8 @@ class Stream:
         """The same for hidden states, each before the piece of the token that it made."""
 
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
-        """One more token. Returns the finish when its text completes a stop string, or it goes round in
-        circles; that piece has been sent then."""
+        """One more token. Returns the finish when its text completes a stop string; that piece has
+        been sent then."""
         self._count(token, logprobs)
         text = self._detokenizer.feed([token])
         if self._stops is not None and text:
@@ -70,9 +61,6 @@ class Stream:
                 return finish
         if text:
             self._send(text, None)
-        if self._repetition is not None and self._repetition.feed(token):
-            self.end(REPEATED)
-            return REPEATED
         return None
 
     def end(self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None) -> None:
@@ -107,3 +95,29 @@ class Stream:
         self._tokens, self._logprobs = [], None
         self.done = finish is not None
         self._sink(self._index, piece)
+
+
+class CircleStream(Stream):
+    """One that ends when its tokens go round in circles: a class of its own, so that no other stream pays
+    for the look at every token. Owner: event loop."""
+
+    __slots__ = ("_repetition",)
+
+    def __init__(
+        self,
+        index: int,
+        sink: Sink,
+        detokenizer: Detokenizer,
+        stops: StopScanner | None,
+        repetition: RepetitionScanner,
+    ) -> None:
+        super().__init__(index, sink, detokenizer, stops)
+        self._repetition = repetition
+
+    def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
+        """See `Stream.feed`; the finish of a token that completes a run, too."""
+        finish = super().feed(token, logprobs)
+        if finish is None and self._repetition.feed(token):
+            finish = REPEATED
+            self.end(finish)
+        return finish

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from core.errors import BodyTooLarge, EngineFailed, LoomError, NotFound, Overloaded, RequestError, Unavailable
+from core.grammar import BROKEN
 from core.types import Finish, FinishReason
 
 RETRY_AFTER = 1.0
@@ -55,6 +56,10 @@ class Fault(msgspec.Struct, frozen=True):
         """The nested JSON object."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
+
+    def plain_body(self) -> bytes:
+        """The message alone, for Ollama's clients."""
+        return msgspec.json.encode({"error": self.message})
 
     def anthropic_body(self, request_id: str) -> bytes:
         """The same for clients of Anthropic's API, which go by the type's name."""
@@ -129,6 +134,8 @@ def _headers(status: int, error: BaseException) -> Mapping[str, str]:
 
 def failure(finish: Finish) -> LoomError | None:
     """The error in a request's end, None for an end that the client asked for or expected."""
+    if finish.message is not None and finish.message.startswith(BROKEN):
+        return RequestError(finish.message, code="constraint_failed")
     if finish.reason is FinishReason.ERROR:
         return EngineFailed(finish.message or "The engine failed while processing your request.")
     if finish.message is not None:

@@ -25,11 +25,12 @@ from app.http.classify import ClassifyBody
 from app.http.completions import completion_jobs
 from app.http.delivery import running
 from app.http.embeddings import EmbeddingBody
+from app.http.hidden import check_states, last_state
 from app.http.openai import request_id
 from app.http.sampling import MAX_CHOICES
 from app.http.schema import CHAT, COMPLETION, ChatBody, CompletionBody
 from app.http.whole import ANSWERS
-from app.job import Generator, Job, Piece
+from app.job import Generator, Job, Piece, Run
 from app.outputs import Choice, Delta, Output, delta_of, output_of
 from app.watch import Watcher
 from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig
@@ -284,12 +285,15 @@ class LLM:
     async def _follow(self, url: str, body: bytes, put: Callable[[Delta | None], None]) -> None:
         try:
             engine, job = await self._job(url, body)
-            left = job.n
+            left, counts = job.n, [0] * job.n
+            runs: list[Run] = []
             done: asyncio.Future[LoomError | None] = asyncio.get_running_loop().create_future()
 
             def take(index: int, piece: Piece) -> None:
                 nonlocal left
-                put(delta_of(index, piece))
+                counts[index] += len(piece.tokens)
+                last = piece.finish is not None and job.sampling.hidden != "none"
+                put(delta_of(index, piece, last_state(runs[0], index, counts[index]) if last else None))
                 if piece.finish is None or done.done():
                     return
                 left -= 1
@@ -297,7 +301,9 @@ class LLM:
                 if error is not None or not left:
                     done.set_result(error)
 
-            async with running(engine, [job], take):
+            async with running(engine, [job], take) as started:
+                runs += started
+                check_states(runs, [job], self._live.loaded)
                 if (error := await done) is not None:
                     raise error
         finally:

@@ -21,6 +21,8 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str | int | None = None
     logprobs: Any = None
     message: dict[str, Any] | None = None
+    hidden_states: list[float] | None = None
+    """With `return_hidden_states`: the state that made the last token, [width]."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    hidden_states: list[float] | None = None
+    """In the last piece, as in `Choice`."""
 
 
 def output_of(answer: Mapping[str, Any]) -> Output:
@@ -68,12 +72,13 @@ def output_of(answer: Mapping[str, Any]) -> Output:
                 stop_reason=choice.get("stop_reason"),
                 logprobs=choice.get("logprobs"),
                 message=message,
+                hidden_states=choice.get("hidden_states"),
             )
         )
     return Output(id=answer["id"], choices=choices, usage=answer["usage"])
 
 
-def delta_of(index: int, piece: Piece) -> Delta:
+def delta_of(index: int, piece: Piece, states: list[float] | None = None) -> Delta:
     """From the engine's own."""
     finish = piece.finish
     return Delta(
@@ -81,4 +86,5 @@ def delta_of(index: int, piece: Piece) -> Delta:
         text=piece.text,
         token_ids=piece.tokens,
         finish_reason=None if finish is None else finish.reason.value,
+        hidden_states=states,
     )

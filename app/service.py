@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -11,7 +12,7 @@ import msgspec
 from app.health import Health, Phase
 from app.job import Generator
 from app.parsers.registry import ReasoningFamily, ToolFamily
-from core.errors import RequestError, Unavailable
+from core.errors import Overloaded, RequestError, Unavailable
 from core.models import PoolingSpec, Task
 from core.stats import EngineStatistics
 
@@ -75,6 +76,33 @@ class Control(Generator, Protocol):
     def statistics(self) -> EngineStatistics: ...
 
 
+class NumberBudget:
+    """Numbers of hidden states that answers hold, from the check of a request to the end of its task: slow
+    readers of many large answers would hold as many gigabytes.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_held", "_limit")
+
+    def __init__(self, limit: int = 2**28) -> None:
+        """`limit` is a GiB of float32."""
+        self._limit = limit
+        self._held = 0
+
+    def hold(self, count: int) -> None:
+        """Count them until the current task ends. Raises `Overloaded` where others hold too many."""
+        if self._held and self._held + count > self._limit:
+            raise Overloaded("Too many hidden states are being answered: try again later.")
+        task = asyncio.current_task()
+        assert task is not None, "answers are made in tasks"
+        self._held += count
+        task.add_done_callback(lambda task: self._release(count))
+
+    def _release(self, count: int) -> None:
+        self._held -= count
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """What exists once the model is in."""
 
@@ -88,6 +116,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """How it marks thinking; None: it does not think."""
     operator: Operator | None = None
     """None where the engine is not this process's to control."""
+    numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
 
 
 class Service:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from app.deliver import Stream
+from app.deliver import CircleStream, Stream
 from app.engine import Engine
 from app.job import Job, Piece, Run, Sink
 from app.text.detokenizer import Detokenizer
@@ -242,6 +242,7 @@ class Submitter:
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):
                 ids = await self._tokenizer.encode_async(text, False, "bad_words")
+                await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
                 found[tuple(ids.tolist())] = None
         return tuple(ids for ids in found if ids)
 
@@ -288,9 +289,7 @@ class Submitter:
                     grammar=grammar,
                 )
             )
-            repeated = None if job.text.repetition is None else RepetitionScanner(job.text.repetition)
-            detokenizer, stops = self._detokenizer(job, prompt), self._stops(job)
-            run.streams.append(Stream(index, run.deliver, detokenizer, stops, repeated))
+            run.streams.append(self._stream(index, run, job))
         run.requests[0].pinning = pinning  # its prompt is the others' too
         self._engine.add(run.requests, run.streams)
         return run
@@ -321,6 +320,12 @@ class Submitter:
         if wanted > room:
             raise ContextExceeded(self._limits.context_length, prompt_len, wanted, job.prompt_param)
         return wanted
+
+    def _stream(self, index: int, run: LiveRun, job: Job) -> Stream:
+        detokenizer, stops = self._detokenizer(job, run.prompt), self._stops(job)
+        if job.text.repetition is None:
+            return Stream(index, run.deliver, detokenizer, stops)
+        return CircleStream(index, run.deliver, detokenizer, stops, RepetitionScanner(job.text.repetition))
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()

@@ -30,7 +30,7 @@ from bench.results import write
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import Config
-from core.executor import Executor
+from core.executor import Capabilities, Executor
 from core.order import OrderDone
 from core.plan import StepFailure
 from core.request import Request, SamplingParams
@@ -41,6 +41,12 @@ ROWS = (1, 32, 256, 512)
 SLICE = 24
 OCCUPIED = 0.975
 WARM_STEPS = 20
+FILLED = 0.9
+"""Of the pages, that the rows of a case may come to hold. With more asked for, the scheduler would keep
+some of the rows waiting, and the case would never be what its name says."""
+
+PATIENCE = 60.0
+"""Seconds in which all rows of a case must run."""
 
 
 class Case(NamedTuple):
@@ -90,7 +96,7 @@ class Driver:
         caps, case = self._executor.capabilities, self._case
         prompt = self._rng.integers(1, caps.vocab_size - 1, case.context).astype(np.int32)
         # The first answers are of every length, so that later ones do not end together.
-        most = case.output or caps.context_length - case.context
+        most = case.output or min(caps.context_length, room(caps, case.rows)) - case.context
         if case.output and row >= 0:
             most = 1 + row * case.output // case.rows
         return Request(f"r{self._made}", prompt, SamplingParams(temperature=0.0, max_tokens=most))
@@ -125,6 +131,11 @@ class Driver:
         asyncio.get_running_loop().call_soon(self._burn)
 
 
+def room(caps: Capabilities, rows: int) -> int:
+    """Tokens, of prompt and answer together, that each of `rows` requests may have."""
+    return int(FILLED * (caps.num_pages - 1) * caps.page_size) // max(rows, 1)
+
+
 class CpuTimes:
     """CPU seconds of the device's threads and of the calling one."""
 
@@ -142,10 +153,11 @@ class CpuTimes:
 async def measure(driver: Driver, case: Case, per_row: float, seconds: float) -> dict[str, Any]:
     """Fill the rows, wait until they run, look for `seconds`."""
     driver.begin(case, per_row)
+    late = time.perf_counter() + PATIENCE
     while driver.scheduler.running < case.rows:
         await asyncio.sleep(0.01)
-        if driver.failure:
-            raise RuntimeError(driver.failure)
+        if driver.failure or time.perf_counter() > late:
+            raise RuntimeError(driver.failure or f"{driver.scheduler.running} of {case.rows} rows run")
     # With all slots taken some prompts may still be under way: as many steps as those could take.
     settled = len(driver.steps) + WARM_STEPS + case.rows * case.context // driver.budget
     while len(driver.steps) < settled:
@@ -194,8 +206,9 @@ async def run(executor: Executor, config: Config, args: argparse.Namespace) -> l
         loop.call_soon_threadsafe(driver.tick)
 
     executor.start(wake)
-    rows = [n for n in args.rows if n <= executor.capabilities.max_rows]
-    cases = [Case(f"decode{n}", n, args.context) for n in rows]
+    caps = executor.capabilities
+    rows = [n for n in args.rows if n <= caps.max_rows]
+    cases = [Case(f"decode{n}", n, min(args.context, room(caps, n) // 2)) for n in rows]
     cases.append(Case("mixed", rows[-1] // 2 or 1, args.context, args.output))
     for case in cases:
         for load in (0.0, args.per_row / 1e6):
@@ -212,7 +225,7 @@ def main() -> None:
     )
     parser.add_argument("--name", default="step", help="of the file under bench/results")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt, where they fit")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer in the mixed case")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each look")
     parser.add_argument("--per-row", type=float, default=8.0, help="microseconds of loop time when loaded")

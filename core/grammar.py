@@ -11,6 +11,10 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+BROKEN = "The output cannot continue under its grammar"
+"""How the reason begins when a matcher breaks in the middle of an answer: reasons travel as text, and by
+this one it is known that the request's own constraint ended it, not the engine."""
+
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 
 

@@ -19,7 +19,7 @@ from app.batch.room import Lane, Room
 from app.batch.store import Disk, Store
 from app.health import Phase
 from app.service import Loaded, Service
-from core.errors import LoomError, Overloaded, RequestError, Unavailable
+from core.errors import Aborted, LoomError, Overloaded, RequestError, Unavailable
 from core.types import FinishReason
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,8 @@ class Work:
             work.cancel()
             self._room.leave(lane)
         error = work.exception()
-        unlucky = isinstance(error, Overloaded | Unavailable) or (error is None and _cut(work.result()))
+        refused = isinstance(error, Overloaded | Unavailable | Aborted)
+        unlucky = refused or (error is None and _cut(work.result()))
         if lane.aside or (unlucky and self._may_retry(line)):
             self._again.append(line)
             return
@@ -296,4 +297,4 @@ class Work:
 
 def _cut(answer: Mapping[str, Any]) -> bool:
     """Somebody ended it before its time."""
-    return any(choice["finish_reason"] == FinishReason.ABORT.value for choice in answer["choices"])
+    return any(choice["finish_reason"] == FinishReason.ABORT.value for choice in answer.get("choices", ()))

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from app.http.chunks import DATA, END, Envelope, Options, finish_fields, usage
+from app.http.chunks import DATA, END, Envelope, Options, finish_fields, last_chunks, usage
 from app.job import Piece
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.reading import Reading
@@ -182,9 +182,7 @@ class AnswerChunks:
 
     def tail(self) -> bytes | None:
         """See `Frames.tail`."""
-        if not self._options.include_usage:
-            return None
-        return b'%b],"usage":%b}%b' % (self._head, self._usage(), END)
+        return last_chunks(self._head, self._options, [self._run], b',"usage":' + self._usage())
 
     def _event(self, index: int, delta: Delta, fields: dict[str, object]) -> bytes:
         told = b""

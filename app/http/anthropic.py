@@ -42,7 +42,13 @@ async def messages(request: web.Request) -> web.StreamResponse:
 async def _run(request: web.Request, body: MessagesBody, loaded: Loaded) -> web.StreamResponse:
     job, watch = await _job(body, loaded)
     card = loaded.card
-    telling = Telling(id=job.id, model=card.name, context=card.context_length, reading=watch.reading)
+    telling = Telling(
+        id=job.id,
+        model=card.name,
+        context=card.context_length,
+        reading=watch.reading,
+        mute=job.max_tokens == 0,
+    )
     watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
     if body.stream:
         return await _stream(request, telling, watcher, job)
@@ -81,7 +87,12 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
     id = f"msg_{secrets.token_hex(12)}"
-    job, watch = await chat_job(chat_body(body, chat_messages(body), id, loaded), loaded)
+    chat = chat_body(body, chat_messages(body), id, loaded)
+    if chat.max_completion_tokens == 0:  # which chat has no use for: the prompt fills the cache, no more
+        chat.max_completion_tokens = None
+    job, watch = await chat_job(chat, loaded)
+    if body.max_tokens == 0:
+        job = msgspec.structs.replace(job, max_tokens=0)
     assert isinstance(job.prompt, str)
     # Clients ask for the longest answer of Anthropic's models (Claude Code: 32,000 tokens), whatever the
     # model; Anthropic, too, cuts it to the context.

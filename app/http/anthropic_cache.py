@@ -17,6 +17,10 @@ from core.errors import RequestError
 SECONDS = {"5m": 300.0, "1h": 3600.0}
 """`ttl`."""
 
+MAX_MISSED = 16
+"""Texts of a prompt that its template may have changed before the rest is taken as not kept: each is
+looked for in all of the prompt, and a body holds 100,000."""
+
 _Place = tuple[int, int, int]
 """Of a mark, in the order of the prompt: part (tools, system, messages, all), message, block."""
 
@@ -103,10 +107,13 @@ def _end(prompt: str, body: MessagesBody, without: int = 0) -> int:
     """Where the texts of `body`'s messages, but for the last `without`, are over in `prompt`. A text that
     its template changed or left out is passed over: then it is less that is kept, never more."""
     texts = _texts(body, body.messages or [])
-    at = 0
+    at = missed = 0
     for text in texts[: len(texts) - without]:
         found = prompt.find(text, at)
-        at = found + len(text) if found >= 0 else at
+        if found >= 0:
+            at = found + len(text)
+        elif (missed := missed + 1) > MAX_MISSED:
+            break
     return at
 
 

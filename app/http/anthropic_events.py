@@ -28,6 +28,8 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     """Tokens that the model takes, prompt and answer together."""
     reading: Reading
+    mute: bool = False
+    """No token is asked for: the answer has no block at all."""
 
 
 def _event(type_: str, **fields: object) -> bytes:
@@ -67,7 +69,7 @@ def message(telling: Telling, run: WatchedRun, piece: Piece) -> dict[str, object
     blocks: list[Block] = []
     if read.reasoning:
         blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": telling.id})
-    if read.content or not (read.calls or read.reasoning):
+    if read.content or not (read.calls or read.reasoning or telling.mute):
         blocks.append({"type": "text", "text": read.content})
     for call in read.calls:
         given = msgspec.json.decode(call.arguments)
@@ -126,7 +128,7 @@ class MessageFrames:
         frames: list[bytes] = []
         if not self._started:
             self._start(frames)
-        if self._index < 0:  # an answer has at least one block
+        if self._index < 0 and not self._telling.mute:  # an answer has at least one block
             self._open("text", {"text": ""}, b"", frames)
         self._close(frames)
         used = whole_usage(self._run, self._count)

@@ -93,7 +93,8 @@ def _user(blocks: list[Block], role: str, param: str) -> Iterator[Message]:
             texts = []
         id = _string(block, "tool_use_id", where)
         yield {"role": "tool", "tool_call_id": id, "content": _result(block, f"{where}.content")}
-    if texts or not blocks:
+    # A message that says nothing is one, too: an empty list of messages is nobody's turn.
+    if texts or all(block["type"] != "tool_result" for block in blocks):
         yield {"role": role, "content": "\n".join(texts)}
 
 

@@ -14,7 +14,14 @@ from app.http.hidden import check_states, with_last_states
 from app.http.keys import SERVICE
 from app.http.logprobs import Namer, chat_logprobs, vllm_prompt_logprobs
 from app.http.messages import check_messages, generation_prompt, short_ids, template_arguments
-from app.http.openai import envelope, options, prompt_logprobs_wanted, request_id, stream_chunks
+from app.http.openai import (
+    envelope,
+    options,
+    prompt_logprobs_wanted,
+    request_id,
+    stream_chunks,
+    with_extras,
+)
 from app.http.prompts import check_ids
 from app.http.refuse import refuse_unsupported
 from app.http.reply import json_response
@@ -33,17 +40,15 @@ from app.http.sampling import (
 )
 from app.http.schema import CHAT, ChatBody
 from app.http.sse import EventStream
+from app.http.thinking import constrained, shown, thinking_budget, unthinking
 from app.http.tools import Tools, chosen_tools
 from app.job import Job, Piece, Run
-from app.parsers.grammar import Wanted, constraint
+from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
 from app.service import Loaded
 from app.watch import Watch, WatchedRun, Watcher
 from core.errors import RequestError
 from core.types import Ints
-
-SEEN = 512
-"""Of a prompt that comes as ids, the last that are read to see whether a thinking is open."""
 
 
 class ChatShape:
@@ -119,7 +124,7 @@ async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
                 ({**message, "content": f"{echo}{message['content'] or ''}"}, ended)
                 for message, ended in read
             ]
-        answer = _answer(whole, read, pieces, told, namer) | used | extras
+        answer = with_extras(_answer(whole, read, pieces, told, namer) | used | extras, body, runs, pieces)
         return with_last_states(answer, [job], runs, pieces)
 
 
@@ -135,7 +140,8 @@ def _patient(job: Job) -> bool:
 async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     """Everything checked that can be checked without tokens, the prompt rendered, and how to read
     what comes back."""
-    budget = _budget(body, loaded)
+    budget = thinking_budget(body, loaded)
+    refuse_unsupported(body)
     tools = chosen_tools(body)
     n = choices(body.n)
     root = root_key(body.cache_salt, body.extra_key)
@@ -164,20 +170,20 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         priority=priority(body.priority),
         root=root,
         keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
-        prompt_param="messages",
     )
     if body.input_ids:
-        ids = check_ids(body.input_ids, loaded.card.vocab_size, "input_ids")
-        prompt = loaded.tokenizer.decode(ids[-SEEN:].tolist(), False)
+        prompt: str | Ints = check_ids(body.input_ids, loaded.card.vocab_size, "input_ids")
     else:
         prompt = await _render(body, loaded, tools)
     if budget == 0 and loaded.reasoning is not None:
-        prompt = loaded.reasoning.skipped(prompt)
-    reading = _reading(body, loaded, tools, prompt)
-    job, watch = _constrained(job, prompt, tools, Watch(reading=reading, budget=budget or None))
-    if body.input_ids:
-        job = msgspec.structs.replace(job, prompt=ids, prompt_param="input_ids")
-    return job, watch
+        prompt = await unthinking(prompt, loaded.reasoning, loaded)
+    job = msgspec.structs.replace(
+        job, prompt=prompt, prompt_param="input_ids" if body.input_ids else "messages"
+    )
+    text = shown(prompt, loaded)
+    watch = Watch(reading=_reading(body, loaded, tools, text), budget=budget or None)
+    wanted = Wanted(answer=job.grammar, tools=tools.callable, calls=tools.calls, many=tools.many)
+    return constrained(job, text, wanted, watch)
 
 
 async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
@@ -199,47 +205,18 @@ async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
     )
 
 
-def _budget(body: ChatBody, loaded: Loaded) -> int | None:
-    """Tokens that the thinking may take. Refuses what this build cannot do on the way: a budget is
-    one of those things where the model does not think."""
-    names = ("max_thinking_tokens", "thinking_token_budget")
-    name = next((name for name in names if getattr(body, name) is not None), names[0])
-    budget: int | None = getattr(body, name)
-    if budget is not None and loaded.reasoning is None:
-        raise RequestError(f"'{name}': this model is not known to think.", name, "unsupported")
-    if budget is not None and budget < 0:
-        raise RequestError(f"'{name}' must not be negative.", name)
-    refuse_unsupported(msgspec.structs.replace(body, **dict.fromkeys(names)))
-    return budget
-
-
 def _reading(body: ChatBody, loaded: Loaded, tools: Tools, prompt: str) -> Reading:
     reasoning = loaded.reasoning
     return Reading(
         tools=loaded.tools if tools.calls != "none" else None,
         names=frozenset(tool.name for tool in tools.callable),
+        schemas={tool.name: tool.schema for tool in tools.callable},
         reasoning=reasoning,
         inside=reasoning is not None and reasoning.opened(prompt),
         inline=body.separate_reasoning is False,
         silent=body.include_reasoning is False,
         one=not tools.many,
     )
-
-
-def _constrained(job: Job, prompt: str, tools: Tools, watch: Watch) -> tuple[Job, Watch]:
-    """The job with one grammar for all that was asked, and the watch with the one for after a cut."""
-    reading = watch.reading
-    family = reading.reasoning
-    wanted = Wanted(answer=job.grammar, tools=tools.callable, calls=tools.calls, many=tools.many)
-    grammar = after = constraint(wanted, reading.tools, family)
-    if family is not None and not family.closed(prompt):
-        thinking = msgspec.structs.replace(wanted, thinking="open" if reading.inside else "possible")
-        grammar = constraint(thinking, reading.tools, family)
-    text = job.text
-    if any(each is not None and each.special for each in (reading.tools, family)):
-        text = msgspec.structs.replace(text, skip_special_tokens=False)  # the marks are such tokens
-    job = msgspec.structs.replace(job, prompt=prompt, grammar=grammar, text=text)
-    return job, msgspec.structs.replace(watch, after=after)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from app.job import Piece, Run
+from app.watch import WatchedRun
 from core.types import Finish
 
 _encode = msgspec.json.Encoder().encode
@@ -40,6 +41,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False
     logprobs: bool = False
     token_ids: bool = False
+    cached: bool = False
+    """Where cached tokens came from, in SGLang's own object."""
 
 
 class Shape(Protocol):
@@ -73,6 +76,28 @@ def usage(runs: Sequence[Run], completion_tokens: int, reasoning_tokens: int = 0
         "prompt_tokens_details": {"cached_tokens": sum(run.requests[0].cached for run in runs)},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
+
+
+def thought(runs: Sequence[Run]) -> int:
+    """Tokens of thinking, where a bound had them counted."""
+    return sum(run.reasoning_tokens for run in runs if isinstance(run, WatchedRun))
+
+
+def cached_details(runs: Sequence[Run]) -> dict[str, object]:
+    """SGLang's `sglext`: cached tokens by the tier that had them. There is one."""
+    cached = sum(run.requests[0].cached for run in runs)
+    return {"cached_tokens_details": {"device": cached, "host": 0}}
+
+
+def last_chunks(head: bytes, options: Options, runs: Sequence[Run], usage: bytes) -> bytes | None:
+    """What comes after the last choice's end, only for those who asked: others index `choices[0]` of every
+    chunk. `head` ends inside the list of choices, `usage` is that field."""
+    told = b""
+    if options.cached:
+        told = b'%b],"sglext":%b}%b' % (head, _encode(cached_details(runs)), END)
+    if options.include_usage:
+        told += b"%b]%b}%b" % (head, usage, END)
+    return told or None
 
 
 def finish_fields(finish: Finish) -> dict[str, object]:
@@ -167,12 +192,10 @@ class Chunks:
         )
 
     def tail(self) -> bytes | None:
-        """The usage chunk, only for those who asked: others index `choices[0]` of every chunk."""
-        if not self._options.include_usage:
-            return None
-        return b"%b]%b}%b" % (self._envelope, self._usage(True), END)
+        """See `Frames.tail`."""
+        return last_chunks(self._envelope, self._options, self._runs, self._usage(True))
 
     def _usage(self, told: bool) -> bytes:
         if told:
-            return b',"usage":' + _encode(usage(self._runs, self._count))
+            return b',"usage":' + _encode(usage(self._runs, self._count, thought(self._runs)))
         return b',"usage":null' if self._options.include_usage else b""

@@ -9,13 +9,20 @@ import msgspec
 from aiohttp import web
 
 from app.http.body import decode, read_body
-from app.http.chunks import Envelope, Options, finish_fields, usage
+from app.http.chunks import Envelope, Options, finish_fields, thought, usage
 from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running, spaced
 from app.http.hidden import check_states, with_last_states
 from app.http.keys import SERVICE
 from app.http.logprobs import CompletionLogprobs, Namer, output_entries, prompt_entries, vllm_prompt_logprobs
-from app.http.openai import envelope, options, prompt_logprobs_wanted, request_id, stream_chunks
+from app.http.openai import (
+    envelope,
+    options,
+    prompt_logprobs_wanted,
+    request_id,
+    stream_chunks,
+    with_extras,
+)
 from app.http.prompts import check_prompt, split_prompts
 from app.http.refuse import refuse_unsupported
 from app.http.reply import json_response
@@ -33,6 +40,7 @@ from app.http.sampling import (
     truncation,
 )
 from app.http.schema import COMPLETION, CompletionBody
+from app.http.thinking import bounded, thinking_budget
 from app.job import Job, Piece, Run
 from app.service import Loaded
 from core.errors import RequestError
@@ -97,7 +105,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     id = request_id(body, "cmpl")
     jobs = completion_jobs(body, id, loaded)
     delivery = Delivery(sum(job.n for job in jobs))
-    async with running(loaded.engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
+    engine = bounded(loaded, thinking_budget(body, loaded))
+    async with running(engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
         shape = _shape(body, jobs, runs, loaded)
         chunk = (envelope(id, "text_completion", loaded.card.name), shape, _told(body))
         # Prompt log-probabilities are complete once choice 0 has begun, not before.
@@ -110,12 +119,13 @@ async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, o
     id = request_id(body, "cmpl")
     jobs = completion_jobs(body, id, loaded)
     collector = Collector(sum(job.n for job in jobs))
-    async with running(loaded.engine, jobs, collector.take) as runs:
+    engine = bounded(loaded, thinking_budget(body, loaded))
+    async with running(engine, jobs, collector.take) as runs:
         check_states(runs, jobs, loaded)
         pieces = await collector.collect()
         head = envelope(id, "text_completion", loaded.card.name)
         answer = await _answer(head, pieces, runs, _told(body), _shape(body, jobs, runs, loaded))
-        return with_last_states(answer, jobs, runs, pieces)
+        return with_last_states(with_extras(answer, body, runs, pieces), jobs, runs, pieces)
 
 
 def _told(body: CompletionBody) -> Options:
@@ -217,4 +227,5 @@ async def _answer(
         if told.logprobs:
             await asyncio.sleep(0)  # about 6 µs a token: choice by choice, not all in one slice
     tokens = sum(len(piece.tokens) for piece in pieces)
-    return {**msgspec.structs.asdict(head), "choices": listed, "usage": usage(runs, tokens)}
+    used = usage(runs, tokens, thought(runs))
+    return {**msgspec.structs.asdict(head), "choices": listed, "usage": used}

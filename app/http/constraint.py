@@ -41,6 +41,9 @@ _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_addition
 
 _UNSET: tuple[object, ...] = (None, False, "", [])
 
+CONSTRAINTS = frozenset({*_PLAIN, "structured_outputs", "response_format"})
+"""All the fields."""
+
 
 class _Asked(NamedTuple):
     """One constraint as it was sent."""
@@ -64,6 +67,14 @@ def constraint_of(body: Refused, inner: Refused | None = None, prefix: str = "")
         )
     param, kind, value = asked[0]
     return GrammarSpec(kind, _text(kind, value, param), param)
+
+
+def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
+    """The same constraint as the field of that name spells it."""
+    for name, kind in _STRUCTURED.items():
+        if kind == spec.kind:
+            return {name: msgspec.json.decode(spec.text) if kind == "choice" else spec.text}
+    return {"json_object": True}
 
 
 def _asked(body: Refused, prefix: str) -> list[_Asked]:

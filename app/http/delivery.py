@@ -11,9 +11,9 @@ from typing import Protocol
 from app.errors import failure
 from app.http.sse import EventStream
 from app.job import Generator, Job, Piece, Run, Sink
-from core.errors import EngineFailed, LoomError
+from core.errors import Aborted, EngineFailed, LoomError
 from core.plan import RowLogprobs
-from core.types import Finish
+from core.types import Finish, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,13 @@ class Collector:
         does not wait for the others then."""
         await self._done
         return [buffer.piece() for buffer in self._buffers]
+
+    async def finished(self) -> None:
+        """Wait for choices that make no text. Raises what `collect` does, and `Aborted` where one was
+        ended by its id."""
+        for piece in await self.collect():
+            if piece.finish is not None and piece.finish.reason is FinishReason.ABORT:
+                raise Aborted
 
 
 class Spaced:

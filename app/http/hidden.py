@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from app.http.pool import check_numbers, joined
 from app.job import Job, Piece, Run
 from app.service import Loaded
@@ -35,10 +37,22 @@ def with_last_states(
     listed: Any = answer["choices"]
     for index, (choice, piece) in enumerate(zip(listed, pieces, strict=True)):
         which, own = divmod(index, jobs[0].n)
-        choice["hidden_states"] = _rows(runs[which], own, len(piece.tokens))[-1].tolist()
+        choice["hidden_states"] = last_state(runs[which], own, len(piece.tokens))
     return answer
 
 
+def last_state(run: Run, choice: int, tokens: int) -> list[float] | None:
+    """The state that made the last of a complete choice's `tokens`, [hidden]; None where it was ended
+    before there was any."""
+    if not run.hidden(choice):
+        return None
+    state: list[float] = _rows(run, choice, tokens)[-1].tolist()
+    return state
+
+
 def _rows(run: Run, choice: int, tokens: int) -> Floats:
-    """float32 [prompt + tokens - 1, hidden]: a stop string leaves states of tokens behind it."""
+    """float32 [prompt + tokens - 1, hidden]: a stop string leaves states of tokens behind it. Fewer where
+    it was ended before."""
+    if not run.hidden(choice):
+        return np.zeros((0, 0), np.float32)
     return joined(run, choice)[: len(run.prompt) + max(tokens - 1, 0)]

@@ -30,6 +30,9 @@ QUIET_PATHS = OPEN_PATHS
 ANTHROPIC_PATH = "/v1/messages"
 """From here on down errors have Anthropic's shape."""
 
+OLLAMA_PATH = "/api/"
+"""And below this one Ollama's: a text."""
+
 CLIENT_GONE = 499
 """Only ever logged."""
 
@@ -133,7 +136,8 @@ async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.S
 
 def _error(request: web.Request, error: Exception) -> web.Response:
     anthropic = request.path == ANTHROPIC_PATH or request.path.startswith(ANTHROPIC_PATH + "/")
-    return error_response(fault(error), request[REQUEST_ID] if anthropic else None)
+    id = request[REQUEST_ID] if anthropic else None
+    return error_response(fault(error), id, plain=request.path.startswith(OLLAMA_PATH))
 
 
 def _translate(request: web.Request, error: web.HTTPException) -> HttpError:

@@ -36,7 +36,8 @@ from app.http.sampling import (
 from app.http.schema import NATIVE, NativeBody, NativeSampling
 from app.http.sessions import SESSIONS, encoded, taking_part
 from app.http.sse import EventStream
-from app.job import Job, Sink
+from app.http.thinking import bounded, thinking_budget
+from app.job import Generator, Job, Sink
 from app.service import Loaded
 from core.errors import RequestError
 
@@ -65,21 +66,26 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = decode(NATIVE, await read_body(request))
     loaded = ready(request.app[SERVICE], None)
     jobs = native_jobs(body, loaded)
+    engine = bounded(loaded, _budget(body, loaded))
     try:
         if body.session_params is None:
-            return await _answer(request, body, jobs, lambda sink: sink)
+            return await _answer(request, body, engine, jobs)
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
         job = await encoded(jobs[0], loaded)
         with taking_part(request.app[SESSIONS], body.session_params, job, loaded) as part:
-            return await _answer(request, body, [part.job], part.watch)
+            return await _answer(request, body, engine, [part.job], part.watch)
     except RequestError as error:
         error.param = _renamed(error.param)
         raise
 
 
 async def _answer(
-    request: web.Request, body: NativeBody, jobs: Sequence[Job], watch: Callable[[Sink], Sink]
+    request: web.Request,
+    body: NativeBody,
+    engine: Generator,
+    jobs: Sequence[Job],
+    watch: Callable[[Sink], Sink] = lambda sink: sink,
 ) -> web.StreamResponse:
     """Run the jobs; `watch` is put before the sink."""
     loaded = request.app[SERVICE].loaded
@@ -89,7 +95,7 @@ async def _answer(
     if body.stream:
         delivery = Delivery(total)
         every = stream_interval(body.sampling_params or NativeSampling(), _IN)
-        async with running(loaded.engine, jobs, watch(spaced(delivery.take, every))) as runs:
+        async with running(engine, jobs, watch(spaced(delivery.take, every))) as runs:
             check_states(runs, jobs, loaded)
             frames = NativeFrames(body, Answers(body, jobs, runs, namer), total, single)
             async with EventStream(request) as stream:
@@ -100,7 +106,7 @@ async def _answer(
                     await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
             return stream.response
     collector = Collector(total)
-    async with running(loaded.engine, jobs, watch(collector.take)) as runs:
+    async with running(engine, jobs, watch(collector.take)) as runs:
         check_states(runs, jobs, loaded)
         pieces = await collector.collect()
         answers = Answers(body, jobs, runs, namer)
@@ -110,6 +116,13 @@ async def _answer(
             await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
         answer = listed[0] if single else listed
         return await long_response(request, answer) if wants_states(body) else json_response(answer)
+
+
+def _budget(body: NativeBody, loaded: Loaded) -> int | None:
+    """By the name in either place."""
+    if (budget := thinking_budget(body, loaded)) is not None or body.sampling_params is None:
+        return budget
+    return thinking_budget(body.sampling_params, loaded, _IN)
 
 
 def _patient(jobs: Sequence[Job]) -> bool:
@@ -210,4 +223,10 @@ def _logprobs(body: NativeBody) -> dict[str, int | tuple[int, ...]]:
     named = tuple(body.token_ids_logprob or ())
     if start == -1:
         return {"logprobs": top, "logprob_ids": named}
-    return {"logprobs": top, "logprob_ids": named, "prompt_logprobs": top, "prompt_logprobs_start": start}
+    return {
+        "logprobs": top,
+        "logprob_ids": named,
+        "prompt_logprobs": top,
+        "prompt_logprobs_start": start,
+        "prompt_logprob_ids": named,
+    }

@@ -25,6 +25,17 @@ GROWTH = 16
 this, 64 choices of 1,000 tokens with 20 log-probabilities each are 25 GB of events."""
 
 
+def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str, object]:
+    """What SGLang tells of a choice that has said `tokens`."""
+    return {
+        "id": id,
+        "finish_reason": None if finish is None else _finish(finish, tokens),
+        "prompt_tokens": len(run.prompt),
+        "completion_tokens": tokens,
+        "cached_tokens": run.requests[0].cached,
+    }
+
+
 class Answers:
     """Builds the object of one choice from what it has produced. Owner: event loop."""
 
@@ -55,14 +66,8 @@ class Answers:
     def meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
         """`meta_info` without log-probabilities."""
         which, choice = divmod(index, self._n)
-        run, job = self._runs[which], self._jobs[which]
-        return {
-            "id": job.id if self._n == 1 else f"{job.id}-{choice}",
-            "finish_reason": None if finish is None else _finish(finish, tokens),
-            "prompt_tokens": len(run.prompt),
-            "completion_tokens": tokens,
-            "cached_tokens": run.requests[0].cached,
-        }
+        id = self._jobs[which].id
+        return meta_info(id if self._n == 1 else f"{id}-{choice}", self._runs[which], tokens, finish)
 
     def output_logprobs(self, piece: Piece) -> dict[str, list[object]]:
         """Of the piece's tokens."""
@@ -82,8 +87,8 @@ class Answers:
         best = self._body.top_logprobs_num or 0
         if best:
             fields[f"{side}_top_logprobs"] = [self._top(entry, slice(best)) for entry in entries]
-        if self._body.token_ids_logprob and side == "output":
-            fields["output_token_ids_logprobs"] = [self._top(entry, slice(best, None)) for entry in entries]
+        if self._body.token_ids_logprob:
+            fields[f"{side}_token_ids_logprobs"] = [self._top(entry, slice(best, None)) for entry in entries]
         return fields
 
     def _top(self, entry: Entry, part: slice) -> list[object] | None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 
-from app.http.chunks import Chunks, Envelope, Options, Shape
+from app.http.chunks import Chunks, Envelope, Options, Shape, cached_details
 from app.http.delivery import Delivery
+from app.http.logprobs import output_entries
+from app.http.native_answer import meta_info
 from app.http.sampling import job_id
-from app.http.schema import Generation
+from app.http.schema import ChatBody, CompletionBody, Generation
 from app.http.sse import EventStream
-from app.job import Run
+from app.job import Piece, Run
 from core.errors import RequestError
 
 
@@ -28,15 +31,41 @@ def envelope(id: str, object: str, model: str) -> Envelope:
     return Envelope(id=id, object=object, created=int(time.time()), model=model)
 
 
-def options(body: Generation, logprobs: bool) -> Options:
-    """What the client asked to be told."""
+def options(body: ChatBody | CompletionBody, logprobs: bool) -> Options:
+    """What the client asked to be told. Raises `RequestError` for what a stream does not tell."""
+    if body.stream and body.return_meta_info:
+        param = "return_meta_info"
+        raise RequestError(f"'{param}' is not available with 'stream'.", param, "unsupported")
     stream = body.stream_options
     return Options(
         include_usage=stream is not None and stream.include_usage is True,
         continuous_usage=stream is not None and stream.continuous_usage_stats is True,
         logprobs=logprobs,
         token_ids=body.return_token_ids is True,
+        cached=body.return_cached_tokens_details is True,
     )
+
+
+def with_extras(
+    answer: dict[str, object],
+    body: ChatBody | CompletionBody,
+    runs: Sequence[Run],
+    pieces: Sequence[Piece],
+) -> dict[str, object]:
+    """The whole answer with what SGLang's clients asked for besides: `meta_info` of every choice, where
+    cached tokens came from."""
+    if body.return_cached_tokens_details:
+        answer["sglext"] = cached_details(runs)
+    if body.return_meta_info:
+        listed: Any = answer["choices"]
+        each = len(pieces) // len(runs)
+        for index, (choice, piece) in enumerate(zip(listed, pieces, strict=True)):
+            meta = meta_info(str(answer["id"]), runs[index // each], len(piece.tokens), piece.finish)
+            if piece.logprobs is not None:
+                entries = output_entries(piece.tokens, piece.logprobs)
+                meta["output_token_logprobs"] = [[entry.value, entry.token, None] for entry in entries]
+            choice["meta_info"] = meta
+    return answer
 
 
 def prompt_logprobs_wanted(body: Generation) -> int:

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 
 from app.http.admin import VERSION, health
 from app.http.keys import SERVE
-from app.http.middleware import ANTHROPIC_PATH, OPEN_PATHS
+from app.http.middleware import ANTHROPIC_PATH, OLLAMA_PATH, OPEN_PATHS
 from app.http.openapi_table import ABOUT, NEEDED, About, Schema
 
 Route = tuple[str, str, Handler]
@@ -55,6 +55,11 @@ _ERRORS: Mapping[str, Schema] = {
             },
             "request_id": {"type": "string"},
         },
+    },
+    "OllamaError": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "string"}},
     },
     "Health": {"type": "object", "required": ["status", "stage", "progress", "reason"]},
 }
@@ -149,6 +154,8 @@ def _responses(method: str, path: str, handler: Handler, about: About) -> dict[s
     if about.body is not None or about.form is not None:
         failed.update(WITH_BODY)
     shape = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
+    if path.startswith(OLLAMA_PATH):
+        shape = "OllamaError"
     told = {200: _answer("As asked.", _contents(about))}
     for status in sorted(failed):
         error: Schema = {"$ref": _REF + shape}
@@ -175,6 +182,8 @@ def _contents(about: About) -> Schema:
     contents: Schema = {about.media: {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}}
     if about.streams:
         contents["text/event-stream"] = {"schema": _EVENT}
+    if about.lines:
+        contents["application/x-ndjson"] = {"schema": {"type": "string"}}
     return contents
 
 

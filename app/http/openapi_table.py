@@ -12,12 +12,18 @@ from app.http import (
     admin,
     anthropic,
     batches,
+    chat_batch,
     classify,
     control,
+    derender,
     embeddings,
     files,
+    generative,
+    inference,
     load,
     models,
+    ollama,
+    ollama_schema,
     parsing,
     render,
     rerank,
@@ -68,6 +74,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     media: str = "application/json"
     streams: bool = False
     """Events instead, when `stream` asks for them."""
+    lines: bool = False
+    """Lines of JSON instead, unless `stream` is false."""
     errors: tuple[int, ...] = ()
     query: Mapping[str, Schema] = {}
 
@@ -111,6 +119,11 @@ NEEDED: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     DetokenizeBody: ("tokens",),
     batches.BatchBody: ("input_file_id", "endpoint"),
     rerank.RerankBody: ("query", "documents"),
+    chat_batch.BatchChatBody: ("messages",),
+    derender.DerenderBody: ("generate_responses",),
+    derender.DerenderChatBody: ("generate_response",),
+    generative.GenerativeBody: ("query", "items", "label_token_ids"),
+    inference.InferenceBody: ("token_ids",),
 }
 """Fields without which a body is refused. In the structs they may be absent, so that an error names them
 in our words."""
@@ -270,6 +283,60 @@ ABOUT: Mapping[Handler, About] = {
     ),
     sessions.open_session: About(body=sessions.OpenBody, optional=True, string=True, errors=(429,)),
     sessions.close_session: About(body=sessions.CloseBody, example={"session_id": "s"}, has=("success",)),
+    chat_batch.chat_batch: About(
+        body=chat_batch.BatchChatBody,
+        example={"messages": [_HI["messages"], _HI["messages"]], "max_tokens": 16},
+        has=_CHOICES,
+        errors=_RUN,
+    ),
+    inference.inference: About(
+        body=inference.InferenceBody,
+        example={"token_ids": [1, 2], "sampling_params": {"max_tokens": 16}},
+        has=("request_id", "choices", "usage"),
+        streams=True,
+        errors=_RUN,
+    ),
+    derender.derender_chat: About(
+        body=derender.DerenderChatBody,
+        example={"generate_response": {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}},
+        has=_CHOICES,
+        errors=_MODEL,
+    ),
+    derender.derender_completions: About(
+        body=derender.DerenderBody,
+        example={"generate_responses": [{"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}]},
+        has=_CHOICES,
+        errors=_MODEL,
+    ),
+    generative.generative_scoring: About(
+        body=generative.GenerativeBody,
+        example={"query": "Is it? ", "items": ["Yes", "No"], "label_token_ids": [1, 2]},
+        has=("id", "object", "created", "model", "data", "usage"),
+        errors=_RUN,
+    ),
+    ollama.chat: About(
+        body=ollama_schema.OllamaChatBody,
+        example={"messages": _HI["messages"]},
+        has=("model", "created_at", "message", "done"),
+        lines=True,
+        errors=_RUN,
+    ),
+    ollama.generate: About(
+        body=ollama_schema.OllamaGenerateBody,
+        example={"prompt": "Once upon a time"},
+        has=("model", "created_at", "response", "done"),
+        lines=True,
+        errors=_RUN,
+    ),
+    ollama.tags: About(has=("models",)),
+    ollama.show: About(
+        body=ollama_schema.OllamaShowBody,
+        optional=False,
+        example={},
+        has=("details", "model_info", "capabilities"),
+        errors=_MODEL,
+    ),
+    ollama.version: About(has=("version",)),
     anthropic.count_tokens: About(body=MessagesBody, example=_HI, has=("input_tokens",), errors=_MODEL),
 }
 """A route whose handler is missing here cannot be described: a test says so."""

@@ -123,9 +123,9 @@ async def encode(
         ids = await loaded.tokenizer.encode_async(checked, add_special, param)
         if add_special and loaded.tokenizer.added_eos:
             ids = np.append(ids, np.array(loaded.tokenizer.added_eos, np.int32))
-        await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
     else:
         ids = checked
+    await asyncio.sleep(0)  # ids are checked and short texts encoded at once: a long list would be one slice
     if most is not None:
         ids = cut(ids, most, loaded.tokenizer.special_ids)
     return fitting(Input(ids, param), body, loaded)
@@ -136,7 +136,10 @@ def fitting(input: Input, body: PoolBody, loaded: Loaded) -> Input:
     most = most_tokens(body, loaded)
     if most is not None:
         ids = cut(input.ids, most, loaded.tokenizer.special_ids, body.truncation_side)
-        input = msgspec.structs.replace(input, ids=ids)
+        second = input.second
+        if second and body.truncation_side == "left":
+            second = max(second - (len(input.ids) - len(ids)), 1)
+        input = msgspec.structs.replace(input, ids=ids, second=second)
     if len(input.ids) > loaded.card.context_length:
         raise ContextExceeded(loaded.card.context_length, len(input.ids), 0, input.param)
     return input
@@ -167,7 +170,7 @@ async def run_pooled(
     while part := list(islice(jobs, WINDOW)):
         collector = Collector(len(part))
         async with running(loaded.engine, part, collector.take) as runs:
-            await collector.collect()
+            await collector.finished()
             for run in runs:
                 done.vectors.append(_vector(run, hidden))
                 done.prompt_tokens += len(run.prompt)
@@ -184,6 +187,7 @@ def _jobs(inputs: Sequence[Input], base: Job) -> Iterator[Job]:
             prompt=input.ids,
             sampling=msgspec.structs.replace(base.sampling, pair=input.second),
             prompt_param=input.param,
+            continues=i > 0,  # an answer that has begun is made to its end
         )
 
 
@@ -207,7 +211,8 @@ def joined(run: Run, choice: int) -> Floats:
 
 
 def check_numbers(tokens: int, loaded: Loaded, param: str) -> None:
-    """Raise `RequestError` for hidden states that no answer should hold."""
+    """Raise `RequestError` for hidden states that no answer should hold, `Overloaded` where all answers
+    together hold too many; these count until the current task ends."""
     width = max(loaded.card.hidden_size, 1)
     if tokens * width > MAX_NUMBERS:
         raise RequestError(
@@ -215,6 +220,7 @@ def check_numbers(tokens: int, loaded: Loaded, param: str) -> None:
             f"{MAX_NUMBERS}, which are {MAX_NUMBERS // width} tokens of this model.",
             param,
         )
+    loaded.numbers.hold(tokens * width)
 
 
 # -- vectors ---------------------------------------------------------------------------------------

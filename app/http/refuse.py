@@ -15,8 +15,6 @@ _FIELDS: dict[str, str] = {
     "lora_path": "adapters are not available on this server",
     "prompt_embeds": "prompts are taken as text or token ids only",
     "input_embeds": "prompts are taken as text or token ids only",
-    "thinking_token_budget": "a thinking budget is not available",
-    "max_thinking_tokens": "a thinking budget is not available",
     "chat_template": "chat templates are set by the operator; clients cannot send one",
     "return_routed_experts": "experts are not told",
     "return_entropy": "entropies are not told",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import chain
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
 from app.errors import Fault
+from app.http.sse import patience
 
 PIECE = 64 * 1024
 """Bytes of a long answer that are made and written in one turn of the loop: numbers of 0.3 ms."""
@@ -23,10 +25,15 @@ def json_response(value: object, status: int = 200) -> web.Response:
 async def long_response(request: web.Request, value: object) -> web.StreamResponse:
     """The same for an answer with vectors in it, numpy's: as one text, 50 MB of them held the loop for
     0.35 s."""
+    made = pieces(value)
+    first = next(made)
+    if len(first) < PIECE:  # and all
+        return web.Response(body=first, content_type="application/json")
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
-    for piece in pieces(value):
-        await response.write(piece)
+    for piece in chain((first,), made):
+        async with patience(request):
+            await response.write(piece)
         await asyncio.sleep(0)  # a reader that keeps up never makes `write` wait
     await response.write_eof()
     return response
@@ -40,7 +47,8 @@ def pieces(value: object) -> Iterator[bytes]:
         if len(held) >= PIECE:
             yield bytes(held)
             held.clear()
-    yield bytes(held)
+    if held:
+        yield bytes(held)
 
 
 def _parts(value: object) -> Iterator[bytes]:
@@ -53,6 +61,8 @@ def _parts(value: object) -> Iterator[bytes]:
             yield from _parts(each)
             mark = b","
         yield b"}"
+    elif isinstance(value, np.ndarray) and not len(value):
+        yield b"[]"
     elif isinstance(value, np.ndarray) and value.ndim == 1:
         yield msgspec.json.encode(value.tolist())
     else:
@@ -71,13 +81,15 @@ def _has_vectors(value: object) -> bool:
         return any(map(_has_vectors, value.values()))
     if isinstance(value, list):
         return bool(value) and _has_vectors(value[0])
-    return isinstance(value, np.ndarray) and len(value) > 0
+    return isinstance(value, np.ndarray)
 
 
-def error_response(fault: Fault, anthropic: str | None = None) -> web.Response:
-    """An error in the nested shape, or in Anthropic's for the request with that id, with the headers
-    that tell clients whether to try again."""
+def error_response(fault: Fault, anthropic: str | None = None, plain: bool = False) -> web.Response:
+    """An error in the nested shape, in Anthropic's for the request with that id, or in Ollama's `plain`
+    one, with the headers that tell clients whether to try again."""
     body = fault.body() if anthropic is None else fault.anthropic_body(anthropic)
+    if plain:
+        body = fault.plain_body()
     response = web.Response(body=body, status=fault.status, content_type="application/json")
     response.headers.update(fault.headers)
     return response

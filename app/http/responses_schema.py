@@ -51,8 +51,6 @@ class ResponsesBody(Generation, kw_only=True):
     prompt: Any = None
     conversation: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_thinking_tokens: Int | None = None
-    thinking_token_budget: Int | None = None
 
 
 RESPONSES = msgspec.json.Decoder(ResponsesBody)

@@ -119,6 +119,8 @@ def allowed_ids(body: Refused, vocab_size: int, prefix: str = "") -> tuple[int, 
     param = prefix + "allowed_token_ids"
     if not ids:
         raise RequestError(f"'{param}' must not be empty: nothing could be said.", param)
+    if len(ids) > vocab_size:
+        raise RequestError(f"'{param}' takes at most the {vocab_size} ids that there are.", param)
     check_ids(ids, vocab_size, param)
     return tuple(ids)
 

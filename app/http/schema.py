@@ -35,7 +35,8 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
 
 class Refused(msgspec.Struct, kw_only=True):
     """Fields that constrain the output (`app/http/constraint.py`, `processor_fields` of
-    `app/http/sampling.py`) or change the model, most of which this build refuses (`app/http/refuse.py`)."""
+    `app/http/sampling.py`), bound its thinking (`app/http/thinking.py`) or change the model, most of which
+    this build refuses (`app/http/refuse.py`)."""
 
     response_format: Any = None
     regex: Any = None
@@ -61,8 +62,8 @@ class Refused(msgspec.Struct, kw_only=True):
     return_routed_experts: Any = None
     return_entropy: Any = None
     return_sampling_mask: Any = None
-    thinking_token_budget: Any = None
-    max_thinking_tokens: Any = None
+    thinking_token_budget: Int | None = None
+    max_thinking_tokens: Int | None = None
     chat_template: Any = None
     image_data: Any = None
     video_data: Any = None
@@ -135,9 +136,10 @@ class ChatBody(Generation, kw_only=True):
     function_call: Any = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
-    max_thinking_tokens: Int | None = None
-    thinking_token_budget: Int | None = None
     reasoning_effort: str | None = None
+    return_token_offsets: bool | None = None
+    return_meta_info: bool | None = None
+    return_cached_tokens_details: bool | None = None
 
 
 class CompletionBody(Generation, kw_only=True):
@@ -146,6 +148,9 @@ class CompletionBody(Generation, kw_only=True):
     prompt: str | list[str | Int | list[Int]] | None = None
     logprobs: Int | None = None
     echo: bool | None = None
+    return_token_offsets: bool | None = None
+    return_meta_info: bool | None = None
+    return_cached_tokens_details: bool | None = None
 
 
 class NativeSampling(Refused, kw_only=True):

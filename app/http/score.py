@@ -172,7 +172,7 @@ async def _score(asked: Asked, items: range, loaded: Loaded, scored: Scored) -> 
     while part := list(islice(jobs, WINDOW)):
         collector = Collector(len(part))
         async with running(loaded.engine, part, collector.take) as runs:
-            await collector.collect()
+            await collector.finished()
             scored.logprobs += [_last_logprob(run) for run in runs]
             # An item's first label is what found others' pages; the rest find the first one's.
             for job, run in zip(part, runs, strict=True):
@@ -201,6 +201,7 @@ def _jobs(asked: Asked, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
                 prompt=np.append(ids, np.int32(label)),
                 sampling=wanted,
                 prompt_param=f"items[{i}]",
+                continues=i + j > 0,  # an answer that has begun is made to its end
             )
 
 

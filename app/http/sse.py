@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
@@ -49,8 +50,23 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     error: Callable[[Fault, str], bytes]
     """The event of a failure, for the request with that id."""
     keep_alive: bytes = b": keep-alive\n\n"
+    """Into a long silence; empty: nothing, where readers would take it for an answer."""
     done: bytes = b""
     """After the last event."""
+    media: str = "text/event-stream"
+
+
+@asynccontextmanager
+async def patience(request: web.Request) -> AsyncIterator[None]:
+    """For waiting until the reader makes room. Raises `ConnectionResetError` when it takes longer than
+    `STALL`."""
+    try:
+        async with asyncio.timeout(STALL):
+            yield
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None
 
 
 def _data_error(fault: Fault, id: str) -> bytes:
@@ -85,7 +101,7 @@ class EventStream:
     def __init__(
         self, request: web.Request, keep_alive: float = KEEP_ALIVE, dialect: Dialect = OPENAI
     ) -> None:
-        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response = web.StreamResponse(headers={**_HEADERS, "Content-Type": dialect.media})
         self.keep_alive = keep_alive
         self._dialect = dialect
         self._request = request
@@ -150,7 +166,9 @@ class EventStream:
             due = self._last + self.keep_alive
             await asyncio.wait((self._waker,), timeout=max(due - self._loop.time(), 0.0))
             if not self._waker.done() and self._loop.time() >= self._last + self.keep_alive:
-                self.write(self._dialect.keep_alive)
+                if self._dialect.keep_alive:  # an empty chunk would end the body
+                    self.write(self._dialect.keep_alive)
+                self._last = self._loop.time()
         self._waker = None
         self._check_there()
 
@@ -164,11 +182,6 @@ class EventStream:
 
         Raises `ConnectionResetError` when it goes away or takes longer than `STALL`.
         """
-        try:
-            async with asyncio.timeout(STALL):
-                await self._request.writer.drain()
-        except TimeoutError:
-            if self._protocol.transport is not None:
-                self._protocol.transport.abort()
-            raise ConnectionResetError("the client does not read") from None
+        async with patience(self._request):
+            await self._request.writer.drain()
         self._check_there()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event
 from app.parsers.cursor import Cursor, Malformed, Steps
+from app.parsers.typed import Types, types_of
 
 Format = Callable[["CallParser"], Steps[None]]
 """Reads the calls after a marker. Raises `Malformed` for what is none."""
@@ -33,18 +35,26 @@ class CallParser:
         "_next",
         "_open",
         "_run",
+        "_schemas",
         "_space",
         "_told",
         "cursor",
     )
 
     def __init__(
-        self, markers: tuple[str, ...], calls: Format, bare: Format | None, names: frozenset[str]
+        self,
+        markers: tuple[str, ...],
+        calls: Format,
+        bare: Format | None,
+        names: frozenset[str],
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`calls` reads what follows one of `markers`, `bare` an answer that begins without one."""
+        """`calls` reads what follows one of `markers`, `bare` an answer that begins without one;
+        `schemas` are those of the arguments, by function."""
         self.cursor = Cursor()
         self._calls = calls
         self._names = names
+        self._schemas = schemas or {}
         self._events: list[Event] = []
         self._next = 0
         self._open = False
@@ -89,12 +99,18 @@ class CallParser:
         if name not in self._names:
             raise Malformed
 
-    def start(self, name: str) -> None:
-        """A call begins; its arguments follow."""
+    def types(self, name: str, key: str) -> Types:
+        """What an argument of a function may be."""
+        schema = self._schemas.get(name, {})
+        properties = schema.get("properties")
+        return types_of(properties.get(key), schema) if isinstance(properties, Mapping) else None
+
+    def start(self, name: str, id: str = "") -> None:
+        """A call begins; its arguments follow. `id` is the model's own, where its family has them."""
         self._dropped = "".join(self._space)
         self._space.clear()
         self._open = True
-        self._events.append(CallStart(self._next, call_id(), name))
+        self._events.append(CallStart(self._next, id or call_id(), name))
         self._next += 1
         self._told = self.cursor.taken
 

@@ -12,6 +12,7 @@ HERMES = ("<tool_call>", "</tool_call>")
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
 DEEPSEEK = "<｜tool▁calls▁begin｜>"
+KIMI = "<|tool_calls_section_begin|>"
 
 _ARGUMENTS = frozenset({'"arguments"', '"parameters"'})
 """As they stand in the text."""
@@ -72,6 +73,23 @@ def deepseek(calls: CallParser) -> Steps[None]:
         if (yield from cursor.spaces()) != "<" or (yield from cursor.skip("<｜tool▁calls▁end｜>")):
             return
         if (yield from cursor.ahead(len("<｜tool▁call▁begin｜>"))) != "<｜tool▁call▁begin｜>":
+            return
+        cursor.record()
+
+
+def kimi(calls: CallParser) -> Steps[None]:
+    """Between `<|tool_call_begin|>` and `<|tool_call_end|>`: an id, `functions.name:0`, a mark and JSON."""
+    cursor, begin = calls.cursor, "<|tool_call_begin|>"
+    yield from cursor.expect(KIMI)
+    yield from cursor.spaces()
+    while True:
+        yield from cursor.expect(begin)
+        id = (yield from cursor.until("<|tool_call_argument_begin|>")).strip()
+        yield from _arguments(calls, _name(id.removeprefix("functions.").partition(":")[0]), id)
+        yield from _tail(calls, "<|tool_call_end|>")
+        if (yield from cursor.spaces()) != "<" or (yield from cursor.skip("<|tool_calls_section_end|>")):
+            return
+        if (yield from cursor.ahead(len(begin))) != begin:
             return
         cursor.record()
 
@@ -144,13 +162,13 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
     calls.whole()
 
 
-def _arguments(calls: CallParser, name: str) -> Steps[None]:
+def _arguments(calls: CallParser, name: str, id: str = "") -> Steps[None]:
     """A call's arguments, told as they come."""
     if (yield from calls.cursor.spaces()) == "{":
-        yield from calls.cursor.value(_Live(calls, name).take)
+        yield from calls.cursor.value(_Live(calls, name, id).take)
     else:
         text = _object((yield from _value(calls)))
-        calls.start(name)
+        calls.start(name, id)
         calls.arguments(text)
     calls.whole()
 
@@ -159,11 +177,12 @@ class _Live:
     """Tells a call as soon as its arguments begin like an object: `{"` or `{}`. What most often goes
     wrong (`{'a': 1}`, `{a: 1}`) is seen before anything was told. Owner: event loop."""
 
-    __slots__ = ("_calls", "_head", "_name", "_signs")
+    __slots__ = ("_calls", "_head", "_id", "_name", "_signs")
 
-    def __init__(self, calls: CallParser, name: str) -> None:
+    def __init__(self, calls: CallParser, name: str, id: str) -> None:
         self._calls = calls
         self._name = name
+        self._id = id
         self._head: list[str] = []
         self._signs = 0
 
@@ -175,7 +194,7 @@ class _Live:
         self._head.append(span)
         self._signs += sum(map(len, span.split()))
         if self._signs >= 2:
-            self._calls.start(self._name)
+            self._calls.start(self._name, self._id)
             self._calls.arguments("".join(self._head))
 
 

@@ -12,16 +12,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from app.parsers.fields import Element, Unwritable, arguments, const_element, json_element
 from app.parsers.registry import ReasoningFamily, ToolFamily, Writing
 from core.errors import RequestError
 from core.grammar import GrammarSpec
 
-Element = dict[str, Any]
-
 _encode = msgspec.json.Encoder().encode
-
-_SPACES = 2
-"""White space in a row inside JSON: without a bound a model may write nothing else for ever."""
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -75,15 +71,15 @@ def answer_element(answer: GrammarSpec) -> Element:
     """A constraint as part of a structural tag."""
     match answer.kind:
         case "json_object":
-            return _json({"type": "object", "additionalProperties": True})
+            return json_element({"type": "object", "additionalProperties": True})
         case "json_schema":
-            return _json(_decoded(answer))
+            return json_element(_decoded(answer))
         case "regex":
             return {"type": "regex", "pattern": answer.text}
         case "ebnf":
             return {"type": "grammar", "grammar": answer.text}
         case "choice":
-            return {"type": "or", "elements": [_const(text) for text in _decoded(answer)]}
+            return {"type": "or", "elements": [const_element(text) for text in _decoded(answer)]}
         case "structural_tag":
             tag = _decoded(answer)
             if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
@@ -101,14 +97,6 @@ def _decoded(answer: GrammarSpec) -> Any:
         raise RequestError(f"'{answer.param}' is not valid JSON: {error}.", answer.param) from error
 
 
-def _json(schema: object) -> Element:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _SPACES}
-
-
-def _const(text: str) -> Element:
-    return {"type": "const_string", "value": text}
-
-
 def _thinking(family: ReasoningFamily, open: bool, tools: ToolFamily | None) -> list[Element]:
     marks = [family.begin, family.end, *(tools.markers if tools is not None else ())]
     think: list[Element] = [
@@ -120,7 +108,7 @@ def _thinking(family: ReasoningFamily, open: bool, tools: ToolFamily | None) -> 
         }
     ]
     if family.gap:
-        think.append(_const(family.gap))
+        think.append(const_element(family.gap))
     return think if open else [{"type": "optional", "content": {"type": "sequence", "elements": think}}]
 
 
@@ -139,30 +127,30 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
             param,
             "unsupported",
         )
-    if family.writing is None:
-        raise RequestError(
-            f"There is no grammar for the '{family.name}' format of this model's tool calls: "
-            "use tool_choice 'auto' without strict functions or a response_format.",
-            param,
-            "unsupported",
-        )
-    tags = [_tag(tool, family.writing, free) for tool in wanted.tools]
+    tags = [_tag(tool, family.writing, free, param) for tool in wanted.tools]
     if not free:
         return _group(tags, family.writing, wanted.many)
     return _within_text(tags, family, family.writing, wanted.many)
 
 
-def _tag(tool: Tool, writing: Writing, free: bool) -> Element:
+def _tag(tool: Tool, writing: Writing, free: bool, param: str) -> Element:
     schema: dict[str, Any] = {"type": "object", "additionalProperties": True}
-    if tool.strict or not free:
+    loose = free and not tool.strict
+    if writing.fields is not None:
+        schema = without_notes(tool.schema)
+        try:
+            content = arguments(schema, writing.fields, tool.strict, loose)
+        except Unwritable as error:
+            raise RequestError(f"The function '{tool.name}': {error}", param, "unsupported") from None
+        return {"type": "tag", "begin": writing.begin % tool.name, "content": content, "end": writing.end}
+    if not loose:
         # Structural tags close objects that say nothing about further properties.
         schema = {"additionalProperties": not tool.schema.get("properties"), **without_notes(tool.schema)}
-    return {
-        "type": "tag",
-        "begin": writing.begin % tool.name,
-        "content": _json(schema),
-        "end": writing.end,
-    }
+    content = json_element(schema)
+    if writing.numbered:
+        number = {"type": "regex", "pattern": "[0-9]{1,4}"}
+        content = {"type": "sequence", "elements": [number, const_element(writing.numbered), content]}
+    return {"type": "tag", "begin": writing.begin % tool.name, "content": content, "end": writing.end}
 
 
 def without_notes(schema: Any) -> Any:
@@ -205,7 +193,8 @@ def _within_text(tags: list[Element], family: ToolFamily, writing: Writing, many
     """Free text in which a call, once begun, is a right one."""
     if family.bare is not None:
         # No marker tells where a call begins: an answer that begins like one is one.
-        text = {"type": "regex", "pattern": r"([^\s{][\s\S]*)?"}
+        sign = (writing.opening or writing.begin)[0]
+        text = {"type": "regex", "pattern": rf"([^\s\{sign}][\s\S]*)?"}
         return {"type": "or", "elements": [text, _group(tags, writing, many)]}
     if writing.opening:
         tags = [_group(tags, writing, many)]
@@ -213,6 +202,7 @@ def _within_text(tags: list[Element], family: ToolFamily, writing: Writing, many
         "type": "triggered_tags",
         "triggers": [family.markers[0]],
         "tags": tags,
+        "excludes": list(family.markers[1:]),
         "at_least_one": False,
         "stop_after_first": not many,
     }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from app.parsers.calls import CallParser
 from app.parsers.cursor import Malformed, Steps
 from app.parsers.json_scan import MAX_DEPTH
+from app.parsers.typed import inside, quoted
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 """Llama 4's, around the list."""
@@ -51,7 +51,7 @@ def _arguments(calls: CallParser) -> Steps[None]:
         name = yield from _identifier(calls)
         yield from cursor.spaces()
         yield from cursor.expect("=")
-        calls.arguments(f"{before}{_quoted(name)}: ")
+        calls.arguments(f"{before}{quoted(name)}: ")
         yield from _literal(calls, 0)
         before = ", "
         if (yield from cursor.spaces()) != ",":
@@ -139,11 +139,11 @@ def _string(calls: CallParser) -> Steps[None]:
             raise Malformed
         if sign == "\\":
             cursor.take(cursor.at + 1)
-            calls.arguments(_inside((yield from _escape(calls))))
+            calls.arguments(inside((yield from _escape(calls))))
             continue
         run = _PLAIN.match(cursor.text, cursor.at)
         end = cursor.at + 1 if run is None else run.end()  # the other quote, a control character
-        calls.arguments(_inside(cursor.take(end)))
+        calls.arguments(inside(cursor.take(end)))
 
 
 def _escape(calls: CallParser) -> Steps[str]:
@@ -166,20 +166,3 @@ def _escape(calls: CallParser) -> Steps[str]:
         raise Malformed
     cursor.take(cursor.at + count)
     return character
-
-
-def _inside(text: str) -> str:
-    """`text` as it stands in a JSON string. Half a surrogate pair stays an escape."""
-    return json.dumps(text, ensure_ascii=not _encodable(text))[1:-1]
-
-
-def _quoted(text: str) -> str:
-    return f'"{_inside(text)}"'
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from app.parsers.answer import Answer
@@ -14,6 +17,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     tools: ToolFamily | None = None
     names: frozenset[str] = frozenset()
     """Functions that the model was told of."""
+    schemas: Mapping[str, Mapping[str, Any]] = {}
+    """Of their arguments."""
     reasoning: ReasoningFamily | None = None
     inside: bool = False
     """The prompt has opened the thinking."""
@@ -37,5 +42,5 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     def answer(self) -> Answer:
         """The parser of one choice."""
         reasoning = None if self.reasoning is None else self.reasoning.parser(self.inside, self.inline)
-        calls = None if self.tools is None else self.tools.parser(self.names)
+        calls = None if self.tools is None else self.tools.parser(self.names, self.schemas)
         return Answer(reasoning, calls, inline=self.inline, silent=self.silent, one=self.one)

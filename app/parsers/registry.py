@@ -6,13 +6,27 @@ A family is data: marks, the functions that read its calls, and how to write a g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from app.parsers import formats
+from app.parsers import formats, tagged
 from app.parsers.calls import CallParser, Format
 from app.parsers.pythonic import MARKS, pythonic
 from app.parsers.reasoning import ReasoningParser
+
+
+class Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments one by one: each `begin` (`%s` is its name), value, `end`, `after`."""
+
+    begin: str
+    end: str = ""
+    after: str = ""
+    gap: str = ""
+    """Before `end`, where the value is no text."""
+    separator: str = ""
+    raw: bool = True
+    """Strings stand as they are; otherwise as in JSON, and true is True."""
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +38,10 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     end: str
     separator: str = ""
     closing: str = ""
+    fields: Fields | None = None
+    """How arguments are written; None: as one JSON object."""
+    numbered: str = ""
+    """Behind `begin` comes a number, then this."""
 
 
 class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,16 +53,17 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
     calls: Format
     bare: Format | None = None
     """Reads an answer that is calls from its first character on, without a marker."""
-    writing: Writing | None = None
-    """None: the calls cannot be written as a grammar."""
+    writing: Writing
     special: bool = False
     """Markers are special tokens, which are hidden unless asked for."""
     short_ids: bool = False
     """The template takes call ids of nine characters only."""
 
-    def parser(self, names: frozenset[str]) -> CallParser:
-        """For one answer; `names` are the declared functions."""
-        return CallParser(self.markers, self.calls, self.bare, names)
+    def parser(
+        self, names: frozenset[str], schemas: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> CallParser:
+        """For one answer; `names` are the declared functions, `schemas` those of their arguments."""
+        return CallParser(self.markers, self.calls, self.bare, names, schemas)
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,11 +152,63 @@ _PYTHONIC = ToolFamily(
     markers=MARKS[:1],
     calls=formats.marked(MARKS[0], pythonic),
     bare=pythonic,
+    writing=Writing(
+        opening="[",
+        begin="%s(",
+        end=")",
+        separator=", ",
+        closing="]",
+        fields=Fields(begin="%s=", separator=", ", raw=False),
+    ),
+    special=True,
+)
+_QWEN_CODER = ToolFamily(
+    name="qwen3_coder",
+    markers=(tagged.TOOL_CALL[0], tagged.FUNCTION),
+    calls=tagged.qwen_coder,
+    writing=Writing(
+        begin="<tool_call>\n<function=%s>\n",
+        end="</function>\n</tool_call>",
+        separator="\n",
+        fields=Fields(begin="<parameter=%s>\n", gap="\n", end="</parameter>", after="\n"),
+    ),
+)
+_GLM = ToolFamily(
+    name="glm",
+    markers=(tagged.TOOL_CALL[0],),
+    calls=tagged.glm,
+    writing=Writing(
+        begin="<tool_call>%s\n",
+        end="</tool_call>",
+        separator="\n",
+        fields=Fields(begin="<arg_key>%s</arg_key>\n<arg_value>", end="</arg_value>", after="\n"),
+    ),
+)
+_GLM_47 = msgspec.structs.replace(
+    _GLM,
+    writing=Writing(
+        begin="<tool_call>%s",
+        end="</tool_call>",
+        fields=Fields(begin="<arg_key>%s</arg_key><arg_value>", end="</arg_value>"),
+    ),
+)
+_KIMI = ToolFamily(
+    name="kimi_k2",
+    markers=(formats.KIMI,),
+    calls=formats.kimi,
+    writing=Writing(
+        opening=formats.KIMI,
+        begin="<|tool_call_begin|>functions.%s:",
+        numbered="<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        closing="<|tool_calls_section_end|>",
+    ),
     special=True,
 )
 
 TOOLS: Mapping[str, ToolFamily] = {
-    family.name: family for family in (_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC)
+    family.name: family
+    for family in (_HERMES, _LLAMA, _MISTRAL, _DEEPSEEK, _PYTHONIC, _QWEN_CODER, _GLM, _KIMI)
 }
 """By the name that `--tool-parser` takes."""
 
@@ -158,6 +229,8 @@ def tool_family(choice: str, template: str) -> ToolFamily | None:
         return _MISTRAL_11
     if family is _DEEPSEEK and "<｜tool▁sep｜>" in template and "```json" not in template:
         return _DEEPSEEK_31
+    if family is _GLM and "</arg_key><arg_value>" in template:
+        return _GLM_47
     return family
 
 
@@ -169,18 +242,18 @@ def reasoning_family(choice: str, template: str) -> ReasoningFamily | None:
 
 
 def _found(template: str) -> ToolFamily | None:
-    for family, signs, others in _SIGNS:
-        if any(sign in template for sign in signs) and not any(sign in template for sign in others):
-            return family
-    return None
+    return next((family for family, signs in _SIGNS if any(sign in template for sign in signs)), None)
 
 
-_SIGNS: tuple[tuple[ToolFamily, tuple[str, ...], tuple[str, ...]], ...] = (
-    # XML inside the tag is another format: Qwen3-Coder's and GLM's.
-    (_HERMES, ("<tool_call>",), ("<function=", "<arg_key>")),
-    (_MISTRAL, ("[TOOL_CALLS]",), ()),
-    (_DEEPSEEK, (formats.DEEPSEEK,), ()),
-    (_PYTHONIC, ("func_name1(", MARKS[0]), ()),
-    (_LLAMA, ("<|python_tag|>", '"parameters": dictionary of argument name'), ()),
+_SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
+    # Tags inside the tag are other formats than JSON there: they come first.
+    (_QWEN_CODER, (tagged.FUNCTION,)),
+    (_GLM, ("<arg_key>",)),
+    (_KIMI, (formats.KIMI,)),
+    (_HERMES, ("<tool_call>",)),
+    (_MISTRAL, ("[TOOL_CALLS]",)),
+    (_DEEPSEEK, (formats.DEEPSEEK,)),
+    (_PYTHONIC, ("func_name1(", MARKS[0])),
+    (_LLAMA, ("<|python_tag|>", '"parameters": dictionary of argument name')),
 )
-"""Family, text that says so (any), text that says otherwise (any); the first that fits."""
+"""Family, and text of a template that says so (any); the first that fits."""

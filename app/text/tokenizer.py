@@ -161,6 +161,20 @@ class Tokenizer:
             self._pool, self._encode_apart, text, add_special, param
         )
 
+    async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
+        """Where in `text` each of its tokens stands, (first character, one past the last); (0, 0) for
+        those that were added. Aligned with `encode`; in a pool thread when long."""
+        if len(text) <= INLINE_CHARS:
+            return self._offsets(self._core, text, add_special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, lambda: self._offsets(self._own_core(), text, add_special)
+        )
+
+    def _offsets(self, core: tokenizers.Tokenizer, text: str, add_special: bool) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = core.encode_batch([text], add_special_tokens=add_special)[0].offsets
+        return [(0, 0)] * (len(self._added_bos) if add_special else 0) + found
+
     async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
         """Ids of two texts as the model's own template joins them, special tokens included, and the
         position where the second begins. `params` name them in errors."""

@@ -35,8 +35,11 @@ class GrammarCache:
         self.size = 0
 
     def get(self, key: Key) -> Grammar | Refusal | None:
-        """What is known of `key`, now the most recently used."""
+        """What is known of `key`, now the most recently used. Broken grammars are forgotten."""
         found = self._entries.get(key)
+        if isinstance(found, Grammar) and found.broken:
+            self.size -= _weight(key, self._entries.pop(key))
+            return None
         if found is not None:
             self._entries.move_to_end(key)
         return found

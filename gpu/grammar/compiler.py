@@ -11,6 +11,7 @@ from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.helper import SECONDS, Helper
+from gpu.grammar.lark import Unwritten
 from gpu.grammar.llg import LlgBackend
 from gpu.grammar.rules import Ruled, RuleStepper
 from gpu.grammar.schema import Refused
@@ -26,8 +27,8 @@ T = TypeVar("T")
 
 
 class Compiler:
-    """`core.grammar.GrammarCompiler` over llguidance (schemas, regexes, grammars, choices) and xgrammar
-    (structural tags).
+    """`core.grammar.GrammarCompiler` over llguidance, and xgrammar for the structural tags that
+    llguidance cannot carry out.
 
     What is small and bounded compiles in a pool thread. What could run away is compiled by the helper
     first, which has 5 s and 1 GB: only if it lives through that, the thread repeats it. Repeating was
@@ -37,7 +38,7 @@ class Compiler:
     Owner: event loop.
     """
 
-    __slots__ = ("_backends", "_cache", "_helper", "_pending", "_pool", "_rules")
+    __slots__ = ("_cache", "_helper", "_llguidance", "_pending", "_pool", "_rules", "_xgrammar")
 
     def __init__(
         self,
@@ -51,8 +52,7 @@ class Compiler:
         `threads` is how many the launch thread may use to fill masks. Raises `Refused` for a
         vocabulary that cannot be constrained.
         """
-        llguidance, xgrammar = LlgBackend(table, threads), XgrBackend(table, threads)
-        self._backends: dict[bool, LlgBackend | XgrBackend] = {False: llguidance, True: xgrammar}
+        self._llguidance, self._xgrammar = LlgBackend(table, threads), XgrBackend(table, threads)
         self._cache = GrammarCache(cache_bytes)
         self._rules = RuleStepper(table.width)
         self._helper = Helper(table, helper_seconds)
@@ -105,15 +105,37 @@ class Compiler:
     async def _build(self, key: Key) -> Grammar | Refusal:
         found: Grammar | Refusal
         try:
-            short = len(key.text) <= WIDE and key.kind != "structural_tag"  # looked at in 20 µs
-            if _checked(key) if short else await self._in_thread(lambda: _checked(key)):
-                await self._helper.probe(key.kind, key.text)
-            backend = self._backends[key.kind == "structural_tag"]
-            found = await self._in_thread(lambda: backend.compile(key.kind, key.text))
+            found = await (self._tag(key) if key.kind == "structural_tag" else self._made(key))
         except Refused as error:
             found = Refusal(str(error))
         self._cache.put(key, found)
         return found
+
+    async def _tag(self, key: Key) -> Grammar:
+        """A structural tag by the library that takes it; llguidance, which is asked first, takes more
+        schemas and has the better reasons."""
+        refused: Refused | None = None
+        try:
+            return await self._made(Key("lark", await self._in_thread(lambda: self._written(key))))
+        except Unwritten:
+            pass
+        except Refused as error:
+            refused = error
+        try:
+            return await self._made(key)
+        except Refused as error:
+            raise refused or error from None
+
+    def _written(self, key: Key) -> str:
+        check_text(*key)
+        return self._llguidance.written(key.text)
+
+    async def _made(self, key: Key) -> Grammar:
+        short = len(key.text) <= WIDE and key.kind != "structural_tag"  # looked at in 20 µs
+        if _checked(key) if short else await self._in_thread(lambda: _checked(key)):
+            await self._helper.probe(key.kind, key.text)
+        backend = self._xgrammar if key.kind == "structural_tag" else self._llguidance
+        return await self._in_thread(lambda: backend.compile(key.kind, key.text))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

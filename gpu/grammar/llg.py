@@ -1,4 +1,4 @@
-"""JSON schemas, regexes, grammars and choices through llguidance.
+"""JSON schemas, regexes, grammars, choices and most structural tags through llguidance.
 
 Its schemas are exact or refused (0 invalid of 33,000 MaskBench instances accepted), it compiles in a
 millisecond, and added tokens never match as text.
@@ -15,7 +15,8 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from core.grammar import TokenTable
-from gpu.grammar.schema import Refused, check_schema, decode
+from gpu.grammar.lark import Unwritten, lark_of, marks_of
+from gpu.grammar.schema import Json, Refused, check_schema, decode
 from gpu.grammar.stepper import Bits, Grammar
 
 _LIMITS: Any = {
@@ -30,6 +31,7 @@ _LIMITS: Any = {
 """What one step may cost its neighbours. The library's 50,000 items let a hostile grammar hold a step
 for 115 ms, these for 60 to 90; MaskBench decodes the same under both."""
 
+_BLANKS = r"[\x20\x0A\x0D\x09]{1,%d}"
 _SCHEMA_OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
@@ -39,12 +41,15 @@ _SCHEMA_OPTIONS: Any = {
     # "a"). No \/ either, for the same reason. The rest stand for characters that cannot stand plain.
     "json_allowed_escapes": 'nrbtf\\"',
     "whitespace_flexible": True,
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}",
+    "whitespace_pattern": _BLANKS % 24,
 }
 """Overrides: without them a schema could loosen itself through `x-guidance`. White space between two
 tokens of JSON is bounded, with room for a line and its indentation: small models that may write it for
 ever do, until max_tokens. (Tighter patterns, such as one line break and then blanks, cost ten times the
 parser items: one such ended real schemas of 100 properties.)"""
+
+_SLICE = "[^<]+"
+"""Tokens that free text takes whole, also where no mark may come about in it: marks begin with "<"."""
 
 _PROBED = 24
 """Forced tokens followed after compiling: some dead ends lie behind the opening brace."""
@@ -53,7 +58,7 @@ _PROBED = 24
 class LlgBackend:
     """Compiles on any thread; is its own stepper on the launch thread."""
 
-    __slots__ = ("_executor", "_limits", "_stops", "_tokenizer", "words")
+    __slots__ = ("_executor", "_limits", "_marks", "_stops", "_tokenizer", "words")
 
     def __init__(self, table: TokenTable, threads: int) -> None:
         """Takes 0.7 to 1.6 s for 150,000 tokens and holds the GIL. Raises `Refused` for a tokenizer
@@ -62,16 +67,28 @@ class LlgBackend:
             raise Refused("constraints need an end-of-sequence token, and tokens with exact bytes")
         try:
             self._tokenizer = LLTokenizer(
-                table.definition, n_vocab=table.width, eos_token=sorted(table.stops)
+                table.definition,
+                n_vocab=table.width,
+                eos_token=sorted(table.stops),
+                slices=[*LLTokenizer.general_slices(), _SLICE],
             )
         except ValueError as error:
             raise Refused(str(error).splitlines()[0]) from error
         self._limits = LLParserLimits(**_LIMITS)
         self._executor = LLExecutor(threads)
         self._stops = table.stops
+        self._marks = marks_of(table)
         self.words = -(-table.width // 32)
 
     # -- compiling ---------------------------------------------------------------------------------
+
+    def written(self, text: str) -> str:
+        """A structural tag as a source of kind "lark". Raises `Unwritten` for what is xgrammar's, and
+        `Refused` for a schema in it that cannot be honoured."""
+        tag = decode(text, "The structural tag")
+        if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
+            raise Unwritten
+        return lark_of(tag, self._marks, _inner_schema)
 
     def compile(self, kind: str, text: str) -> Grammar:
         """Raises `Refused` with the reason. Bounded by the library's fuel, not by time."""
@@ -100,14 +117,19 @@ class LlgBackend:
     # -- stepping ----------------------------------------------------------------------------------
 
     def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Bits) -> None:
-        """See `Stepper.fill`. A failed matcher allows the stop ids only, and refuses them."""
+        """See `Stepper.fill`. A matcher that fails allows the stop ids only, and `accept` refuses them."""
         pairs = list(zip(states, rows, strict=True))
         self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.shape[1] * 4, len(bits))
 
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
         """See `Stepper.accept`."""
         moved = self._executor.consume_token_par(list(zip(states, tokens, strict=True)))
-        return [None if ok else _reason(state.get_error()) for ok, state in zip(moved, states, strict=True)]
+        stops = self._stops
+        return [
+            # The library takes a stop id from a matcher that failed in `fill`: half an answer would end well.
+            None if ok and not (token in stops and state.is_error()) else _reason(state.get_error())
+            for ok, state, token in zip(moved, states, tokens, strict=True)
+        ]
 
     def ended(self, state: Any, token: int) -> bool:
         """See `Stepper.ended`. The library's own "stopped" comes a token too early: when nothing but
@@ -133,6 +155,8 @@ def _source(kind: str, text: str) -> str:
         return _schema('{"type":"object"}')
     if kind == "json_schema":
         return _schema(text)
+    if kind == "lark":
+        return text
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
@@ -160,6 +184,19 @@ def _schema(text: str) -> str:
         return LLMatcher.grammar_from_json_schema(text, overrides=_SCHEMA_OPTIONS)
     except ValueError as error:
         raise Refused(f"The schema cannot be read: {_reason(str(error))}.") from error
+
+
+def _inner_schema(schema: Json, blanks: int | None) -> str:
+    """A schema as a part of Lark, with at most `blanks` of white space in a row."""
+    check_schema(schema)
+    if schema is False:
+        raise Refused("The schema false allows nothing.")
+    options = (
+        _SCHEMA_OPTIONS if blanks is None else {**_SCHEMA_OPTIONS, "whitespace_pattern": _BLANKS % blanks}
+    )
+    if schema is not True:
+        _drop_false(schema)
+    return json.dumps({**({} if schema is True else schema), "x-guidance": options})
 
 
 def _drop_false(schema: dict[str, Any]) -> bool:

@@ -85,6 +85,8 @@ class RuleStepper:
         if state.inner is None:
             return None
         (reason,) = state.inner.stepper.accept([state.inner.state], [token])
+        if reason is not None and state.inner.grammar is not None:
+            state.inner.grammar.broken = True
         return reason
 
     def ended(self, state: Any, token: int) -> bool:

@@ -26,6 +26,8 @@ SIZES = {
     "ebnf": Size(64 * 1024, 8 * 1024),
     "choice": Size(256 * 1024, 64 * 1024),
     "structural_tag": Size(256 * 1024, 4 * 1024),
+    # A structural tag as llguidance reads it: 300 bytes of options come with each schema.
+    "lark": Size(2**20, 192 * 1024),
 }
 
 
@@ -51,9 +53,19 @@ def runs_away(kind: str, text: str) -> bool:
     """Whether compiling could take seconds or gigabytes. Raises `Refused` for a bad structural tag."""
     if kind == "structural_tag":
         return not light(check_tag(text)) or len(text) > SIZES[kind].direct
+    if kind == "lark" and any(_line_runs_away(line) for line in text.split("\n")):
+        return True
     if kind == "json_schema" and len(text) > WIDE and _widest(decode(text)) > MAX_DIRECT:
         return True
     return len(text) > SIZES[kind].direct
+
+
+def _line_runs_away(line: str) -> bool:
+    """The same for a rule of Lark: a schema, or letters."""
+    body = line.partition(": ")[2]
+    if body.startswith("%json "):
+        return runs_away("json_schema", body.removeprefix("%json "))
+    return runs_away("regex", body)
 
 
 def _widest(value: Json) -> int:

@@ -42,21 +42,26 @@ class Matcher(NamedTuple):
 
     stepper: Stepper
     state: Any
+    grammar: Grammar | None = None
+    """Whose it is, to be told when the matcher breaks."""
 
 
 class Grammar:
-    """A compiled grammar: `core.grammar.CompiledGrammar`. Immutable.
+    """A compiled grammar: `core.grammar.CompiledGrammar`. Immutable but for `broken`.
 
     `fork` makes a fresh state and may run on any thread; `size` is what the grammar holds, in bytes.
     """
 
-    __slots__ = ("_fork", "_stepper", "size")
+    __slots__ = ("_fork", "_stepper", "broken", "size")
 
     def __init__(self, stepper: Stepper, fork: Any, size: int) -> None:
         self._stepper = stepper
         self._fork = fork
         self.size = size
+        self.broken = False
+        """A matcher of it broke. llguidance's share a lexer that stays broken when it passes a limit, so
+        no later request may be given one: the grammar is compiled again."""
 
     def matcher(self) -> Matcher:
         """A fresh matcher, 10 µs."""
-        return Matcher(self._stepper, self._fork())
+        return Matcher(self._stepper, self._fork(), self)

@@ -84,7 +84,7 @@ def test_no_bound_is_no_bound() -> None:
         ("--tp-size 2", ["--tp-size 2"]),
         ("--tensor-parallel-size", ["--tensor-parallel-size"]),
         ("--quantization fp8", ["--quantization"]),
-        ("--tool-call-parser kimi_k2", ["--tool-call-parser", "kimi_k2", "hermes"]),
+        ("--tool-call-parser seed_oss", ["--tool-call-parser", "seed_oss", "hermes"]),
         ("--max-num-seqs many", ["--max-num-seqs", "many"]),
         ("--chunked-prefill-size 2", ["--chunked-prefill-size", "2"]),
         ("--max-num-seqs", ["--max-num-seqs"]),

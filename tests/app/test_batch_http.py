@@ -44,6 +44,23 @@ async def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
         assert {file.id for file in made.data} == {done.output_file_id, done.error_file_id}
 
 
+async def test_a_batch_of_embeddings(tmp_path: Path) -> None:
+    url = "/v1/embeddings"
+    bodies = [{"input": ["hello", "you"]}, {"input": "hello", "encoding_format": "base64"}, {"input": ""}]
+    lines = [
+        {"custom_id": f"e{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies)
+    ]
+    async with Rig(tmp_path) as rig:
+        done = await rig.ended((await rig.submit(lines, url)).id)
+        assert (done.status, done.request_counts and done.request_counts.completed) == ("completed", 2)
+        answers = await rig.records(done.output_file_id)
+        data = answers["e0"]["response"]["body"]["data"]
+        assert [each["index"] for each in data] == [0, 1] and isinstance(data[0]["embedding"][0], float)
+        assert isinstance(answers["e1"]["response"]["body"]["data"][0]["embedding"], str)
+        errors = await rig.records(done.error_file_id)
+        assert errors["e2"]["response"]["body"]["error"]["param"] == "input"
+
+
 async def test_lists_are_newest_first_and_page(tmp_path: Path) -> None:
     async with Rig(tmp_path) as rig:
         ids = [(await rig.submit([line("a")])).id for _ in range(5)]

@@ -128,6 +128,19 @@ async def test_a_message(client: anthropic.AsyncAnthropic, server: Server) -> No
     assert prompt(server) == "system: Be brief.\nuser: hi\nassistant: "
 
 
+async def test_no_token_at_all_fills_the_cache(client: anthropic.AsyncAnthropic, server: Server) -> None:
+    """Anthropic refused 0 until it gave it this meaning, and so did this server."""
+    asked = body(max_tokens=0, cache_control={"type": "ephemeral"})
+    answer = await client.messages.create(**asked)
+    assert (answer.content, answer.stop_reason) == ([], "max_tokens")
+    total = len(prompt(server))
+    assert (answer.usage.output_tokens, answer.usage.cache_creation_input_tokens) == (0, total)
+    assert server.engine.runs[-1].params.max_tokens == 0
+    told = events(await stream(server, max_tokens=0))
+    assert [event["type"] for event in told] == ["message_start", "message_delta", "message_stop"]
+    assert told[1]["delta"]["stop_reason"] == "max_tokens"
+
+
 async def test_how_it_ends(client: anthropic.AsyncAnthropic, server: Server) -> None:
     answer = await client.messages.create(**body(stop_sequences=["X"]))
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "X")
@@ -343,6 +356,11 @@ async def test_blocks_nobody_knows_are_passed_over(server: Server) -> None:
     status, answer = await server.post(URL, body(messages=messages))
     assert status == 200, answer
     assert prompt(server) == "user: a\nassistant: b\ntool: ls\nT\nc\nassistant: "
+    silent = [{"role": "user", "content": [{"type": "of_tomorrow"}]}]
+    mark = [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}]
+    for fields in ({}, {"system": mark}):
+        status, answer = await server.post(URL, body(messages=silent, **fields))
+        assert status == 200, answer
     picture = {"type": "image", "source": {"type": "url", "url": "x"}}
     status, answer = await server.post(URL, body(messages=[{"role": "user", "content": [picture]}]))
     assert status == 400 and "messages[0].content[0]" in answer["error"]["message"]
@@ -402,7 +420,7 @@ async def test_errors(client: anthropic.AsyncAnthropic, server: Server, start: S
             assert raised.value.body["error"]["type"] == word
             assert raised.value.body["request_id"] == raised.value.response.headers["request-id"]
 
-    await fails(anthropic.BadRequestError, "invalid_request_error", max_tokens=0)
+    await fails(anthropic.BadRequestError, "invalid_request_error", max_tokens=-1)
     await fails(
         anthropic.BadRequestError, "invalid_request_error", messages=[{**HI[0], "content": "x" * 600}]
     )
@@ -488,7 +506,7 @@ async def test_silence_is_filled_with_pings(server: Server) -> None:
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),

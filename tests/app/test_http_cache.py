@@ -160,6 +160,15 @@ async def test_usage_tells_what_was_read_and_what_was_pinned(real: Real) -> None
     assert real.cache.pins == 2, "used again, not pinned twice"
 
 
+async def test_a_prompt_is_kept_without_an_answer(real: Real) -> None:
+    body = request(system=[block(LONG, HOUR)])
+    first = await real.ask(MESSAGES_URL, {**body, "max_tokens": 0})
+    assert (first["content"], first["stop_reason"]) == ([], "max_tokens")
+    made = first["usage"]["cache_creation_input_tokens"]
+    assert made > 0 and real.cache.pins == 1
+    assert (await real.ask(MESSAGES_URL, body))["usage"]["cache_read_input_tokens"] >= made
+
+
 async def test_a_growing_conversation_keeps_one_pin(real: Real) -> None:
     messages: list[dict[str, Any]] = []
     read = 0
@@ -234,6 +243,24 @@ def test_a_mark_inside_a_result_ends_with_it() -> None:
     inside = {"type": "tool_result", "tool_use_id": "t", "content": [block("first", MARK)]}
     messages = [{"role": "user", "content": [inside, block("third")]}]
     assert places({"messages": messages}, PROMPT) == {300.0: "system: one\ntwo\ntools: 1\nuser: first"}
+
+
+class Searched(str):
+    """Counts how often it is looked through."""
+
+    __slots__ = ("looks",)
+
+    def find(self, *args: Any) -> int:
+        self.looks = getattr(self, "looks", 0) + 1
+        return super().find(*args)
+
+
+def test_texts_that_a_template_changed_are_not_all_looked_for() -> None:
+    messages = [{"role": "user", "content": f"changed {i}"} for i in range(1000)]
+    messages += [{"role": "user", "content": [block("third", MARK)]}, {"role": "user", "content": "fourth"}]
+    prompt = Searched(PROMPT)
+    assert places({"messages": messages}, prompt) == {300.0: ""}
+    assert prompt.looks < 50
 
 
 def test_the_user_is_whose_share_it_is() -> None:

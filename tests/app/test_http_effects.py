@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from app.http import middleware
+from app.http.parsing import MAX_TEXT
 from app.job import Repetition
 from app.service import Loaded
 from app.submit import Limits, Submitter
@@ -66,6 +67,7 @@ async def test_lists_of_tokens_reach_the_engine(server: Server, path: str, body:
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [5] * 2000}, "allowed_token_ids"),
         ({"bad_words": [" "]}, "bad_words"),
         ({"bad_words": ["a"] * 129}, "bad_words"),
         ({"bad_words": ["a" * 257]}, "bad_words"),
@@ -305,6 +307,7 @@ async def test_render_shows_and_runs_nothing(server: Server) -> None:
         "prompt": "user: hi\nassistant: ",
         "token_ids": list(b"user: hi\nassistant: "),
         "max_model_len": 512,
+        "sampling_params": {"skip_special_tokens": True},
     }
     told = await ask(server, COMPLETIONS + "/render", {"prompt": ["a", "b"]})
     assert [(one["prompt"], one["token_ids"]) for one in told] == [("a", [256, 97]), ("b", [256, 98])]
@@ -341,6 +344,7 @@ async def test_thinking_is_read_out_of_a_text(server: Server, text: str) -> None
         ("/parse_function_call", {"text": "a"}, "tool_call_parser"),
         ("/parse_function_call", {"text": "a", "tool_call_parser": "none"}, "tool_call_parser"),
         ("/parse_function_call", {"tool_call_parser": "hermes"}, "text"),
+        ("/parse_function_call", {"text": "a" * (MAX_TEXT + 1), "tool_call_parser": "hermes"}, "text"),
         ("/separate_reasoning", {"text": "a"}, "reasoning_parser"),
         ("/separate_reasoning", {"text": "a", "reasoning_parser": "x"}, "reasoning_parser"),
     ],

@@ -18,6 +18,7 @@ from app.http.whole import ANSWERS
 from app.job import Piece
 from app.service import Loaded
 from core.models import PoolingSpec
+from core.types import Finish, FinishReason
 from tests.app.conftest import CARD, Server, until
 from tests.fakes.engine import WIDTH, state
 from tests.fakes.tokenizer import BOS
@@ -253,6 +254,30 @@ async def test_a_batch_line_makes_embeddings(server: Server) -> None:
     np.testing.assert_allclose(whole["data"][0]["embedding"], last(ids("abc")), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (EMBEDDINGS, {"input": ["a", "b"]}),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1, 2]}),
+    ],
+)
+async def test_half_an_answer_is_none(server: Server, path: str, body: dict[str, Any]) -> None:
+    server.engine.manual = True
+    asked = asyncio.create_task(server.post(path, body))
+    await until(lambda: len(server.engine.runs) == 2)
+    server.engine.runs[1].abort()
+    server.engine.runs[0].push(0, Piece("", [], None, Finish(FinishReason.LENGTH)))
+    status, answer = await asked
+    assert (status, answer["error"]["code"]) == (400, "request_aborted")
+
+
+async def test_an_answer_that_has_begun_is_made_to_its_end(server: Server) -> None:
+    await server.post(EMBEDDINGS, {"input": ["a", "b", "c"]})
+    await server.post("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [1, 2]})
+    begun = [run.job.continues for run in server.engine.runs]  # taken while draining too
+    assert begun == [False, True, True, False, True, True, True]
+
+
 def test_long_answers_are_made_in_pieces() -> None:
     vectors = [np.arange(5000, dtype=np.float32), np.ones((300, 3000), np.float32)]
     answer = {"a": [], "data": [{"e": vector, "i": 1} for vector in vectors], "none": None, "[]": [{}]}
@@ -262,6 +287,12 @@ def test_long_answers_are_made_in_pieces() -> None:
     row = len(msgspec.json.encode(vectors[0].tolist()))
     assert max(map(len, made)) < PIECE + row
     assert b"".join(pieces([])) == b"[]"
+
+
+async def test_an_answer_of_many_pieces_arrives_whole(server: Server) -> None:
+    status, answer = await server.post(EMBEDDINGS, {"input": [[i % 200 + 3] for i in range(2048)]})
+    assert (status, len(answer["data"])) == (200, 2048)
+    np.testing.assert_allclose(numbers(answer)[-1], last([2047 % 200 + 3]), rtol=1e-6)
 
 
 async def test_every_row_of_a_long_matrix_has_length_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.app.conftest import Server
 from tests.app.test_http_embeddings import ids, serves
-from tests.fakes.engine import WORDS, state
+from tests.fakes.engine import WORDS, FakeRun, state
 
 GENERATE = "/generate"
 
@@ -96,4 +97,36 @@ async def test_what_is_too_much_says_how_much_is_not(server: Server, stream: boo
     assert "6 tokens" in answer["error"]["message"] and "4 tokens of this model" in answer["error"]["message"]
     assert server.engine.runs[0].aborted
     status, _ = await server.post(GENERATE, asked(sampling_params={"max_new_tokens": 1}))
+    assert status == 200
+
+
+async def test_an_answer_that_was_ended_early_has_none(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeRun, "hidden", lambda run, index: [])
+    _, answer = await server.post(GENERATE, asked())
+    assert answer["meta_info"]["hidden_states"] == [[]]
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "return_hidden_states": True}
+    _, answer = await server.post("/v1/chat/completions", chat)
+    assert answer["choices"][0]["hidden_states"] is None
+
+
+async def test_all_answers_together_hold_no_more_than_memory_allows(server: Server) -> None:
+    """Whoever reads slowly holds what was made for it; others are told to come back."""
+    numbers = server.service.loaded.numbers
+    read = asyncio.Event()
+
+    async def slow_reader() -> None:
+        numbers.hold(2**28)
+        await read.wait()
+
+    reader = asyncio.create_task(slow_reader())
+    await asyncio.sleep(0)
+    status, answer = await server.post(GENERATE, asked())
+    assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+    status, _ = await server.post(GENERATE, asked(return_hidden_states=False))
+    assert status == 200
+    read.set()
+    await reader
+    status, _ = await server.post(GENERATE, asked())
     assert status == 200

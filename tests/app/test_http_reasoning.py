@@ -89,9 +89,10 @@ async def test_a_thinking_that_length_ends_is_no_content(server: Server) -> None
 async def test_openai_client_sees_the_thinking(server: Server) -> None:
     know(server, "hermes", "think")
     server.engine.scripts = [[*THOUGHT, "\n", *CALL]]
+    tool = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # some releases take no other
     async with (
         openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
-        client.chat.completions.stream(model="org/tiny", messages=HI, tools=[WEATHER]) as stream,
+        client.chat.completions.stream(model="org/tiny", messages=HI, tools=[tool]) as stream,
     ):
         final = await stream.get_final_completion()
     message = final.choices[0].message

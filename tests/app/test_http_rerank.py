@@ -71,6 +71,14 @@ async def test_long_documents_are_cut_where_asked(ranker: Server) -> None:
     assert len(ranker.engine.runs[-1].prompt) == 20
 
 
+async def test_a_pair_that_is_cut_from_the_left_is_told_apart_where_it_was(ranker: Server) -> None:
+    asked = {"query": "query", "documents": ["dd"], "truncation_side": "left"}
+    for most, prompt, second in ((7, [BOS, *b"ry", EOS, *b"dd", EOS], 4), (4, [BOS, *b"dd", EOS], 1)):
+        await ranker.post(RERANK, {**asked, "truncate_prompt_tokens": most})
+        run = ranker.engine.runs[-1]
+        assert (run.prompt.tolist(), run.params.pair) == (prompt, second)
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

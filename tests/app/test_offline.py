@@ -79,6 +79,28 @@ def test_a_stream_is_the_answer_in_pieces(llm: LLM) -> None:
     assert "".join(piece.text for piece in chat) == llm.chat(HI, GREEDY)[0].text
 
 
+def test_hidden_states_of_answers_and_streams(llm: LLM) -> None:
+    whole = llm.generate("abc", GREEDY, n=2, return_hidden_states=True)[0]
+    states = [choice.hidden_states for choice in whole.choices]
+    assert states[0] is not None and len(states[0]) == llm._live.loaded.card.hidden_size
+    pieces = list(llm.stream("abc", GREEDY, n=2, return_hidden_states=True))
+    last = {piece.index: piece for piece in pieces if piece.finish_reason}
+    assert [last[index].hidden_states for index in (0, 1)] == states
+    assert all(piece.hidden_states is None for piece in pieces if not piece.finish_reason)
+    assert llm.generate("abc", GREEDY)[0].choices[0].hidden_states is None
+
+
+def test_a_stream_of_more_hidden_states_than_an_answer_holds_is_refused(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.http.pool.MAX_NUMBERS", 100)
+    for ask in (llm.generate, lambda *given, **named: list(llm.stream(*given, **named))):
+        with pytest.raises(RequestError) as error:
+            ask("abc", GREEDY, return_hidden_states=True)
+        assert error.value.param == "return_hidden_states"
+    until_idle(llm)
+
+
 def test_a_stream_that_is_left_ends_its_request(llm: LLM) -> None:
     stream = llm.stream("abc", max_tokens=1900, ignore_eos=True)
     next(stream)

@@ -79,6 +79,7 @@ async def test_streams_are_events(server: Server) -> None:
         "/v1/completions",
         "/generate",
         "/invocations",
+        "/inference/v1/generate",
         "/v1/responses",
         "/v1/responses/{id}",
         "/v1/messages",

@@ -14,6 +14,9 @@ import msgspec
 import pytest
 
 from app.http.anthropic_schema import MessagesBody
+from app.http.chat_batch import BatchChatBody
+from app.http.generative import GenerativeBody
+from app.http.inference import InferenceBody
 from app.http.responses_schema import ResponsesBody
 from app.http.schema import (
     ChatBody,
@@ -76,6 +79,8 @@ CONSTRAINTS: dict[str, Case] = {
     "logit_processors": Refused(["x"]),
     "logits_processors": Refused(["x"]),
     "use_beam_search": Refused(True),
+    "max_thinking_tokens": Works(5),
+    "thinking_token_budget": Works(5),
     "lora_path": Refused("adapter"),
     "prompt_embeds": Refused("AAAA"),
     "input_embeds": Refused([[0.5]]),
@@ -154,11 +159,14 @@ GENERATION: dict[str, Case] = {
     "store": Ignored(True),
     "service_tier": Ignored("auto"),
     "safety_identifier": Ignored("me"),
-    # extras of peers' answers
-    "return_cached_tokens_details": Ignored(True),
-    "return_meta_info": Ignored(True),
-    "return_token_offsets": Ignored(True),
 }
+
+TOLD: dict[str, Case] = {
+    "return_cached_tokens_details": Works(True),
+    "return_meta_info": Works(True),
+    "return_token_offsets": Works(True),
+}
+"""Extras of peers' answers."""
 
 CHAT: dict[str, Case] = {
     **GENERATION,
@@ -178,8 +186,7 @@ CHAT: dict[str, Case] = {
     "parallel_tool_calls": Works(False),
     "separate_reasoning": Works(False),
     "include_reasoning": Works(False),
-    "max_thinking_tokens": Works(5),
-    "thinking_token_budget": Works(5),
+    **TOLD,
     "reasoning_effort": Works("low"),
     "modalities": Ignored(["text"]),
     "prediction": Ignored({"type": "content", "content": "a"}),
@@ -196,8 +203,7 @@ COMPLETIONS: dict[str, Case] = {
     "prompt": Works("hi", needed=True),
     "logprobs": Works(1),
     "echo": Works(True),
-    "thinking_token_budget": Refused(5),
-    "max_thinking_tokens": Refused(5),
+    **TOLD,
 }
 
 NATIVE_SAMPLING: dict[str, Case] = {
@@ -206,8 +212,6 @@ NATIVE_SAMPLING: dict[str, Case] = {
     "max_new_tokens": Works(2),
     "min_new_tokens": Works(1),
     "sampling_seed": Works(5),
-    "thinking_token_budget": Refused(5),
-    "max_thinking_tokens": Refused(5),
 }
 
 NATIVE: dict[str, Case] = {
@@ -225,8 +229,6 @@ NATIVE: dict[str, Case] = {
     "priority": Works(3),
     "cache_salt": Works("tenant"),
     "extra_key": Works("more"),
-    "max_thinking_tokens": Refused(5),
-    "thinking_token_budget": Refused(5),
     "bootstrap_host": Ignored("h"),
     "bootstrap_room": Ignored(1),
     "custom_labels": Ignored({}),
@@ -256,8 +258,9 @@ RESPONSES: dict[str, Case] = {
     "safety_identifier": Works("me"),
     "user": Works("me"),
     "chat_template_kwargs": Works({"a": 1}),
-    "max_thinking_tokens": Works(5),
-    "thinking_token_budget": Works(5),
+    "return_cached_tokens_details": Ignored(True),
+    "return_meta_info": Ignored(True),
+    "return_token_offsets": Ignored(True),
     "prompt": Refused({"id": "pmpt_1"}),
     "conversation": Refused("conv_1"),
 }
@@ -321,9 +324,50 @@ SCORE: dict[str, Case] = {
     "extra_key": Works("more"),
 }
 
+BATCH: dict[str, Case] = {
+    **{name: case for name, case in CHAT.items() if not isinstance(case, Ignored)},
+    "messages": Works([HI], needed=True),
+    "n": Works(1),
+    "stream": Works(False),
+    "stream_options": Works({"include_usage": True}),
+    "input_ids": Refused([5]),
+}
+
+INFERENCE: dict[str, Case] = {
+    "model": Works("org/tiny"),
+    "token_ids": Works([5, 6], needed=True),
+    "sampling_params": Works({"max_tokens": 2}),
+    "output_mode": Works("text"),
+    "stream": Works(True),
+    "stream_options": Works({"include_usage": True}, given={"stream": True}),
+    "request_id": Works("one"),
+    "cache_salt": Works("tenant"),
+    "priority": Works(3),
+    "return_token_ids": Works(True),
+    "features": Refused({"mm_hashes": {}}),
+    "content_parts": Refused([{"type": "image_url"}]),
+    "token_offsets": Ignored([[0, 1]]),
+    "kv_transfer_params": Ignored({}),
+    "ec_transfer_params": Ignored({}),
+    "reasoning_ended": Ignored(True),
+}
+
+GENERATIVE: dict[str, Case] = {
+    "model": Works("org/tiny"),
+    "query": Works("a", needed=True),
+    "items": Works(["b"], needed=True),
+    "label_token_ids": Works([5], needed=True),
+    "apply_softmax": Works(False),
+    "item_first": Works(True),
+    "add_special_tokens": Works(False),
+    "priority": Works(3),
+    "request_id": Works("one"),
+}
+
 ELSEWHERE: dict[type, set[str]] = {
     ChatBody: {"functions", "function_call", "suffix", "return_hidden_states"},
     CompletionBody: {"return_hidden_states"},
+    BatchChatBody: {"functions", "function_call", "suffix", "return_hidden_states"},
     NativeBody: {"session_params", "return_hidden_states"},
     NativeSampling: {"return_hidden_states"},
     ResponsesBody: {"previous_response_id", "return_hidden_states"},
@@ -331,6 +375,8 @@ ELSEWHERE: dict[type, set[str]] = {
     ScoreBody: {"text_1", "text_2", "data_1", "data_2", "queries", "documents"},
 }
 """Declared, and tested where it needs more than a value."""
+
+_SCORED = {"query": "a", "items": ["b"], "label_token_ids": [5]}
 
 ROUTES: list[tuple[str, type[msgspec.Struct], dict[str, Case], dict[str, Any], str]] = [
     ("/v1/chat/completions", ChatBody, CHAT, {"messages": HI, "max_tokens": 2}, ""),
@@ -341,6 +387,9 @@ ROUTES: list[tuple[str, type[msgspec.Struct], dict[str, Case], dict[str, Any], s
     ("/v1/messages", MessagesBody, MESSAGES, {"messages": HI, "max_tokens": 2}, ""),
     ("/tokenize", TokenizeBody, TOKENIZE, {"prompt": "hi"}, ""),
     ("/detokenize", DetokenizeBody, DETOKENIZE, {"tokens": [5]}, ""),
+    ("/v1/chat/completions/batch", BatchChatBody, BATCH, {"messages": [HI], "max_tokens": 2}, ""),
+    ("/inference/v1/generate", InferenceBody, INFERENCE, {"token_ids": [5]}, ""),
+    ("/generative_scoring", GenerativeBody, GENERATIVE, _SCORED, ""),
     ("/v1/score", ScoreBody, SCORE, {"query": "a", "items": ["b"], "label_token_ids": [5]}, ""),
 ]
 NAMES = [f"{path} {inside}".strip() for path, _, _, _, inside in ROUTES]

@@ -26,6 +26,11 @@ ARGUMENTS = (
     {"é": "日本語 😀 \u2028", "tags": "</tool_call> <tool_call> ``` [TOOL_CALLS] [ARGS] ); } ] ' \" "},
     {"json": '{"name": "f", "arguments": {}}', "empty": "", "deep": [[[[{"a": {"b": []}}]]]]},
 )
+TYPES = {key: {"type": "string"} for key in ("text", "é", "tags", "json", "empty")}
+SCHEMAS = {
+    name: {"properties": TYPES | {"nested": {"type": "object"}, "deep": {"type": "array"}}} for name in NAMES
+}
+"""Of the arguments, for formats that write strings bare. `a` may be anything."""
 Made = list[tuple[str, dict[str, Any]]]
 
 
@@ -78,6 +83,52 @@ def pythonic_tagged(calls: Made) -> str:
     return f"<|python_start|>{pythonic(calls)}<|python_end|>"
 
 
+def tagged(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def qwen_coder(calls: Made) -> str:
+    each = (
+        (name, "".join(f"<parameter={key}>\n{tagged(value)}\n</parameter>\n" for key, value in args.items()))
+        for name, args in calls
+    )
+    return "\n".join(f"<tool_call>\n<function={name}>\n{a}</function>\n</tool_call>" for name, a in each)
+
+
+def qwen_coder_bare(calls: Made) -> str:
+    return qwen_coder(calls).replace("<tool_call>\n<function", "<function").replace("\n</tool_call>", "")
+
+
+def glm(calls: Made) -> str:
+    each = (
+        (
+            name,
+            "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{tagged(value)}</arg_value>\n"
+                for key, value in args.items()
+            ),
+        )
+        for name, args in calls
+    )
+    return "\n".join(f"<tool_call>{name}\n{a}</tool_call>" for name, a in each)
+
+
+def glm_47(calls: Made) -> str:
+    lines = ("</arg_key>\n<arg_value>", "</arg_value>\n<", "\n<arg_key>", "\n</tool_call>")
+    text = glm(calls)
+    for line in lines:
+        text = text.replace(line, line.replace("\n", ""))
+    return text
+
+
+def kimi(calls: Made) -> str:
+    each = (
+        f"<|tool_call_begin|>functions.{name}:{i}<|tool_call_argument_begin|>{json.dumps(a)}<|tool_call_end|>"
+        for i, (name, a) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+
+
 WRITERS: dict[Callable[[Made], str], str] = {
     hermes: "hermes",
     llama: "llama3",
@@ -88,6 +139,10 @@ WRITERS: dict[Callable[[Made], str], str] = {
     deepseek: "deepseek_v3",
     deepseek_31: "deepseek_v3",
     pythonic: "pythonic",
+    qwen_coder: "qwen3_coder",
+    glm: "glm",
+    glm_47: "glm",
+    kimi: "kimi_k2",
 }
 BARE = (llama, pythonic)
 """Only an answer that begins with them has calls."""
@@ -124,6 +179,33 @@ MALFORMED = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\nnope\n```",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>" + "f" * 400,
     ),
+    "qwen3_coder": (
+        "<tool_call>\nnothing\n</tool_call>",
+        "<tool_call>\n<function=>\n</function>\n</tool_call>",
+        "<function=unknown>\n</function>",
+        "<tool_call>\n<function=f\n</tool_call>",
+        "<tool_call>\n<function=" + "f" * 300 + ">",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=>\n1\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\nfree text\n</function>\n</tool_call>",
+        "a <tool_call> b <function=f",
+    ),
+    "glm": (
+        "<tool_call>nothing</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>" + "f" * 300,
+        "<tool_call>f\n<arg_key>a</arg_key>\n1</tool_call>",
+        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</tool_call>",
+        "<tool_call>f\n<arg_key></arg_key>\n<arg_value>1</arg_value></tool_call>",
+        "<tool_call>f\nfree text</tool_call>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_begin|>f",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0{}<|tool_call_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>5<|tool_call_end|>",
+    ),
     "pythonic": (
         "[1, 2]",
         "[]",
@@ -141,7 +223,7 @@ MALFORMED = {
 
 
 def parser(family: str) -> StreamParser:
-    return TOOLS[family].parser(NAMES)
+    return TOOLS[family].parser(NAMES, SCHEMAS)
 
 
 def parse(parser: StreamParser, pieces: Iterable[str]) -> list[Event]:
@@ -209,6 +291,64 @@ def test_a_cut_off_call_is_content_and_those_before_it_stay(writer: Callable[[Ma
     for end in range(two.rfind("bcd"), two.rfind("bcd") + 3):
         _, calls = read(WRITERS[writer], two[:end])
         assert calls == [("f", "{}")]
+
+
+def test_a_call_without_its_outer_tag_is_one_where_the_function_is_declared() -> None:
+    made: Made = [("f", {"text": "x"}), ("get_weather", {})]
+    for pieces in cuts(f"Hm.\n{qwen_coder_bare(made)}\nSo."):
+        content, calls = read("qwen3_coder", pieces)
+        assert content == "Hm.So." and [(name, json.loads(args)) for name, args in calls] == made
+    assert read("qwen3_coder", ["<function=g>\n</function>"]) == ("<function=g>\n</function>", [])
+
+
+TYPED: list[tuple[Any, str, Any]] = [
+    ({"type": "string"}, "5", "5"),
+    ({"type": "string"}, "null", "null"),
+    ({"type": "string"}, ' "q" \n\n', ' "q" \n\n'),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"type": "integer"}, " 5\n", 5),
+    ({"type": "integer"}, "five", "five"),
+    ({"type": "number"}, "-1.5e3", -1500.0),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "false", False),
+    ({"type": ["string", "null"]}, "None", None),
+    ({"type": ["string", "null"]}, '"x"', '"x"'),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+    ({"type": "object"}, '{"a": [1,\n 2]}', {"a": [1, 2]}),
+    ({"type": "object"}, "{'a': 1}", "{'a': 1}"),
+    ({"type": "array"}, "[1", "[1"),
+    ({"$ref": "#/$defs/S"}, "7", "7"),
+    ({"$ref": "#/$defs/none"}, "7", 7),
+    ({"$ref": "#"}, "[]", []),
+    ({}, '"x"', "x"),
+    ({}, "x y", "x y"),
+    (True, "01", "01"),
+]
+
+
+@pytest.mark.parametrize(("schema", "written", "value"), TYPED)
+def test_a_bare_value_is_what_its_schema_says(schema: Any, written: str, value: Any) -> None:
+    root = {"properties": {"k": schema}, "$defs": {"S": {"type": "string"}}}
+    for family, text in (
+        ("qwen3_coder", f"<tool_call>\n<function=f>\n<parameter=k>\n{written}\n</parameter>\n</function>"),
+        ("glm", f"<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>{written}</arg_value>\n</tool_call>"),
+    ):
+        for pieces in cuts(text):
+            message = assemble(parse(TOOLS[family].parser(NAMES, {"f": root}), pieces))
+            assert [json.loads(call.arguments) for call in message.calls] == [{"k": value}]
+
+
+def test_bare_strings_are_told_as_they_come() -> None:
+    family = parser("qwen3_coder")
+    family.feed("<tool_call>\n<function=f>\n<parameter=text>\n")
+    assert [event.text for event in family.feed('a "b" </para')] == ['a \\"b\\" ']
+    assert [event.text for event in family.feed("x\n")] == ["</parax"]
+    assert [event.text for event in family.feed("\n</parameter>")] == ["\\n", '"']
+
+
+def test_kimis_calls_keep_the_ids_that_the_model_gave_them() -> None:
+    message = assemble(parse(parser("kimi_k2"), kimi([("f", {"a": 1}), ("get_weather", {})])))
+    assert [call.id for call in message.calls] == ["functions.f:0", "functions.get_weather:1"]
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -375,6 +515,9 @@ OPENINGS = {
     "mistral": "[TOOL_CALLS]f[ARGS]",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
     "pythonic": "[f(a=",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n",
+    "glm": "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>f:0<|tool_call_argument_begin|>",
 }
 
 
@@ -399,7 +542,7 @@ def test_what_is_held_back_is_not_copied_with_every_piece() -> None:
     """The cursor's own text is what `feed` copies each time: it must stay short, whatever comes."""
     for family, opening in OPENINGS.items():
         for filling in ("{", '{"a":', "<", " ", '"', "[", "x", "\\"):
-            each = TOOLS[family].parser(NAMES)
+            each = TOOLS[family].parser(NAMES, SCHEMAS)
             each.feed(opening)
             for _ in range(100):
                 each.feed(filling * 20)

@@ -141,6 +141,16 @@ WRITTEN = {
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
     '{"city": "Oslo"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n'
     "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "pythonic": '[weather(city="Oslo"), now()]',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>\n"
+    "<tool_call>now\n</tool_call>",
+    "glm </arg_key><arg_value>": "<tool_call>weather<arg_key>city</arg_key><arg_value>Oslo</arg_value>"
+    "</tool_call><tool_call>now</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    '<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|><|tool_call_begin|>functions.now:1'
+    "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
     "mistral [ARGS]": '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]now[ARGS]{}',
     "deepseek_v3 <｜tool▁sep｜>": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
     '{"city": "Oslo"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
@@ -157,7 +167,7 @@ def test_every_family_reads_what_its_grammar_lets_through(family: str) -> None:
         spec = grammar(found, calls=calls)
         assert accepts(spec, WRITTEN[family]) and not accepts(spec, WRITTEN[family].replace("city", "town"))
         assert accepts(spec, "Let me {see}.\nYes.") == (calls == "auto")
-    answer = Reading(tools=found, names=frozenset({"weather", "now"})).answer()
+    answer = Reading(tools=found, names=frozenset({"weather", "now"}), schemas={"weather": SCHEMA}).answer()
     message = assemble(answer.feed(WRITTEN[family]) + answer.finish())
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [
         ("weather", {"city": "Oslo"}),
@@ -166,16 +176,110 @@ def test_every_family_reads_what_its_grammar_lets_through(family: str) -> None:
     assert message.content == ""
 
 
-def test_what_a_family_cannot_be_held_to_is_refused() -> None:
-    for family in (TOOLS["pythonic"], None):
-        for wanted in (
-            Wanted(tools=(LOOSE,), calls="required"),
-            Wanted(tools=(STRICT,), calls="auto"),
-            Wanted(tools=(LOOSE,), calls="auto", answer=ANSWER),
-        ):
-            with pytest.raises(RequestError) as refused:
-                constraint(wanted, family, None)
-            assert refused.value.param == ("tool_choice" if wanted.calls == "required" else "tools")
+def test_calls_in_an_unknown_format_cannot_be_made_to_happen() -> None:
+    for wanted in (
+        Wanted(tools=(LOOSE,), calls="required"),
+        Wanted(tools=(STRICT,), calls="auto"),
+        Wanted(tools=(LOOSE,), calls="auto", answer=ANSWER),
+    ):
+        with pytest.raises(RequestError) as refused:
+            constraint(wanted, None, None)
+        assert refused.value.param == ("tool_choice" if wanted.calls == "required" else "tools")
+
+
+TAGGED = ("qwen3_coder", "glm", "pythonic")
+"""Families that write arguments one by one."""
+TRIP = {
+    "type": "object",
+    "properties": {
+        "note": {"type": "string"},
+        "days": {"type": "integer", "minimum": 2},
+        "unit": {"enum": ["C", "F"]},
+        "deep": {"$ref": "#/$defs/deep"},
+        "on": {"type": ["boolean", "null"]},
+    },
+    "required": ["days"],
+    "additionalProperties": False,
+    "$defs": {"deep": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]}},
+}
+
+
+def tagged(family: str, **values: str) -> str:
+    """A call of `trip`, its arguments as they stand in the text."""
+    if family == "pythonic":
+        return f"[trip({', '.join(f'{key}={value}' for key, value in values.items())})]"
+    if family == "glm":
+        each = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items())
+        return f"<tool_call>trip\n{''.join(each)}</tool_call>"
+    each = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=trip>\n{''.join(each)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("calls", ["required", "auto"])
+def test_arguments_one_by_one_are_held_to_their_schemas(family: str, calls: str) -> None:
+    spec = grammar(TOOLS[family], tools=(Tool("trip", TRIP, True),), calls=calls)
+    quote = '"' if family == "pythonic" else ""
+    true = "True" if family == "pythonic" else "true"
+    right = (
+        {"days": "3"},
+        {"days": "3", "note": f"{quote}a <b> c{quote}"},
+        {"days": "12", "unit": f"{quote}F{quote}", "deep": '{"x": null}', "on": true},
+    )
+    wrong = (
+        {},
+        {"days": "1"},
+        {"days": "x"},
+        {"note": f"{quote}a{quote}"},
+        {"days": "3", "unit": f"{quote}K{quote}"},
+        {"days": "3", "deep": "{}"},
+        {"days": "3", "on": "5"},
+        {"days": "3", "more": "5"},
+    )
+    for values in right:
+        assert accepts(spec, tagged(family, **values)), values
+    for values in wrong:
+        assert not accepts(spec, tagged(family, **values)), values
+
+
+def test_arguments_of_which_none_is_required_may_be_any_of_them() -> None:
+    free = {"properties": {key: {"type": "integer"} for key in "abc"}, "type": "object"}
+    for family in TAGGED:
+        spec = grammar(TOOLS[family], tools=(Tool("trip", free),))
+        for names in ("", "a", "b", "c", "ab", "bc", "ac", "abc"):
+            assert accepts(spec, tagged(family, **dict.fromkeys(names, "1"))), (family, names)
+        assert not accepts(spec, tagged(family, a="1", d="1"))
+        assert not accepts(spec, "[trip(, a=1)]") and not accepts(spec, "[trip(a=1, )]")
+
+
+def test_functions_that_are_not_strict_are_held_to_names_within_free_text() -> None:
+    tools = (Tool("trip", TRIP), STRICT)
+    for family in ("qwen3_coder", "glm"):
+        spec = grammar(TOOLS[family], tools=tools, calls="auto")
+        assert accepts(spec, tagged(family, days="soon")) and not accepts(spec, tagged(family, when="soon"))
+        assert accepts(spec, "Soon. " + tagged(family, days="1"))
+    coder = grammar(TOOLS["qwen3_coder"], tools=tools, calls="auto")
+    assert not accepts(coder, "<function=trip>\n</function>")  # it would be read as a call
+
+
+UNHELD: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"a": {"type": "string", "pattern": "^x$"}}}, "pattern"),
+    ({"properties": {"a": {"type": "string", "maxLength": 5}}}, "maxLength"),
+    ({"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}}}, "format"),
+    ({"properties": {"a": {"not": {}}}}, "not"),
+    ({"properties": {"a>": {"type": "integer"}}}, "a>"),
+    ({"properties": {"a": {}}, "required": ["b"]}, "b"),
+    ({"properties": {"a": {}}, "minProperties": 1}, "minProperties"),
+]
+
+
+@pytest.mark.parametrize(("schema", "word"), UNHELD)
+def test_what_bare_arguments_cannot_be_held_to_is_refused(schema: dict[str, Any], word: str) -> None:
+    tools = (Tool("trip", {"type": "object", **schema}, True),)
+    with pytest.raises(RequestError) as refused:
+        constraint(Wanted(tools=tools, calls="required"), TOOLS["qwen3_coder"], None)
+    assert f"'{word}'" in refused.value.message and "'trip'" in refused.value.message
+    assert refused.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(

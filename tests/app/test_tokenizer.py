@@ -37,6 +37,20 @@ def test_bos_is_added_where_only_the_settings_ask_for_it(tmp_path: Path) -> None
     assert tokenizer.encode("a", add_special=False).tolist() == [ord("a")]
 
 
+async def test_offsets_are_of_the_same_tokens(tmp_path: Path) -> None:
+    path = vocabularies.save(
+        vocabularies.byte_level(), tmp_path, bos_token="<|im_start|>", add_bos_token=True
+    )
+    tokenizer = Tokenizer.load(path, 300)
+    for text in ("hello ä<|im_end|>b", "hello ä<|im_end|>b " * INLINE_CHARS):
+        for special in (True, False):
+            found = await tokenizer.offsets_async(text, special)
+            assert len(found) == len(tokenizer.encode(text, special))
+            assert (found[0] == (0, 0)) is special
+            assert found[-1][1] == len(text)
+            assert next(text[a:b] for a, b in found[special:]) == "hello"
+
+
 def test_bos_is_not_added_twice(tmp_path: Path) -> None:
     path = vocabularies.save(vocabularies.byte_fallback(), tmp_path, bos_token="<s>", add_bos_token=True)
     tokenizer = Tokenizer.load(path, 300)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Iterator
+
 import pytest
 
-from core.cache import CacheManager, Hold, IntegrityError
+from core.cache import CacheManager, Hold, IntegrityError, pins
 from core.cache.pins import MAX_PINS
 from core.request import Pinning, Request
 from tests.core.harness import Harness
@@ -70,6 +73,27 @@ def test_pins_give_way_the_least_recently_used_first() -> None:
     assert [cached(cache, start) for start in (0, 100, 200)] == [8, 0, 0]
     fill(cache)
     assert (cached(cache, 0), cache.statistics().pins) == (0, 0)
+
+
+def test_making_room_looks_at_all_pins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CacheManager(101, 4, pin_share=1.0)
+    for i in range(20):
+        keep(cache, 1000, owner=f"running {i}")
+    for i in range(20):
+        keep(cache, 0, owner=f"same {i}")
+        keep(cache, 10 * i + 100, owner=f"own {i}")
+    hold = admit(cache, seq(9, 1000))  # its pins are skipped, and not over and over
+    looks = 0
+
+    def looked(*lines: list[pins.Pin], key: Callable[[pins.Pin], int]) -> Iterator[pins.Pin]:
+        nonlocal looks
+        looks += 1
+        return heapq.merge(*lines, key=key)
+
+    monkeypatch.setattr(pins, "merge", looked)
+    press(cache, cache.available() - cache.statistics().free)
+    assert (looks, cache.statistics().pins) == (1, 20)
+    cache.release(hold, A, None)
 
 
 def test_all_pages_can_be_had_whatever_is_pinned() -> None:

@@ -156,8 +156,16 @@ def test_prompt_logprobs_cover_each_position_once(start: int, step_tokens: int) 
     h = Harness(step_tokens=step_tokens)
     h.request(range(40))
     h.run()  # the prompt is cached now; positions that are asked for must be computed again
-    request = h.request(range(40), max_tokens=2, prompt_logprobs=0, prompt_logprobs_start=start)
+    named = (7, 3)
+    request = h.request(
+        range(40),
+        max_tokens=2,
+        prompt_logprobs=0,
+        prompt_logprobs_start=start,
+        prompt_logprob_ids=named,
+    )
     h.run()
+    assert all(row == [*named] for p in h.prompt_logprobs[request.id] for row in p.top_ids.tolist())
     seen = [
         (p.start + i, value)
         for p in h.prompt_logprobs[request.id]

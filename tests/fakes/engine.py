@@ -72,6 +72,7 @@ class FakeRun:
         k, start = self.params.prompt_logprobs, max(self.params.prompt_logprobs_start, 1)
         if k < 0 or start >= len(self.prompt) or not self.begun:
             return []
+        k += len(self.params.prompt_logprob_ids)
         rows = [row(int(token), k) for token in self.prompt[start:]]
         return [
             PromptLogprobs(

@@ -15,7 +15,7 @@ import numpy as np
 from core.executor import Capabilities
 from core.order import Order, OrderDone
 from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
-from core.types import NO_TOKENS, Floats, Ints
+from core.types import Floats, Ints
 
 POISON = -7
 """What a page holds before anything was written to it: reading it is an error."""
@@ -190,6 +190,5 @@ def _prompt_logprobs(chunk: Chunk) -> PromptLogprobs:
     """The value of a token is its id, so that a test can see which positions were reported."""
     start = max(chunk.start + 1, chunk.logprobs_start)
     targets = chunk.tokens.tolist()[start - chunk.start :] + ([chunk.target] if chunk.target >= 0 else [])
-    return PromptLogprobs(
-        chunk.slot, start, np.asarray(targets, np.float32), NO_TOKENS, np.zeros(0, np.float32)
-    )
+    named = np.tile(np.array(chunk.logprob_ids, np.int32), (len(targets), 1))
+    return PromptLogprobs(chunk.slot, start, np.asarray(targets, np.float32), named, named.astype(np.float32))

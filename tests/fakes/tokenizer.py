@@ -30,6 +30,10 @@ class ByteTokenizer:
     async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints:
         return self.encode(text, add_special)
 
+    async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
+        at = [(i, i + 1) for i, char in enumerate(text) for _ in char.encode()]
+        return [(0, 0), *at] if add_special else at
+
     async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
         one, two = (text.encode() for text in texts)
         return np.array([BOS, *one, EOS, *two, EOS], np.int32), len(one) + 2

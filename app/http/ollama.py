@@ -1,0 +1,157 @@
+"""Ollama's routes over the one model. A stream is lines of JSON; errors are a plain text
+(`app/http/middleware.py`)."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.errors import Fault
+from app.http.admin import VERSION
+from app.http.body import decode, read_body
+from app.http.chat import chat_job
+from app.http.completions import completion_jobs
+from app.http.delivery import Collector, Delivery, running
+from app.http.keys import SERVICE
+from app.http.ollama_lines import Lines
+from app.http.ollama_schema import (
+    CHAT,
+    GENERATE,
+    NAMES,
+    SHOW,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    chat_body,
+    check_whole,
+    model_name,
+    raw_body,
+)
+from app.http.openai import request_id
+from app.http.reply import json_response
+from app.http.responses_schema import rename_fields
+from app.http.sampling import check_model, ready
+from app.http.sse import Dialect, EventStream
+from app.job import Job
+from app.parsers.reading import Reading
+from app.service import Loaded
+from app.watch import Watch, Watcher
+from core.errors import RequestError
+
+
+def _error(fault: Fault, id: str) -> bytes:
+    return fault.plain_body() + b"\n"
+
+
+LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation, after Ollama. Without messages nothing is run: the model is loaded."""
+    body = decode(CHAT, await read_body(request))
+    return await _answered(request, body, bool(body.messages))
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Answer a prompt, after Ollama. Without one nothing is run: the model is loaded."""
+    body = decode(GENERATE, await read_body(request))
+    check_whole(body)
+    return await _answered(request, body, bool(body.prompt))
+
+
+async def _answered(
+    request: web.Request, body: OllamaChatBody | OllamaGenerateBody, asks: bool
+) -> web.StreamResponse:
+    loaded = request.app[SERVICE].loaded
+    loaded = ready(request.app[SERVICE], model_name(body.model, loaded))
+    if not asks:
+        teller = Lines(body, loaded, Reading(), None)
+        return json_response(teller.line([], end={"done_reason": "load"}))
+    try:
+        job, watch = await _job(body, loaded)
+        watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
+        if body.stream is not False:
+            delivery = Delivery(1)
+            async with running(watcher, [job], delivery.take) as runs:
+                async with EventStream(request, dialect=LINES) as stream:
+                    await delivery.run(stream, Lines(body, loaded, watch.reading, runs[0]))
+                return stream.response
+        collector = Collector(1)
+        async with running(watcher, [job], collector.take) as runs:
+            (piece,) = await collector.collect()
+            return json_response(Lines(body, loaded, watch.reading, runs[0]).whole(piece))
+    except RequestError as error:
+        own = () if isinstance(body, OllamaChatBody) else (("messages", "prompt"),)
+        rename_fields(error, NAMES + own, ())
+        raise
+
+
+async def _job(body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded) -> tuple[Job, Watch]:
+    if isinstance(body, OllamaGenerateBody) and body.raw:
+        asked = raw_body(body)
+        (job,) = completion_jobs(asked, request_id(asked, "ollama"), loaded)
+        return msgspec.structs.replace(job, max_tokens=asked.max_tokens), Watch(reading=Reading())
+    job, watch = await chat_job(chat_body(body), loaded)
+    return msgspec.structs.replace(job, cut_to_fit=True), watch
+
+
+def _details(loaded: Loaded) -> dict[str, object]:
+    family = loaded.card.architecture.removesuffix("ForCausalLM").lower()
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": loaded.card.dtype,
+    }
+
+
+async def tags(request: web.Request) -> web.StreamResponse:
+    """The list with the one model, after Ollama."""
+    loaded = request.app[SERVICE].loaded
+    card = loaded.card
+    made = datetime.fromtimestamp(card.created, UTC).isoformat()
+    entry = {"name": card.name, "model": card.name, "modified_at": made, "size": 0, "digest": ""}
+    return json_response({"models": [{**entry, "details": _details(loaded)}]})
+
+
+async def show(request: web.Request) -> web.StreamResponse:
+    """What the model is and can do, after Ollama."""
+    body = decode(SHOW, await read_body(request))
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, model_name(body.model or body.name, loaded))
+    card, details = loaded.card, _details(loaded)
+    can = [("completion", True), ("tools", loaded.tools), ("thinking", loaded.reasoning)]
+    return json_response(
+        {
+            "modelfile": f"FROM {card.name}",
+            "parameters": f"num_ctx {card.context_length}",
+            "template": loaded.template.source,
+            "details": details,
+            "model_info": {
+                "general.architecture": details["family"],
+                f"{details['family']}.context_length": card.context_length,
+                f"{details['family']}.embedding_length": card.hidden_size,
+            },
+            "capabilities": [name for name, there in can if there]
+            if card.task == "generate"
+            else ["embedding"],
+        }
+    )
+
+
+async def version(request: web.Request) -> web.StreamResponse:
+    """This server's version, where Ollama's clients look for one."""
+    return json_response({"version": VERSION})
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/api/chat", chat),
+    ("POST", "/api/generate", generate),
+    ("GET", "/api/tags", tags),
+    ("POST", "/api/show", show),
+    ("GET", "/api/version", version),
+)

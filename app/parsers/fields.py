@@ -1,0 +1,165 @@
+"""Grammars for arguments that stand one by one instead of as a JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from app.parsers.registry import Fields
+from app.parsers.typed import types_of
+
+Element = dict[str, Any]
+"""A format of a structural tag."""
+
+SPACES = 24
+"""White space in a row inside JSON, room for a line and its indentation: without a bound a model may
+write nothing else for ever."""
+MAX_OPTIONAL = 40
+"""Arguments of which none is required: what is written grows with their square."""
+
+_WHOLE = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$ref", "minProperties", "maxProperties"),
+    *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+)
+"""Keywords about an object as a whole."""
+_TRUTH: Mapping[str, tuple[str, ...]] = {"boolean": ("True", "False"), "null": ("None",)}
+
+
+class Unwritable(Exception):
+    """The schema asks for something that this way of writing cannot be held to."""
+
+
+def json_element(schema: object) -> Element:
+    """A value as JSON."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": SPACES}
+
+
+def const_element(text: str) -> Element:
+    """This text."""
+    return {"type": "const_string", "value": text}
+
+
+def arguments(schema: Mapping[str, Any], fields: Fields, strict: bool, loose: bool) -> Element:
+    """The arguments of one function: those that are required first, then any of the others.
+
+    `loose` holds to their names alone. Raises `Unwritable`; where `strict` also for strings that
+    stand raw and are to match something.
+    """
+    properties = dict(schema.get("properties", {}))
+    if loose:
+        properties = {name: {} for name in properties}
+    elif found := next((key for key in _WHOLE if key in schema), None):
+        raise Unwritable(
+            f"the keyword '{found}' beside its properties has no grammar in this model's format."
+        )
+    required = [] if loose else list(schema.get("required", []))
+    for name in required:
+        if name not in properties:
+            raise Unwritable(f"the required {name!r:.60} is not among its properties.")
+    writer = _Writer(schema, fields, strict)
+    first = [writer.field(name, properties.pop(name)) for name in dict.fromkeys(required)]
+    rest = [writer.field(name, value) for name, value in properties.items()]
+    return _listed(first, rest, fields.separator)
+
+
+def _listed(first: list[Element], rest: list[Element], separator: str) -> Element:
+    """All of `first`, any of `rest`, in this order."""
+    if first or not separator:
+        parts = (
+            [part for each in first for part in (const_element(separator), each)][1:] if separator else first
+        )
+        return _row([*parts, *(_behind(each, separator) for each in rest)])
+    if not rest:
+        return const_element("")
+    if len(rest) > MAX_OPTIONAL:
+        raise Unwritable(f"more than {MAX_OPTIONAL} arguments, none of them required.")
+    starts = [
+        _row([each, *(_behind(later, separator) for later in rest[i + 1 :])]) for i, each in enumerate(rest)
+    ]
+    return _optional(starts[0] if len(starts) == 1 else {"type": "or", "elements": starts})
+
+
+def _behind(field: Element, separator: str) -> Element:
+    return _optional(_row([const_element(separator), field]) if separator else field)
+
+
+def _row(parts: list[Element]) -> Element:
+    if not parts:
+        return const_element("")
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
+
+
+def _optional(element: Element) -> Element:
+    return {"type": "optional", "content": element}
+
+
+class _Writer:
+    """Writes the arguments of one function."""
+
+    __slots__ = ("_fields", "_root", "_strict")
+
+    def __init__(self, root: Mapping[str, Any], fields: Fields, strict: bool) -> None:
+        self._root = root
+        self._fields = fields
+        self._strict = strict
+
+    def field(self, name: str, schema: Any) -> Element:
+        """One argument."""
+        fields = self._fields
+        if any(sign in name for sign in "<>\n") or (not fields.raw and not name.isidentifier()):
+            raise Unwritable(f"the argument {name!r:.60} cannot be written in this model's format.")
+        begin = fields.begin % name
+        content, end = self._value(schema)
+        if not fields.raw:
+            return _row([const_element(begin), content])
+        tag = {"type": "tag", "begin": begin, "content": content, "end": end + fields.end}
+        return _row([tag, const_element(fields.after)]) if fields.after else tag
+
+    def _value(self, schema: Any) -> tuple[Element, str]:
+        """A value's grammar, and what stands between it and its end."""
+        fields = self._fields
+        types = types_of(schema, self._root)
+        if not fields.raw:
+            if types is not None and types <= _TRUTH.keys() and not set(schema) & {"enum", "const"}:
+                return _either([word for kind in sorted(types) for word in _TRUTH[kind]]), ""
+            return json_element(self._inner(schema)), ""
+        if types is None or "string" in types:
+            return self._text(schema, types)
+        return json_element(self._inner(schema)), fields.gap
+
+    def _text(self, schema: Any, types: frozenset[str] | None) -> tuple[Element, str]:
+        """A value that may be text without quotes."""
+        fields = self._fields
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None) if types else None
+        if isinstance(values, list) and values:
+            texts = [
+                value if isinstance(value, str) else msgspec.json.encode(value).decode() for value in values
+            ]
+            return _either(texts), fields.gap
+        if self._strict and (found := _held(schema)):
+            raise Unwritable(
+                f"'{found}' has no grammar in this model's format, which writes strings without quotes."
+            )
+        return {"type": "any_text", "excludes": [fields.end]}, ""
+
+    def _inner(self, schema: Any) -> Any:
+        """A property's schema with the definitions that it may refer to."""
+        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return {**schema, **shared} if shared and isinstance(schema, Mapping) else schema
+
+
+def _held(schema: Any) -> str | None:
+    """A keyword of a text's schema that bare text could not be held to."""
+    if not isinstance(schema, Mapping):
+        return None
+    branches = schema.get("anyOf", [])
+    listed = branches if isinstance(branches, list) else []
+    other = next((key for key in schema if key not in ("type", "anyOf")), None)
+    return other or next((found for each in listed if (found := _held(each))), None)
+
+
+def _either(texts: list[str]) -> Element:
+    consts = [const_element(text) for text in texts]
+    return consts[0] if len(consts) == 1 else {"type": "or", "elements": consts}

@@ -1,0 +1,98 @@
+"""Values written without JSON, told as JSON: what a function's schema says decides what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from app.parsers.json_scan import JsonScanner
+
+Types = frozenset[str] | None
+"""JSON Schema's names of types; None: it does not say."""
+
+_REFS = 8
+"""References and branches that are followed inside each other."""
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_CLASSES: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"),
+    (str, "string"),
+    (int, "number"),
+    (float, "number"),
+    (list, "array"),
+    (dict, "object"),
+)
+
+
+def types_of(schema: object, root: Mapping[str, Any], depth: int = _REFS) -> Types:
+    """Types that a value of a subschema of `root` may have."""
+    if not isinstance(schema, Mapping) or not depth:
+        return None
+    if "$ref" in schema:
+        return types_of(_pointed(schema["$ref"], root), root, depth - 1)
+    if (kind := schema.get("type")) is not None:
+        listed = kind if isinstance(kind, list) else [kind]
+        return frozenset(one for one in listed if isinstance(one, str))
+    if "const" in schema or isinstance(schema.get("enum"), list):
+        return frozenset(map(_kind, schema.get("enum", [schema.get("const")])))
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(key), list):
+            return _of_branches([types_of(each, root, depth - 1) for each in schema[key]], key == "allOf")
+    return None
+
+
+def _of_branches(found: list[Types], all_hold: bool) -> Types:
+    said = [each for each in found if each is not None]
+    if all_hold:
+        return said[0] if said else None
+    return frozenset().union(*said) if len(said) == len(found) else None
+
+
+def spelled(text: str, types: Types) -> str:
+    """A value as JSON. It is what it looks like if it may be that, and text otherwise."""
+    bare = text.strip()
+    bare = _WORDS.get(bare, bare)
+    if _is_json(bare):
+        kind = _KINDS.get(bare[0], "number")
+        fits = types is None or kind in types or (kind == "number" and "integer" in types)
+        if fits and (types is None or kind != "string"):
+            return bare
+    return quoted(text)
+
+
+def inside(text: str) -> str:
+    """`text` as it stands in a JSON string. Half a surrogate pair stays an escape."""
+    return json.dumps(text, ensure_ascii=not _encodable(text))[1:-1]
+
+
+def quoted(text: str) -> str:
+    """`text` as a JSON string."""
+    return f'"{inside(text)}"'
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_json(text: str) -> bool:
+    scanner = JsonScanner()
+    return bool(text) and scanner.scan(text + "\n") == len(text) and scanner.done
+
+
+def _kind(value: object) -> str:
+    return next((name for each, name in _CLASSES if isinstance(value, each)), "null")
+
+
+def _pointed(pointer: object, root: Mapping[str, Any]) -> object:
+    """What a reference within `root` points to, None for any other."""
+    if not isinstance(pointer, str) or not pointer.startswith("#"):
+        return None
+    found: object = root
+    for part in pointer.split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found

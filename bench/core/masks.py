@@ -1,0 +1,162 @@
+"""What the masks of a full step cost on the host.
+
+    python -m bench.core.masks --tokenizer DIR [--rows 64] [--threads 1,2,4]
+
+`rows` requests, each under a schema of its own out of MaskBench (or all under one: `shared`), write valid
+instances in step (`cpu` is processor time of all threads, which neighbours do not
+lengthen as much); a step is what the launch path does: `Matchers.fill`, then `Matchers.accept`. `python_us`
+is the same with the library's calls left out. Rows whose text has ended begin another. Bias: one process,
+the texts are compact JSON, so there are fewer cheap tokens (white space) than a model writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from app.text.tokenizer import Tokenizer
+from bench.results import write
+from bench.structured import DATA, ENDS, WIDTH, cases
+from core.errors import RequestError
+from core.grammar import CompiledGrammar, GrammarSpec
+from core.plan import NewSlot, StepPlan
+from core.request import SamplingParams
+from gpu.grammar import Compiler, Matchers
+from gpu.grammar.stepper import Matcher
+
+Text = tuple[CompiledGrammar, list[int]]
+
+
+async def texts(compiler: Compiler, tokenizer: Tokenizer, data: Path, count: int) -> list[Text]:
+    """Grammars with a text that each of them lets through, of at least 30 tokens."""
+    found: list[Text] = []
+    for case in cases(data):
+        valid = [value for value, label in case.tests if label]
+        if not valid or len(found) == count:
+            continue
+        written = json.dumps(max(valid, key=lambda value: len(str(value))), separators=(",", ":"))
+        try:
+            grammar = await compiler.compile(GrammarSpec("json_schema", json.dumps(case.schema)))
+        except RequestError:
+            continue
+        ids = [*tokenizer.encode(written, add_special=False).tolist(), ENDS[0]]
+        if len(ids) >= 30 and _through(grammar, ids):
+            found.append((grammar, ids))
+    return found
+
+
+def _through(grammar: Any, ids: list[int]) -> bool:
+    stepper, state, *_ = grammar.matcher()
+    bits = np.zeros((1, stepper.words), np.int32)
+    for token in ids:
+        stepper.fill([state], [0], bits)
+        if not int(bits[0, token >> 5]) >> (token & 31) & 1 or stepper.accept([state], [token])[0]:
+            return False
+    return True
+
+
+class Idle:
+    """A stepper that does nothing: what is left is ours."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Any) -> None:
+        """Nothing."""
+
+    def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
+        """All fine."""
+        return [None] * len(states)
+
+    def ended(self, state: Any, token: int) -> bool:
+        """As the real one."""
+        return token in ENDS
+
+
+class Bare:
+    """A grammar over it."""
+
+    def __init__(self, stepper: Idle) -> None:
+        self._stepper = stepper
+
+    def matcher(self) -> Any:
+        """See `CompiledGrammar.matcher`."""
+        return Matcher(self._stepper, None)
+
+
+def drive(listed: list[Text], rows: int, steps: int) -> dict[str, float]:
+    """Microseconds of fill, of accept and of processors over `steps` steps of `rows` rows."""
+    matchers, source = Matchers(), itertools.cycle(listed)
+    running: list[Iterator[int]] = [iter(()) for _ in range(rows)]
+    slots = np.arange(rows, dtype=np.int32)
+    fills, accepts, cpu = [], [], []
+    for step in range(steps):
+        tokens, new = [], []
+        for slot in range(rows):
+            token = next(running[slot], None)
+            if token is None:
+                grammar, ids = next(source)
+                running[slot] = iter(ids)
+                token = next(running[slot])
+                new.append(NewSlot(slot, SamplingParams(), slots[:1], slots[:0], 0, grammar=grammar))
+            tokens.append(token)
+        matchers.apply(new)
+        plan = StepPlan(step, slots)
+        begun, used = time.perf_counter(), time.process_time()
+        masks = matchers.fill(plan)
+        filled = time.perf_counter()
+        assert masks is not None
+        failed = matchers.accept(masks, tokens)
+        accepts.append(time.perf_counter() - filled)
+        cpu.append(time.process_time() - used)
+        fills.append(filled - begun)
+        assert not failed, failed
+    measured = {"fill": fills, "accept": accepts, "both": np.add(fills, accepts), "cpu": cpu}
+    return {
+        name: round(float(np.percentile(values, at)) * 1e6, 1)
+        for which, values in measured.items()
+        for name, at in ((f"{which}_p50_us", 50), (f"{which}_p99_us", 99))
+    }
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """All thread counts, own and shared grammars."""
+    tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
+    table = tokenizer.token_table(WIDTH)
+    figures: dict[str, Any] = {"rows": arguments.rows, "width": WIDTH}
+    for threads in map(int, arguments.threads.split(",")):
+        compiler = Compiler(table, threads)
+        listed = await texts(compiler, tokenizer, arguments.data, 2 * arguments.rows)
+        for name, some in (("own", listed), ("shared", [max(listed, key=lambda each: len(each[1]))])):
+            drive(some, arguments.rows, 50)  # lexers fill their tables
+            figures[f"{name}_{threads}_threads"] = drive(some, arguments.rows, arguments.steps)
+        compiler.close()
+    bare: Any = Bare(Idle(-(-WIDTH // 32)))
+    idle = drive([(bare, ids) for _, ids in listed], arguments.rows, arguments.steps)
+    figures["python_us"] = {key: value for key, value in idle.items() if "p50" in key}
+    tokenizer.close()
+    return figures
+
+
+def main() -> None:
+    """Measure, and keep bench/results/masks.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--tokenizer", type=Path, default=Path("../shared/assets/tokenizers/qwen3"))
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--threads", default="1,2")
+    arguments = parser.parse_args()
+    write("masks", asyncio.run(measure(arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+#!/bin/bash
+# A first look at a GPU host, in parts of at most nine minutes each; the short table comes last.
+#
+#   bench/gpu_first.sh tests      facts, every kernel's tests in bfloat16, the captured step against the CPU
+#   bench/gpu_first.sh kernels    kernels checked and timed at real sizes, tiles of the experts searched
+#   bench/gpu_first.sh steps      where a step's time goes, both models, random weights
+#   bench/gpu_first.sh table      the scenarios against the server; MODELS="qwen3-8b" for one model alone
+#
+# Results go to $OUT (./gpu-out), all logs into one archive there. Switches, to find out what is at fault:
+#   PDL=0       no programmatic dependent launch          FLAGS="--no-cuda-graphs ..."   of the server
+#   CUDA_LAUNCH_BLOCKING=1, TRITON_CACHE_DIR, ...         as always
+set -u
+cd "$(dirname "$0")/.."
+OUT=${OUT:-$PWD/gpu-out}
+MODELS=${MODELS:-qwen3-30b-a3b qwen3-8b}
+FLAGS=${FLAGS:-}
+CORES=$(nproc)
+LOGS=$(mktemp -d)
+mkdir -p "$OUT"
+export LOGS COLUMNS=200 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+[ "${PDL:-1}" = 1 ] || sed -i 's/^HOPPER = (9, 0)/HOPPER = (99, 0)/' gpu/cuda.py
+
+say() {
+  printf '== %4d s  %s\n' "$SECONDS" "$*"
+  tar czf "$OUT/logs.tgz" -C "$LOGS" .
+}
+
+# Kernels are compiled side by side once; whoever runs later finds them in Triton's cache.
+compile() {
+  local pdl=()
+  [ "${PDL:-1}" = 1 ] || pdl=(--no-pdl)
+  for model in $MODELS; do
+    timeout 150 python3 -m bench.kernels.whole_step "configs/models/$model" "${pdl[@]}" --jobs "$CORES" \
+      > "$LOGS/compile-$model.log" 2>&1 || echo "compile of $model: exit $?"
+    tail -n 1 "$LOGS/compile-$model.log"
+  done
+}
+
+# One process per line of quoted test names: a device fault ends that one alone.
+pytests() {
+  xargs -d '\n' -P "$1" -I {} bash -c '
+    eval "ids=($1)"
+    log="$LOGS/pytest-$(basename "${ids[0]}" | tr -c "A-Za-z0-9\n" _).log"
+    timeout 200 python3 -m pytest -q -p no:cacheprovider -m "" -o filterwarnings=default --tb=short "${ids[@]}" \
+      > "$log" 2>&1 && code=0 || code=$?
+    echo "$code ${ids[0]} $(tail -n 1 "$log")" >> "$LOGS/pytest.txt"' _ {}
+}
+
+# Lines for `pytests`: a model's tests together, the configurations apart.
+cases() {
+  python3 - <<'EOF'
+from tests.fakes.tiny_model import VARIANTS
+from tests.gpu.test_cuda import CONFIGURATIONS
+
+def line(*names):
+    print(*(f"'tests/gpu/test_cuda.py::test_{name}'" for name in names))
+
+line("every_graph_is_its_work_bit_by_bit", "padding_changes_nothing")
+for depth in (0, 1, 2):
+    line(f"graphs_change_nothing[{depth}]")
+for name in VARIANTS:
+    line(*(f"{test}[{name}]" for test in ("every_family_as_on_a_cpu", "sampling_as_on_a_cpu",
+                                          "bfloat16_is_within_its_own_error")))
+for name in CONFIGURATIONS:
+    line(f"text_is_the_same_in_every_configuration[{name}]")
+EOF
+}
+
+tests() {
+  say "facts"
+  nvidia-smi --query-gpu=name,memory.total,driver_version,clocks.max.sm --format=csv,noheader
+  gcc --version | head -n 1; nproc; free -g | head -n 2 | tail -n 1; df -h /dev/shm | tail -n 1
+  timeout 120 python3 -m bench.gpu_facts 2>&1 | tee "$LOGS/facts.log"
+  say "compile"
+  compile
+  export OMP_NUM_THREADS=1
+  : > "$LOGS/pytest.txt"
+  say "kernels' tests"
+  ls tests/gpu/kernels/test_*.py | pytests $((CORES * 3 / 4))
+  say "captured steps"
+  cases | pytests $((CORES * 3 / 4))
+  if [ "$SECONDS" -lt 420 ]; then
+    say "a real model"
+    timeout 110 python3 -m bench.step --name first-step --model configs/models/qwen3-8b --load-format dummy \
+      --rows 1 32 --seconds 2 $FLAGS > "$LOGS/first-step.log" 2>&1 || echo "bench.step: exit $?"
+    grep -E "^\{'case'|Error" "$LOGS/first-step.log" | cut -c 1-300
+  fi
+  say "what failed"
+  grep -hE "^(FAILED|ERROR) " "$LOGS"/pytest-*.log | cut -c 1-200 | sort | uniq -c | sort -rn | head -n 40
+  grep -v "^0 " "$LOGS/pytest.txt" | cut -c 1-160
+  echo "$(grep -c "^0 " "$LOGS/pytest.txt") of $(wc -l < "$LOGS/pytest.txt") groups passed"
+  cat "$LOGS/facts.log"
+}
+
+kernels() {
+  timeout 530 python3 -m bench.kernels.check_and_time --out "$OUT" --tune 768 --quick --seconds 480 \
+    > "$LOGS/kernels.log" 2>&1 || echo "check_and_time: exit $?"
+  say "bad checks, dropped variants"
+  grep -E "^BAD|dropped|failed|broke off" "$LOGS/kernels.log" | cut -c 1-200 | head -n 30
+  say "times"
+  grep -E "of peak|checks:|^-- " "$LOGS/kernels.log" | cut -c 1-150
+}
+
+steps() {
+  compile
+  for model in $MODELS; do
+    say "$model"
+    timeout 240 python3 -m bench.step --name "step-$model" --model "configs/models/$model" \
+      --load-format dummy --context-length 16384 --seconds 3 $FLAGS > "$LOGS/step-$model.log" 2>&1 \
+      || echo "bench.step: exit $?"
+    cp "bench/results/step-$model.json" "$OUT/" 2>/dev/null
+  done
+  for model in $MODELS; do
+    echo "$model"
+    grep -E "Error|memory|KV pool|weights  " "$LOGS/step-$model.log" | cut -c 1-160 | tail -n 8
+    grep -E "^\{'case'" "$LOGS/step-$model.log" | cut -c 1-420
+  done
+}
+
+table() {
+  compile
+  for model in $MODELS; do
+    say "$model"
+    timeout 250 python3 -m bench.table --model "configs/models/$model" --name "h200-$model" \
+      --note "${NOTE:-first run}" --out "$LOGS/table" $FLAGS > "$LOGS/table-$model.log" 2>&1 \
+      || echo "bench.table: exit $?"
+    tail -n 30 "$LOGS/table-$model.log" | cut -c 1-200
+    grep -hE "ERROR|Error|failed" "$LOGS"/table/history/*.log | cut -c 1-200 | tail -n 5
+  done
+  cp "$LOGS"/table/*.json "$OUT/" 2>/dev/null
+}
+
+"${1:?tests, kernels, steps or table}"
+say "done"

@@ -1,0 +1,56 @@
+"""A device that fails in the middle: every stream ends with the reason, health says so, the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.process import Process, dummy_model, flags, serving
+from tests.e2e.test_lifecycle import read_events
+
+WITHIN = 1.0
+"""Seconds until health must tell."""
+
+BODY = {"prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+
+
+async def failing(server: Process) -> tuple[list[Any], list[Any], float]:
+    """The events of a neighbour and of the request that breaks the device, and how long health took to
+    say so after the neighbour's stream had ended."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+        await server.ready(session)
+        url = f"{server.url}/v1/completions"
+        async with session.post(url, json=BODY) as neighbour:
+            assert neighbour.status == 200
+            await neighbour.content.readuntil(b"\n\n")
+            broken = {**BODY, "custom_logit_processor": "fault"}
+            async with session.post(url, json=broken) as breaking:
+                ends = await asyncio.gather(read_events(neighbour), read_events(breaking))
+            begun = time.monotonic()
+            try:
+                async with session.get(f"{server.url}/health") as health:
+                    assert health.status == 503, await health.text()
+                    assert "failed" in await health.text()
+            except aiohttp.ClientConnectionError:
+                pass  # it has ended already
+            return ends[0], ends[1], time.monotonic() - begun
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
+    more = ["--device", device, "--logit-processor", "fault=tests.fakes.boom:fault"]
+    with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
+        neighbour, breaking, told = await failing(server)
+        assert server.wait() != 0
+        log = server.log()
+    assert told < WITHIN
+    for events in (neighbour, breaking):
+        error = events[-2]["error"]
+        assert events[-1] == "[DONE]"
+        assert error["type"] == "server_error" and error["message"], error
+    assert "the engine failed" in log
