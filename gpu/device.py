@@ -12,6 +12,9 @@ from core.errors import ConfigError
 LEAST_CAPABILITY = (8, 0)
 """bfloat16 in the tensor cores, and asynchronous copies: what every kernel here is written for."""
 
+LEAST_FP8 = (8, 9)
+"""The first with float8 numbers."""
+
 
 class CudaFacts(NamedTuple):
     """What this host has. `reason` says why there is no usable GPU; the rest is then unset."""
@@ -42,7 +45,13 @@ def cuda_facts() -> CudaFacts:
 
 def choose_device(wanted: str, facts: CudaFacts) -> torch.device:
     """The device for `--device`: auto, cpu or cuda. Raises `ConfigError` with the reason where a GPU was
-    asked for and there is none."""
-    if wanted == "cuda" and facts.reason:
+    asked for and there is none.
+
+    auto is a CPU: what runs on a GPU has passed its tests in Triton's interpreter, but has not run on a
+    GPU yet. Nobody shall get it unasked until it has.
+    """
+    if wanted != "cuda":
+        return torch.device("cpu")
+    if facts.reason:
         raise ConfigError(f"--device cuda: {facts.reason}. --device cpu runs without one.")
-    return torch.device("cpu") if wanted == "cpu" or facts.reason else torch.device("cuda", 0)
+    return torch.device("cuda", 0)

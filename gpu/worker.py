@@ -97,10 +97,10 @@ class Worker:
                 if self._failed.is_set():
                     continue
                 if isinstance(plan, Order):
-                    self._launched.put(self._runner.carry_out(plan))
-                    continue
-                launched = self._attempt(plan.step, partial(self._runner.launch, plan))
-                self._launched.put(launched)
+                    # Of no step; a failure ends the executor all the same.
+                    self._launched.put(self._attempt(-1, partial(self._runner.carry_out, plan)))
+                else:
+                    self._launched.put(self._attempt(plan.step, partial(self._runner.launch, plan)))
         self._launched.close()
 
     def _wait(self) -> None:
@@ -118,10 +118,11 @@ class Worker:
                 self._outbox.put(result)
 
     def _attempt(self, step: int, act: Callable[[], T]) -> T | StepFailure:
-        """The boundary of both threads: whatever a step raises ends here, as data."""
+        """The boundary of both threads: whatever a step raises ends here, as data; also what is no
+        `Exception`, or the thread would be gone and everybody would wait for it."""
         try:
             return act()
-        except Exception as error:
+        except BaseException as error:
             self._failed.set()
             log.exception("step %d failed", step)
             return StepFailure(step, f"{type(error).__name__}: {error}")

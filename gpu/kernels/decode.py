@@ -169,7 +169,7 @@ def plan_decode(
         WINDOW=window,
         TILE=config.tile,
         LEAST=config.least,
-        BLOCK=pow2(rows),
+        BLOCK=max(pow2(rows), 64),  # one kernel for all small graphs: it is compiled anew for each size
         SPAN=16,
         PDL=pdl,
         **options(8, pdl=pdl),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -35,10 +35,12 @@ class CudaGraphs:
     Capture the largest first: its allocations serve the smaller ones.
     """
 
-    __slots__ = ("_graphs", "_pool")
+    __slots__ = ("_graphs", "_pool", "_stream")
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        make: Any = torch.cuda.Stream  # untyped
+        self._stream = make()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, work: Work) -> Work:
@@ -47,8 +49,13 @@ class CudaGraphs:
         work()  # compiles kernels and lets libraries choose theirs, which a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        with torch.cuda.stream(self._stream):
+            # Not torch.cuda.graph(): it collects garbage and empties the allocator around every capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         self._graphs.append(graph)
         return graph.replay
 

@@ -197,7 +197,8 @@ class GraphRunner:
         sampled = self._sampler.sample(logits, slots, positions, answer.masks)
         tables.last_token.index_copy_(0, slots, sampled.tokens.clamp(min=0).int())
         answer.logprobs, answer.failed = sampled.logprobs, sampled.failed
-        emit(sampled.tokens, self._rings.cursor, self._buffers.num_samples, self._rings.answers)
+        rings, live = self._rings, self._buffers.num_samples
+        emit(sampled.tokens, rings.cursor, live, rings.answers, pdl=self._machine.pdl)
 
     # -- the work of the graphs --------------------------------------------------------------------
 
@@ -263,7 +264,10 @@ class GraphRunner:
             act = partial(self._forward, key) if isinstance(key, Forward) else partial(self._sample, key)
             launches.capture(key, act)
             progress(done / len(work))
-        self._rings.clear()
+        # Not in any graph, and compiled before the first penalised request needs it.
+        rings = self._rings
+        start_counts(rings.orders, rings.cursor, rings.at, self._sampler.counts, new_slots=1, marks=1)
+        rings.clear()
         self._launches = launches
 
     def carry_out(self, order: Order) -> OrderDone:

@@ -9,6 +9,7 @@ import torch
 
 from core.executor import Capabilities
 from core.mailbox import Closed
+from core.order import Order
 from core.plan import StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS
 from gpu.executor import LocalExecutor
@@ -127,3 +128,16 @@ def test_close_is_idempotent_and_fine_before_start() -> None:
 def test_a_thread_that_did_not_enter_is_refused() -> None:
     with pytest.raises(RuntimeError, match="device_thread"):
         assert_device_thread(CPU)
+
+
+def test_an_order_that_raises_ends_the_executor() -> None:
+    runner = ScriptedRunner()
+    runner.carry_out = lambda order: {}[order]  # type: ignore[attr-defined]
+    executor = LocalExecutor(runner, CAPS)  # type: ignore[arg-type]
+    executor.start(lambda: None)
+    executor.order(Order(id=1, action="sleep"))
+    executor.submit(StepPlan(0, NO_TOKENS))
+    executor.close()
+    (failure,) = executor.results()
+    assert isinstance(failure, StepFailure) and failure.reason.startswith("KeyError")
+    assert runner.launched == []

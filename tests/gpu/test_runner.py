@@ -114,11 +114,12 @@ def test_prompt_logprobs_in_chunks(
 
 
 def test_only_the_chunk_that_asks_is_scored(rig: Rig) -> None:
-    asks = Chunk(2, 0, ints(PROMPT), True, logprobs=0)
+    asks = Chunk(2, 0, ints(PROMPT), True, logprobs=0, logprob_ids=(7, 3))
     result = rig.step(
         chunks=[Chunk(1, 0, ints(PROMPT), True), asks], new=[rig.new(1, PROMPT), rig.new(2, PROMPT)]
     )
     assert [(piece.slot, piece.start, len(piece.values)) for piece in result.prompt_logprobs] == [(2, 1, 29)]
+    assert result.prompt_logprobs[0].top_ids.tolist() == [[7, 3]] * 29
 
 
 def test_sampling_does_not_depend_on_the_batch(rig: Rig) -> None:

@@ -77,6 +77,20 @@ def test_prompt_logprobs_do_not_depend_on_the_chunking() -> None:
         assert np.array_equal(part.top_values, whole.top_values[first:last])
 
 
+def test_prompt_logprobs_of_named_tokens_come_after_the_best() -> None:
+    logits, targets = logits_like_bfloat16(130, 300), torch.arange(130)
+    plain, named = (prompt_logprobs(1, 1, logits, targets, 2, ids) for ids in ((), (299, 0, 299)))
+    assert np.array_equal(named.values, plain.values)
+    assert np.array_equal(named.top_ids[:, :2], plain.top_ids)
+    assert np.array_equal(named.top_values[:, :2], plain.top_values)
+    assert named.top_ids[:, 2:].tolist() == [[299, 0, 299]] * 130
+    raw = raw_logprobs(logits)[:, [299, 0, 299]].numpy()
+    assert named.top_values[:, 2:] == pytest.approx(raw)
+    assert named.top_ids.dtype == np.int32 and not named.top_values.flags.writeable
+    alone = prompt_logprobs(1, 1, logits, targets, 0, (5,))
+    assert alone.top_ids.shape == alone.top_values.shape == (130, 1)
+
+
 def test_prompt_logprobs_of_nothing_and_of_nan() -> None:
     nothing = prompt_logprobs(1, 1, torch.empty(0, 300), torch.empty(0, dtype=torch.int64), 3)
     assert (len(nothing.values), nothing.top_ids.shape) == (0, (0, 3))

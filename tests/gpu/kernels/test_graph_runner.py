@@ -37,6 +37,11 @@ from tests.fakes.tiny_model import Tiny
 from tests.gpu.kernels.test_ops import EagerAttention
 from tests.gpu.rig import CPU, Rig, ints
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="the interpreter's; a GPU has tests/gpu/test_cuda.py",
+)
+
 PAGE, ROWS, PAGES = 4, 4, 300
 PROMPT = [int(i * 31 % 250) + 2 for i in range(22)]
 

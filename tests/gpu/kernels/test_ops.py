@@ -31,6 +31,11 @@ from gpu.weights import load_model
 from tests.fakes import tiny_model
 from tests.gpu.rig import CPU, GREEDY, ints
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="the interpreter's; a GPU has tests/gpu/test_cuda.py",
+)
+
 PAGE = 4
 ROWS = 4
 PAGES = 16

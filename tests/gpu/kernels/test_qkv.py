@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bench.kernels.inputs import Heads, error, rope, scalar
 from gpu.kernels import reference
@@ -40,3 +41,23 @@ def test_queries_and_pages(
     touched = torch.zeros(64, dtype=torch.bool)
     touched[where[:live].cpu()] = True
     assert not cache.cpu()[~touched].any()
+
+
+def test_float8_pages_take_what_is_left_after_their_scales(device: torch.device, dtype: torch.dtype) -> None:
+    """Divided by the scales, rounded to the nearest e4m3, and saturated: never infinite, never NaN."""
+    heads, rows, scales = Heads(4, 2, 32), 5, (0.25, 2.0)
+    qkv = torch.randn(rows, (heads.q + 2 * heads.kv) * heads.dim, device=device).to(dtype)
+    qkv[0] *= 1000.0
+    turn = rope(rows, heads.dim, dtype, device)
+    _, *kept = reference.norm_rope(qkv, heads.kv, heads.dim, turn, None)
+    cache = torch.zeros(64, 2, heads.kv, heads.dim, device=device, dtype=torch.float8_e4m3fn)
+    where = torch.tensor([20, 3, 63, 0, 40], device=device)
+    norm_rope_store(qkv, (cache[:, 0], cache[:, 1]), where, turn, scales=scales)
+    for side, (whole, scale) in enumerate(zip(kept, scales, strict=True)):
+        found = cache[where, side].float()
+        exact = (whole.float() / scale).clamp(-448.0, 448.0)
+        assert found[0].abs().max() == 448.0
+        # Half a step of three bits behind the point; the least step is 2^-9.
+        assert bool(((found - exact).abs() <= exact.abs() / 15 + 2.0**-10).all())
+        assert F.cosine_similarity(found[1:].flatten(), exact[1:].flatten(), 0) > 0.998
+    assert not cache.float()[[1, 2]].any()

@@ -106,6 +106,8 @@ def test_orders_become_tables_and_views(seed: int, device: torch.device) -> None
         # Sampled tokens come back through the ring, and stand in their cells in the next step.
         tokens = torch.arange(s, device=device) + 100 * plan.step
         emit(tokens, rings.cursor, buffers.num_samples, rings.answers)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         assert rings.read(ticket).tolist() == tokens.tolist()
         plain.write_tokens(expected.sample_slots, tokens)
         tables.last_token[expected.sample_slots] = tokens.int()
