@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+CLOSING = 60.0
+"""Seconds that a thread gets to end: a kernel that hangs must not keep the process."""
+
 
 class Launched(Protocol):
     """A step under way."""
@@ -88,7 +91,9 @@ class Worker:
         self._plans.close()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join()
+                thread.join(CLOSING)
+                if thread.is_alive():
+                    log.error("%s does not end: what it waits for is left behind", thread.name)
 
     def _launch(self) -> None:
         """Launch thread: until the plans end, launch them, or drop them after a failure."""

@@ -71,10 +71,9 @@ class Refused(msgspec.Struct, kw_only=True):
     suffix: Any = None
 
 
-class Generation(Refused, kw_only=True):
-    """What `/v1/chat/completions` and `/v1/completions` share."""
+class Sampling(Refused, kw_only=True):
+    """How tokens are chosen and where they end, under the names that all routes share."""
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -83,24 +82,30 @@ class Generation(Refused, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    seed: Int | None = None
     n: Int | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
     stop: Text | None = None
     stop_token_ids: list[Int] | None = None
     stop_regex: Text | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
+    stream_interval: Int | None = None
+
+
+class Generation(Sampling, kw_only=True):
+    """What `/v1/chat/completions` and `/v1/completions` share."""
+
+    model: str | None = None
+    seed: Int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Int | None = None
     truncation_side: str | None = None
     prompt_logprobs: Int | None = None
     logprob_token_ids: list[Int] | None = None
     repetition_detection: RepetitionDetection | None = None
-    stream_interval: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int | None = None
@@ -153,28 +158,12 @@ class CompletionBody(Generation, kw_only=True):
     return_cached_tokens_details: bool | None = None
 
 
-class NativeSampling(Refused, kw_only=True):
+class NativeSampling(Sampling, kw_only=True):
     """`sampling_params` of `/generate`."""
 
     max_new_tokens: Int | None = None
     min_new_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     sampling_seed: Int | None = None
-    n: Int | None = None
-    stop: Text | None = None
-    stop_token_ids: list[Int] | None = None
-    stop_regex: Text | None = None
-    ignore_eos: bool | None = None
-    no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    stream_interval: Int | None = None
 
 
 class NativeBody(Refused, kw_only=True):

@@ -37,13 +37,14 @@ def test_a_start_line_of_sglang() -> None:
         "--chunked-prefill-size 4096 --schedule-policy lpm --schedule-conservativeness 0.5 "
         "--disable-overlap-schedule --context-length 1000 --page-size 1 --max-total-tokens 9000 "
         "--max-queued-requests 7 --tool-call-parser qwen25 --reasoning-parser qwen3 --tp-size 1 "
-        "--disable-radix-cache --radix-eviction-policy lfu --dtype half --port 30000"
+        "--disable-radix-cache --radix-eviction-policy lfu --dtype half --port 30000 "
+        "--kv-cache-dtype fp8_e4m3"
     )
     assert theirs == read(
         "--model org/m --tokenizer t --mem-fraction 0.8 --max-running 64 --step-tokens 4096 --order lpm "
         "--conservativeness 0.5 --overlap-depth 0 --context-length 1000 --page-size 1 --kv-tokens 9000 "
         "--max-queued 7 --tool-parser hermes --reasoning-parser think --no-radix-cache --eviction lfu "
-        "--dtype float16 --port 30000"
+        "--dtype float16 --port 30000 --kv-dtype fp8"
     )
 
 
@@ -83,9 +84,10 @@ def test_no_bound_is_no_bound() -> None:
     [
         ("--tp-size 2", ["--tp-size 2"]),
         ("--tensor-parallel-size", ["--tensor-parallel-size"]),
-        ("--quantization fp8", ["--quantization"]),
+        ("--quantization awq", ["--quantization", "awq"]),
         ("--tool-call-parser seed_oss", ["--tool-call-parser", "seed_oss", "hermes"]),
         ("--max-num-seqs many", ["--max-num-seqs", "many"]),
+        ("--kv-cache-dtype fp8_e5m2", ["--kv-cache-dtype", "fp8_e5m2"]),
         ("--chunked-prefill-size 2", ["--chunked-prefill-size", "2"]),
         ("--max-num-seqs", ["--max-num-seqs"]),
         ("--trust-remote-code=yes", ["--trust-remote-code=yes"]),

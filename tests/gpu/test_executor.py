@@ -141,3 +141,16 @@ def test_an_order_that_raises_ends_the_executor() -> None:
     (failure,) = executor.results()
     assert isinstance(failure, StepFailure) and failure.reason.startswith("KeyError")
     assert runner.launched == []
+
+
+def test_a_step_that_never_ends_does_not_keep_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gpu.worker.CLOSING", 0.05)
+    runner = ScriptedRunner()
+    executor = LocalExecutor(runner, CAPS)  # type: ignore[arg-type]
+    executor.start(lambda: None)
+    executor.submit(StepPlan(0, NO_TOKENS))
+    executor.close()
+    assert "loom-wait-0 does not end" in caplog.text
+    runner.gate.set()
