@@ -6,6 +6,7 @@
     ├── RequestError         one request is wrong; names the field
     │   ├── ContextExceeded  the prompt (and what it asks for) does not fit
     │   ├── NotFound         a model, request or route that is not here
+    │   ├── Aborted          somebody ended it before it had an answer
     │   └── BodyTooLarge     more bytes than the server takes
     ├── Overloaded           refused now, may be sent again
     ├── Unavailable          starting, draining or failed
@@ -58,6 +59,13 @@ class ContextExceeded(RequestError):
 
 class NotFound(RequestError):
     """Nothing of that name is here."""
+
+
+class Aborted(RequestError):
+    """Somebody ended the request by its id, and half of its answer is none."""
+
+    def __init__(self) -> None:
+        super().__init__("The request was aborted.", code="request_aborted")
 
 
 class BodyTooLarge(RequestError):

@@ -107,12 +107,12 @@ class CacheManager:
 
     def _evict(self, n: int) -> int:
         """Free at least `n` of the evictable pages, those under pins last; how many it were."""
-        freed = 0
+        freed, unpinned = 0, self._pins.give_way()
         while True:
             dropped = self._tree.evict(n - freed)
             self._pages.give(dropped)
             freed += len(dropped)
-            if freed >= n or not self._pins.give_way():
+            if freed >= n or not next(unpinned, False):
                 return freed
 
     def commit(self, hold: Hold, root: RootKey, tokens: Ints, priority: int = 0) -> None:

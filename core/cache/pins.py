@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from heapq import merge
 
 from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError
@@ -82,17 +84,16 @@ class Pins:
             while line and (pin := next(iter(line.values()))).expires <= now:
                 self._drop(pin)
 
-    def give_way(self) -> bool:
-        """Drop the least recently used pin that no running request stands on; False when there is none.
-        Of a prefix under a request nothing can be evicted: its pin would go for nothing."""
-        found = None
-        for line in self._lines.values():
-            idle = next((pin for pin in line.values() if not pin.key[1].locks), None)
-            if idle is not None and (found is None or idle.used < found.used):
-                found = idle
-        if found is not None:
-            self._drop(found)
-        return found is not None
+    def give_way(self) -> Iterator[bool]:
+        """Drop the pins that no running request stands on, the least recently used first; yields True
+        whenever pages came free of all pins. Of a prefix under a request nothing can be evicted: its pin
+        would go for nothing. All pins are looked at once, however often it is resumed."""
+        for pin in merge(*(list(line.values()) for line in self._lines.values()), key=_used):
+            pinned = self._tree.pinned
+            if not pin.key[1].locks:
+                self._drop(pin)
+            if self._tree.pinned < pinned:
+                yield True
 
     def _supersede(self, key: Key) -> None:
         """A longer prefix of the same owner for as long makes shorter ones of it needless: without this
@@ -124,27 +125,27 @@ class Pins:
                 del self._lines[seconds]
         return pin
 
-    def check(self) -> None:
-        """Raise `IntegrityError` unless nodes, owners and counters say the same. Walks everything."""
+    def check(self, nodes: list[RadixNode]) -> None:
+        """Raise `IntegrityError` unless nodes, owners and counters say the same. `nodes`: all there are."""
         pins = [pin for line in self._lines.values() for pin in line.values()]
         listed = {id(pin) for own in self._owners.values() for pin in own.values()}
         if listed != {id(pin) for pin in pins} or len(pins) != self.count:
             raise IntegrityError(f"{self.count} pins, {len(pins)} in line, {len(listed)} with owners")
-        self._check_nodes(pins)
-        self._check_counts()
+        self._check_nodes(pins, nodes)
+        self._check_counts([node for node in nodes if node.pins])
 
-    def _check_counts(self) -> None:
+    def _check_counts(self, nodes: list[RadixNode]) -> None:
         usage: Counter[str] = Counter()
-        for node in self._tree.walk():
+        for node in nodes:
             usage.update(dict.fromkeys(node.pins or (), len(node.pages)))
-        pinned = sum(len(node.pages) for node in self._tree.walk() if node.pins)
+        pinned = sum(len(node.pages) for node in nodes)
         if (self._tree.pinned, self._usage) != (pinned, usage):
             counted = (self._tree.pinned, dict(self._usage))
             raise IntegrityError(f"(pinned, usage) counted {counted}, are {(pinned, dict(usage))}")
         if pinned > self.limit or max(usage.values(), default=0) > self.owner_limit:
             raise IntegrityError(f"{pinned} pages are pinned, by owner {dict(usage)}: too many")
 
-    def _check_nodes(self, pins: list[Pin]) -> None:
+    def _check_nodes(self, pins: list[Pin], nodes: list[RadixNode]) -> None:
         """Every node counts the pins at and below it, and no others."""
         due: dict[int, Counter[str]] = {}
         for pin in pins:
@@ -154,7 +155,7 @@ class Pins:
                 walk = walk.parent
             if walk is not self._tree.top:
                 raise IntegrityError("a pinned node is not in the tree")
-        for node in self._tree.walk():
+        for node in nodes:
             if (node.pins or {}) != due.get(id(node), {}):
                 raise IntegrityError(f"node with pages {node.pages.tolist()}: pins {node.pins} miscounted")
 

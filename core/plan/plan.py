@@ -35,6 +35,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     requests that want no token. `logprobs` >= 0 asks for prompt logprobs of the tokens at
     positions max(start + 1, logprobs_start) ... start + len(tokens): each is the *target* of the
     position before it. `target` is the token after this chunk, -1 when the chunk ends the prompt.
+    `logprob_ids` are tokens whose log-probabilities are told besides the best.
 
     `hidden` says what the step gives back of this chunk's hidden states, those from position
     `hidden_start` on; a decode row gives its own where its slot's parameters ask for all. `pair` is the
@@ -51,6 +52,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     hidden: Hidden = "none"
     hidden_start: int = 0
     pair: int = 0
+    logprob_ids: tuple[int, ...] = ()
 
 
 class PageWrites(msgspec.Struct, frozen=True, gc=False):

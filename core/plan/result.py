@@ -22,7 +22,7 @@ class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
 class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities of prompt tokens `start` ... `start + n - 1` of one slot.
 
-    `values` [n]; `top_ids`, `top_values` [n, k].
+    `values` [n]; `top_ids`, `top_values` [n, k], those that the request named after the most likely.
     """
 
     slot: int

@@ -54,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int = -1
     """The same for prompt tokens from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
+    prompt_logprob_ids: tuple[int, ...] = ()
+    """Like `logprob_ids`, at every prompt position that is told."""
     hidden: Hidden = "none"
     pair: int = 0
     """Position where the second text of a pair begins, for encoders; 0: there is one text."""
@@ -107,9 +109,10 @@ def check(params: SamplingParams, vocab_size: int, processors: Collection[str] =
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids.", "stop_token_ids")
     _check_ids(params.stop_ids, vocab_size, "stop_token_ids")
-    if len(params.logprob_ids) > MAX_LOGPROBS:
-        raise RequestError(f"logprob_token_ids takes at most {MAX_LOGPROBS} ids.", "logprob_token_ids")
-    _check_ids(params.logprob_ids, vocab_size, "logprob_token_ids")
+    for ids in (params.logprob_ids, params.prompt_logprob_ids):
+        if len(ids) > MAX_LOGPROBS:
+            raise RequestError(f"logprob_token_ids takes at most {MAX_LOGPROBS} ids.", "logprob_token_ids")
+        _check_ids(ids, vocab_size, "logprob_token_ids")
     if params.processor and params.processor not in processors:
         # What was sent is not repeated: other servers take code here, which can be long.
         raise RequestError(

@@ -191,6 +191,7 @@ class Prefills:
                 hidden=_hidden(request.params.hidden, start, end, hidden_start, last),
                 hidden_start=hidden_start,
                 pair=request.params.pair,
+                logprob_ids=request.params.prompt_logprob_ids if wants else (),
             ),
         )
         request.hidden_from = max(hidden_start, end)

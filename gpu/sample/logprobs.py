@@ -88,20 +88,27 @@ def _with(answer: RowLogprobs, raw: Tensor, named: Sequence[int]) -> RowLogprobs
     )
 
 
-def prompt_logprobs(slot: int, start: int, logits: Tensor, targets: Tensor, k: int) -> PromptLogprobs:
+def prompt_logprobs(
+    slot: int, start: int, logits: Tensor, targets: Tensor, k: int, named: Sequence[int] = ()
+) -> PromptLogprobs:
     """Of the prompt tokens `targets` int64 [n], each predicted by its row of `logits` [n, vocab].
 
-    `start` is the position of the first target. `k` = 0 gives the targets' values only. Rows that
-    are not finite give NaN.
+    `start` is the position of the first target. `k` = 0 gives the targets' values only. The tokens
+    `named` come after the `k` best of every row. Rows that are not finite give NaN.
     """
     values, ids, best = [], [], []
+    more = torch.tensor(named, dtype=torch.int64, device=logits.device)
     for first in range(0, max(len(targets), 1), _BLOCK):
         raw = raw_logprobs(logits[first : first + _BLOCK])
         wanted = targets[first : first + _BLOCK].unsqueeze(1)
         values.append(raw.gather(1, wanted).squeeze(1).cpu().numpy())
         ranked = rank(raw, k)
-        ids.append(ranked.ids)
-        best.append(ranked.values)
+        told, worth = ranked.ids, ranked.values
+        if named:
+            told = np.concatenate([told, np.tile(np.array(named, np.int32), (len(raw), 1))], axis=1)
+            worth = np.concatenate([worth, raw[:, more].cpu().numpy()], axis=1)
+        ids.append(told)
+        best.append(worth)
     return PromptLogprobs(
         slot,
         start,
