@@ -32,7 +32,8 @@ class CommonPages:
     def join(self, rows: Sequence[Request], joined: Sequence[Request]) -> None:
         """`joined` are the new ones among `rows`."""
         first = self._first
-        if first is None or len(rows) == len(joined) or self._due(rows, len(joined)):
+        alone = len(rows) - len(joined) < 2  # a row alone shares nothing that could be shortened
+        if first is None or alone or self._due(rows, len(joined)):
             self._recount(rows)
             return
         for row in joined:

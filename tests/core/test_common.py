@@ -27,6 +27,20 @@ def test_rows_behind_one_prefix_share_its_pages() -> None:
         h.check(request)
 
 
+def test_rows_that_come_one_by_one_share_them_too() -> None:
+    h = Harness(pages=200, depth=0)
+    prefix = list(range(20))
+    h.request(prefix, max_tokens=1)
+    h.run()
+    for i in range(5):
+        h.request([*prefix, 50 + i], max_tokens=30)
+        h.turn()
+        h.turn()
+    assert len(last(h).decode_slots) == 5
+    assert last(h).common == 20
+    h.run()
+
+
 def test_a_stranger_ends_it_and_its_end_brings_it_back() -> None:
     h = Harness(pages=200, depth=0)
     prefix = list(range(20))
