@@ -32,6 +32,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     created: int
+    weight_dtype: str = ""
+    """Of the layers' matrices; `dtype` is what is computed in."""
+    kv_dtype: str = ""
+    """Of keys and values in the pool."""
     hidden_size: int = 0
     task: Task = "generate"
     pooling: PoolingSpec = PoolingSpec()

@@ -31,6 +31,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens see only those before them. Where they see all, as in encoders, a prompt runs whole, in one
     step, and its pages are worth nothing to another."""
     device: str = "cpu"
+    dtype: str = ""
+    """What is computed in; weights and pages may be held in less."""
+    weight_dtype: str = ""
+    """Of the layers' matrices."""
+    kv_dtype: str = ""
     processors: tuple[str, ...] = ()
     """Names of the logit processors that requests may ask for."""
 

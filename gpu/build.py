@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
@@ -15,10 +16,10 @@ from core.executor import Capabilities
 from core.models import ModelSpec, PoolingSpec, read_spec, sentence_pooling
 from gpu.attention import AttentionBackend, TorchAttention, WholeAttention
 from gpu.attention.device import check_cpu_backends
-from gpu.device import CudaFacts, choose_device, cuda_facts
+from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
-from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, plan_memory
+from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_dtype, plan_memory
 from gpu.models.base import CausalModel
 from gpu.parts import Parts, Sizes, Target
 from gpu.runner import ModelRunner
@@ -97,6 +98,8 @@ def build_executor(
     backend or logit processor) or `ModelError` (the checkpoint), before or instead of an executor.
     """
     target = _target(spec, model)
+    spec = msgspec.structs.replace(spec, fp8=holds_fp8(spec, model, target))
+    check_pages(spec, target, cache)
     device, dtype = target.device, target.dtype
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
@@ -123,7 +126,8 @@ def build_executor(
 
         def make_pool() -> KvPool:
             heads = (spec.kv_heads, spec.head_dim)
-            return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, dtype, device)
+            kept = page_dtype(cache, dtype)
+            return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
 
         progress("pool", 0.0)
         sampler = Sampler(sizes.rows, spec.vocab_size, sizes.rows, device, processors)
@@ -151,6 +155,9 @@ def build_executor(
             max_chunks=chunks,
             count_rows=sizes.rows,
             causal=spec.causal,
+            dtype=str(dtype).removeprefix("torch."),
+            weight_dtype=memory.weight_dtype,
+            kv_dtype=memory.kv_dtype,
             device=target.facts.name if device.type == "cuda" else str(device),
             processors=tuple(processors),
         ),
@@ -168,7 +175,7 @@ def _plain_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:
-    facts = cuda_facts() if model.device != "cpu" else CudaFacts("--device cpu")
+    facts = cuda_facts() if model.device == "cuda" else CudaFacts("none was asked for")
     device = choose_device(model.device, facts)
     name: str = model.dtype
     if name == "auto":
@@ -177,6 +184,36 @@ def _target(spec: ModelSpec, model: ModelConfig) -> Target:
     if not target.captures(spec):
         check_cpu_backends(model.attention_backend)
     return target
+
+
+def holds_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
+    """Whether the layers' matrices run in FP8. Raises `ConfigError` where they were asked to and cannot."""
+    reason = ""
+    if not target.captures(spec):
+        reason = "it is there on a GPU (--device cuda), for models that generate or embed causally"
+    elif target.facts.capability < HOPPER:
+        reason = "products with a scale for each row need compute capability 9.0, {} has {}.{}".format(
+            target.facts.name, *target.facts.capability
+        )
+    elif target.dtype != torch.bfloat16:
+        reason = "it computes in --dtype bfloat16 alone"
+    if model.quantization == "fp8" and reason:
+        raise ConfigError(f"--quantization fp8 is refused: {reason}.")
+    return not reason and (model.quantization == "fp8" or (model.quantization == "auto" and spec.stored_fp8))
+
+
+def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
+    """Raises `ConfigError` for FP8 pages where nothing could read them."""
+    if cache.kv_dtype != "fp8":
+        return
+    flag = f"--kv-dtype {cache.kv_dtype}"
+    if target.device.type != "cuda":
+        raise ConfigError(f"{flag} needs a GPU (--device cuda): a CPU attends in its own dtype alone.")
+    if not spec.causal:
+        raise ConfigError(f"{flag}: {spec.architecture} keeps no keys and values.")
+    if target.facts.capability < LEAST_FP8:
+        have, least = ("{}.{}".format(*pair) for pair in (target.facts.capability, LEAST_FP8))
+        raise ConfigError(f"{flag} needs compute capability {least}, {target.facts.name} has {have}.")
 
 
 def _memory(spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, loaded: int = 0) -> MemoryPlan:

@@ -9,9 +9,10 @@ import torch
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
 from gpu.attention.device import AttentionOptions, Caches, attention_facts, device_attention
-from gpu.device import CudaFacts
-from gpu.kernels.tuned import MoeConfigs, MoeShape
+from gpu.device import HOPPER, CudaFacts
+from gpu.kernels.tuned import FP8_NAME, MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
+from gpu.memory import page_dtype
 from gpu.models.base import CausalModel
 from gpu.ops.fused import Kernels
 from gpu.parts import Parts
@@ -22,9 +23,6 @@ from gpu.step.runner import GraphRunner, Machine, Shape
 MAX_CHUNKS = 64
 """Chunks of a step. Attention's grid has room for a partial block of each: at 512, programs that find no
 work were reckoned to take 9 µs a layer."""
-
-HOPPER = (9, 0)
-"""The first compute capability with programmatic dependent launch."""
 
 
 def captured_runner(
@@ -39,15 +37,15 @@ def captured_runner(
     model, cache, schedule = settings
     spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
     pdl = facts.capability >= HOPPER
-    attention = device_attention(
-        attention_facts(spec, cache.page_size, sizes.rows, dtype, device),
-        AttentionOptions(pdl, CASCADE_ROWS),
-        model.attention_backend,
-    )
+    attends = attention_facts(spec, cache.page_size, sizes.rows, dtype, device)
+    if page_dtype(cache, dtype).itemsize == 1:
+        # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
+        attends = attends._replace(kv_scales=((1.0, 1.0),) * spec.layers)
+    attention = device_attention(attends, AttentionOptions(pdl, CASCADE_ROWS), model.attention_backend)
     experts = _experts(spec, dtype, facts)
 
     def kernels(caches: Caches) -> Kernels:
-        return Kernels(attention, caches, experts, pdl)
+        return Kernels(attention, caches, experts, pdl, attends.kv_scales)
 
     shape = Shape(
         rows=sizes.rows,
@@ -68,5 +66,5 @@ def captured_runner(
 def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfigs | None:
     if (moe := spec.moe) is None:
         return None
-    name = str(dtype).removeprefix("torch.")
+    name = FP8_NAME if spec.fp8 else str(dtype).removeprefix("torch.")
     return MoeConfigs(MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name))

@@ -15,6 +15,9 @@ LEAST_CAPABILITY = (8, 0)
 LEAST_FP8 = (8, 9)
 """The first with float8 numbers."""
 
+HOPPER = (9, 0)
+"""The first with programmatic dependent launch, and with FP8 products scaled by row in cuBLAS."""
+
 
 class CudaFacts(NamedTuple):
     """What this host has. `reason` says why there is no usable GPU; the rest is then unset."""

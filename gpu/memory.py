@@ -13,6 +13,7 @@ from core.config import CacheConfig
 from core.errors import ConfigError
 from core.models import ModelSpec
 from gpu.kv.pool import KvPool
+from gpu.quant import FP8
 
 GIB = 2**30
 
@@ -46,6 +47,11 @@ COUNT_BYTES = 5
 """Of a penalised row per vocabulary entry (`gpu.sample.penalties`)."""
 
 
+def page_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """What pages hold of a model that computes in `dtype`."""
+    return FP8 if cache.kv_dtype == "fp8" else dtype
+
+
 class Needs(NamedTuple):
     """What a device has to hold beside weights and pages, in bytes."""
 
@@ -64,6 +70,8 @@ class MemoryPlan(NamedTuple):
     num_pages: int
     page_size: int
     needs: Needs = Needs()
+    kv_dtype: str = ""
+    weight_dtype: str = ""
 
     @property
     def pool(self) -> int:
@@ -104,7 +112,9 @@ def _activation_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     if (moe := spec.moe) is not None:
         routed = moe.per_token * (moe.intermediate + spec.hidden) + 2 * moe.experts
         mlp = max(mlp, routed) if len(moe.layers) < spec.layers else routed
-    return (3 * spec.hidden + 2 * spec.head_dim + max(attention, mlp)) * dtype.itemsize
+    # Beside a product's input, what it was quantised to.
+    coarse = max(3 * spec.hidden, spec.q_size, mlp) // 3 if spec.fp8 else 0
+    return (3 * spec.hidden + 2 * spec.head_dim + max(attention, mlp)) * dtype.itemsize + coarse
 
 
 def free_bytes(device: torch.device) -> int:
@@ -153,12 +163,13 @@ def plan_memory(
     parameters = spec.num_parameters()
     if spec.tied and needs is None and dtype == torch.float32:
         parameters += spec.vocab_size * spec.hidden  # the packed head is a copy (`Decoder.seal`)
-    weights = loaded or parameters * dtype.itemsize
+    kinds = _name(FP8 if spec.fp8 else dtype)
+    weights = loaded or _weight_bytes(spec, parameters, dtype)
     available += loaded
     if weights > available:
         raise ConfigError(
             f"Not enough memory: the weights ({parameters / 1e6:,.1f}M parameters in "
-            f"{_name(dtype)}) need {_gib(weights)}, {_gib(available)} is free. "
+            f"{kinds}) need {_gib(weights)}, {_gib(available)} is free. "
             "Use a smaller --model" + (" or --dtype bfloat16." if dtype.itemsize > 2 else ".")
         )
     left = available - weights
@@ -171,8 +182,9 @@ def plan_memory(
                 "--max-running, or use a smaller --model."
             )
     size = cache.page_size
-    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), dtype)
-    plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs())
+    kept = page_dtype(cache, dtype)
+    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), kept)
+    plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs(), _name(kept), kinds)
     if cache.kv_tokens:
         pages = -(-cache.kv_tokens // size) + 1
         if pages * page_bytes > left:
@@ -193,6 +205,12 @@ def plan_memory(
     return plan._replace(num_pages=pages)
 
 
+def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
+    """Routers count as FP8 and scales not at all: under 0.1% together."""
+    tables = spec.table_parameters() if spec.fp8 else parameters
+    return tables * dtype.itemsize + (parameters - tables) * FP8.itemsize
+
+
 def _budget(left: int, fraction: float, on_cpu: bool) -> int:
     """What pages may take of what is left."""
     if fraction:
@@ -202,11 +220,11 @@ def _budget(left: int, fraction: float, on_cpu: bool) -> int:
 
 def memory_table(plan: MemoryPlan) -> Sequence[str]:
     """Lines for the log; what a device does not need has none."""
-    pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens"
+    pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens in {plan.kv_dtype}"
     needs = zip(("graphs", "logits", "penalty counts", "workspace"), plan.needs, strict=True)
     rows = [
         ("free before loading", plan.available, ""),
-        ("weights", plan.weights, ""),
+        ("weights", plan.weights, f"in {plan.weight_dtype}"),
         *((what, size, "") for what, size in needs if size),
         ("KV pool", plan.pool, pages),
         ("reserve" if any(plan.needs) else "left", plan.left, ""),

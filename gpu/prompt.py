@@ -45,7 +45,5 @@ def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, row: ChunkRow
         targets = torch.tensor(
             known[begin - chunk.start : stop - chunk.start], dtype=torch.int64, device=hidden.device
         )
-        pieces.append(
-            prompt_logprobs(chunk.slot, begin, logits, targets, chunk.logprobs, chunk.logprob_ids)
-        )
+        pieces.append(prompt_logprobs(chunk.slot, begin, logits, targets, chunk.logprobs, chunk.logprob_ids))
     return pieces

@@ -1,7 +1,8 @@
 """What the compiler makes of every kernel, for sm_90, without a GPU: `python -m bench.kernels.compile`.
 
-Registers, stack (spills), shared memory, and which matrix instructions: HGMMA is Hopper's own, HMMA the
-older one. A kernel with a stack, or a large-batch GEMM without HGMMA, is slow before it has run.
+Registers, stack (spills), shared memory, and which matrix instructions: HGMMA and, of FP8, QGMMA are
+Hopper's own, HMMA is the older one. A kernel with a stack, or a large-batch GEMM without either, is slow
+before it has run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
 from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, prefill, qkv, sample
 from gpu.kernels.moe_gemm import TileConfig
-from gpu.kernels.tuned import MoeConfig, MoeShape, rule
+from gpu.kernels.tuned import FP8_NAME, MoeConfig, MoeShape, rule
+from gpu.quant import FP8
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
@@ -84,16 +86,20 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         q, cache = empty(128, heads.q, heads.dim), (both[:, 0], both[:, 1])
         cascade.prefix_attention(q, cache, table, slots, n, config, page_size=16, scale=0.1, pdl=pdl)
 
-    def experts(tokens: int, config: MoeConfig | None = None) -> None:
-        shape = MoeShape(SIZE.experts, SIZE.width, SIZE.hidden, SIZE.top_k, "bfloat16", "H200")
+    def experts(tokens: int, config: MoeConfig | None = None, fp8: bool = False) -> None:
+        name = FP8_NAME if fp8 else "bfloat16"
+        shape = MoeShape(SIZE.experts, SIZE.width, SIZE.hidden, SIZE.top_k, name, "H200")
+        kind = FP8 if fp8 else DTYPE
         x, logits = empty(tokens, SIZE.hidden), empty(tokens, SIZE.experts, dtype=torch.float32)
         weights = (
-            empty(SIZE.experts, 2 * SIZE.width, SIZE.hidden),
-            empty(SIZE.experts, SIZE.hidden, SIZE.width),
+            empty(SIZE.experts, 2 * SIZE.width, SIZE.hidden, dtype=kind),
+            empty(SIZE.experts, SIZE.hidden, SIZE.width, dtype=kind),
         )
+        scales = tuple(empty(*each.shape[:2], dtype=torch.float32) for each in weights)
         after = empty(tokens, SIZE.hidden), empty(SIZE.hidden), 1e-6
         use = config or rule(shape, tokens)
-        moe.fused_moe_add_norm(x, logits, weights, SIZE.top_k, use, after, num_rows=n, pdl=pdl)
+        used = (scales[0], scales[1]) if fp8 else None
+        moe.fused_moe_add_norm(x, logits, weights, SIZE.top_k, use, after, scales=used, num_rows=n, pdl=pdl)
 
     def fused_qkv() -> None:
         both = empty(64, 2, heads.kv, heads.dim)
@@ -140,6 +146,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 512": lambda: experts(512),
         "moe 4096": lambda: experts(4096),
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
+        "moe fp8 1": lambda: experts(1, fp8=True),
+        "moe fp8 32": lambda: experts(32, fp8=True),
+        "moe fp8 256": lambda: experts(256, fp8=True),
+        "moe fp8 512": lambda: experts(512, fp8=True),
+        "moe fp8 2048": lambda: experts(2048, fp8=True),
+        "moe fp8 4096": lambda: experts(4096, fp8=True),
         "moe 4096 swap": lambda: experts(4096, MoeConfig(False, 128, swapped, swapped)),
     }
 
@@ -155,7 +167,9 @@ def report(name: str, kernel: Any) -> str:
             for what in (["-res-usage"], ["-sass"])
         )
     found = {key: int(m[1]) if (m := re.search(rf"{key}:(\d+)", usage)) else -1 for key in ("REG", "STACK")}
-    instructions = {op: len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "HMMA", "LDL", "UTMALDG")}
+    instructions = {
+        op: len(re.findall(rf"\b{op}\b", sass)) for op in ("HGMMA", "QGMMA", "HMMA", "LDL", "UTMALDG")
+    }
     counts = " ".join(f"{op} {n}" for op, n in instructions.items() if n)
     return (
         f"{name:16} {kernel.metadata.name:14} warps {kernel.metadata.num_warps} REG {found['REG']:3} "

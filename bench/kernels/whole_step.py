@@ -33,9 +33,10 @@ from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.decode import decode_config
 from gpu.kernels.penalty import start_counts
-from gpu.kernels.tuned import MoeConfigs, MoeShape
+from gpu.kernels.tuned import FP8_NAME, MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
+from gpu.ops.base import Ops
 from gpu.ops.fused import Kernels
 from gpu.sample.sampler import Sampler
 from gpu.state.entry import CASCADE_ROWS, Limits
@@ -65,8 +66,17 @@ class Share:
         return work
 
 
-def _product(self: Linear, x: Tensor) -> Tensor:
+def _product(self: Linear, x: Tensor, ops: Ops | None = None) -> Tensor:
+    if self.scale is not None and ops is not None:
+        return ops.product(x, self.weight, self.scale, self.bias)
     return x.new_empty(len(x), len(self.weight))
+
+
+def _scaled_product(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -> Tensor:
+    """Behind its quantised rows."""
+    dtype = others[-1]
+    assert isinstance(dtype, torch.dtype)
+    return torch.empty(len(x), len(weight), dtype=dtype)
 
 
 def _wide(self: Linear, x: Tensor) -> Tensor:
@@ -76,7 +86,11 @@ def _wide(self: Linear, x: Tensor) -> Tensor:
 @contextmanager
 def _no_products() -> Iterator[None]:
     """Matrix products are a library's: they cost time here and say nothing."""
-    with mock.patch.object(Linear, "__call__", _product), mock.patch.object(Linear, "wide", _wide):
+    with (
+        mock.patch.object(Linear, "__call__", _product),
+        mock.patch.object(Linear, "wide", _wide),
+        mock.patch("gpu.ops.fused.scaled_product", _scaled_product),
+    ):
         yield
 
 
@@ -87,30 +101,35 @@ class Steps(NamedTuple):
     tokens: int
     page: int
     options: AttentionOptions
+    kv: torch.dtype | None = None
+    """Of the pages, where not the model's."""
 
 
-def cut(model: Path, layers: int, dtype: str) -> ModelSpec:
+def cut(model: Path, layers: int, dtype: str, fp8: bool) -> ModelSpec:
     """The first layers of the model of a directory with a config.json."""
     spec = spec_of(model)
     windows = frozenset(layer for layer in spec.window_layers if layer < layers)
-    return msgspec.structs.replace(spec, layers=layers, window_layers=windows, dtype=dtype or spec.dtype)
+    dtype = dtype or spec.dtype
+    return msgspec.structs.replace(spec, layers=layers, window_layers=windows, dtype=dtype, fp8=fp8)
 
 
 def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
     """Launch the share's part of what such a server captures, and what it launches beside; within
     `compiling()`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    rows, tokens, page, options = steps
+    rows, tokens, page, options, kept = steps
     facts = attention_facts(spec, page, rows, dtype, CPU)
+    if kept is not None:
+        facts = facts._replace(kv_scales=((1.0, 1.0),) * spec.layers)
     decode = TritonDecode(facts, options, decode_config(spec.head_dim, spec.kv_heads, PROCESSORS))
     attention = PhasedAttention(TritonPrefill(facts, options), decode)
     moe = None
     if (experts := spec.moe) is not None:
         sizes = experts.experts, experts.intermediate, spec.hidden, experts.per_token
-        moe = MoeConfigs(MoeShape(*sizes, spec.dtype, DEVICE))
+        moe = MoeConfigs(MoeShape(*sizes, FP8_NAME if spec.fp8 else spec.dtype, DEVICE))
 
     def kernels(caches: Caches) -> Kernels:
-        return Kernels(attention, caches, moe, options.pdl)
+        return Kernels(attention, caches, moe, options.pdl, facts.kv_scales)
 
     machine = Machine(CPU, attention, lambda: share, kernels, options.pdl)
     chunks = min(rows, MAX_CHUNKS)
@@ -119,7 +138,8 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
     runner = GraphRunner(shape, machine, sampler, (spec.hidden, dtype))
     with device_thread(CPU), _no_products(), mock.patch("gpu.weights.load.fill_dummy"):
         runner.use_model(load_model(spec, None, dtype, CPU))
-        runner.use_pool(KvPool(spec.layers, PAGES, page, (spec.kv_heads, spec.head_dim), dtype, CPU))
+        heads = (spec.kv_heads, spec.head_dim)
+        runner.use_pool(KvPool(spec.layers, PAGES, page, heads, kept or dtype, CPU))
     rings = Rings(Limits(rows, chunks, tokens, PAGE_WRITES, PAGES), ENTRIES, CPU)
     start_counts(rings.orders, rings.cursor, rings.at, sampler.counts, new_slots=1, marks=1)
 
@@ -142,15 +162,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cascade-rows", type=int, default=CASCADE_ROWS)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--dtype", default="", help="the model's own by default")
+    parser.add_argument("--quantization", default="none", choices=("none", "fp8"))
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args(argv)
     options = AttentionOptions(not asked.no_pdl, asked.cascade_rows)
-    steps = Steps(asked.rows, asked.tokens, asked.page, options)
+    kept = torch.float8_e4m3fn if asked.kv_dtype == "fp8" else None
+    steps = Steps(asked.rows, asked.tokens, asked.page, options, kept)
     with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
         for model in asked.models:
             began = time.monotonic()
-            work = partial(compile_share, cut(model, asked.layers, asked.dtype), steps, of=asked.jobs)
+            spec = cut(model, asked.layers, asked.dtype, asked.quantization == "fp8")
+            work = partial(compile_share, spec, steps, of=asked.jobs)
             every = {
                 name: line for found in pool.map(work, range(asked.jobs)) for name, line in found.items()
             }

@@ -32,9 +32,17 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="auto: float32 on a CPU, the checkpoint's on a GPU"),
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = (
-        "auto"
-    )
+    quantization: Annotated[
+        Literal["auto", "none", "fp8"],
+        Meta(
+            description="of the layers' matrices on a GPU; auto: FP8 where the checkpoint has it by tensor "
+            "or channel; fp8: whatever it has; none: dequantised"
+        ),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="auto: cpu; cuda is new and has not run on a GPU yet"),
+    ] = "auto"
     attention_backend: Annotated[
         str,
         Meta(
@@ -60,6 +68,12 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     page_size: Annotated[int, Meta(description="tokens in a page, a power of two", ge=1, le=256)] = 16
     kv_tokens: Annotated[int, Meta(description="tokens in the KV pool; 0: what memory allows", ge=0)] = 0
+    kv_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="of keys and values in the pool; auto: the model's; fp8: e4m3 on a GPU, half as big"
+        ),
+    ] = "auto"
     mem_fraction: Annotated[
         float, Meta(description="share of free memory for the KV pool; 0: chosen by device", ge=0, le=0.98)
     ] = 0.0
@@ -119,7 +133,18 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         bool, Meta(description="serve the routes that pause, put to sleep, profile and reload the server")
     ] = False
     tool_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek_v3", "pythonic"],
+        Literal[
+            "auto",
+            "none",
+            "hermes",
+            "llama3",
+            "mistral",
+            "deepseek_v3",
+            "pythonic",
+            "qwen3_coder",
+            "glm",
+            "kimi_k2",
+        ],
         Meta(description="how the model writes tool calls; auto: what its chat template shows"),
     ] = "auto"
     reasoning_parser: Annotated[

@@ -24,6 +24,14 @@ def readable(config: Config) -> bool:
             return False
 
 
+def row_scaled(config: Config) -> bool:
+    """Whether what is `readable` has one scale a tensor or an output, not blocks."""
+    groups = config.get("config_groups")
+    schemes = groups.values() if isinstance(groups, Mapping) else ()
+    blocks = any(group["weights"]["strategy"] == "block" for group in schemes)
+    return config.get("weight_block_size") is None and not blocks
+
+
 def _is_fp8(group: object) -> bool:
     """Of compressed-tensors: one scheme and the layers it is for."""
     weights = group.get("weights") if isinstance(group, Mapping) else None

@@ -103,6 +103,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingSpec = PoolingSpec()
     max_position: int
     dtype: str = "float32"
+    stored_fp8: bool = False
+    """The checkpoint's matrices are e4m3, with one scale or one for each output."""
+    fp8: bool = False
+    """The layers' matrices run so, routers excepted: chosen by device, not read."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -143,11 +147,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether `layer` routes to experts."""
         return self.moe is not None and layer in self.moe.layers
 
-    def num_parameters(self) -> int:
-        """Weights to hold, tied ones once. Biases and norms are left out: under 0.1%."""
+    def table_parameters(self) -> int:
+        """Those of `num_parameters` outside of layers: the embedding, positions, the head."""
         total = self.vocab_size * self.hidden * (1 if self.tied or self.task != "generate" else 2)
         if self.encoder is not None:
             total += self.max_position * self.hidden
+        return total
+
+    def num_parameters(self) -> int:
+        """Weights to hold, tied ones once. Biases and norms are left out: under 0.1%."""
+        total = self.table_parameters()
         attention = self.hidden * (2 * self.q_size + 2 * self.kv_size)
         for layer in range(self.layers):
             total += attention

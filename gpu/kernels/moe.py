@@ -3,6 +3,9 @@
 up to a few rows    small_moe                                           2 launches
 up to 64 rows       route, gate_up, down, moe_sum                       4
 above               route, scatter, gate_up, down, moe_sum              5
+
+FP8 weights multiply rows that are quantised first, 2 launches more; `small_moe` widens them instead, since
+reading them is its time.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from gpu.kernels.moe_gemm import down, gate_up
 from gpu.kernels.moe_small import small_moe
 from gpu.kernels.moe_sum import moe_sum, moe_sum_add_norm
 from gpu.kernels.norm import add_rms_norm
+from gpu.kernels.quant import quantise_rows
 from gpu.kernels.route import Routing, route
 from gpu.kernels.tuned import MoeConfig
 
@@ -25,13 +29,22 @@ def _parts(
     config: MoeConfig,
     renormalise: bool,
     num_rows: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
     pdl: bool,
 ) -> tuple[Tensor, Routing]:
     """The output of every (row, expert) pair, [T * k, hidden], and who went where."""
     w13, w2 = weights
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
-    hidden = gate_up(x, w13, tiles, config.block_m, config.up, pdl=pdl)
-    return down(hidden, w2, tiles, config.block_m, config.down, pdl=pdl), routing
+    tall, up, low = config.block_m, config.up, config.down
+    if scales is None:
+        hidden = gate_up(x, w13, tiles, tall, up, pdl=pdl)
+        return down(hidden, w2, tiles, tall, low, pdl=pdl), routing
+    s13, s2 = scales
+    numbers, rows = quantise_rows(x, num_rows=num_rows, pdl=pdl)
+    hidden = gate_up(numbers, w13, tiles, tall, up, scales=(rows, s13), dtype=x.dtype, pdl=pdl)
+    # Places are sorted: those of true rows come first, top_k of each.
+    numbers, rows = quantise_rows(hidden, per=top_k, num_rows=num_rows, pdl=pdl)
+    return down(numbers, w2, tiles, tall, low, scales=(rows, s2), dtype=x.dtype, pdl=pdl), routing
 
 
 def fused_moe(
@@ -42,6 +55,7 @@ def fused_moe(
     config: MoeConfig,
     *,
     renormalise: bool = True,
+    scales: tuple[Tensor, Tensor] | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -51,13 +65,16 @@ def fused_moe(
     logits    [T, experts], contiguous: the router's
     weights   w13 [experts, 2 * width, hidden] (gate over up) and w2 [experts, hidden, width]
     config    from `gpu.kernels.tuned`, for T rows
+    scales    of e4m3 weights: float32 [experts, 2 * width] and [experts, hidden]
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   [T, hidden] in x's dtype
     """
     if config.small:
         w13, w2 = weights
-        return small_moe(x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl)[0]
-    parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, pdl)
+        return small_moe(
+            x, logits, w13, w2, top_k, renormalise=renormalise, scales=scales, num_rows=num_rows, pdl=pdl
+        )[0]
+    parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, scales, pdl)
     return moe_sum(parts, routing, num_rows=num_rows, pdl=pdl)
 
 
@@ -70,6 +87,7 @@ def fused_moe_add_norm(
     after: tuple[Tensor, Tensor, float],
     *,
     renormalise: bool = True,
+    scales: tuple[Tensor, Tensor] | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -81,7 +99,9 @@ def fused_moe_add_norm(
     residual, weight, eps = after
     if config.small:
         w13, w2 = weights
-        total, _ = small_moe(x, logits, w13, w2, top_k, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
+        total, _ = small_moe(
+            x, logits, w13, w2, top_k, renormalise=renormalise, scales=scales, num_rows=num_rows, pdl=pdl
+        )
         return add_rms_norm(total, residual, weight, eps, num_rows=num_rows, pdl=pdl)
-    parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, pdl)
+    parts, routing = _parts(x, logits, weights, top_k, config, renormalise, num_rows, scales, pdl)
     return moe_sum_add_norm(parts, routing, residual, weight, eps, num_rows=num_rows, pdl=pdl)

@@ -14,12 +14,16 @@ One kernel body serves both, and three ways to lay a tile on the tensor cores:
               routing the last tile of an expert is half empty on average: at 4,096 rows of 128
               experts that is a fifth of the work at BLOCK_M 128.
     tma       weights come through tensor descriptors: one thread asks for a tile.
+
+In FP8 both operands are e4m3 with float32 scales, of `a` by row and of the weights by output, which meet
+the sums behind the loop.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -39,6 +43,10 @@ class TileConfig(NamedTuple):
     swap: bool
     halves: int = 0
     tma: bool = False
+
+
+Scales = tuple[Tensor, Tensor]
+"""float32 scales of e4m3 rows [n] and of weights [experts, outputs]."""
 
 
 @jit
@@ -70,7 +78,29 @@ def _weight_tile(
 
 @jit
 def _multiply(x: tl.tensor, w: tl.tensor, acc: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
-    return tl.dot(w, tl.trans(x), acc) if SWAP else tl.dot(x, tl.trans(w), acc)
+    # In FP8 Hopper's tensor cores keep 14 bits of a sum: after each step over K it goes on in float32.
+    most: tl.constexpr = x.shape[1] if x.dtype.is_fp8() else None
+    if SWAP:
+        acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=most)
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=most)
+    return acc
+
+
+@jit
+def _scaled(
+    acc: tl.tensor,
+    by_row: tl.tensor,
+    by_column: tl.tensor,
+    n: tl.tensor,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+) -> tl.tensor:
+    """`acc` times the scales of its rows and of the outputs `n` to n + BLOCK_N, at `by_column`."""
+    cols = n + tl.arange(0, BLOCK_N)
+    scale = tl.load(by_column + cols, mask=cols < N, other=0.0)
+    return acc * scale[:, None] * by_row[None, :] if SWAP else acc * by_row[:, None] * scale[None, :]
 
 
 @jit
@@ -78,6 +108,8 @@ def _tile(
     a: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
+    a_scales: tl.tensor,
+    w_scales: tl.tensor,
     pairs: tl.tensor,
     expert: tl.tensor,
     first: tl.tensor,
@@ -114,6 +146,11 @@ def _tile(
         acc = _multiply(x, _weight_tile(w, w_row, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA), acc, SWAP)
         if GATED:
             up = _multiply(x, _weight_tile(w, w_row + N, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA), up, SWAP)
+    if a_scales is not None:
+        by_row = tl.load(a_scales + row)
+        acc = _scaled(acc, by_row, w_scales + w_row, n, N, BLOCK_N, SWAP)
+        if GATED:
+            up = _scaled(up, by_row, w_scales + w_row + N, n, N, BLOCK_N, SWAP)
     if GATED:
         acc = acc * tl.sigmoid(acc) * up
         target = place
@@ -132,6 +169,8 @@ def _grouped(
     a: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
+    a_scales: tl.tensor,
+    w_scales: tl.tensor,
     pairs: tl.tensor,
     blocks: tl.tensor,
     total: int,
@@ -164,24 +203,24 @@ def _grouped(
     quarter: tl.constexpr = BLOCK_M // 4
     half: tl.constexpr = BLOCK_M // 2
     if HALVES == 0:
-        _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
               BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
     elif HALVES == 1:
         if count <= half:
-            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
                   half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
         else:
-            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
                   BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
     else:
         if count <= quarter:
-            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
                   quarter, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
         elif count <= half:
-            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
                   half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
         else:
-            _tile(a, w, out, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
                   BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
 
 
@@ -194,10 +233,12 @@ def _launch(
     top_k: int,
     gated: bool,
     config: TileConfig,
+    scales: Scales | None,
     pdl: bool,
 ) -> Tensor:
     experts, rows, k = w.shape
     n = out.shape[1]
+    a_scales, w_scales = scales if scales is not None else (None, None)
     total = tiles.blocks.shape[1]
     weights: Any = w
     if config.tma:
@@ -206,6 +247,8 @@ def _launch(
         a,
         weights,
         out,
+        a_scales,
+        w_scales,
         tiles.pairs,
         tiles.blocks,
         total,
@@ -227,26 +270,43 @@ def _launch(
 
 
 def gate_up(
-    x: Tensor, w13: Tensor, tiles: Tiles, block_m: int, config: TileConfig, *, pdl: bool = False
+    x: Tensor,
+    w13: Tensor,
+    tiles: Tiles,
+    block_m: int,
+    config: TileConfig,
+    *,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """silu(x · gateᵀ) · (x · upᵀ) for every pair, in the order of `tiles`.
 
     x        [T, hidden], contiguous
     w13      [experts, 2 * width, hidden], contiguous: gate over up
     block_m  what `tiles` was cut with
-    returns  [T * k, width] in x's dtype; places behind the last pair are not written
+    scales   of x and w13, where they are e4m3
+    returns  [T * k, width] in `dtype`, None for x's; places behind the last pair are not written
     """
     width = w13.shape[1] // 2
     pairs = len(tiles.pairs)
-    out = x.new_empty(pairs, width)
-    return _launch(x, w13, out, tiles, block_m, pairs // len(x), True, config, pdl)
+    out = x.new_empty(pairs, width, dtype=dtype or x.dtype)
+    return _launch(x, w13, out, tiles, block_m, pairs // len(x), True, config, scales, pdl)
 
 
 def down(
-    hidden: Tensor, w2: Tensor, tiles: Tiles, block_m: int, config: TileConfig, *, pdl: bool = False
+    hidden: Tensor,
+    w2: Tensor,
+    tiles: Tiles,
+    block_m: int,
+    config: TileConfig,
+    *,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """hidden · downᵀ for every pair: `hidden` [T * k, width] as `gate_up` made it, `w2`
-    [experts, hidden_size, width]. Returns [T * k, hidden_size] in pair order (row * k + j), rows of
-    pairs that went nowhere not written."""
-    out = hidden.new_empty(len(hidden), w2.shape[1])
-    return _launch(hidden, w2, out, tiles, block_m, 1, False, config, pdl)
+    [experts, hidden_size, width], `scales` and `dtype` as there. Returns [T * k, hidden_size] in pair
+    order (row * k + j), rows of pairs that went nowhere not written."""
+    out = hidden.new_empty(len(hidden), w2.shape[1], dtype=dtype or hidden.dtype)
+    return _launch(hidden, w2, out, tiles, block_m, 1, False, config, scales, pdl)

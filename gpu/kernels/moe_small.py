@@ -55,6 +55,7 @@ def _small_up(
     x: tl.tensor,
     logits: tl.tensor,
     w13: tl.tensor,
+    s13: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
     hidden: tl.tensor,
@@ -92,6 +93,10 @@ def _small_up(
     own = w13 + chosen.to(tl.int64) * (2 * N * K)
     gate = tl.sum(_products(own, x + row * K, cols, inside, K, BLOCK_K), 1)
     up = tl.sum(_products(own + N * K, x + row * K, cols, inside, K, BLOCK_K), 1)
+    if s13 is not None:
+        scale = s13 + chosen * (2 * N) + cols
+        gate *= tl.load(scale, mask=inside, other=0.0)
+        up *= tl.load(scale + N, mask=inside, other=0.0)
     result = gate * tl.sigmoid(gate) * up
     tl.store(hidden + pair * N + cols, result.to(hidden.dtype.element_ty), mask=inside)
 
@@ -100,6 +105,7 @@ def _small_up(
 def _small_down(
     hidden: tl.tensor,
     w2: tl.tensor,
+    s2: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
     out: tl.tensor,
@@ -119,8 +125,11 @@ def _small_down(
     total = tl.zeros([SPAN, BLOCK_K], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j
-        own = w2 + tl.load(experts + pair).to(tl.int64) * (N * K)
+        expert = tl.load(experts + pair)
+        own = w2 + expert.to(tl.int64) * (N * K)
         part = _products(own, hidden + pair * K, cols, inside, K, BLOCK_K)
+        if s2 is not None:
+            part *= tl.load(s2 + expert * N + cols, mask=inside, other=0.0)[:, None]
         total += tl.load(weights + pair) * part
     # Summed across threads once, not per expert.
     tl.store(out + row * N + cols, tl.sum(total, 1).to(out.dtype.element_ty), mask=inside)
@@ -140,6 +149,7 @@ def small_moe(
     top_k: int,
     *,
     renormalise: bool = True,
+    scales: tuple[Tensor, Tensor] | None = None,
     num_rows: Tensor | None = None,
     config: SmallConfig | None = None,
     pdl: bool = False,
@@ -147,11 +157,13 @@ def small_moe(
     """The whole expert MLP of `x` [T, hidden], from router `logits` [T, experts].
 
     `w13` [experts, 2 * width, hidden], `w2` [experts, hidden, width], all contiguous; sums are float32.
+    `scales` float32 [experts, 2 * width] and [experts, hidden] are those of e4m3 weights; `x` stays as it is.
     Every row reads its experts anew, so above about four rows the tiles of `route` read less.
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device) on not written, and the
     routing.
     """
     use = config or SmallConfig()
+    s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape
     experts = logits.shape[1]
     width = w2.shape[2]
@@ -163,6 +175,7 @@ def small_moe(
         x,
         logits,
         w13,
+        s13,
         weights,
         found,
         hidden,
@@ -182,6 +195,7 @@ def small_moe(
     _small_down[(cdiv(size, use.down_columns), rows)](
         hidden,
         w2,
+        s2,
         weights,
         found,
         out,

@@ -7,8 +7,19 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
 
+FP8_MAX = tl.constexpr(448.0)
+"""The largest e4m3: what is beyond stays there, for the format has no infinity, only NaN."""
+
 HEADS = 8
 """Heads per program: 1,024 elements of head_dim 128, 8 per thread of four warps."""
+
+
+@jit
+def _stored(z: tl.tensor, scale: float, cache: tl.tensor) -> tl.tensor:
+    """`z` as its cache keeps it: in float8 divided by `scale`, and saturated; NaN stays NaN."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        z = tl.clamp(z / scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return z.to(cache.dtype.element_ty)
 
 
 @jit
@@ -24,6 +35,8 @@ def _qkv(
     sin: tl.tensor,
     num_rows: tl.tensor,
     eps: float,
+    k_scale: float,
+    v_scale: float,
     row_stride: int,
     out_stride: int,
     k_stride: int,
@@ -72,9 +85,9 @@ def _qkv(
     q_at = q_out + row.to(tl.int64) * out_stride + head[:, None] * DIM + d[None, :]
     tl.store(q_at, z.to(q_out.dtype.element_ty), mask=mask & is_q)
     k_at = k_cache + at * k_stride + key * DIM + d[None, :]
-    tl.store(k_at, z.to(k_cache.dtype.element_ty), mask=mask & (is_q == 0) & (is_v == 0))
+    tl.store(k_at, _stored(z, k_scale, k_cache), mask=mask & (is_q == 0) & (is_v == 0))
     v_at = v_cache + at * v_stride + (key - KV) * DIM + d[None, :]
-    tl.store(v_at, z.to(v_cache.dtype.element_ty), mask=mask & is_v)
+    tl.store(v_at, _stored(z, v_scale, v_cache), mask=mask & is_v)
 
 
 def norm_rope_store(
@@ -85,6 +98,7 @@ def norm_rope_store(
     norms: tuple[Tensor, Tensor, float] | None = None,
     *,
     q_out: Tensor | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -97,6 +111,7 @@ def norm_rope_store(
     rope      cos and sin [n, (1,) rotary], sin negative in its first half (`gpu.ops.base.Rotation`)
     norms     weights [dim] of queries and keys, and eps; None for families without
     q_out     [n, q_heads * dim]; None writes the queries back into `qkv`
+    scales    what K and V are divided by before they are rounded to a cache in float8; unused by others
     num_rows  int32 [1] on the device: rows from there on do nothing
     returns   [n, q_heads, dim], a view of `q_out` or of `qkv`
     """
@@ -119,6 +134,7 @@ def norm_rope_store(
         sin,
         num_rows,
         eps,
+        *scales,
         qkv.stride(0),
         target.stride(0),
         k.stride(0),

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.quant import quantise, restore
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight, [n, width]."""
@@ -59,16 +61,33 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), order
 
 
-def moe(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, top_k: int, renormalise: bool = True) -> Tensor:
-    """The weighted sum of the best experts' gated MLPs, [T, hidden]; rounds where the kernels do."""
+def moe(
+    x: Tensor,
+    logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    top_k: int,
+    renormalise: bool = True,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
+    coarse: bool = False,
+) -> Tensor:
+    """The weighted sum of the best experts' gated MLPs, [T, hidden]; rounds where the kernels do. `scales`
+    are those of e4m3 weights, whose inputs are quantised too where `coarse`."""
+    if scales is not None:
+        w13, w2 = restore(w13, scales[0]), restore(w2, scales[1])
+
+    def given(rows: Tensor) -> Tensor:
+        return restore(*quantise(rows)) if coarse else rows.float()
+
     weights, experts = route(logits, top_k, renormalise)
     width = w2.shape[2]
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(experts.flatten().tolist())):
         rows, j = (experts == expert).nonzero(as_tuple=True)
-        both = x[rows].float() @ w13[expert].float().T
+        both = given(x[rows]) @ w13[expert].float().T
         hidden = (F.silu(both[:, :width]) * both[:, width:]).to(x.dtype)
-        part = (hidden.float() @ w2[expert].float().T).to(x.dtype).float()
+        part = (given(hidden) @ w2[expert].float().T).to(x.dtype).float()
         out.index_add_(0, rows, part * weights[rows, j, None])
     return out.to(x.dtype)
 

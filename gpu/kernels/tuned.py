@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu.kernels.moe_gemm import TileConfig
+from gpu.quant import FP8
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "kernels"
 
 SMALL_ROWS = 4
 """Rows up to which every row reading its own experts is no dearer than tiles: at 4 rows of Qwen3's
 128 experts 29 of 32 are distinct, at 8 only 52 of 64."""
+
+
+FP8_NAME = str(FP8).removeprefix("torch.")
 
 
 class MoeShape(NamedTuple):
@@ -51,6 +55,15 @@ class MoeConfig(NamedTuple):
 def rule(shape: MoeShape, tokens: int) -> MoeConfig:
     """Sizes from the rows an expert gets on average: fill the 64 rows of the tensor cores' left side
     with weights until the tokens themselves fill it. Reasoned, not measured."""
+    if shape.dtype == FP8_NAME:
+        like = rule(shape._replace(dtype="bfloat16"), tokens)
+        # The same bytes on their way; and a step's own sums beside those of all steps, which at 256 columns
+        # do not fit into registers.
+        up, down = (
+            tile._replace(block_k=2 * tile.block_k, block_n=min(tile.block_n, 128))
+            for tile in (like.up, like.down)
+        )
+        return like._replace(up=up, down=down)
     average = tokens * shape.top_k / shape.experts
     small = tokens <= SMALL_ROWS
     if average <= 12:

@@ -24,8 +24,8 @@ class Attention:
         self._layer = layer
         self._heads = (spec.heads, spec.kv_heads)
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        self._qkv = Linear(spec.hidden, parts, dtype, device, spec.qkv_bias)
-        self._out = Linear(spec.q_size, {"o_proj": spec.hidden}, dtype, device, spec.out_bias)
+        self._qkv = Linear(spec.hidden, parts, dtype, device, spec.qkv_bias, spec.fp8)
+        self._out = Linear(spec.q_size, {"o_proj": spec.hidden}, dtype, device, spec.out_bias, spec.fp8)
         self._norms: HeadNorms | None = None
         if spec.qk_norm:
             q, k = (torch.empty(spec.head_dim, dtype=dtype, device=device) for _ in range(2))
@@ -33,7 +33,8 @@ class Attention:
 
     def __call__(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
-        return self._out(ctx.ops.attend(self._layer, self._qkv(x), self._heads, rotation, self._norms))
+        ops = ctx.ops
+        return self._out(ops.attend(self._layer, self._qkv(x, ops), self._heads, rotation, self._norms), ops)
 
     def seal(self) -> None:
         self._qkv.seal()

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from gpu.ops.base import Ops
+from gpu.quant import ALIGN, FP8
+
 Places = dict[str, torch.Tensor]
 """Checkpoint name to the view its tensor is copied into."""
 
@@ -19,10 +22,11 @@ class Linear:
     """y = x Wᵀ + b, with the parts of W stacked along the output.
 
     `parts` maps each part's checkpoint name (`q_proj`) to its output size, in order.
-    `weight` [sum of outputs, inputs], `bias` [sum of outputs] or None.
+    `weight` [sum of outputs, inputs], `bias` [sum of outputs] or None. In FP8 `scale` float32
+    [sum of outputs] is what the weight's rows are multiplied by, otherwise None.
     """
 
-    __slots__ = ("_packed", "_parts", "bias", "weight")
+    __slots__ = ("_packed", "_parts", "bias", "scale", "weight")
 
     def __init__(
         self,
@@ -31,15 +35,22 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         bias: bool = False,
+        fp8: bool = False,
     ) -> None:
+        """`fp8`: hold the weight so, if its sides allow."""
         outputs = sum(parts.values())
+        fp8 = fp8 and inputs % ALIGN == 0 and outputs % ALIGN == 0
         self._packed = False
         self._parts = dict(parts)
-        self.weight = torch.empty(outputs, inputs, dtype=dtype, device=device)
+        self.weight = torch.empty(outputs, inputs, dtype=FP8 if fp8 else dtype, device=device)
+        self.scale = torch.empty(outputs, dtype=torch.float32, device=device) if fp8 else None
         self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, inputs] to [n, outputs]."""
+    def __call__(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
+        """[n, inputs] to [n, outputs]. `ops` are asked where the weight may be FP8."""
+        if self.scale is not None:
+            assert ops is not None, "products of FP8 need this step's operations"
+            return ops.product(x, self.weight, self.scale, self.bias)
         if self._packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return out
@@ -67,11 +78,13 @@ class Linear:
         self._packed = True
 
     def places(self, prefix: str) -> Places:
-        """`{prefix}{part}.weight` and `.bias` of every part."""
+        """`{prefix}{part}.weight`, `.weight_scale` and `.bias` of every part."""
         found: Places = {}
         first = 0
         for name, size in self._parts.items():
             found[f"{prefix}{name}.weight"] = self.weight[first : first + size]
+            if self.scale is not None:
+                found[f"{prefix}{name}.weight_scale"] = self.scale[first : first + size]
             if self.bias is not None:
                 found[f"{prefix}{name}.bias"] = self.bias[first : first + size]
             first += size

@@ -17,12 +17,14 @@ class Mlp:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._activation = spec.activation
         parts = {"gate_proj": spec.intermediate, "up_proj": spec.intermediate}
-        self._gate_up = Linear(spec.hidden, parts, dtype, device, spec.mlp_bias)
-        self._down = Linear(spec.intermediate, {"down_proj": spec.hidden}, dtype, device, spec.mlp_bias)
+        self._gate_up = Linear(spec.hidden, parts, dtype, device, spec.mlp_bias, spec.fp8)
+        down = {"down_proj": spec.hidden}
+        self._down = Linear(spec.intermediate, down, dtype, device, spec.mlp_bias, spec.fp8)
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
-        return self._down(ctx.ops.gated(self._gate_up(x), self._activation))
+        ops = ctx.ops
+        return self._down(ops.gated(self._gate_up(x, ops), self._activation), ops)
 
     def seal(self) -> None:
         self._gate_up.seal()

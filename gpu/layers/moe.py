@@ -8,6 +8,7 @@ from core.models import ModelSpec, MoeSpec
 from gpu.context import ForwardContext
 from gpu.layers.linear import Linear, Places
 from gpu.ops.base import Experts, Part
+from gpu.quant import ALIGN, FP8
 
 
 class SparseMlp:
@@ -21,12 +22,20 @@ class SparseMlp:
     def __init__(self, spec: ModelSpec, moe: MoeSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._router = Linear(spec.hidden, {"gate": moe.experts}, dtype, device)
         width = moe.intermediate
+        fp8 = spec.fp8 and spec.hidden % ALIGN == 0 and width % ALIGN == 0
+        kind = FP8 if fp8 else dtype
+        scales = None
+        if fp8:
+            sizes = (2 * width, spec.hidden)
+            s13, s2 = (torch.empty(moe.experts, n, dtype=torch.float32, device=device) for n in sizes)
+            scales = s13, s2
         self._experts = Experts(
-            w13=torch.empty(moe.experts, 2 * width, spec.hidden, dtype=dtype, device=device),
-            w2=torch.empty(moe.experts, spec.hidden, width, dtype=dtype, device=device),
+            w13=torch.empty(moe.experts, 2 * width, spec.hidden, dtype=kind, device=device),
+            w2=torch.empty(moe.experts, spec.hidden, width, dtype=kind, device=device),
             top_k=moe.per_token,
             renormalise=moe.norm_topk,
             activation=spec.activation,
+            scales=scales,
         )
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
@@ -47,4 +56,9 @@ class SparseMlp:
             found[f"{name}gate_proj.weight"] = w13[expert, :width]
             found[f"{name}up_proj.weight"] = w13[expert, width:]
             found[f"{name}down_proj.weight"] = w2[expert]
+            if self._experts.scales is not None:
+                s13, s2 = self._experts.scales
+                found[f"{name}gate_proj.weight_scale"] = s13[expert, :width]
+                found[f"{name}up_proj.weight_scale"] = s13[expert, width:]
+                found[f"{name}down_proj.weight_scale"] = s2[expert]
         return found

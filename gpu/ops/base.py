@@ -2,7 +2,7 @@
 
 Cut where kernels can be fused, not where the arithmetic is: a set of operations may do each in one
 kernel or in ten, and the layers read the same. Matrix products are not here: they are torch's (oneDNN on
-a CPU, cuBLAS on a GPU) for both sets.
+a CPU, cuBLAS on a GPU) for both sets; but those of FP8 weights are, whose inputs are quantised first.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Experts(NamedTuple):
     w13          [experts, 2 * width, hidden], gate over up
     w2           [experts, hidden, width]
     renormalise  a row's chosen weights are scaled to sum to 1
+    scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden]
     """
 
     w13: Tensor
@@ -33,6 +34,7 @@ class Experts(NamedTuple):
     top_k: int
     renormalise: bool
     activation: str
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 class PendingExperts(NamedTuple):
@@ -82,6 +84,11 @@ class Ops(Protocol):
         `qkv` [n, (heads + 2 * kv_heads) * head_dim] holds queries, keys, values and is used up;
         `heads` is (heads, kv_heads).
         """
+        ...
+
+    def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype: `x` quantised by row, `weight` e4m3
+        [outputs, inputs] with `scale` float32 [outputs] (`gpu.quant`)."""
         ...
 
     def gated(self, both: Tensor, activation: str) -> Tensor:

@@ -15,6 +15,9 @@ Launches per layer on a GPU, by plain torch and here, a matrix product counted a
                               expert hit, and a wait        10     up to 64 rows
                                                             11     above
 
+With FP8 weights each product is preceded by a launch that quantises its rows: 4 more in a dense layer
+or one of experts, 2 more in one of experts up to 4 rows.
+
 Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
 one that sums, adds and norms. Above 64 rows route is two.
 
@@ -34,6 +37,7 @@ from gpu.kernels.gated import silu_mul
 from gpu.kernels.moe import fused_moe_add_norm
 from gpu.kernels.norm import add_rms_norm, rms_norm
 from gpu.kernels.qkv import norm_rope_store
+from gpu.kernels.quant import quantise_rows
 from gpu.kernels.rope import rope_rows
 from gpu.kernels.tuned import MoeConfigs
 from gpu.ops.base import Experts, HeadNorms, Part, PendingExperts, Rotation
@@ -55,12 +59,14 @@ class Kernels(NamedTuple):
     caches  K and V of every layer, [tokens, kv_heads, head_dim], the pages flattened to tokens
     moe     tile sizes of the experts' shape; None for a dense model
     pdl     programmatic dependent launch: the device has compute capability 9.0
+    scales  per layer what K and V are divided by before a float8 page takes them; empty: by 1
     """
 
     attention: Attend
     caches: Sequence[tuple[Tensor, Tensor]]
     moe: MoeConfigs | None = None
     pdl: bool = False
+    scales: Sequence[tuple[float, float]] = ()
 
 
 class TritonOps:
@@ -101,7 +107,7 @@ class TritonOps:
             return add_rms_norm(part, residual, weight, eps, num_rows=rows, pdl=pdl)
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
-        x, logits, (w13, w2, top_k, renormalise, _) = part
+        x, logits, (w13, w2, top_k, renormalise, _, scales) = part
         return fused_moe_add_norm(
             x,
             logits,
@@ -110,6 +116,7 @@ class TritonOps:
             configs.at(len(x)),
             (residual, weight, eps),
             renormalise=renormalise,
+            scales=scales,
             num_rows=rows,
             pdl=pdl,
         )
@@ -127,10 +134,16 @@ class TritonOps:
             rotation,
             norms,
             q_out=qkv.new_empty(len(qkv), qkv.shape[1] // (q_heads + 2 * kv_heads) * q_heads),
+            scales=kernels.scales[layer] if kernels.scales else (1.0, 1.0),
             num_rows=self._rows,
             pdl=kernels.pdl,
         )
         return kernels.attention.attend(layer, q, view)
+
+    def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Ops.product`."""
+        numbers, rows = quantise_rows(x, num_rows=self._rows, pdl=self._kernels.pdl)
+        return scaled_product(numbers, rows, weight, scale, bias, x.dtype)
 
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""
@@ -143,3 +156,13 @@ class TritonOps:
         if experts.activation != "silu":
             raise ModelError(f"Experts with {experts.activation} do not run on a GPU: use --device cpu.")
         return PendingExperts(x, logits, experts)
+
+
+def scaled_product(
+    x: Tensor, rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x Wᵀ + b of e4m3 `x` [n, inputs] and `weight` [outputs, inputs], scaled by `rows` [n] and `scale`
+    [outputs] behind sums that stay float32 (without cuBLAS's fast accumulation, which rounds them)."""
+    return torch._scaled_mm(
+        x, weight.t(), rows[:, None], scale[None, :], bias=bias, out_dtype=dtype, use_fast_accum=False
+    )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpu.attention.base import AttentionBackend
 from gpu.ops.base import Experts, HeadNorms, Part, Rotation
+from gpu.quant import quantise, restore
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -67,6 +68,10 @@ class TorchOps:
         rotate(x[:, :turned], rotation)
         return self._attention.run(layer, x[:, :q_heads], x[:, q_heads:].view(n, 2, kv_heads, -1))
 
+    def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Ops.product`."""
+        return product(x, weight, scale, bias)
+
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""
         return gate(both, ACTIVATIONS[activation])
@@ -74,6 +79,12 @@ class TorchOps:
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`."""
         return run_experts(x, logits, experts)
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b with `x` [n, inputs] quantised by row, and `weight` e4m3 with `scale` by output."""
+    out = F.linear(restore(*quantise(x)), restore(weight, scale))
+    return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 def turn(angles: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
@@ -117,8 +128,13 @@ def run_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
         if not count:
             continue
         run = slice(first, first + count)
-        hidden = gate(F.linear(inputs[run], experts.w13[expert]), act)
-        outputs[run] = F.linear(hidden, experts.w2[expert])
+        if experts.scales is None:
+            hidden = gate(F.linear(inputs[run], experts.w13[expert]), act)
+            outputs[run] = F.linear(hidden, experts.w2[expert])
+        else:
+            s13, s2 = experts.scales
+            hidden = gate(product(inputs[run], experts.w13[expert], s13[expert]), act)
+            outputs[run] = product(hidden, experts.w2[expert], s2[expert])
         first += count
     outputs *= weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add_(0, tokens, outputs)

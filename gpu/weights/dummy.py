@@ -5,13 +5,21 @@ from __future__ import annotations
 import torch
 
 from gpu.layers.linear import Places
+from gpu.quant import FP8, quantise
 
 
 def fill_dummy(places: Places, device: torch.device) -> None:
     """Normal(0, 0.02), norms 1. The same every time: seed 0, in the order of `places`."""
     generator = torch.Generator(device).manual_seed(0)
     for name, place in places.items():
-        if name.lower().endswith("norm.weight"):
+        if place.dtype == FP8:
+            weight = torch.empty(place.shape, dtype=torch.bfloat16, device=device)
+            numbers, scales = quantise(weight.normal_(0.0, 0.02, generator=generator))
+            place.copy_(numbers)
+            places[name + "_scale"].copy_(scales)
+        elif name.endswith("weight_scale"):
+            continue  # its weight's
+        elif name.lower().endswith("norm.weight"):
             place.fill_(1.0)
         else:
             place.normal_(0.0, 0.02, generator=generator)

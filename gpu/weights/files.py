@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from core.errors import ModelError
+from gpu.quant import FP8
 from gpu.thread import device_thread
 from gpu.weights.fill import Filler
-from gpu.weights.fp8 import FP8, SCALES, dequantise, is_scale
+from gpu.weights.fp8 import SCALES, dequantise, is_scale, row_scale
 from gpu.weights.stage import readers
 
 _RUN = 32
@@ -78,13 +79,23 @@ def _reader(filler: Filler, path: Path, names: list[str], holders: Mapping[str, 
                     if not is_scale(name) and filler.wants(name, file.get_slice(name).get_shape()):
                         tensor = file.get_tensor(name)
                         if tensor.dtype == FP8:
-                            tensor = dequantise(name, tensor, _scale(name, holders))
-                        filler.put(name, tensor)
+                            _put_fp8(filler, name, tensor, _scale(name, holders))
+                        else:
+                            filler.put(name, tensor)
                 except SafetensorError as error:
                     raise ModelError(f"{path}: cannot read {name}: {error}.") from error
                 tick()
 
     return read
+
+
+def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
+    """As it is, where its place is FP8 and has a scale for each row."""
+    rows = row_scale(weight, scale)
+    if rows is not None and filler.holds_fp8(name):
+        filler.put(name, weight, rows)
+    else:
+        filler.put(name, dequantise(name, weight, scale))
 
 
 def _scale(name: str, holders: Mapping[str, Path]) -> torch.Tensor:

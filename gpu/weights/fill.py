@@ -8,6 +8,8 @@ import torch
 
 from core.errors import ModelError
 from gpu.layers.linear import Places
+from gpu.quant import FP8
+from gpu.weights.fp8 import store
 from gpu.weights.stage import Copy
 
 _NOT_WEIGHTS = ("rotary_emb.inv_freq", "embeddings.position_ids")
@@ -56,12 +58,30 @@ class Filler:
             return False
         return True
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy `tensor` into the place of `name`, converting its dtype. Once per name."""
+    def holds_fp8(self, name: str) -> bool:
+        """Whether the place of `name`, which is wanted, is e4m3 with a scale for each row."""
+        return self._places[self._own(name)].dtype == FP8
+
+    def put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Copy `tensor` into the place of `name`, converting its dtype. Once per name.
+
+        `scale` float32 [out] comes with an FP8 tensor for a place that is one; any other tensor is
+        quantised on its way there.
+        """
         name = self._own(name)
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
-        self._copy(self._places[name], tensor)
+        place = self._places[name]
+        if place.dtype == FP8:
+            scales = self._places[name + "_scale"]
+            if scale is None:
+                store(place, scales, tensor, self._copy)
+            else:
+                self._copy(place, tensor)
+                self._copy(scales, scale)
+            self._filled[name + "_scale"] = None
+        else:
+            self._copy(place, tensor)
         self._filled[name] = None
 
     def _own(self, name: str) -> str:

@@ -5,8 +5,9 @@ Checkpoints store e4m3 with a scale beside it, named after the weight:
     weight_scale_inv   [out / 128, in / 128]   DeepSeek V3, Qwen3-FP8: a weight is number × scale
     weight_scale       one, [out] or [out, 1], or blocks as above    compressed-tensors, FBGEMM
 
-Weights are dequantised while they are read and run in the model's dtype: the reference for kernels that
-multiply in FP8.
+A model that holds its matrices in FP8 (`ModelSpec.fp8`) takes numbers and scales as they are, one a row.
+For any other, and where they are blocks, weights are dequantised while they are read: the reference for
+kernels that multiply in FP8.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import torch
 
 from core.errors import ModelError
 from core.models.quant import BLOCK
-
-FP8 = torch.float8_e4m3fn
+from gpu.quant import quantise
+from gpu.weights.stage import Copy
 
 SCALES = ("_scale_inv", "_scale")
 """Added to a weight's name, in this order of preference."""
+
+SLAB = 2**24
+"""Numbers that are quantised at once: 160 MiB in passing, in each of the reading threads."""
 
 _BESIDE = ("weight_scale_inv", "weight_scale", "input_scale", "k_scale", "v_scale", "weight_scale_ub")
 
@@ -29,12 +33,33 @@ def is_scale(name: str) -> bool:
     return name.rpartition(".")[2] in _BESIDE
 
 
+def row_scale(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+    """float32 [out] of a scale that is one, or one for each row of `weight` [out, in]; None otherwise."""
+    rows = len(weight)
+    if tuple(scale.shape) in ((), (1,), (1, 1), (rows,), (rows, 1)):
+        return scale.float().reshape(-1).expand(rows).contiguous()
+    return None
+
+
+def store(place: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, copy: Copy) -> None:
+    """Quantise `weight` [out, in] into e4m3 `place` and `scale` float32 [out], on their device, where it
+    takes a slab at a time."""
+    step = max(SLAB // weight.shape[1], 1)
+    for first in range(0, len(weight), step):
+        part = slice(first, first + step)
+        slab = torch.empty_like(weight[part], device=place.device)
+        copy(slab, weight[part])
+        numbers, scales = quantise(slab)
+        place[part].copy_(numbers)
+        scale[part].copy_(scales)
+
+
 def dequantise(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 [out, in] of e4m3 `weight` and its scale. Raises `ModelError` for a scale that does not fit."""
     rows, columns = weight.shape
     scale = scale.float()
-    if tuple(scale.shape) in ((), (1,), (1, 1), (rows,), (rows, 1)):
-        return weight.float().mul_(scale.reshape(-1, 1))
+    if (each := row_scale(weight, scale)) is not None:
+        return weight.float().mul_(each[:, None])
     if tuple(scale.shape) != (-(-rows // BLOCK), -(-columns // BLOCK)):
         raise ModelError(
             f"{name} {[rows, columns]} has scales {list(scale.shape)}: neither one, nor one a row, "

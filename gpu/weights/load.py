@@ -43,4 +43,5 @@ def load_model(
         filler.finish(str(source))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
+            torch.cuda.empty_cache()  # what was quantised in passing
         return model

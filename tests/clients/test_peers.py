@@ -170,7 +170,7 @@ def test_guidellm(url: str, tokenizer: str, tmp_path: Path) -> None:
     )  # fmt: skip
     totals = read(tmp_path / "told.json")["benchmarks"][0]["metrics"]["request_totals"]
     assert (totals["errored"], totals["incomplete"]) == (0, 0)
-    # Of two streams it may stop before the last answer is counted: 3 of 4 was seen, one time in three.
+    # Of two streams it may stop before the last answer is counted: 3 of 4 was seen once.
     assert totals["successful"] == totals["total"] >= 3
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ConfigError
+from core.models.spec import EncoderSpec
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.types import NO_TOKENS
-from gpu.build import build_executor, spec_of
+from gpu.build import build_executor, check_pages, holds_fp8, spec_of
+from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
+from gpu.parts import Target
 from tests.fakes import tiny_model
 from tests.gpu.rig import GREEDY, ints
 
@@ -30,6 +35,7 @@ def test_capabilities_say_what_was_built(path: Path) -> None:
     caps = build(path).capabilities
     assert (caps.num_pages, caps.page_size, caps.max_rows, caps.count_rows) == (33, 16, 64, 64)
     assert (caps.context_length, caps.vocab_size, caps.device) == (256, 256, "cpu")
+    assert (caps.dtype, caps.weight_dtype, caps.kv_dtype) == ("float32",) * 3
     assert build(path, CacheConfig(kv_tokens=64)).capabilities.context_length == 64
     assert build(path, context_length=100).capabilities.context_length == 100
 
@@ -77,6 +83,37 @@ def test_a_context_the_model_does_not_have(path: Path) -> None:
 def test_a_device_that_is_not_there(path: Path) -> None:
     with pytest.raises(ConfigError, match="--device cpu"):
         build(path, device="cuda")
+
+
+def test_fp8_pages_are_a_gpus(path: Path) -> None:
+    with pytest.raises(ConfigError, match="--kv-dtype fp8 needs a GPU"):
+        build(path, CacheConfig(kv_tokens=512, kv_dtype="fp8"))
+    spec, cache = spec_of(path), CacheConfig(kv_dtype="fp8")
+    cuda = Target(torch.device("cuda"), torch.bfloat16, CudaFacts("", "NVIDIA A100", (8, 0)))
+    with pytest.raises(ConfigError, match=r"needs compute capability 8\.9, NVIDIA A100 has 8\.0"):
+        check_pages(spec, cuda, cache)
+    hopper = cuda._replace(facts=CudaFacts("", "NVIDIA H200", (9, 0)))
+    check_pages(spec, hopper, cache)
+    with pytest.raises(ConfigError, match="keeps no keys and values"):
+        check_pages(msgspec.structs.replace(spec, encoder=EncoderSpec(token_types=2)), hopper, cache)
+
+
+def test_fp8_weights_are_a_gpus_choice(path: Path) -> None:
+    with pytest.raises(ConfigError, match="--quantization fp8 is refused: it is there on a GPU"):
+        build(path, quantization="fp8")
+    spec = spec_of(path)
+    stored = msgspec.structs.replace(spec, stored_fp8=True)
+    hopper = Target(torch.device("cuda"), torch.bfloat16, CudaFacts("", "NVIDIA H200", (9, 0)))
+    ada = hopper._replace(facts=CudaFacts("", "NVIDIA L4", (8, 9)))
+    half = hopper._replace(dtype=torch.float16)
+    auto, asked = ModelConfig(), ModelConfig(quantization="fp8")
+    assert (holds_fp8(spec, auto, hopper), holds_fp8(stored, auto, hopper)) == (False, True)
+    assert holds_fp8(spec, asked, hopper)
+    assert not holds_fp8(stored, ModelConfig(quantization="none"), hopper)
+    for target, reason in ((ada, r"9\.0, NVIDIA L4 has 8\.9"), (half, "--dtype bfloat16")):
+        assert not holds_fp8(stored, auto, target)  # dequantised, as on a CPU
+        with pytest.raises(ConfigError, match=reason):
+            holds_fp8(stored, asked, target)
 
 
 def test_rows_fit_the_step_budget(path: Path) -> None:

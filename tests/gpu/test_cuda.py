@@ -38,10 +38,15 @@ SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8)
 
 
 def executor(
-    path: Path, device: str, dtype: str, schedule: ScheduleConfig = SCHEDULE, **cache: Any
+    path: Path,
+    device: str,
+    dtype: str,
+    schedule: ScheduleConfig = SCHEDULE,
+    quantization: str = "auto",
+    **cache: Any,
 ) -> LocalExecutor:
     settings = CacheConfig(**({"page_size": 16, "kv_tokens": 4096} | cache))
-    model = ModelConfig(model=str(path), device=device, dtype=dtype)  # type: ignore[arg-type]
+    model = ModelConfig(model=str(path), device=device, dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
     return build_executor(spec_of(path), path, model, settings, schedule, lambda stage, share: None)
 
 
@@ -156,6 +161,20 @@ def test_bfloat16_is_within_its_own_error(path: Path) -> None:
         driver.close()
     values = np.concatenate([piece.values for piece in prefilled.prompt])[-16:]
     np.testing.assert_allclose(values, decoded.logprobs, atol=0.15)
+
+
+@pytest.mark.parametrize("chosen", [{"kv_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
+def test_fp8_is_near_and_graphs_change_nothing(path: Path, chosen: dict[str, str]) -> None:
+    if not spec_of(path).causal:
+        pytest.skip("it keeps no pages, and runs in plain torch")
+    graphs = msgspec.structs.replace(SCHEDULE, overlap_depth=0)
+    plain = msgspec.structs.replace(graphs, cuda_graphs=False)
+    got = answers(path, "cuda", "bfloat16", GREEDY, schedule=graphs, **chosen)
+    same = answers(path, "cuda", "bfloat16", GREEDY, schedule=plain, **chosen)
+    assert [answer.tokens for answer in got] == [answer.tokens for answer in same]
+    want = answers(path, "cuda", "bfloat16", GREEDY)
+    apart = [abs(mine.logprobs[0] - theirs.logprobs[0]) for mine, theirs in zip(got, want, strict=True)]
+    assert np.median(apart) < 0.5, apart  # tiny models of large random weights; most of an answer's is noise
 
 
 # -- graphs, bit by bit ----------------------------------------------------------------------------

@@ -7,15 +7,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from core.errors import ModelError
-from core.models import read_spec
+from core.models import ModelSpec, read_spec
 from gpu.build import spec_of
+from gpu.context import ForwardContext
+from gpu.inputs import StepInputs
+from gpu.kv.pool import KvPool
+from gpu.layers import Linear
+from gpu.ops import TorchOps
+from gpu.quant import FP8, quantise, restore
+from gpu.thread import device_thread
 from gpu.weights import load_model
-from gpu.weights.fp8 import FP8, dequantise
+from gpu.weights.fill import Filler
+from gpu.weights.fp8 import dequantise, row_scale, store
 from tests.fakes import tiny_model
 from tests.gpu.rig import CPU
 
@@ -90,6 +100,19 @@ def quantised(path: Path, of: Quantise, suffix: str, config: dict[str, Any]) -> 
     return meant
 
 
+class Causal:
+    """Attention over one text that is all there."""
+
+    def bind(self, pool: KvPool | None) -> None: ...
+
+    def prepare(self, inputs: StepInputs) -> None: ...
+
+    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        k, v = kv.transpose(0, 1).transpose(1, 2).unbind(0)
+        out = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(0, 1).flatten(1)
+
+
 CHANNEL = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
 
 
@@ -111,6 +134,102 @@ def test_a_checkpoint_is_filled_with_what_it_stands_for(
     assert any("experts" in name for name in meant)
     for name, weight in meant.items():
         torch.testing.assert_close(places[name], weight, rtol=0, atol=0)
+
+
+def copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
+    place.copy_(tensor)
+
+
+def held(path: Path) -> ModelSpec:
+    return msgspec.structs.replace(spec_of(path), fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("of", "suffix", "config"),
+    [
+        (per_tensor, "_scale", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
+        (per_channel, "_scale", {"quant_method": "compressed-tensors", "config_groups": {"g": CHANNEL}}),
+    ],
+    ids=["tensor", "channel"],
+)
+def test_a_model_in_fp8_takes_numbers_and_scales_as_they_are(
+    of: Quantise, suffix: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny_model.build("qwen3-moe-mixed", tmp_path).path
+    meant = quantised(path, of, suffix, config)
+    assert spec_of(path).stored_fp8
+    places = load_model(held(path), path, torch.float32, CPU).places()
+    kept = [name for name in meant if places[name].dtype == FP8]
+    assert len(kept) == len(meant)
+    for name in kept:
+        found = restore(places[name], places[name + "_scale"])
+        torch.testing.assert_close(found, meant[name], rtol=0, atol=0)
+    assert places["lm_head.weight"].dtype == torch.float32
+    assert all(place.dtype != FP8 for name, place in places.items() if name.endswith(".gate.weight"))
+
+
+def test_blocks_have_no_scale_for_a_row() -> None:
+    """They are dequantised, and quantised anew where a model is held in FP8."""
+    weight = torch.randn(300, 200)
+    scale = per_block(weight)
+    stored = (weight / spread(scale, weight.shape)).to(FP8)
+    assert row_scale(stored, scale) is None
+    places = {"w": torch.empty(300, 200, dtype=FP8), "w_scale": torch.empty(300)}
+    filler = Filler(places, copy)
+    assert filler.wants("w", (300, 200)) and filler.holds_fp8("w")
+    filler.put("w", dequantise("w", stored, scale))
+    filler.finish("nowhere")
+    numbers, scales = quantise(dequantise("w", stored, scale))
+    assert torch.equal(places["w"].float(), numbers.float()) and torch.equal(places["w_scale"], scales)
+
+
+def test_slabs_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(301, 200)
+    numbers, scales = torch.empty(301, 200, dtype=FP8), torch.empty(301)
+    monkeypatch.setattr("gpu.weights.fp8.SLAB", 1000)
+    store(numbers, scales, weight, copy)
+    whole = quantise(weight)
+    assert torch.equal(numbers.float(), whole[0].float()) and torch.equal(scales, whole[1])
+
+
+def test_a_layer_in_fp8_is_near_the_plain_one() -> None:
+    plain, coarse = (
+        Linear(256, {"a": 128, "b": 64}, torch.float32, CPU, bias=True, fp8=f) for f in (False, True)
+    )
+    names = plain.places("")
+    assert coarse.places("").keys() == {*names, "a.weight_scale", "b.weight_scale"}
+    filler = Filler(coarse.places(""), copy)
+    for name, place in names.items():
+        filler.put(name, place.normal_())
+    x = torch.randn(50, 256)
+    want, got = plain(x), coarse(x, TorchOps(Causal()))
+    assert 0.01 < (got - want).norm() / want.norm() < 0.05  # three bits on either side
+    assert Linear(256, {"a": 24}, torch.float32, CPU, fp8=True).scale is None, "no product takes 24 outputs"
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe-mixed"])
+def test_a_plain_checkpoint_in_fp8_stays_near(variant: str, tmp_path: Path) -> None:
+    """Quantised while it is read, computed by the twin: hidden states keep their direction."""
+    path = tiny_model.build(variant, tmp_path).path
+    found = []
+    for spec in (spec_of(path), held(path)):
+        model = load_model(spec, path, torch.float32, CPU)
+        model.seal()
+        ids = torch.arange(3, 23)
+        with device_thread(CPU):
+            ctx = ForwardContext(torch.arange(20), TorchOps(Causal()))
+            found.append(model.forward(ctx, ids))
+    near = F.cosine_similarity(found[0], found[1], dim=-1)
+    assert 0.95 < near.median() < 1.0, near
+
+
+def test_dummy_weights_in_fp8(tmp_path: Path) -> None:
+    path = tiny_model.build("qwen3-moe", tmp_path).path
+    places = load_model(held(path), None, torch.float32, CPU).places()
+    some = [name for name, place in places.items() if place.dtype == FP8]
+    assert some
+    for name in some:
+        assert 0.01 < restore(places[name], places[name + "_scale"]).std() < 0.03
 
 
 def test_fp8_without_a_scale(tmp_path: Path) -> None:

@@ -141,6 +141,24 @@ def test_a_gpu_without_room_names_the_flag() -> None:
     )
 
 
+def test_fp8_pages_take_half_and_say_so() -> None:
+    half = plan_memory(QWEN3_30B, torch.bfloat16, CacheConfig(kv_dtype="fp8"), H200, 512 * 40_960, NEEDS)
+    whole = on_gpu(H200)
+    assert (half.page_bytes * 2, half.weights) == (whole.page_bytes, whole.weights)
+    assert half.tokens >= 2 * whole.tokens
+    assert any(line.endswith("tokens in float8_e4m3fn") for line in memory_table(half))
+    assert any(line.endswith("tokens in bfloat16") for line in memory_table(whole))
+
+
+def test_fp8_weights_take_half_of_all_but_the_tables() -> None:
+    spec = msgspec.structs.replace(QWEN3_30B, fp8=True)
+    plan = plan_memory(spec, torch.bfloat16, CacheConfig(), H200, 512 * 40_960, NEEDS)
+    tables = 2 * 151_936 * 2048
+    assert plan.weights == tables * 2 + spec.num_parameters() - tables
+    assert plan.weights < 0.53 * on_gpu(H200).weights
+    assert any(line.startswith("weights") and "float8_e4m3fn" in line for line in memory_table(plan))
+
+
 def test_the_table_of_a_gpu_names_every_need() -> None:
     plan = on_gpu(H200)
     text = "\n".join(memory_table(plan))

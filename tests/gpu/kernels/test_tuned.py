@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu.kernels.tuned import FOLDER, MoeConfigs, MoeShape, nearest, parse, rule
+from gpu.kernels.tuned import FOLDER, FP8_NAME, MoeConfigs, MoeShape, nearest, parse, rule
 
 SHAPE = MoeShape(128, 768, 2048, 8, "bfloat16", "NVIDIA H200")
 
@@ -31,6 +31,16 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
 
 def test_a_shape_without_a_file_goes_by_rule(tmp_path: Path) -> None:
     assert MoeConfigs(SHAPE, tmp_path).at(64) == rule(SHAPE, 64)
+
+
+def test_fp8_gets_as_many_bytes_and_no_wide_tiles() -> None:
+    """A step's own sums need registers too: at 256 columns they spilled."""
+    coarse = SHAPE._replace(dtype=FP8_NAME)
+    for tokens in (1, 32, 256, 512, 8192):
+        one, other = rule(SHAPE, tokens), rule(coarse, tokens)
+        assert (other.small, other.block_m) == (one.small, one.block_m)
+        for mine, theirs in ((other.up, one.up), (other.down, one.down)):
+            assert mine.block_k == 2 * theirs.block_k and mine.block_n <= 128
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.name)

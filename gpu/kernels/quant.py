@@ -1,0 +1,55 @@
+"""Activations to e4m3 with a scale for each row, what products of FP8 weights take."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, jit, options, padding, pow2
+from gpu.quant import FP8, LEAST, TOP
+
+_TOP, _LEAST = tl.constexpr(TOP), tl.constexpr(LEAST)
+
+
+@jit
+def _quantise(
+    x: tl.tensor,
+    numbers: tl.tensor,
+    scales: tl.tensor,
+    num_rows: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    begin(PDL)
+    if padding(row // PER, num_rows):
+        return
+    f = tl.load(x + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(f), 0), _LEAST) / _TOP
+    # The division's last bit may lift the largest number over the format's, which must not become NaN.
+    f = tl.clamp(f / scale, -_TOP, _TOP, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(numbers + row * WIDTH + cols, f.to(numbers.dtype.element_ty), mask=mask)
+    tl.store(scales + row, scale)
+
+
+def quantise_rows(
+    x: Tensor, *, per: int = 1, num_rows: Tensor | None = None, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """e4m3 [n, width] of `x` contiguous [n, width] and scales float32 [n]; see `gpu.quant.quantise`.
+
+    `num_rows` int32 [1] on the device: rows from `per` times that on are neither read nor written.
+    """
+    rows, width = x.shape
+    numbers = torch.empty(rows, width, dtype=FP8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = pow2(width)
+    warps = min(max(block // 1024, 1), 16)
+    _quantise[(rows,)](
+        x, numbers, scales, num_rows, WIDTH=width, BLOCK=block, PER=per, PDL=pdl, **options(warps, pdl=pdl)
+    )
+    return numbers, scales

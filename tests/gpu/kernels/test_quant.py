@@ -1,0 +1,66 @@
+"""Rows as e4m3 numbers and their scales, against the twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.kernels.inputs import error, scalar
+from gpu.kernels.quant import quantise_rows
+from gpu.ops.fused import scaled_product
+from gpu.ops.plain import product
+from gpu.quant import TOP, quantise, restore
+
+
+def exact(rows: int, width: int) -> torch.Tensor:
+    """Rows that e4m3 has exactly, one of whose numbers is the largest: the interpreter rounds others
+    wrongly where the exponent must grow."""
+    x = torch.randn(rows, width).to(torch.float8_e4m3fn).float()
+    x[:, 3] = -TOP
+    return x
+
+
+@pytest.mark.parametrize("per", [1, 2])
+def test_rows_with_their_scales(per: int, device: torch.device, dtype: torch.dtype) -> None:
+    rows, live, width = 6, 4, 48
+    x = exact(rows, width)
+    power = 2.0 ** torch.arange(-3, 3)[:, None]
+    given = (x * power).to(device, dtype)
+    given[live:] = float("nan")  # padded rows may hold anything
+    numbers, scales = quantise_rows(given, per=per, num_rows=scalar(live // per, device))
+    assert numbers.dtype == torch.float8_e4m3fn
+    assert torch.equal(numbers[:live].float().cpu(), x[:live])
+    torch.testing.assert_close(scales[:live].cpu(), power[:live, 0])
+    found = quantise(given[:live])
+    assert torch.equal(found[0].float(), numbers[:live].float())
+    torch.testing.assert_close(found[1], scales[:live])
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_products_of_rows(biased: bool, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = exact(5, 64).to(device, dtype), exact(32, 64).to(device).to(torch.float8_e4m3fn)
+    scale = torch.rand(32, device=device) + 0.5
+    bias = torch.randn(32, device=device).to(dtype) if biased else None
+    found = scaled_product(*quantise_rows(x), weight, scale, bias, dtype)
+    assert found.dtype == dtype
+    assert error(found, product(x, weight, scale, bias)) < tolerance
+
+
+def test_zeros_and_extremes(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 40, device=device, dtype=dtype)
+    x[1, 5], x[2, 7] = 3e38, 1e-30
+    numbers, scales = quantise_rows(x)
+    found = restore(numbers, scales)
+    assert bool(found.isfinite().all()) and not found[0].any()
+    torch.testing.assert_close(found[1, 5], x[1, 5].float(), rtol=1e-2, atol=0)
+    assert torch.equal(restore(*quantise(x))[0], found[0])
+
+
+@pytest.mark.gpu
+def test_rounds_as_the_twin(device: torch.device) -> None:
+    x = torch.randn(64, 2048, device=device, dtype=torch.bfloat16)
+    numbers, scales = quantise_rows(x)
+    theirs, expected = quantise(x)
+    torch.testing.assert_close(scales, expected)
+    # The division's last bit decides ties alone.
+    assert (numbers.float() != theirs.float()).float().mean() < 1e-3
