@@ -51,7 +51,10 @@ class Stream:
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
         """One more token. Returns the finish when its text completes a stop string; that piece has
         been sent then."""
-        self._count(token, logprobs)
+        self.count += 1
+        self._tokens.append(token)
+        if logprobs is not None:
+            self._note(logprobs)
         text = self._detokenizer.feed([token])
         if self._stops is not None and text:
             text, matched = self._stops.feed(text)
@@ -70,7 +73,10 @@ class Stream:
             return
         if last is not None:
             if finish.reason is FinishReason.STOP:
-                self._count(last, logprobs)
+                self.count += 1
+                self._tokens.append(last)
+                if logprobs is not None:
+                    self._note(logprobs)
             elif self.feed(last, logprobs) is not None:
                 return
         text = self._detokenizer.finish()
@@ -82,13 +88,10 @@ class Stream:
                 text += self._stops.flush()
         self._send(text, finish)
 
-    def _count(self, token: int, logprobs: RowLogprobs | None) -> None:
-        self.count += 1
-        self._tokens.append(token)
-        if logprobs is not None:
-            if self._logprobs is None:
-                self._logprobs = []
-            self._logprobs.append(logprobs)
+    def _note(self, logprobs: RowLogprobs) -> None:
+        if self._logprobs is None:
+            self._logprobs = []
+        self._logprobs.append(logprobs)
 
     def _send(self, text: str, finish: Finish | None) -> None:
         piece = Piece(text, self._tokens, self._logprobs, finish)

@@ -1,0 +1,80 @@
+"""The HTTP path of this tree against another commit's, in turn on the same machine.
+
+    python -m bench.app.ab --base REV
+
+Absolute figures of `bench.app.http` follow the machine, which on a shared host halves from one hour to the
+next; the ratio of two trees that are measured in turn does not. Each round runs both, in the other order
+than the round before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.results import write
+
+ROOT = Path(__file__).parents[2]
+STEP = 1e-3
+"""Seconds of the fake step: the loop is saturated."""
+
+ONE = f"""
+import uvloop
+from bench.app.http import measure
+if __name__ == "__main__":
+    found = uvloop.run(measure({STEP}))
+    print(found["tokens_per_s"], found["tokens_per_cpu_s"], found["loop_lag_p99_ms"])
+"""
+
+
+def main() -> None:
+    """Measure and keep bench/results/http_ab.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base", required=True, help="commit to compare with")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        base, script = Path(folder) / "base", Path(folder) / "one.py"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(base)], check=True)
+        subprocess.run(["git", "checkout", "--quiet", args.base], cwd=base, check=True)
+        script.write_text(ONE)
+        found: dict[str, list[list[float]]] = {"base": [], "here": []}
+        for turn in range(args.rounds):
+            trees = [("base", base), ("here", ROOT)]
+            for name, tree in trees if turn % 2 else reversed(trees):
+                found[name].append(_once(script, tree))
+                print(name, *found[name][-1], flush=True)
+    columns = ("tokens_per_s", "tokens_per_cpu_s", "loop_lag_p99_ms")
+    median = {
+        name: {
+            key: statistics.median(column)
+            for key, column in zip(columns, zip(*runs, strict=True), strict=True)
+        }
+        for name, runs in found.items()
+    }
+    ratio = round(median["here"]["tokens_per_cpu_s"] / median["base"]["tokens_per_cpu_s"], 3)
+    write("http_ab", {"base": args.base, "runs": found, "median": median, "ratio": ratio})
+
+
+def _once(script: Path, tree: Path) -> list[float]:
+    """Tokens a second, per second of CPU, p99 of the loop's lag."""
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [float(word) for word in done.stdout.split()[-3:]]
+
+
+if __name__ == "__main__":
+    main()
