@@ -13,7 +13,7 @@ set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-$PWD/gpu-out}
 MODELS=${MODELS:-qwen3-30b-a3b qwen3-8b}
-FLAGS=${FLAGS:-}
+FLAGS="--device cuda ${FLAGS:-}"
 CORES=$(nproc)
 LOGS=$(mktemp -d)
 mkdir -p "$OUT"

@@ -27,7 +27,7 @@ from typing import Any
 from bench.load.main import main as load
 from bench.results import RESULTS, conditions
 
-SERVER = ("--load-format", "dummy", "--context-length", "16384", "--max-running", "512")
+SERVER = ("--device", "cuda", "--load-format", "dummy", "--context-length", "16384", "--max-running", "512")
 """What the peers were started with: random weights, contexts of 16,384, at most 512 running."""
 
 
@@ -67,7 +67,7 @@ class Server:
 
     def first_token(self) -> float:
         """Seconds from start to one token of one request."""
-        body = json.dumps({"model": "any", "prompt": [1000] * 8, "max_tokens": 1}).encode()
+        body = json.dumps({"prompt": [1000] * 8, "max_tokens": 1}).encode()
         ask = urllib.request.Request(self.url + "/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(ask, timeout=60) as answer:
             answer.read()
