@@ -50,8 +50,8 @@ def choose_device(wanted: str, facts: CudaFacts) -> torch.device:
     """The device for `--device`: auto, cpu or cuda. Raises `ConfigError` with the reason where a GPU was
     asked for and there is none.
 
-    auto is a CPU: what runs on a GPU has passed its tests in Triton's interpreter, but has not run on a
-    GPU yet. Nobody shall get it unasked until it has.
+    auto is a CPU: of the tests on an H200 one still fails, where experts multiply float32 in TF32. Nobody
+    shall get it unasked until all pass.
     """
     if wanted != "cuda":
         return torch.device("cpu")

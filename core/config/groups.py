@@ -41,7 +41,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Meta(description="auto: cpu; cuda is new and has not run on a GPU yet"),
+        Meta(description="auto: cpu; cuda is young and has to be asked for"),
     ] = "auto"
     attention_backend: Annotated[
         str,
