@@ -27,6 +27,7 @@ import uvloop
 from app.cli import parse
 from bench.lag import Lag
 from bench.results import write
+from bench.trace import KernelTrace
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import Config
@@ -41,6 +42,9 @@ ROWS = (1, 32, 256, 512)
 SLICE = 24
 OCCUPIED = 0.975
 WARM_STEPS = 20
+KERNELS = 24
+"""Of a case, the dearest, that are kept."""
+
 FILLED = 0.9
 """Of the pages, that the rows of a case may come to hold. With more asked for, the scheduler would keep
 some of the rows waiting, and the case would never be what its name says."""
@@ -150,8 +154,18 @@ class CpuTimes:
         return {name: time.clock_gettime(clock) for name, clock in self._clocks.items()}
 
 
-async def measure(driver: Driver, case: Case, per_row: float, seconds: float) -> dict[str, Any]:
-    """Fill the rows, wait until they run, look for `seconds`."""
+async def trace(driver: Driver, seconds: float) -> dict[str, Any]:
+    """Kernels of the running case. Recording slows a step down, so nothing else is measured meanwhile."""
+    first, recorder = len(driver.steps), KernelTrace()
+    await asyncio.sleep(seconds)
+    times, busy = recorder.stop(len(driver.steps) - first)
+    return {"kernels_busy": round(busy, 4), "kernels": [each._asdict() for each in times[:KERNELS]]}
+
+
+async def measure(
+    driver: Driver, case: Case, per_row: float, seconds: float, window: float = 0.0
+) -> dict[str, Any]:
+    """Fill the rows, wait until they run, look for `seconds`, then at the kernels for `window` more."""
     driver.begin(case, per_row)
     late = time.perf_counter() + PATIENCE
     while driver.scheduler.running < case.rows:
@@ -167,11 +181,12 @@ async def measure(driver: Driver, case: Case, per_row: float, seconds: float) ->
     await asyncio.sleep(seconds)
     wall, after, made = time.perf_counter() - begun, times.read(), driver.tokens - tokens
     steps, lags = driver.steps[first:], lag.stop()
+    kernels = await trace(driver, window) if window else {}
     driver.end()
     while not driver.scheduler.idle:
         await asyncio.sleep(0.01)
     count = len(steps)
-    return {
+    return kernels | {
         "case": case.name,
         "rows": case.rows,
         "context": case.context,
@@ -210,12 +225,26 @@ async def run(executor: Executor, config: Config, args: argparse.Namespace) -> l
     rows = [n for n in args.rows if n <= caps.max_rows]
     cases = [Case(f"decode{n}", n, min(args.context, room(caps, n) // 2)) for n in rows]
     cases.append(Case("mixed", rows[-1] // 2 or 1, args.context, args.output))
-    for case in cases:
-        for load in (0.0, args.per_row / 1e6):
-            found.append(await measure(driver, case, load, args.seconds))
-            print(found[-1], flush=True)
-    executor.close()
+    cases.append(Case("prefill", min(rows[-1], 32), 4 * args.context, 8))
+    try:
+        for case in cases:
+            for load in (0.0, args.per_row / 1e6):
+                found.append(await measure(driver, case, load, args.seconds, 0.0 if load else args.trace))
+                show(found[-1])
+    finally:
+        executor.close()
     return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """A case on a line, its kernels on one each."""
+    print({name: value for name, value in found.items() if name != "kernels"}, flush=True)
+    for each in found.get("kernels", ()):
+        print(
+            f"  {each['us_per_step']:9.1f} us  {each['per_step']:6.1f} x {each['us_each']:8.2f}  "
+            f"{each['name']} < {each['before']}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -228,9 +257,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt, where they fit")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer in the mixed case")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each look")
+    parser.add_argument("--trace", type=float, default=0.0, help="seconds of each case's kernels to keep")
     parser.add_argument("--per-row", type=float, default=8.0, help="microseconds of loop time when loaded")
     args, rest = parser.parse_known_args()
     config = parse(rest)
+    if args.trace and config.model.device != "cuda":
+        parser.error("--trace records kernels: it needs --device cuda")
     source = Path(config.model.model)
     begun = time.perf_counter()
     executor = build_executor(

@@ -81,9 +81,9 @@ def _multiply(x: tl.tensor, w: tl.tensor, acc: tl.tensor, SWAP: tl.constexpr) ->
     # In FP8 Hopper's tensor cores keep 14 bits of a sum: after each step over K it goes on in float32.
     most: tl.constexpr = x.shape[1] if x.dtype.is_fp8() else None
     if SWAP:
-        acc = tl.dot(w, tl.trans(x), acc, max_num_imprecise_acc=most)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee", max_num_imprecise_acc=most)
     else:
-        acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=most)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee", max_num_imprecise_acc=most)
     return acc
 
 
