@@ -103,7 +103,7 @@ class Server:
         housekeeping = Housekeeping(engine, loop)
         housekeeping.start()
         self._service.ready(live.loaded)
-        batches.start(self._service, Room(engine, live.capabilities, self._config.schedule.step_tokens))
+        batches.start(self._service, Room(engine, live.capabilities))
         log.info("%s is ready after %.1f s", live.loaded.card.name, time.perf_counter() - begun)
         try:
             await self._stop.wait()

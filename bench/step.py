@@ -70,7 +70,7 @@ class Driver:
         self._executor = executor
         caps = executor.capabilities
         self._depth = config.schedule.overlap_depth
-        self.budget = config.schedule.step_tokens
+        self.budget = caps.max_step_tokens
         self._per_row = 0.0
         cache = CacheManager(caps.num_pages, caps.page_size)
         self.scheduler = Scheduler(caps, cache, config.schedule, monotonic)
@@ -168,11 +168,11 @@ async def measure(
     """Fill the rows, wait until they run, look for `seconds`, then at the kernels for `window` more."""
     driver.begin(case, per_row)
     late = time.perf_counter() + PATIENCE
-    while driver.scheduler.running < case.rows:
+    while driver.scheduler.running < case.rows and not case.output:
         await asyncio.sleep(0.01)
         if driver.failure or time.perf_counter() > late:
             raise RuntimeError(driver.failure or f"{driver.scheduler.running} of {case.rows} rows run")
-    # With all slots taken some prompts may still be under way: as many steps as those could take.
+    # Some prompts may still be under way: as many steps as those could take.
     settled = len(driver.steps) + WARM_STEPS + case.rows * case.context // driver.budget
     while len(driver.steps) < settled:
         await asyncio.sleep(0.01)
@@ -226,6 +226,7 @@ async def run(executor: Executor, config: Config, args: argparse.Namespace) -> l
     cases = [Case(f"decode{n}", n, min(args.context, room(caps, n) // 2)) for n in rows]
     cases.append(Case("mixed", rows[-1] // 2 or 1, args.context, args.output))
     cases.append(Case("prefill", min(rows[-1], 32), 4 * args.context, 8))
+    cases = [case for case in cases if not args.only or case.name in args.only]
     try:
         for case in cases:
             for load in (0.0, args.per_row / 1e6):
@@ -257,6 +258,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt, where they fit")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer in the mixed case")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each look")
+    parser.add_argument("--only", nargs="+", help="of the cases decodeROWS, mixed and prefill")
     parser.add_argument("--trace", type=float, default=0.0, help="seconds of each case's kernels to keep")
     parser.add_argument("--per-row", type=float, default=8.0, help="microseconds of loop time when loaded")
     args, rest = parser.parse_known_args()

@@ -41,6 +41,13 @@ CUDA_ROWS = 512
 """The same on a GPU: a step of the models this is made for then takes some 25 ms, and each row more adds
 little to the throughput and its whole to everybody's time between tokens."""
 
+CPU_STEP = 2048
+CUDA_STEP = 8192
+"""Tokens of a step: on an H200 8,192 in place of 2,048 brought 8% more of Qwen3-30B-A3B's prompts and answers
+together (256 at a time) and 22% more of its prompts, tiles of the experts tuned in between; nothing on 8B."""
+
+LEAST_STEP = 16
+
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
 
@@ -98,6 +105,7 @@ def build_executor(
     backend or logit processor) or `ModelError` (the checkpoint), before or instead of an executor.
     """
     target = _target(spec, model)
+    schedule = _with_budget(schedule, target.device)
     spec = msgspec.structs.replace(spec, fp8=holds_fp8(spec, model, target))
     check_pages(spec, target, cache)
     device, dtype = target.device, target.dtype
@@ -224,6 +232,14 @@ def _memory(spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, l
         needs = device_needs(spec, target.dtype, rows, rows, tokens, graphs)
     most = sizes.rows * sizes.context
     return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)
+
+
+def _with_budget(schedule: ScheduleConfig, device: torch.device) -> ScheduleConfig:
+    """With the tokens of a step settled."""
+    tokens = schedule.step_tokens or (CPU_STEP if device.type == "cpu" else CUDA_STEP)
+    if tokens < LEAST_STEP:
+        raise ConfigError(f"--step-tokens {tokens} is too few: at least {LEAST_STEP}, or 0 for a choice.")
+    return msgspec.structs.replace(schedule, step_tokens=tokens)
 
 
 def _rows(schedule: ScheduleConfig, device: torch.device) -> int:

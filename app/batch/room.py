@@ -75,10 +75,10 @@ class Room:
 
     __slots__ = ("_engine", "_lanes", "_prompt_share", "_rows", "_since")
 
-    def __init__(self, engine: Engine, capabilities: Capabilities, step_tokens: int) -> None:
+    def __init__(self, engine: Engine, capabilities: Capabilities) -> None:
         self._engine = engine
         self._rows = capabilities.max_rows
-        self._prompt_share = step_tokens // 2
+        self._prompt_share = capabilities.max_step_tokens // 2
         self._lanes: dict[Lane, None] = {}
         self._since: int | None = None
         """Steps made when somebody else was first seen waiting."""

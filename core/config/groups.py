@@ -94,8 +94,12 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
     """What goes into a step."""
 
     step_tokens: Annotated[
-        int, Meta(description="tokens in a step: decode rows first, prompt chunks fill up", ge=16)
-    ] = 2048
+        int,
+        Meta(
+            description="tokens in a step: decode rows first, prompt chunks fill up; 0: chosen by device",
+            ge=0,
+        ),
+    ] = 0
     max_running: Annotated[int, Meta(description="requests that run at once; 0: chosen by device", ge=0)] = 0
     order: Annotated[Order, Meta(description="which waiting request is admitted first")] = "fcfs"
     prefill_first: Annotated[bool, Meta(description="prompts get steps of their own, before any decode")] = (

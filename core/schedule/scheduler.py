@@ -110,7 +110,7 @@ class Scheduler:
         """Raise `RequestError` when the request could not run even alone."""
         limit = self._capabilities.context_length
         if not self._capabilities.causal:
-            limit = min(limit, self._config.step_tokens)
+            limit = min(limit, self._capabilities.max_step_tokens)
         if len(request.prompt) == 0:
             raise RequestError("The prompt must have at least one token.", "prompt")
         if len(request.prompt) + request.params.max_tokens > limit:
@@ -184,7 +184,7 @@ class Scheduler:
         self._expire(now)
         if self._config.order == "priority":
             self._preempt()
-        builder = PlanBuilder(self._config.step_tokens, now, self._capabilities.max_chunks)
+        builder = PlanBuilder(self._capabilities.max_step_tokens, now, self._capabilities.max_chunks)
         if self._config.prefill_first:
             decoding = self._plan_prefills(builder)
             if not builder:

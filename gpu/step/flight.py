@@ -34,7 +34,7 @@ class EventMark:
 
     def __init__(self) -> None:
         make: Any = torch.cuda.Event  # untyped
-        self._event = make(enable_timing=True, blocking=True)
+        self._event = make(enable_timing=True, blocking=False)
         self._event.record()
 
     def wait(self) -> None:

@@ -51,7 +51,7 @@ class Rig:
             max_rows=rows,
             context_length=CONTEXT,
             vocab_size=VOCAB,
-            max_step_tokens=2048,
+            max_step_tokens=schedule.get("step_tokens", 2048),
             count_rows=4,
         )
         config = ScheduleConfig(**schedule)
@@ -61,7 +61,7 @@ class Rig:
         self.tokenizer = Tokenizer.load(None, VOCAB, [2])
         self.submitter = Submitter(self.engine, self.tokenizer, Limits(CONTEXT, VOCAB), monotonic)
         self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
-        self.room = Room(self.engine, capabilities, config.step_tokens)
+        self.room = Room(self.engine, capabilities)
         self.service = Service({})
         self.app = make_app(self.service, ServeConfig(data_dir=str(data)))
         self.batches = self.app[BATCHES]

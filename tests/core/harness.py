@@ -48,13 +48,14 @@ class Harness:
     ) -> None:
         self.clock = Clock()
         self.depth = depth
+        config = msgspec.convert(schedule, ScheduleConfig)
         capabilities = Capabilities(
             num_pages=pages + 1,
             page_size=page_size,
             max_rows=rows,
             context_length=pages * page_size,
             vocab_size=VOCAB,
-            max_step_tokens=2048,
+            max_step_tokens=config.step_tokens or 2048,
             count_rows=count_rows,
             max_chunks=chunks,
             causal=causal,
@@ -63,7 +64,6 @@ class Harness:
         manager = CacheManager(
             pages + 1, page_size, radix=cache.radix_cache and causal, eviction=cache.eviction
         )
-        config = msgspec.convert(schedule, ScheduleConfig)
         self.scheduler = Scheduler(capabilities, manager, config, self.clock)
         self.delivered: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
