@@ -2,6 +2,7 @@
 # A first look at a GPU host, in parts of at most nine minutes each; the short table comes last.
 #
 #   bench/gpu_first.sh tests      facts, every kernel's tests in bfloat16, the captured step against the CPU
+#   bench/gpu_first.sh sanitize   the kernels' tests under compute-sanitizer's memcheck
 #   bench/gpu_first.sh kernels    kernels checked and timed at real sizes, tiles of the experts searched
 #   bench/gpu_first.sh steps      where a step's time goes, both models, random weights
 #   bench/gpu_first.sh table      the scenarios against the server; MODELS="qwen3-8b" for one model alone
@@ -92,6 +93,16 @@ tests() {
   cat "$LOGS/facts.log"
 }
 
+# Without torch's cache of memory every tensor is an allocation of its own, whose end can be overrun.
+sanitize() {
+  export LOGS PYTORCH_NO_CUDA_MEMORY_CACHING=1
+  ls ${FILES:-tests/gpu/kernels/test_*.py} | xargs -P "$CORES" -I {} bash -c '
+    log="$LOGS/sanitize-$(basename {} .py).log"
+    timeout "${EACH:-200}" compute-sanitizer --tool memcheck --error-exitcode 9 --print-limit 5 \
+      python3 -m pytest -q -p no:cacheprovider -m "" -o filterwarnings=default --tb=line {} > "$log" 2>&1
+    echo "$? {} $(grep -hE "passed|failed" "$log" | tail -n 1) $(grep -h "ERROR SUMMARY" "$log" | tail -n 1)"'
+}
+
 kernels() {
   timeout 530 python3 -m bench.kernels.check_and_time --out "$OUT" --tune 768 --quick --seconds 480 \
     > "$LOGS/kernels.log" 2>&1 || echo "check_and_time: exit $?"
@@ -130,5 +141,5 @@ table() {
   cp "$LOGS"/table/*.json "$OUT/" 2>/dev/null
 }
 
-"${1:?tests, kernels, steps or table}"
+"${1:?tests, sanitize, kernels, steps or table}"
 say "done"

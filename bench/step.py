@@ -3,10 +3,11 @@
     python -m bench.step --model DIR [--load-format dummy] [any flag of the server]
 
 The engine's own order (apply, plan, submit) over the real executor, without HTTP and text. Steady rows
-decode behind prompts of --context tokens; "mixed" is a closed loop of prompts and answers. "loaded" burns
---per-row microseconds of Python per row and step on the loop, in slices, as delivery does.
+decode behind prompts of --context tokens; "mixed" is a closed loop of prompts and answers, "prefill" one
+of prompts of four times --context, "shared" one of prompts that begin alike. "loaded" burns --per-row
+microseconds of Python per row and step on the loop, in slices, as delivery does.
 
-Bias: random token ids, so no two prompts share a prefix; the loop's burnt time holds the GIL throughout,
+Bias: random token ids; the loop's burnt time holds the GIL throughout,
 where real delivery gives it up in each write.
 """
 
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import uvloop
 
 from app.cli import parse
+from bench.experts import ExpertWatch
 from bench.lag import Lag
 from bench.results import write
 from bench.trace import KernelTrace
@@ -55,12 +58,21 @@ PATIENCE = 60.0
 
 class Case(NamedTuple):
     """`output` 0 decodes until the time is over, else each answer has that many tokens and is followed
-    by a new prompt."""
+    by a new prompt. The first `shared` tokens of all prompts are the same."""
 
     name: str
     rows: int
     context: int
     output: int = 0
+    shared: int = 0
+
+
+class Look(NamedTuple):
+    """At a running case for `seconds`, then at its kernels for `window` more; `watch` is for experts."""
+
+    seconds: float
+    window: float = 0.0
+    watch: ExpertWatch | None = None
 
 
 class Driver:
@@ -99,6 +111,7 @@ class Driver:
         self._made += 1
         caps, case = self._executor.capabilities, self._case
         prompt = self._rng.integers(1, caps.vocab_size - 1, case.context).astype(np.int32)
+        prompt[: case.shared] = np.arange(1, case.shared + 1)
         # The first answers are of every length, so that later ones do not end together.
         most = case.output or min(caps.context_length, room(caps, case.rows)) - case.context
         if case.output and row >= 0:
@@ -162,10 +175,16 @@ async def trace(driver: Driver, seconds: float) -> dict[str, Any]:
     return {"kernels_busy": round(busy, 4), "kernels": [each._asdict() for each in times[:KERNELS]]}
 
 
-async def measure(
-    driver: Driver, case: Case, per_row: float, seconds: float, window: float = 0.0
-) -> dict[str, Any]:
-    """Fill the rows, wait until they run, look for `seconds`, then at the kernels for `window` more."""
+def routed(watch: ExpertWatch | None, case: Case) -> dict[str, Any]:
+    """Experts that the rows of a step choose."""
+    if watch is None:
+        return {}
+    found, even = watch.distinct(case.rows)
+    return {"distinct_experts": round(found, 1), "distinct_if_even": round(even, 1)}
+
+
+async def measure(driver: Driver, case: Case, per_row: float, look: Look) -> dict[str, Any]:
+    """Fill the rows, wait until they run, look at them."""
     driver.begin(case, per_row)
     late = time.perf_counter() + PATIENCE
     while driver.scheduler.running < case.rows and not case.output:
@@ -178,15 +197,17 @@ async def measure(
         await asyncio.sleep(0.01)
     times, lag = CpuTimes(), Lag()
     first, tokens, before, begun = len(driver.steps), driver.tokens, times.read(), time.perf_counter()
-    await asyncio.sleep(seconds)
+    await asyncio.sleep(look.seconds)
     wall, after, made = time.perf_counter() - begun, times.read(), driver.tokens - tokens
     steps, lags = driver.steps[first:], lag.stop()
-    kernels = await trace(driver, window) if window else {}
+    more = routed(look.watch, case)
+    if look.window and not per_row:
+        more |= await trace(driver, look.window)
     driver.end()
     while not driver.scheduler.idle:
         await asyncio.sleep(0.01)
     count = len(steps)
-    return kernels | {
+    return more | {
         "case": case.name,
         "rows": case.rows,
         "context": case.context,
@@ -212,7 +233,9 @@ def _windows(steps: list[tuple[float, float]], begun: float, wall: float) -> flo
     return round(float((inside >= OCCUPIED).mean()), 3)
 
 
-async def run(executor: Executor, config: Config, args: argparse.Namespace) -> list[dict[str, Any]]:
+async def run(
+    executor: Executor, config: Config, args: argparse.Namespace, look: Look
+) -> list[dict[str, Any]]:
     """All cases, idle loop and loaded."""
     driver, found = Driver(executor, config), []
     loop = asyncio.get_running_loop()
@@ -226,11 +249,12 @@ async def run(executor: Executor, config: Config, args: argparse.Namespace) -> l
     cases = [Case(f"decode{n}", n, min(args.context, room(caps, n) // 2)) for n in rows]
     cases.append(Case("mixed", rows[-1] // 2 or 1, args.context, args.output))
     cases.append(Case("prefill", min(rows[-1], 32), 4 * args.context, 8))
+    cases.append(Case("shared", min(rows[-1], 128), 2 * args.context + 128, 128, 2 * args.context))
     cases = [case for case in cases if not args.only or case.name in args.only]
     try:
         for case in cases:
             for load in (0.0, args.per_row / 1e6):
-                found.append(await measure(driver, case, load, args.seconds, 0.0 if load else args.trace))
+                found.append(await measure(driver, case, load, look))
                 show(found[-1])
     finally:
         executor.close()
@@ -258,7 +282,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt, where they fit")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer in the mixed case")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each look")
-    parser.add_argument("--only", nargs="+", help="of the cases decodeROWS, mixed and prefill")
+    parser.add_argument("--only", nargs="+", help="of the cases decodeROWS, mixed, prefill, shared")
+    parser.add_argument("--experts", action="store_true", help="count the experts that rows choose")
     parser.add_argument("--trace", type=float, default=0.0, help="seconds of each case's kernels to keep")
     parser.add_argument("--per-row", type=float, default=8.0, help="microseconds of loop time when loaded")
     args, rest = parser.parse_known_args()
@@ -267,11 +292,13 @@ def main() -> None:
         parser.error("--trace records kernels: it needs --device cuda")
     source = Path(config.model.model)
     begun = time.perf_counter()
+    spec = spec_of(source)
+    watch = ExpertWatch(spec, max(args.rows), torch.device("cuda")) if args.experts else None
     executor = build_executor(
-        spec_of(source), source, config.model, config.cache, config.schedule, lambda stage, share: None
+        spec, source, config.model, config.cache, config.schedule, lambda stage, share: None
     )
     start = time.perf_counter() - begun
-    found = uvloop.run(run(executor, config, args))
+    found = uvloop.run(run(executor, config, args, Look(args.seconds, args.trace, watch)))
     write(args.name, {"device": executor.capabilities.device, "build_s": round(start, 2), "cases": found})
 
 
