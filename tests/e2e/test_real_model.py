@@ -1,0 +1,79 @@
+"""A model that was trained answers on a GPU as it does on a CPU, however its steps are cut.
+
+LOOM_TEST_MODEL names another model than the default one.
+
+The numerics rule: float32 answers are equal up to the first token whose two best were nearer to each other
+than the arithmetic's error; from there on they are two texts.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from app.offline import LLM
+from app.outputs import Output
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+MODEL = os.environ.get("LOOM_TEST_MODEL", "")
+NEAR = 2e-3
+"""Between the log-probabilities of two tokens: float32 sums in another order."""
+
+QUESTIONS = [
+    "What is the capital of France? Answer with one word.",
+    "Write one sentence about the sea.",
+    "Count from one to ten in English words.",
+    "What is the capital of France? Answer with one word.",
+    "Explain in two sentences why the sky is blue. " * 12,
+]
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "no overlap": {"overlap_depth": 0},
+    "two steps ahead": {"overlap_depth": 2},
+    "chunks of 32": {"step_tokens": 32, "max_running": 8},
+    "no cache": {"radix_cache": False},
+    "retraction": {"kv_tokens": 512, "conservativeness": 0.01},
+    "plain launches": {"cuda_graphs": False},
+    "pages of 64": {"page_size": 64},
+}
+
+
+def told(device: str, dtype: str, **settings: Any) -> list[Output]:
+    fixed = {"kv_tokens": 8192, "max_running": 16} | settings
+    with LLM(MODEL, device=device, dtype=dtype, context_length=512, **fixed) as llm:
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        return llm.chat(chats, temperature=0, max_tokens=40, logprobs=True, top_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Output]:
+    return told("cpu", "float32")
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_float32_says_what_a_cpu_says(name: str, expected: list[Output]) -> None:
+    for got, want in zip(told("cuda", "float32", **CONFIGURATIONS[name]), expected, strict=True):
+        same_text(got, want)
+
+
+def same_text(got: Output, want: Output) -> None:
+    mine, theirs = (output.choices[0].logprobs for output in (got, want))
+    assert mine is not None and theirs is not None
+    for one, other in zip(mine["content"], theirs["content"], strict=False):
+        if one["token"] != other["token"]:
+            best, second = (each["logprob"] for each in other["top_logprobs"])
+            assert best - second < NEAR, f"{one} for {other}"
+            return
+        assert one["logprob"] == pytest.approx(other["logprob"], abs=NEAR)
+    assert got.finish_reason == want.finish_reason
+
+
+def test_bfloat16_makes_sense() -> None:
+    answers = told("cuda", "bfloat16")
+    assert "Paris" in answers[0].text
+    assert answers[3].text == answers[0].text
+    assert all(len(answer.text.split()) >= 5 for answer in (answers[1], answers[2], answers[4]))
