@@ -6,22 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.kernels import inputs
-from bench.kernels.inputs import Heads, MoeSize, error, scalar
+from bench.kernels.inputs import LINEARS, Heads, MoeSize, error, scalar
 from bench.kernels.timing import capture
 from gpu.kernels import (
     cascade,
     decode,
     embed,
     gated,
+    linear_small,
     merge,
     moe,
     norm,
@@ -102,12 +105,40 @@ def elementwise() -> Iterator[Check]:
         yield Check("norm_rope_store", f"{case}: v", _wrong((cache[where, 1], v)))
 
 
+def few_rows() -> Iterator[Check]:
+    """Products of a few rows, by the rule and by the cuts that `times.linears` compares."""
+    for name, (outputs, inputs_, gated_) in LINEARS.items():
+        weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
+        for rows in (1, 2, 4, 8, 32):
+            cut = linear_small.small_linear_config(rows, weight, gated_)
+            if cut is None:
+                continue
+            x = _randn(rows, inputs_)
+            exact = F.linear(x.double(), weight.double(), bias.double())
+            if gated_:
+                gate, up = exact.chunk(2, dim=1)
+                exact = F.silu(gate) * up
+            run = linear_small.small_gated if gated_ else linear_small.small_linear
+            yield Check("small_linear", f"{name}, {rows} rows", error(run(x, weight, bias, cut), exact))
+
+
 def routing() -> Iterator[Check]:
     """The sorted list must be that of a stable sort, exactly."""
-    for rows, live in ((1, 1), (3, 2), (64, 60), (65, 65), (512, 500), (8192, 8192)):
-        logits = torch.randn(rows, 128, device=DEVICE)
+    sizes = (
+        (1, 1),
+        (3, 2),
+        (64, 60),
+        (65, 65),
+        (512, 500),
+        (513, 513),
+        (2048, 2000),
+        (8192, 8192),
+        (20_000, 1),
+    )
+    for (rows, live), kind in product(sizes, (torch.float32, torch.bfloat16)):
+        logits = torch.randn(rows, 128, device=DEVICE).to(kind)
         routes, tiles = route.route(logits, 8, 64, num_rows=scalar(live, DEVICE))
-        weights, experts = reference.route(logits[:live], 8, True)
+        weights, experts = reference.route(logits[:live].float(), 8, True)
         order = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=128)
         expert, _, height = tiles.blocks.long()
@@ -118,8 +149,10 @@ def routing() -> Iterator[Check]:
             (tiles.pairs[: live * 8].long(), order),
             (filled, counts),
         )
-        yield Check("route", f"{live} of {rows}: list", exact)
-        yield Check("route", f"{live} of {rows}: weights", error(routes.weights[:live], weights), 1e-5)
+        yield Check("route", f"{live} of {rows}, {kind}: list", exact)
+        yield Check(
+            "route", f"{live} of {rows}, {kind}: weights", error(routes.weights[:live], weights), 1e-5
+        )
 
 
 def experts() -> Iterator[Check]:
@@ -169,15 +202,18 @@ def attention() -> Iterator[Check]:
         kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
         rows, live = len(lengths), len(lengths) - (len(lengths) > 2)
         q = _randn(rows, heads.q, heads.dim)
-        config = decode.decode_config(heads.dim, heads.kv, _processors())
+        config = decode.decode_config(
+            heads.dim, heads.kv, _processors(), rows, group=heads.q // heads.kv, few=bool(skip)
+        )
         held = scalar(skip, DEVICE) if skip else None
         count = scalar(live, DEVICE)
-        plan = decode.plan_decode(kept.slots, kept.lengths, config, window=window, num_rows=count, skip=held)
+        own = kept.lengths[kept.slots]
+        plan = decode.plan_decode(kept.slots, own, config, window=window, num_rows=count, skip=held)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)
         scale = heads.dim**-0.5
         cache = kept.k, kept.v
-        args = (q, cache, kept.table, kept.slots, plan, space, config)
+        args = (q, cache, kept.table, plan, space, config)
         table = kept.table[kept.slots]
         expected, sums = reference.decode_attention(
             q, cache, table, lengths[:live], page, scale, cap=cap, window=window, skip=skip
@@ -333,12 +369,13 @@ def shared_prefix() -> Iterator[Check]:
         kept.table[kept.slots, : common // 16] = kept.table[kept.slots[0], : common // 16].clone()
         q, scale = _randn(rows, heads.q, heads.dim), heads.dim**-0.5
         cache, shared = (kept.k, kept.v), scalar(common, DEVICE)
-        config = decode.decode_config(heads.dim, heads.kv, _processors())
-        plan = decode.plan_decode(kept.slots, kept.lengths, config, skip=shared)
+        group = heads.q // heads.kv
+        config = decode.decode_config(heads.dim, heads.kv, _processors(), rows, group=group, few=True)
+        plan = decode.plan_decode(kept.slots, kept.lengths[kept.slots], config, skip=shared)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)
         out = decode.paged_decode(
-            q, cache, kept.table, kept.slots, plan, space, config, page_size=16, scale=scale, lse=lse
+            q, cache, kept.table, plan, space, config, page_size=16, scale=scale, lse=lse
         ).view_as(q)
         use = cascade.prefix_config(heads.dim)
         prefix = cascade.prefix_attention(
@@ -354,6 +391,7 @@ def shared_prefix() -> Iterator[Check]:
 
 ALL: dict[str, Callable[[], Iterator[Check]]] = {
     "elementwise": elementwise,
+    "few_rows": few_rows,
     "routing": routing,
     "experts": experts,
     "attention": attention,

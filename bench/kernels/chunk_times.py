@@ -29,14 +29,17 @@ CHUNK_CUTS = (
 STEPS: dict[str, list[tuple[int, int]]] = {
     "1 x 8192": [(0, 8192)],
     "4 x 2048 at 8192": [(8192, 2048)] * 4,
+    "4 x 2048 at 2048": [(2048, 2048)] * 4,
+    "2 x 4096": [(0, 4096)] * 2,
+    "8 x 1024": [(0, 1024)] * 8,
     "1 x 2048": [(0, 2048)],
     "2 x 1024": [(0, 1024)] * 2,
     "1 x 2048 at 2048": [(2048, 2048)],
     "32 x 64": [(0, 64)] * 32,
     "8 x 128 at 2048": [(2048, 128)] * 8,
 }
-"""(start, tokens) of chunks: the two that `flashinfer` was measured with, then steps of 2,048 tokens and
-less as the scenarios make them."""
+"""(start, tokens) of chunks: the two that `flashinfer` was measured with, then steps of 8,192 tokens, and
+of 2,048 and less, as the scenarios make them."""
 
 
 def _pairs(sizes: list[tuple[int, int]]) -> int:

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
-from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, prefill, qkv, sample
+from gpu.kernels import cascade, decode, embed, gated, linear_small, merge, moe, norm, prefill, qkv, sample
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.tuned import FP8_NAME, MoeConfig, MoeShape, rule
 from gpu.quant import FP8
@@ -59,15 +59,15 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         return torch.empty(shape, dtype=dtype)
 
     def attention(page: int, size: Heads) -> None:
-        config = decode.decode_config(size.dim, size.kv, 132)
-        slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(512, dtype=torch.int64)
+        config = decode.decode_config(size.dim, size.kv, 132, group=size.q // size.kv)
+        slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim)
         plan = decode.plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
         cache = both[:, 0], both[:, 1]
         q = empty(256, size.q, size.dim)
-        decode.paged_decode(q, cache, table, slots, plan, space, config, page_size=page, scale=0.1, pdl=pdl)
+        decode.paged_decode(q, cache, table, plan, space, config, page_size=page, scale=0.1, pdl=pdl)
 
     def chunks(page: int, size: Heads, dtype: torch.dtype = DTYPE, window: int = 0) -> None:
         config = prefill.prefill_config(size.dim, DTYPE)
@@ -101,6 +101,14 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         used = (scales[0], scales[1]) if fp8 else None
         moe.fused_moe_add_norm(x, logits, weights, SIZE.top_k, use, after, scales=used, num_rows=n, pdl=pdl)
 
+    def product(rows: int, name: str) -> None:
+        outputs, size, both = inputs.LINEARS[name]
+        weight = empty(outputs, size)
+        config = linear_small.small_linear_config(rows, weight, both)
+        assert config is not None
+        run = linear_small.small_gated if both else linear_small.small_linear
+        run(empty(rows, size), weight, None, config, pdl=pdl)
+
     def fused_qkv() -> None:
         both = empty(64, 2, heads.kv, heads.dim)
         turn = empty(256, 1, heads.dim), empty(256, 1, heads.dim)
@@ -123,6 +131,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     ints = torch.zeros(512, dtype=torch.int64)
     return {
         "norm": lambda: norm.add_rms_norm(x, x, x[0], 1e-6, num_rows=n, pdl=pdl),
+        "linear 1": lambda: product(1, "8B o"),
+        "linear 2": lambda: product(2, "8B down"),
+        "linear 32": lambda: product(32, "30B-A3B router"),
+        "linear gated": lambda: product(2, "8B gate_up"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
         "embed": lambda: embed.embed(x, ints, ints, n, ints, pdl=pdl),
         "qkv": fused_qkv,

@@ -7,6 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LINEARS = {
+    "30B-A3B qkv": (5120, 2048, False),
+    "30B-A3B o": (2048, 4096, False),
+    "30B-A3B router": (128, 2048, False),
+    "8B qkv": (6144, 4096, False),
+    "8B o": (4096, 4096, False),
+    "8B gate_up": (24_576, 4096, True),
+    "8B down": (4096, 12_288, False),
+}
+"""Outputs, inputs and whether gated, of the products of Qwen3-30B-A3B and Qwen3-8B."""
+
 
 class MoeInputs(NamedTuple):
     """A layer: x [T, hidden], logits [T, experts], w13 and w2 as `fused_moe` takes them."""

@@ -14,9 +14,10 @@ from bench.kernels import inputs, tune
 from bench.kernels.checks import DEVICE, DTYPE
 from bench.kernels.chunk_times import CHUNK_CUTS, chunks, compile_chunks, flashinfer
 from bench.kernels.compile import compiling
-from bench.kernels.inputs import Heads, MoeSize, distinct_experts
+from bench.kernels.inputs import LINEARS, Heads, MoeSize, distinct_experts
 from bench.kernels.timing import Row, microseconds
 from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, route, sample
+from gpu.kernels.linear_small import SmallLinear, small_gated, small_linear, small_linear_config
 from gpu.kernels.moe_gemm import down, gate_up
 from gpu.kernels.moe_small import SmallConfig, small_moe
 from gpu.kernels.tuned import MoeConfigs, MoeShape, rule
@@ -62,7 +63,7 @@ def _decode_calls(
     calls: list[Callable[[], Tensor]] = []
     for _ in range(sets):
         kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
-        plan = decode.plan_decode(kept.slots, kept.lengths, config)
+        plan = decode.plan_decode(kept.slots, kept.lengths[kept.slots], config)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         q = _randn(rows, heads.q, heads.dim)
 
@@ -72,7 +73,6 @@ def _decode_calls(
                 q,
                 (kept.k, kept.v),
                 kept.table,
-                kept.slots,
                 plan,
                 space,
                 config,
@@ -106,9 +106,10 @@ def attention() -> Iterator[Row]:
     for page in (1, 16, 64):
         yield _decode_row("paged_decode", Heads(), page, [1024] * 256, base, goal if page == 16 else "")
     for lengths in ([1024], [128], [32_768], [1024] * 32, [8192] * 64, [128] * 512, mixed):
-        yield _decode_row("paged_decode", Heads(), 16, lengths, base, "")
+        config = decode.decode_config(128, 4, processors, len(lengths))
+        yield _decode_row("paged_decode", Heads(), 16, lengths, config, "")
     for heads in (Heads(32, 8, 128), Heads(16, 8, 256), Heads(14, 2, 64)):
-        config = decode.decode_config(heads.dim, heads.kv, processors)
+        config = decode.decode_config(heads.dim, heads.kv, processors, group=heads.q // heads.kv)
         yield _decode_row("paged_decode", heads, 16, [1024] * 256, config, "")
     for lengths in ([1024] * 256, [8192] * 64, [1024]):
         rows = []
@@ -125,8 +126,7 @@ def attention() -> Iterator[Row]:
 
 
 CUTS = (
-    (64, 4, 5, 2), (64, 4, 3, 2), (64, 4, 3, 3), (64, 4, 7, 2), (32, 4, 5, 3), (32, 4, 7, 3), (32, 4, 7, 4),
-    (32, 2, 5, 4), (32, 2, 5, 6), (64, 2, 5, 3), (128, 4, 3, 2), (128, 8, 3, 2), (64, 4, 5, 4), (32, 4, 5, 6),
+    (64, 4, 7, 2), (64, 4, 5, 3), (64, 4, 2, 2), (128, 4, 3, 1), (32, 4, 7, 3), (32, 2, 5, 4), (32, 2, 5, 5),
 )  # fmt: skip
 """(tile, warps, stages, programs a multiprocessor) of decode attention that are compared."""
 
@@ -144,12 +144,10 @@ def compile_decode(cut: tuple[int, int, int, int]) -> None:
     heads, config = Heads(), decode.DecodeConfig(*cut[:3], 66)
     kept, q = _blank(heads, 256), torch.empty(256, heads.q, heads.dim, dtype=DTYPE)
     with compiling():
-        plan = decode.plan_decode(kept.slots, kept.lengths, config)
+        plan = decode.plan_decode(kept.slots, kept.slots, config)
         space = decode.decode_workspace(256, heads.q, heads.kv, heads.dim, config, q.device)
         cache = kept.k, kept.v
-        decode.paged_decode(
-            q, cache, kept.table, kept.slots, plan, space, config, page_size=16, scale=heads.dim**-0.5
-        )
+        decode.paged_decode(q, cache, kept.table, plan, space, config, page_size=16, scale=heads.dim**-0.5)
 
 
 def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
@@ -224,12 +222,56 @@ def sampling() -> Iterator[Row]:
             yield Row("sample", f"{rows} x 151936 {name}", us, 2 * rows * 151_936 * 4)
 
 
+class _Product:
+    """Calls of one product behind the norm that precedes it in a step, each with weights of its own."""
+
+    def __init__(self, outputs: int, size: int, both: bool, rows: int) -> None:
+        self.both = both
+        self.sets = max(2, min(8, int(150e6 / (outputs * size)) + 1))
+        self.weights = [_randn(outputs, size) * size**-0.5 for _ in range(self.sets)]
+        self._pairs = [(_randn(rows, size), _randn(rows, size)) for _ in range(self.sets)]
+        self._scale = _randn(size)
+
+    def _norm(self, at: int) -> Tensor:
+        return norm.add_rms_norm(*self._pairs[at], self._scale, 1e-6, pdl=True)
+
+    def library(self, at: int) -> Tensor:
+        """By cuBLAS."""
+        found = torch.nn.functional.linear(self._norm(at), self.weights[at])
+        return gated.silu_mul(found, pdl=True) if self.both else found
+
+    def small(self, cut: SmallLinear, at: int) -> Tensor:
+        """By `small_linear`."""
+        run = small_gated if self.both else small_linear
+        return run(self._norm(at), self.weights[at], None, cut, pdl=True)
+
+
+def linears() -> Iterator[Row]:
+    """Products of few rows, with their norm: by cuBLAS, and the best of LINEAR_CUTS. A norm alone is
+    1.4 µs; weights that are asked for before it has ended come in its shadow."""
+    for (name, (outputs, size, both)), rows in product(LINEARS.items(), (1, 2, 4, 8)):
+        case, moved = f"{name} x {rows}", 2.0 * outputs * size
+        one = _Product(outputs, size, both, rows)
+        us = microseconds([partial(one.library, at) for at in range(one.sets)])
+        yield Row("norm, cuBLAS", case, us, moved)
+        rule_cut, found = small_linear_config(rows, one.weights[0], both), []
+        for cut in LINEAR_CUTS:
+            us = microseconds([partial(one.small, cut, at) for at in range(one.sets)])
+            said = f"{cut.columns}/{cut.warps}{' rule' * (cut == rule_cut)}"
+            found.append(Row("norm, small_linear", case, us, moved, 0.0, said))
+        yield from sorted(found, key=lambda row: row.us)[:2]
+
+
+LINEAR_CUTS = tuple(SmallLinear(*cut) for cut in ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4)))
+
+
 def routing() -> Iterator[Row]:
-    """Router softmax, top-k and sort."""
-    for tokens in (1, 16, 32, 64, 256, 512, 2048, 8192):
-        logits = torch.randn(tokens, 128, device=DEVICE)
-        us = microseconds([partial(route.route, logits, 8, 64 if tokens > 256 else 16)])
-        yield Row("route", f"T {tokens}", us, tokens * (128 * 4 + 8 * 16))
+    """Router softmax, top-k and sort, of several layers one behind the other."""
+    for tokens, pdl in product((1, 16, 32, 64, 256, 512, 2048, 8192), (False, True)):
+        steps = [_randn(tokens, 128) for _ in range(4)]
+        tall = 64 if tokens > 256 else 16
+        us = microseconds([partial(route.route, logits, 8, tall, pdl=pdl) for logits in steps])
+        yield Row("route" + " PDL" * pdl, f"T {tokens}", us, tokens * (128 * 2 + 8 * 16))
 
 
 def experts(folder: Path, tokens: Sequence[int] = tune.TOKENS, width: int = 768) -> Iterator[Row]:
@@ -277,9 +319,9 @@ def small() -> Iterator[Row]:
 
 
 SMALL = tuple(
-    SmallConfig(up, up_warps, low, low_warps)
-    for up, up_warps in ((2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (2, 2))
-    for low, low_warps in ((8, 4), (4, 4), (16, 4), (16, 8), (8, 8))
+    SmallConfig(*up, *low)
+    for up in ((2, 3), (2, 4), (4, 3), (4, 4), (8, 3))
+    for low in ((4, 4), (2, 4), (2, 2), (4, 8))
 )
 
 
@@ -302,5 +344,6 @@ ALL: dict[str, Callable[[], Iterator[Row]]] = {
     "shared_prefix": shared_prefix,
     "sampling": sampling,
     "small": small,
+    "linears": linears,
     "flashinfer": flashinfer,
 }

@@ -31,12 +31,10 @@ from gpu.attention.device import AttentionOptions, Caches, PhasedAttention, atte
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
-from gpu.kernels.decode import decode_config
 from gpu.kernels.penalty import start_counts
 from gpu.kernels.tuned import FP8_NAME, MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
-from gpu.ops.base import Ops
 from gpu.ops.fused import Kernels
 from gpu.sample.sampler import Sampler
 from gpu.state.entry import CASCADE_ROWS, Limits
@@ -48,7 +46,6 @@ from gpu.weights import load_model
 
 CPU = torch.device("cpu")
 PAGES = 64
-PROCESSORS = 132
 DEVICE = "NVIDIA H200"
 
 
@@ -66,10 +63,8 @@ class Share:
         return work
 
 
-def _product(self: Linear, x: Tensor, ops: Ops | None = None) -> Tensor:
-    if self.scale is not None and ops is not None:
-        return ops.product(x, self.weight, self.scale, self.bias)
-    return x.new_empty(len(x), len(self.weight))
+def _library_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(weight))
 
 
 def _scaled_product(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -> Tensor:
@@ -85,10 +80,11 @@ def _wide(self: Linear, x: Tensor) -> Tensor:
 
 @contextmanager
 def _no_products() -> Iterator[None]:
-    """Matrix products are a library's: they cost time here and say nothing."""
+    """Matrix products by a library cost time here and say nothing."""
     with (
-        mock.patch.object(Linear, "__call__", _product),
+        mock.patch.object(Linear, "seal", lambda self: None),  # a GPU's weights are not packed
         mock.patch.object(Linear, "wide", _wide),
+        mock.patch("gpu.ops.fused.library_product", _library_product),
         mock.patch("gpu.ops.fused.scaled_product", _scaled_product),
     ):
         yield
@@ -121,7 +117,7 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
     facts = attention_facts(spec, page, rows, dtype, CPU)
     if kept is not None:
         facts = facts._replace(kv_scales=((1.0, 1.0),) * spec.layers)
-    decode = TritonDecode(facts, options, decode_config(spec.head_dim, spec.kv_heads, PROCESSORS))
+    decode = TritonDecode(facts, options)
     attention = PhasedAttention(TritonPrefill(facts, options), decode)
     moe = None
     if (experts := spec.moe) is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.errors import ConfigError
 from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
 from gpu.kernels.fa3_schedule import Fa3Schedule, schedule_fa3
 from gpu.state.view import StepView
@@ -111,5 +112,8 @@ def _kernel(facts: AttentionFacts, windowed: bool) -> Callable[..., Any]:
 
     dim, dtype = facts.head_dim, facts.dtype
     args = (dtype, dtype, dtype, torch.int32, dim, dim, 0, windowed, facts.cap > 0, False)
-    run: Callable[..., Any] = get_batch_prefill_module("fa3", *args).paged_run
+    try:
+        run: Callable[..., Any] = get_batch_prefill_module("fa3", *args).paged_run
+    except (OSError, RuntimeError) as error:  # no compiler, no ninja, another CUDA
+        raise ConfigError(f"FlashInfer could not build FA3: {str(error)[-300:]}") from error
     return run

@@ -49,6 +49,11 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _has_room(device: torch.device) -> bool:
+    """Whether a multiprocessor has the 228 KiB of shared memory that compute capability 9.0 brought."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 class TritonDecode:
     """`PhaseAttention` of decode rows. Owner: launch thread.
 
@@ -56,15 +61,17 @@ class TritonDecode:
     layers that see all positions: that many launches more, whether there are such keys or not.
     """
 
-    __slots__ = ("_caches", "_config", "_facts", "_lse", "_options", "_plans", "_prefix", "_shared", "_space")
+    __slots__ = ("_caches", "_facts", "_fixed", "_lse", "_options", "_plans", "_prefix", "_shared", "_space")
 
     def __init__(
         self, facts: AttentionFacts, options: AttentionOptions, config: DecodeConfig | None = None
     ) -> None:
         heads, dim, device = facts.heads, facts.head_dim, facts.device
         self._facts, self._options = facts, options
-        self._config = config or decode_config(dim, facts.kv_heads, _processors(device))
-        self._space = decode_workspace(facts.max_rows, heads, facts.kv_heads, dim, self._config, device)
+        self._fixed = config
+        cuts = [self._cut(rows, few) for rows in (1, facts.max_rows) for few in (False, True)]
+        most = max(cuts, key=lambda cut: cut.programs)
+        self._space = decode_workspace(facts.max_rows, heads, facts.kv_heads, dim, most, device)
         self._caches: Caches = ()
         self._plans: dict[int, DecodePlan] = {}
         self._prefix: PrefixConfig = prefix_config(dim)
@@ -74,6 +81,15 @@ class TritonDecode:
             self._shared = prefix_space(facts.max_rows, heads, dim, self._prefix, device)
             self._lse = torch.empty(facts.max_rows, heads, dtype=torch.float32, device=device)
 
+    def _cut(self, rows: int, few: bool) -> DecodeConfig:
+        """How a graph of so many decode rows is cut, with `few` keys each or any number."""
+        facts = self._facts
+        deep = facts.dtype.itemsize <= 2 and _has_room(facts.device)
+        processors, group = _processors(facts.device), facts.heads // facts.kv_heads
+        return self._fixed or decode_config(
+            facts.head_dim, facts.kv_heads, processors, rows, group=group, few=few, deep=deep
+        )
+
     def bind(self, caches: Caches | None) -> None:
         """See `PhaseAttention.bind`."""
         self._caches = caches or ()
@@ -82,9 +98,9 @@ class TritonDecode:
         """See `PhaseAttention.plan`: once for each window that layers have."""
         self._plans = {
             window: plan_decode(
-                None,
+                view.decode_slots,
                 view.decode_lengths,
-                self._config,
+                self._cut(view.max_decode, self._cascades(window, view)),
                 window=window,
                 num_rows=view.num_decode,
                 skip=view.common if self._cascades(window, view) else None,
@@ -104,10 +120,9 @@ class TritonDecode:
             q,
             self._caches[layer],
             view.page_table,
-            view.decode_slots,
             self._plans[window],
             self._space,
-            self._config,
+            self._cut(rows, cascades),
             page_size=facts.page_size,
             scale=facts.scale,
             cap=facts.cap,

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.decode import attend
+from gpu.kernels.decode import find_pages, fold
 from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
 
 
@@ -81,6 +81,8 @@ def _prefix(
 ) -> None:
     kv_head = tl.program_id(1)
     part = tl.program_id(2)
+    k_cache += kv_head * DIM
+    v_cache += kv_head * DIM
     i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     row = i // GROUP
     head = kv_head * GROUP + i % GROUP
@@ -103,25 +105,18 @@ def _prefix(
         q_at = q + row.to(tl.int64)[:, None] * q_stride + head[:, None] * DIM + d[None, :]
         queries = tl.load(q_at, mask=inside, other=0.0)
         slot = tl.load(slots).to(tl.int64)  # any row's pages will do
-        acc, sums = attend(
-            queries,
-            k_cache + kv_head * DIM,
-            v_cache + kv_head * DIM,
-            table + slot * table_stride,
-            0,
-            total,
-            first,
-            last,
-            stride,
-            scale,
-            v_scale,
-            DIM,
-            PAGE,
-            CAP,
-            WIDE,
-            TILE,
-            BLOCK_D,
-        )
+        own = table + slot * table_stride
+        high = tl.zeros([BLOCK_Q], tl.float32) - float("inf")
+        sums = tl.zeros([BLOCK_Q], tl.float32)
+        acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        for tile in range(first, last):
+            page = find_pages(own, tile, total, PAGE, TILE)
+            high, sums, acc = fold(
+                queries, k_cache, v_cache, page, tile, 0, total, high, sums, acc, stride, scale,
+                DIM, PAGE, CAP, WIDE, TILE, BLOCK_D,
+            )  # fmt: skip
+        acc = acc * (v_scale / sums)[:, None]
+        sums = high + tl.log2(sums)
         tl.store(parts + place.to(tl.int64)[:, None] * DIM + d[None, :], acc, mask=inside)
         tl.store(parts_lse + place, sums, mask=live)
     else:

@@ -5,12 +5,18 @@ All rows' keys are laid end to end in tiles, and every program takes an equal ru
     rows      |   row 0   |       row 1          | row 2 |  ...
     tiles     | . . . . . | . . . . . . . . . .  | . . . |
     programs  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ...
+    segments  |     0     |   -   2   |  3  |  4  | ...
 
 so long rows get more programs, short ones share one, and no length changes the grid: one captured
-graph serves them all. A row that one program holds is finished there. Of a row that several hold, each
-leaves a partial result; whoever is last (a counter per row and head) merges them, which saves the
-launch of a second kernel. The partial of program c of row r lies at c + r: along the staircase above
-one of the two grows at each step, so no two share a place.
+graph serves them all. What a program does of one row is a segment. A row of one segment is finished
+there. Of a row of several, each leaves a partial result; whoever is last (a counter per row and head)
+merges them, which saves the launch of a second kernel. The segment of program c in the row that is the
+r-th with any keys lies at c + r: along the staircase above one of the two grows at each step, so no two
+share a place, a program's lie side by side, and so do a row's.
+
+A program runs through its tiles in one loop, whatever row they are of: the next row's keys and queries
+are on their way while a row ends. (A loop per row ran dry at each end: 512 rows of 96 keys took 89 us
+where the bytes take 47, and now 58.) The loop holds no barrier, so partial results are told of behind it.
 
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer.
 """
@@ -23,10 +29,18 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-UNROLL: tl.constexpr = tl.constexpr(4)
+
+FIELDS: tl.constexpr = tl.constexpr(8)
+"""int32 per segment: one sector."""
+
+KEPT: tl.constexpr = tl.constexpr("evict_last")
+"""How L2 takes what all layers read: the keys and values of one pass through it before the next."""
+
+MERGED = 8192
+"""Elements of partial results that a program merges at once: 64 registers a thread of four warps."""
 
 
 class DecodeConfig(NamedTuple):
@@ -43,18 +57,15 @@ class DecodeConfig(NamedTuple):
 class DecodePlan(NamedTuple):
     """A step's division of work, for `rows` rows and `programs` programs per KV head.
 
-    firsts  int32 [rows + 1]  tiles before each row, then all tiles
-    starts  int32 [rows]      first key position that the row attends to
-    ends    int32 [rows]      its length; 0 in padded rows
-    owners  int32 [programs]  the row in which each program begins
-    share   int32 [1]         tiles per program
+    runs      int32 [programs, 8]  the first six fields of each program's first segment, its place, and
+              how many tiles the program takes; where that is 0 the rest is arbitrary
+    segments  int32 [programs + rows, 8]  row, slot, its first tile of the row's, the tile behind its last,
+              first key position that the row attends to, its length, the row's first segment, and how
+              many it has; arbitrary where there is no segment
     """
 
-    firsts: Tensor
-    starts: Tensor
-    ends: Tensor
-    owners: Tensor
-    share: Tensor
+    runs: Tensor
+    segments: Tensor
 
 
 class Workspace(NamedTuple):
@@ -66,11 +77,41 @@ class Workspace(NamedTuple):
     counters: Tensor
 
 
-def decode_config(head_dim: int, kv_heads: int, processors: int) -> DecodeConfig:
-    """Sizes by reasoning: two programs a multiprocessor, each two tiles (64 KiB at head_dim 128) ahead.
-    The page number stands between a tile and its address, so five stages are two tiles."""
+def decode_config(
+    head_dim: int,
+    kv_heads: int,
+    processors: int,
+    rows: int = 256,
+    *,
+    group: int = 8,
+    few: bool = False,
+    deep: bool = True,
+) -> DecodeConfig:
+    """For a graph of so many rows. `few`: that have few keys of their own, as behind a shared prefix; `deep`:
+    a multiprocessor has 228 KiB of shared memory and elements are of two bytes.
+
+    As many programs as a multiprocessor holds, and no fewer. Where there was room for a third of two, they
+    took up to a fifth longer under dependent launch (probably some processors got three and others one:
+    they are handed out while the kernel before still has its places). Registers leave no room for it in
+    groups of 8, in smaller ones the copies of a third tile see to that.
+
+    µs on an H200, 8 and 4 KV heads for 32 heads of 128, launched dependently one behind the other; in
+    parentheses with one loop per row:
+    1 x 1,040 keys    7.9   7.2   (11.5  10.6)  up to 4 rows: no copies ahead, so nothing to set up
+    32 x 1,040       40.3  25.2   (38.2  26.1)
+    256 x 1,060       269   141    (261   139)
+    512 x 730         367   197    (362   190)  many or `few`: smaller tiles, of which short rows fill more
+    512 x 96           58    33     (89    48)
+    128 x 128          23    13     (27    17)
+    """
     tile = 64 if head_dim <= 128 else 32
-    return DecodeConfig(tile, 4, 5, max(2 * processors // kv_heads, 1), 1)
+    per_head = processors / kv_heads
+    if rows <= 4:
+        return DecodeConfig(tile, 4, 2, max(int(2 * per_head), 1))
+    if head_dim <= 128 and (few or rows > 256):
+        return DecodeConfig(32, 2, 5, max(int(4 * per_head), 1))
+    stages = 7 if deep and group < 8 and head_dim <= 128 else 5
+    return DecodeConfig(tile, 4, stages, max(int(2 * per_head), 1))
 
 
 def decode_workspace(
@@ -85,17 +126,20 @@ def decode_workspace(
     )
 
 
+@jit
+def _pick(own: tl.tensor, values: tl.tensor) -> tl.tensor:
+    """Of `values` [n] those that `own` [m, n] marks, at most one in each row: [m], 0 where there is none."""
+    return tl.sum(tl.where(own, values[None, :], 0), 1)
+
+
 @jit_loose("rows", "programs")
 def _plan(
     slots: tl.tensor,
     lengths: tl.tensor,
     num_rows: tl.tensor,
     skip: tl.tensor,
-    firsts: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    owners: tl.tensor,
-    share: tl.tensor,
+    runs: tl.tensor,
+    segments: tl.tensor,
     rows: int,
     programs: int,
     WINDOW: tl.constexpr,
@@ -106,15 +150,14 @@ def _plan(
     PDL: tl.constexpr,
 ) -> None:
     r = tl.arange(0, BLOCK)
+    p = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     begin(PDL)
     n = rows
     if num_rows is not None:
         n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
     live = r < n
-    slot = r
-    if slots is not None:
-        slot = tl.load(slots + r, mask=live, other=0)
-    end = tl.load(lengths + slot, mask=live, other=0).to(tl.int32)
+    slot = tl.load(slots + r, mask=live, other=0).to(tl.int32)
+    end = tl.load(lengths + r, mask=live, other=0).to(tl.int32)
     start = tl.zeros([BLOCK], tl.int32)
     if skip is not None:
         start += tl.load(skip).to(tl.int32)
@@ -123,21 +166,48 @@ def _plan(
     start = tl.minimum(start, end)
     tiles = tl.where(start < end, (end + TILE - 1) // TILE - start // TILE, 0)
     upto = tl.cumsum(tiles, 0)
+    first = upto - tiles
     total = tl.sum(tiles, 0)
     each = tl.maximum((total + programs - 1) // programs, LEAST)
-    tl.store(firsts + r, upto - tiles, mask=r < rows)
-    tl.store(starts + r, start, mask=r < rows)
-    tl.store(ends + r, end, mask=r < rows)
-    tl.store(firsts + rows, total)
-    tl.store(share, each)
-    for at in range(0, programs, SPAN):
-        c = at + tl.arange(0, SPAN)
-        before = (upto[None, :] <= (c * each)[:, None]) & (r < rows)[None, :]
-        tl.store(owners + c, tl.sum(before.to(tl.int32), 1), mask=c < programs)
+    # Rows without keys have no segments and no rank.
+    busy = tiles > 0
+    rank = tl.cumsum(busy.to(tl.int32), 0) - 1
+    head = rank + first // each
+    tail = rank + (upto - 1) // each
+    own = busy[None, :] & (head[None, :] <= p[:, None]) & (p[:, None] <= tail[None, :])
+    known = tl.sum(own.to(tl.int32), 1) > 0
+    c = p - _pick(own, rank)
+    own_first = tl.maximum(c * each, _pick(own, first))
+    own_last = tl.minimum((c + 1) * each, _pick(own, upto))
+    shift = _pick(own, start // TILE - first)
+    own_row, own_slot = _pick(own, r), _pick(own, slot)
+    own_start, own_end = _pick(own, start), _pick(own, end)
+    at = segments + p * FIELDS
+    tl.store(at, own_row, mask=known)
+    tl.store(at + 1, own_slot, mask=known)
+    tl.store(at + 2, own_first + shift, mask=known)
+    tl.store(at + 3, own_last + shift, mask=known)
+    tl.store(at + 4, own_start, mask=known)
+    tl.store(at + 5, own_end, mask=known)
+    tl.store(at + 6, _pick(own, head), mask=known)
+    tl.store(at + 7, _pick(own, tail - head + 1), mask=known)
+    # Whoever lists a program's first segment writes its run; programs without work are told so apart.
+    leads = known & (own_first == c * each)
+    at = runs + c * FIELDS
+    tl.store(at, own_row, mask=leads)
+    tl.store(at + 1, own_slot, mask=leads)
+    tl.store(at + 2, own_first + shift, mask=leads)
+    tl.store(at + 3, own_last + shift, mask=leads)
+    tl.store(at + 4, own_start, mask=leads)
+    tl.store(at + 5, own_end, mask=leads)
+    tl.store(at + 6, p, mask=leads)
+    tl.store(at + 7, tl.minimum(each, total - c * each), mask=leads)
+    idle = (p < programs) & (p * each >= total)
+    tl.store(runs + p * FIELDS + 7, tl.zeros([SPAN], tl.int32), mask=idle)
 
 
 def plan_decode(
-    slots: Tensor | None,
+    slots: Tensor,
     lengths: Tensor,
     config: DecodeConfig,
     *,
@@ -148,17 +218,22 @@ def plan_decode(
 ) -> DecodePlan:
     """Divide a step's decode work.
 
-    slots     integer [rows]       slot of each row; None where `lengths` are those of rows
-    lengths   integer [max_slots]  tokens of each slot, this step's included
+    slots     integer [rows]  slot of each row
+    lengths   integer [rows]  its tokens, this step's included
     window    positions a row sees, 0 for all
     num_rows  int32 [1] on the device; rows from there on have no work
     skip      integer [1] on the device: leading keys that are attended to elsewhere (cascade); less
               than every live row's length
     """
-    rows = len(lengths if slots is None else slots)
-    sizes = (rows + 1, rows, rows, config.programs, 1)
-    plan = DecodePlan(*(torch.empty(size, dtype=torch.int32, device=lengths.device) for size in sizes))
-    _plan[(1,)](
+    rows, device = len(slots), slots.device
+    places = rows + config.programs
+    plan = DecodePlan(
+        torch.empty(config.programs, FIELDS.value, dtype=torch.int32, device=device),
+        torch.empty(places, FIELDS.value, dtype=torch.int32, device=device),
+    )
+    block = max(pow2(rows), 64)  # one kernel for all small graphs: it is compiled anew for each size
+    span = min(max(2048 // block, 1), 16)  # times rows: what a program holds in registers
+    _plan[(cdiv(places, span),)](
         slots,
         lengths,
         num_rows,
@@ -169,70 +244,75 @@ def plan_decode(
         WINDOW=window,
         TILE=config.tile,
         LEAST=config.least,
-        BLOCK=max(pow2(rows), 64),  # one kernel for all small graphs: it is compiled anew for each size
-        SPAN=16,
+        BLOCK=block,
+        SPAN=span,
         PDL=pdl,
-        **options(8, pdl=pdl),
+        **options(4, pdl=pdl),
     )
     return plan
 
 
 @jit
-def attend(
+def find_pages(
+    table: tl.tensor, tile: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """The pages of a tile's keys, [TILE], or one for all. Those behind `end` are page 0."""
+    if PAGE % TILE == 0:
+        page = tl.load(table + tile // (PAGE // TILE), mask=tile * TILE < end, other=0, eviction_policy=KEPT)
+    else:
+        i = tl.arange(0, TILE)
+        at = tile * TILE + i
+        page = tl.load(table + at // PAGE, mask=at < end, other=0, eviction_policy=KEPT)
+    return page
+
+
+@jit
+def fold(
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
-    table: tl.tensor,
+    page: tl.tensor,
+    tile: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
+    high: tl.tensor,
+    total: tl.tensor,
+    acc: tl.tensor,
     stride: int,
     scale: float,
-    v_scale: float,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     CAP: tl.constexpr,
     WIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Queries [n, BLOCK_D] over tiles `first` ... `last - 1` of one row's keys and one KV head: normalised
-    float32 [n, BLOCK_D] and base-2 log-sum-exp [n]. None of the tiles is empty, so no maximum stays at
-    -inf."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Add a tile of keys, `start` to `end` of them seen and not none, to what queries [n, BLOCK_D] found:
+    greatest score in powers of two, their sum relative to it [n], weighted values [n, BLOCK_D]."""
     d = tl.arange(0, BLOCK_D)
-    high = tl.zeros([q.shape[0]], tl.float32) - float("inf")
-    total = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
-    for tile in range(first, last):
-        at = tile * TILE + tl.arange(0, TILE)
-        seen = (at >= start) & (at < end)
-        if PAGE % TILE == 0:  # a tile lies within a page: one page number for all
-            page = tl.load(table + tile * TILE // PAGE)
-        else:
-            page = tl.load(table + at // PAGE, mask=seen, other=0)
-        token = page.to(tl.int64 if WIDE else tl.int32) * PAGE + at % PAGE
-        place = token[:, None] * stride + d[None, :]
-        # What lies in pages past the length is arbitrary. A bad key's score is replaced; a bad value
-        # must not be loaded, since 0 × NaN is NaN.
-        if DIM == BLOCK_D:
-            k = tl.load(k_cache + place)
-            v = tl.load(v_cache + place, mask=seen[:, None], other=0.0)
-        else:
-            k = tl.load(k_cache + place, mask=(d < DIM)[None, :], other=0.0)
-            v = tl.load(v_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-        if CAP > 0:
-            # tanh from a sigmoid: there is no other in both the compiler and the interpreter
-            s = CAP * (2 * tl.sigmoid(2 * s / CAP) - 1)
-        s = tl.where(seen[None, :], s * LOG2E, float("-inf"))
-        top = tl.maximum(high, tl.max(s, 1))
-        p = tl.exp2(s - top[:, None])
-        shrink = tl.exp2(high - top)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
-        high = top
-    return acc * (v_scale / total)[:, None], high + tl.log2(total)
+    at = tile * TILE + tl.arange(0, TILE)
+    seen = (at >= start) & (at < end)
+    token = page.to(tl.int64 if WIDE else tl.int32) * PAGE + at % PAGE
+    place = token[:, None] * stride + d[None, :]
+    # What lies in pages past the length is arbitrary. A bad key's score is replaced; a bad value
+    # must not be loaded, since 0 × NaN is NaN.
+    if DIM == BLOCK_D:
+        k = tl.load(k_cache + place, mask=seen[:, None], other=0.0)
+        v = tl.load(v_cache + place, mask=seen[:, None], other=0.0)
+    else:
+        k = tl.load(k_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+        v = tl.load(v_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+    if CAP > 0:
+        # tanh from a sigmoid: there is no other in both the compiler and the interpreter
+        s = CAP * (2 * tl.sigmoid(2 * s / CAP) - 1)
+    s = tl.where(seen[None, :], s * LOG2E, float("-inf"))
+    top = tl.maximum(high, tl.max(s, 1))
+    p = tl.exp2(s - top[:, None])
+    shrink = tl.exp2(high - top)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+    return top, total, acc
 
 
 @jit
@@ -240,21 +320,23 @@ def _merge(
     parts: tl.tensor,
     parts_lse: tl.tensor,
     first: tl.tensor,
-    last: tl.tensor,
+    count: tl.tensor,
     head: tl.tensor,
     d: tl.tensor,
-    inside: tl.tensor,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    UNROLL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Partials `first` ... `last - 1` of heads `head` as one. Past L1: other processors wrote them."""
+    """Partials `first` ... `first + count - 1` of heads `head` as one, loads of UNROLL of them under way at
+    once. Past L1: other processors wrote them."""
     high = tl.zeros([head.shape[0]], tl.float32) - float("inf")
     total = tl.zeros([head.shape[0]], tl.float32)
     acc = tl.zeros([head.shape[0], d.shape[0]], tl.float32)
-    for at in range(first, last, UNROLL):
+    inside = (d < DIM)[None, :]
+    for at in range(0, count, UNROLL):
         for i in tl.static_range(UNROLL):
-            place = at + i
-            here = head < tl.where(place < last, HEADS, 0)
+            place = first + at + i
+            here = head < tl.where(at + i < count, HEADS, 0)
             lse_at = parts_lse + place * HEADS + head
             lse = tl.load(lse_at, mask=here, other=float("-inf"), cache_modifier=".cg")
             at_d = parts + (place * HEADS + head)[:, None] * DIM + d[None, :]
@@ -270,24 +352,19 @@ def _merge(
     return acc / total[:, None], high + tl.log2(total)
 
 
-@jit_loose("rows")
+@jit
 def _decode(
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
     table: tl.tensor,
-    slots: tl.tensor,
-    firsts: tl.tensor,
-    starts: tl.tensor,
-    ends: tl.tensor,
-    owners: tl.tensor,
-    share: tl.tensor,
+    runs: tl.tensor,
+    segments: tl.tensor,
     parts: tl.tensor,
     parts_lse: tl.tensor,
     counters: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    rows: int,
     q_stride: int,
     stride: int,
     table_stride: int,
@@ -301,7 +378,9 @@ def _decode(
     WIDE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
@@ -312,80 +391,87 @@ def _decode(
     # Heads past the group get a number past all heads: one comparison masks them everywhere.
     head = tl.where(h < GROUP, kv_head * GROUP + h, heads)
     inside = (head < heads)[:, None] & (d < DIM)[None, :]
+    k_cache += kv_head * DIM
+    v_cache += kv_head * DIM
     begin(PDL)
-    each = tl.load(share)
-    row = tl.load(owners + c)
-    tile = c * each
-    stop_all = tl.minimum(tile + each, tl.load(firsts + rows))
-    known = row < rows
-    row_first = tl.load(firsts + row, mask=known, other=0)
-    row_last = tl.load(firsts + row + 1, mask=known, other=0)
-    slot = tl.load(slots + row, mask=known, other=0).to(tl.int64)
-    start = tl.load(starts + row, mask=known, other=0)
-    end = tl.load(ends + row, mask=known, other=0)
-    while tile < stop_all:
-        # The next row's numbers are asked for now: found while this row is attended to.
-        known = row + 1 < rows
-        next_last = tl.load(firsts + row + 2, mask=known, other=0)
-        next_slot = tl.load(slots + row + 1, mask=known, other=0).to(tl.int64)
-        next_start = tl.load(starts + row + 1, mask=known, other=0)
-        next_end = tl.load(ends + row + 1, mask=known, other=0)
-        stop = tl.minimum(stop_all, row_last)
-        if stop > tile:
-            q_at = q + row.to(tl.int64) * q_stride + head[:, None] * DIM + d[None, :]
-            queries = tl.load(q_at, mask=inside, other=0.0)
-            shift = start // TILE - row_first
-            acc, sums = attend(
-                queries,
-                k_cache + kv_head * DIM,
-                v_cache + kv_head * DIM,
-                table + slot * table_stride,
-                start,
-                end,
-                tile + shift,
-                stop + shift,
-                stride,
-                scale,
-                v_scale,
-                DIM,
-                PAGE,
-                CAP,
-                WIDE,
-                TILE,
-                BLOCK_D,
-            )
-            mine = (tile == row_first) & (stop == row_last)
-            if mine == 0:
-                place = c + row
-                at = parts + (place * heads + head)[:, None] * DIM + d[None, :]
-                tl.store(at, acc, mask=inside)
-                tl.store(parts_lse + place * heads + head, sums, mask=head < heads)
-                tl.debug_barrier()  # all threads' stores, before the one thread that says so
-                first = row_first // each
-                last = (row_last - 1) // each + 1
-                counter = counters + row * KV + kv_head
-                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if arrived == last - first - 1:
-                    tl.store(counter, 0)
-                    tl.debug_barrier()
-                    acc, sums = _merge(parts, parts_lse, first + row, last + row, head, d, inside, heads, DIM)
-                    mine = mine == 0  # true: what the others left is in `acc` now
-            if mine:
+    run = runs + c * FIELDS
+    lead = tl.load(run + 6, eviction_policy=KEPT)
+    count = tl.load(run + 7, eviction_policy=KEPT)
+    if count == 0:
+        return
+    segment = lead
+    row = tl.load(run, eviction_policy=KEPT)
+    slot = tl.load(run + 1, eviction_policy=KEPT)
+    tile = tl.load(run + 2, eviction_policy=KEPT)
+    last = tl.load(run + 3, eviction_policy=KEPT)
+    start = tl.load(run + 4, eviction_policy=KEPT)
+    end = tl.load(run + 5, eviction_policy=KEPT)
+    high = tl.zeros([BLOCK_H], tl.float32) - float("inf")
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for i in range(count):
+        # Anew for each tile: so they come as the keys do, and no row waits for its queries.
+        q_at = q + row.to(tl.int64) * q_stride + head[:, None] * DIM + d[None, :]
+        queries = tl.load(q_at, mask=inside, other=0.0)
+        page = find_pages(table + slot.to(tl.int64) * table_stride, tile, end, PAGE, TILE)
+        high, total, acc = fold(
+            queries, k_cache, v_cache, page, tile, start, end, high, total, acc, stride, scale,
+            DIM, PAGE, CAP, WIDE, TILE, BLOCK_D,
+        )  # fmt: skip
+        ends = tile + 1 == last
+        if ends:
+            found, sums = acc * (v_scale / total)[:, None], high + tl.log2(total)
+            if tl.load(segments + segment * FIELDS + 7) == 1:
                 out_at = out + (row * heads + head)[:, None] * DIM + d[None, :]
-                tl.store(out_at, acc.to(out.dtype.element_ty), mask=inside)
+                tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
                 if lse is not None:
                     tl.store(lse + row * heads + head, sums, mask=head < heads)
-        tile = stop
-        row += 1
-        row_first, row_last = row_last, next_last
-        slot, start, end = next_slot, next_start, next_end
+            else:
+                tl.store(parts + (segment * heads + head)[:, None] * DIM + d[None, :], found, mask=inside)
+                tl.store(parts_lse + segment * heads + head, sums, mask=head < heads)
+        high = tl.where(ends, float("-inf"), high)
+        total = tl.where(ends, 0.0, total)
+        acc = tl.where(ends, 0.0, acc)
+        # Behind the run's last segment may be none: then its own stands.
+        turns = ends & (i + 1 < count)
+        segment += tl.where(turns, 1, 0)
+        own = segments + segment * FIELDS
+        row = tl.load(own, eviction_policy=KEPT)
+        slot = tl.load(own + 1, eviction_policy=KEPT)
+        tile = tl.where(turns, tl.load(own + 2, eviction_policy=KEPT), tile + 1)
+        last = tl.load(own + 3, eviction_policy=KEPT)
+        start = tl.load(own + 4, eviction_policy=KEPT)
+        end = tl.load(own + 5, eviction_policy=KEPT)
+    # Only a run's first and last segment can be part of a row: both are told of at once.
+    two = tl.arange(0, 2)
+    place = tl.where(two == 0, lead, segment)
+    pieces = tl.load(segments + place * FIELDS + 7)
+    told = tl.where((two == 0) | (segment > lead), pieces, 1) > 1
+    counter = counters + tl.load(segments + place * FIELDS) * KV + kv_head
+    tl.debug_barrier()  # all threads' partials, before the one thread that says so
+    arrived = tl.atomic_add(counter, 1, mask=told, sem="acq_rel", scope="gpu")
+    due = tl.where(told & (arrived == pieces - 1), 1, 0)
+    tl.store(counter, 0, mask=due > 0)
+    g = tl.arange(0, BLOCK_G)
+    group = tl.where(g < GROUP, kv_head * GROUP + g, heads)
+    for side in range(2):
+        if tl.sum(tl.where(two == side, due, 0), 0) > 0:
+            own = segments + tl.where(side == 0, lead, segment) * FIELDS
+            row = tl.load(own)
+            merged, sums = _merge(
+                parts, parts_lse, tl.load(own + 6), tl.load(own + 7), group, d, heads, DIM, UNROLL
+            )
+            within = (group < heads)[:, None] & (d < DIM)[None, :]
+            out_at = out + (row * heads + group)[:, None] * DIM + d[None, :]
+            tl.store(out_at, merged.to(out.dtype.element_ty), mask=within)
+            if lse is not None:
+                tl.store(lse + row * heads + group, sums, mask=group < heads)
 
 
 def paged_decode(
     q: Tensor,
     cache: tuple[Tensor, Tensor],
     page_table: Tensor,
-    slots: Tensor,
     plan: DecodePlan,
     workspace: Workspace,
     config: DecodeConfig,
@@ -404,8 +490,7 @@ def paged_decode(
     cache       K and V, each [tokens, kv_heads, dim] with (kv_heads, dim) contiguous and equal strides:
                 views of a layer's pages flattened to tokens; K of this step already stored
     page_table  integer [max_slots, pages]; entries past a slot's length are not read as keys
-    slots       integer [rows]
-    plan        of `plan_decode` with the same `slots` and `config`
+    plan        of `plan_decode` with the same `config`
     cap         scores s become cap · tanh(s / cap); 0 for none
     scales      what K and V of a cache in float8 are multiplied by
     lse         float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
@@ -417,17 +502,16 @@ def paged_decode(
     group = heads // kv_heads
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
+    wide, block_g = pow2(dim), pow2(group)
     _decode[(kv_heads, config.programs)](
         q,
         k,
         v,
         page_table,
-        slots,
         *plan,
         *workspace,
         out,
         lse,
-        rows,
         q.stride(0),
         k.stride(0),
         page_table.stride(0),
@@ -440,8 +524,10 @@ def paged_decode(
         CAP=cap,
         WIDE=len(k) * k.stride(0) >= 2**31,  # 64-bit places cost 18 to 38 registers a thread
         TILE=config.tile,
-        BLOCK_H=max(pow2(group), 16),
-        BLOCK_D=pow2(dim),
+        BLOCK_H=max(block_g, 8),
+        BLOCK_G=block_g,
+        BLOCK_D=wide,
+        UNROLL=max(MERGED // (block_g * wide), 2),
         PDL=pdl,
         **options(config.warps, config.stages, pdl),
     )

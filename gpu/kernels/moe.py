@@ -1,7 +1,7 @@
 """A layer's routed experts from router logits to their sum: which kernels, in which order.
 
 up to a few rows    small_moe                                           2 launches
-up to 64 rows       route, gate_up, down, moe_sum                       4
+up to 128 rows      choose, sort, gate_up, down, moe_sum                5
 above               route, scatter, gate_up, down, moe_sum              5
 
 FP8 weights multiply rows that are quantised first, 2 launches more; `small_moe` widens them instead, since

@@ -1,11 +1,15 @@
 """Routed experts for a handful of rows: two launches, only the chosen experts read, no tiles.
 
-    gate_up   a program per (pair, columns): finds its expert from the row's logits itself, which
-              costs less than a launch, then two dot products per column on the plain cores
-    down      a program per (row, columns): the row's experts one after the other, weighted, summed
+    up    a program per (pair, columns), as many as the processors hold at once: each finds its expert from
+          the row's logits, which costs less than a launch, then a warp takes a column of gate and of up
+    down  a program per (row, columns): all of the row's experts at once, weighted, summed
 
-At one row the weights of eight experts (75 MB at 30B-A3B, 18 µs) dwarf everything else, and a tensor
+At one row the weights of eight experts (75 MB at 30B-A3B, 17.6 µs) dwarf everything else, and a tensor
 core would be fed one row in sixteen.
+
+`down` routes for itself too, so that its weights stream in while `up` still runs: it starts when every
+program of `up` has let it, which each does behind its wait, so the router's logits are there by then, if
+not yet in what a multiprocessor keeps: they are read past that, through L2.
 """
 
 from __future__ import annotations
@@ -16,38 +20,85 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, pow2, pow2_divisor
-from gpu.kernels.route import Routing, _best
+from gpu.kernels.jit import begin, cdiv, jit, options, pow2
+from gpu.kernels.linear_small import WIDE, chunk, dots, tiles
+from gpu.kernels.route import Routing
+
+RESIDENT = 1056
+"""Programs of two warps and 128 registers a thread that the 132 processors of an H200 hold at once."""
+
+HELD = 96
+"""Registers of a thread that `down` may fill with weights before it waits; it computes with 32 more."""
 
 
 class SmallConfig(NamedTuple):
-    """Columns per program and warps, for each of the two kernels. 4 and 8 columns were chosen for
-    enough loads in flight: 32 KiB a program of 128 threads, 16 bytes each."""
+    """How the two kernels are cut. Measured on an H200, whole, 1 row of 30B-A3B: 21.3 µs; with `up` in one
+    step less or more or without its limit of registers (two waves, each routing anew) 23 to 28.
 
-    up_columns: int = 4
-    up_warps: int = 4
-    down_columns: int = 8
-    down_warps: int = 4
+    up_warps      columns a step: a warp to each
+    up_steps      columns of a warp, one after the other
+    down_columns  of a program, with all experts of the row
+    down_warps    of a program
+    """
+
+    up_warps: int
+    up_steps: int
+    down_columns: int
+    down_warps: int
+
+
+UP_REGISTERS = 128
+"""Of a thread of `up`, where the row fits beside the weights; the compiler would take 166 and be alone."""
 
 
 @jit
-def _products(
-    w: tl.tensor,
-    x: tl.tensor,
-    rows: tl.tensor,
-    live: tl.tensor,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> tl.tensor:
-    """float32 [rows, BLOCK_K] that sum along the second axis to w[rows] · x, K elements each."""
-    acc = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+def _find(
+    logits: tl.tensor,
+    count: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    WARPS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The best of the first `count` of a row's logits, lowest expert first on ties: the logits as float32
+    and 1 at the best ones [WARPS, BLOCK_E]; the best ones and their logits [WARPS, BLOCK_J].
+
+    Every warp finds them, with a row of the tile to itself: what is reduced then never leaves a warp.
+    """
+    e = tl.arange(0, BLOCK_E)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+    j = tl.arange(0, BLOCK_J)[None, :]
+    x = tl.load(logits + e, mask=e < count, other=float("-inf"), cache_modifier=".cg").to(tl.float32) + 0.0
+    x = tl.where(x == x, x, float("-inf"))  # whatever stands there, the experts are those of the table
+    # Integers in the order of the floats (+ 0.0 above makes -0 equal to 0): a warp has an instruction
+    # for their maximum.
+    word = x.to(tl.int32, bitcast=True)
+    left = word ^ ((word >> 31) & 0x7FFFFFFF)
+    expert = tl.zeros([WARPS, BLOCK_J], tl.int32)
+    order = tl.zeros([WARPS, BLOCK_J], tl.int32)
+    taken = tl.zeros([WARPS, BLOCK_E], tl.int32)
+    for i in tl.static_range(TOP_K):
+        top = tl.max(left, 1)[:, None]
+        index = tl.min(tl.where(left == top, e, BLOCK_E), 1)[:, None]
+        expert = tl.where(j == i, index, expert)
+        order = tl.where(j == i, top, order)
+        taken = tl.where(e == index, 1, taken)
+        left = tl.where(e == index, -(2**31), left)
+    return x, taken, expert, (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _row(x: tl.tensor, K: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """The row at `x` for every warp, a tuple of [WARPS, BLOCK_K]."""
+    found: tl.tensor = ()
     for k in tl.static_range(0, K, BLOCK_K):
-        d = k + tl.arange(0, BLOCK_K)
-        inside = d < K
-        at = w + rows[:, None] * K + d[None, :]
-        tile = tl.load(at, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        acc += tile * tl.load(x + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return acc
+        d = k + tl.arange(0, BLOCK_K)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+        found += (tl.load(x + d, mask=d < K, other=0.0),)
+    return found
+
+
+@jit
+def _both(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return a + c, b + d
 
 
 @jit
@@ -65,10 +116,12 @@ def _small_up(
     RENORM: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    SPAN: tl.constexpr,
+    WARPS: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     pair = tl.program_id(1)
@@ -77,68 +130,110 @@ def _small_up(
     live = row >= 0
     if num_rows is not None:
         live = row < tl.load(num_rows)
-    one = row + tl.zeros([1], tl.int32)
-    weight, expert, _ = _best(
-        logits, one, one < tl.where(live, row + 1, 0), E, TOP_K, RENORM, BLOCK_E, BLOCK_J
+    score, taken, expert, value = _find(
+        logits + row * E, tl.where(live, E, 0), TOP_K, BLOCK_E, BLOCK_J, WARPS
     )
     mine = tl.arange(0, BLOCK_J)[None, :] == pair % TOP_K
-    chosen = tl.sum(tl.sum(tl.where(mine, expert, 0), 1), 0)
-    if tl.program_id(0) == 0:
-        tl.store(experts + pair, chosen)
-        tl.store(weights + pair, tl.sum(tl.sum(tl.where(mine, weight, 0.0), 1), 0))
-    if chosen < 0:
+    chosen = tl.max(tl.max(tl.where(mine, expert, 0), 1), 0)
+    if not live:
+        if tl.program_id(0) == 0:
+            tl.store(experts + pair, -1)
+            tl.store(weights + pair, 0.0)
         return
-    cols = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    inside = cols < N
-    own = w13 + chosen.to(tl.int64) * (2 * N * K)
-    gate = tl.sum(_products(own, x + row * K, cols, inside, K, BLOCK_K), 1)
-    up = tl.sum(_products(own + N * K, x + row * K, cols, inside, K, BLOCK_K), 1)
-    if s13 is not None:
-        scale = s13 + chosen * (2 * N) + cols
-        gate *= tl.load(scale, mask=inside, other=0.0)
-        up *= tl.load(scale + N, mask=inside, other=0.0)
-    result = gate * tl.sigmoid(gate) * up
-    tl.store(hidden + pair * N + cols, result.to(hidden.dtype.element_ty), mask=inside)
+    if KEEP:
+        held = _row(x + row * K, K, WARPS, BLOCK_K)
+    gates = w13 + chosen.to(tl.int64) * (2 * N * K)
+    for step in tl.static_range(STEPS):
+        cols = (tl.program_id(0) * STEPS + step) * WARPS + tl.arange(0, WARPS)
+        inside = None if N % (STEPS * WARPS) == 0 else cols < N
+        gate_tiles = tiles(gates, cols, inside, K, BLOCK_K)
+        up_tiles = tiles(gates + N * K, cols, inside, K, BLOCK_K)
+        if not KEEP:
+            held = _row(x + row * K, K, WARPS, BLOCK_K)
+        gate = tl.zeros([WARPS, BLOCK_K // WIDE], tl.float32)
+        up = tl.zeros([WARPS, BLOCK_K // WIDE], tl.float32)
+        for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+            some = held[i].to(tl.float32)
+            gate += dots(gate_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
+            up += dots(up_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
+        gate, up = tl.reduce((gate, up), 1, _both)
+        if s13 is not None:
+            scale = s13 + chosen * (2 * N) + cols
+            gate *= tl.load(scale, mask=cols < N, other=0.0)
+            up *= tl.load(scale + N, mask=cols < N, other=0.0)
+        result = gate * tl.sigmoid(gate) * up
+        tl.store(hidden + pair * N + cols, result.to(hidden.dtype.element_ty), mask=cols < N)
+    if tl.program_id(0) == 0:  # last: nothing here waits for it
+        top = tl.max(value, 1)[:, None]
+        share = tl.exp(score - top)
+        counted = tl.where(taken > 0, share, 0.0) if RENORM else share
+        own = tl.sum(tl.where(mine, tl.exp(value - top), 0.0), 1) / tl.sum(counted, 1)
+        tl.store(experts + pair, chosen)
+        tl.store(weights + pair, tl.max(own, 0))
 
 
 @jit
 def _small_down(
     hidden: tl.tensor,
+    logits: tl.tensor,
     w2: tl.tensor,
     s2: tl.tensor,
     weights: tl.tensor,
-    experts: tl.tensor,
     out: tl.tensor,
+    num_rows: tl.tensor,
+    E: tl.constexpr,
     TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(1)
+    live = row >= 0
+    if num_rows is not None:
+        live = row < tl.load(num_rows, cache_modifier=".cg")
+    _, _, few, _ = _find(logits + row * E, tl.where(live, E, 0), TOP_K, BLOCK_E, BLOCK_J, WARPS)
+    expert = tl.max(few, 0)
+    j = tl.arange(0, BLOCK_J)
     cols = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    inside = cols < N
+    inside = (j < TOP_K)[:, None, None] & (cols < N)[None, :, None]
+    at = w2 + expert.to(tl.int64)[:, None, None] * (N * K) + cols[None, :, None] * K
+    held: tl.tensor = ()
+    for k in tl.static_range(0, K, BLOCK_K):
+        d = k + tl.arange(0, BLOCK_K)[None, None, :]
+        some = tl.load(at + d, mask=inside & (d < K), other=0.0, eviction_policy="evict_first")
+        held += (some,)
     begin(PDL)
-    if tl.load(experts + row * TOP_K) < 0:
+    if not live:
         return
-    total = tl.zeros([SPAN, BLOCK_K], tl.float32)
-    for j in tl.static_range(TOP_K):
-        pair = row * TOP_K + j
-        expert = tl.load(experts + pair)
-        own = w2 + expert.to(tl.int64) * (N * K)
-        part = _products(own, hidden + pair * K, cols, inside, K, BLOCK_K)
-        if s2 is not None:
-            part *= tl.load(s2 + expert * N + cols, mask=inside, other=0.0)[:, None]
-        total += tl.load(weights + pair) * part
-    # Summed across threads once, not per expert.
-    tl.store(out + row * N + cols, tl.sum(total, 1).to(out.dtype.element_ty), mask=inside)
+    pair = row * TOP_K + j
+    total = tl.zeros([BLOCK_J, SPAN, BLOCK_K // WIDE], tl.float32)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        d = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(hidden + pair[:, None] * K + d, mask=(j < TOP_K)[:, None] & (d < K), other=0.0)
+        product = held[i].to(tl.float32) * x.to(tl.float32)[:, None, :]
+        total += tl.sum(tl.reshape(product, [BLOCK_J, SPAN, BLOCK_K // WIDE, WIDE]), 3)
+    weight = tl.load(weights + pair, mask=j < TOP_K, other=0.0)[:, None]
+    if s2 is not None:
+        scale = s2 + expert[:, None] * N + cols[None, :]
+        weight *= tl.load(scale, mask=(j < TOP_K)[:, None] & (cols < N)[None, :], other=0.0)
+    found = tl.sum(tl.sum(total, 2) * weight, 0)
+    tl.store(out + row * N + cols, found.to(out.dtype.element_ty), mask=cols < N)
 
 
-def _chunk(k: int, most: int) -> int:
-    """Elements of K at a time: a power of two that divides it where that leaves wide loads."""
-    fitting = pow2_divisor(k)
-    return min(fitting if fitting >= 64 else pow2(k), most)
+def small_config(w2: Tensor, top_k: int) -> SmallConfig:
+    """For `w2` [experts, hidden, width]: `up` in one wave at one row, `down` in the registers it may hold."""
+    width = w2.shape[2]
+    warps = 2
+    steps = min(max(round(top_k * width / (warps * RESIDENT)), 1), 4)
+    for columns, low_warps in ((4, 4), (2, 4), (1, 4)):
+        if pow2(top_k) * columns * width * w2.element_size() <= HELD * 4 * 32 * low_warps:
+            return SmallConfig(warps, steps, columns, low_warps)
+    return SmallConfig(warps, steps, 1, 8)
 
 
 def small_moe(
@@ -159,10 +254,10 @@ def small_moe(
     `w13` [experts, 2 * width, hidden], `w2` [experts, hidden, width], all contiguous; sums are float32.
     `scales` float32 [experts, 2 * width] and [experts, hidden] are those of e4m3 weights; `x` stays as it is.
     Every row reads its experts anew, so above about four rows the tiles of `route` read less.
-    Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device) on not written, and the
-    routing.
+    Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
+    written, and the routing.
     """
-    use = config or SmallConfig()
+    use = config or small_config(w2, top_k)
     s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape
     experts = logits.shape[1]
@@ -171,7 +266,9 @@ def small_moe(
     found = torch.empty(rows, top_k, dtype=torch.int32, device=x.device)
     hidden = x.new_empty(rows * top_k, width)
     out = torch.empty_like(x)
-    _small_up[(cdiv(width, use.up_columns), rows * top_k)](
+    blocks = {"BLOCK_E": max(pow2(experts), 16), "BLOCK_J": max(pow2(top_k), 2)}
+    keep = size * x.element_size() <= 4096  # 32 registers
+    _small_up[(cdiv(width, use.up_warps * use.up_steps), rows * top_k)](
         x,
         logits,
         w13,
@@ -185,26 +282,32 @@ def small_moe(
         RENORM=renormalise,
         N=width,
         K=size,
-        SPAN=use.up_columns,
-        BLOCK_K=_chunk(size, 2048),
-        BLOCK_E=max(pow2(experts), 16),
-        BLOCK_J=max(pow2(top_k), 2),
+        WARPS=use.up_warps,
+        STEPS=use.up_steps,
+        BLOCK_K=chunk(size, 256),
+        KEEP=keep,
         PDL=pdl,
+        **blocks,
         **options(use.up_warps, pdl=pdl),
+        **({"maxnreg": UP_REGISTERS} if keep and pdl else {}),
     )
     _small_down[(cdiv(size, use.down_columns), rows)](
         hidden,
+        logits,
         w2,
         s2,
         weights,
-        found,
         out,
+        num_rows,
+        E=experts,
         TOP_K=top_k,
         N=size,
         K=width,
         SPAN=use.down_columns,
-        BLOCK_K=_chunk(width, 1024),
+        BLOCK_K=chunk(width, 256 * max(use.down_warps // blocks["BLOCK_J"], 1)),
+        WARPS=use.down_warps,
         PDL=pdl,
+        **blocks,
         **options(use.down_warps, pdl=pdl),
     )
     return out, Routing(weights, found)

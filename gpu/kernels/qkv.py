@@ -1,4 +1,9 @@
-"""Between the QKV projection and attention: head norms, rope, and the way into the pages."""
+"""Between the QKV projection and attention: head norms, rope, and the way into the pages.
+
+A thread holds an element of a head's lower half and the one of the upper half that the rotation mixes it
+with, so each is loaded once and nothing is exchanged. (Loading the head a second time, rolled by half,
+took loads of two bytes: 88 us instead of 64 for 8,192 rows of 48 heads.)
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,9 @@ from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
 FP8_MAX = tl.constexpr(448.0)
 """The largest e4m3: what is beyond stays there, for the format has no infinity, only NaN."""
 
-HEADS = 8
-"""Heads per program: 1,024 elements of head_dim 128, 8 per thread of four warps."""
+HEADS, WARPS = 16, 4
+"""Heads per program: two loads of 16 bytes a thread and no other. Measured on an H200 with 48 heads, us:
+8,192 rows 64 (8 heads 68, 32 heads 73; 47 by the bytes), 256 rows 2.8, 1 row 1.4."""
 
 
 @jit
@@ -20,6 +26,36 @@ def _stored(z: tl.tensor, scale: float, cache: tl.tensor) -> tl.tensor:
     if cache.dtype.element_ty == tl.float8e4nv:
         z = tl.clamp(z / scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return z.to(cache.dtype.element_ty)
+
+
+@jit
+def _weight(
+    q_weight: tl.tensor, k_weight: tl.tensor, d: tl.tensor, inside: tl.tensor, is_q: tl.tensor
+) -> tl.tensor:
+    """Norm weights at `d`, of queries where `is_q` [SPAN, 1] and of keys elsewhere: float32 [SPAN, n]."""
+    of_q = tl.load(q_weight + d, mask=inside, other=0.0).to(tl.float32)
+    of_k = tl.load(k_weight + d, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_q, of_q[None, :], of_k[None, :])
+
+
+@jit
+def _put(
+    x: tl.tensor,
+    d: tl.tensor,
+    inside: tl.tensor,
+    q_row: tl.tensor,
+    k_row: tl.tensor,
+    v_row: tl.tensor,
+    is_q: tl.tensor,
+    is_k: tl.tensor,
+    is_v: tl.tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Each head's elements `d` to where they go: queries, pages of K, pages of V."""
+    tl.store(q_row + d[None, :], x.to(q_row.dtype.element_ty), mask=inside & is_q)
+    tl.store(k_row + d[None, :], _stored(x, k_scale, k_row), mask=inside & is_k)
+    tl.store(v_row + d[None, :], _stored(x, v_scale, v_row), mask=inside & is_v)
 
 
 @jit
@@ -47,47 +83,63 @@ def _qkv(
     ROTARY: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    # | Q query heads | KV key heads | KV value heads |, DIM wide each; a program takes SPAN of them
+    # | Q query heads | KV key heads | KV value heads |, DIM wide each; a program takes SPAN of them. Of a
+    # head | low | high | rest | the rotation mixes low with high, and leaves the rest.
     row = tl.program_id(0)
     head = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
-    d = tl.arange(0, BLOCK)
-    # roll(x, ROTARY / 2): what the rotation mixes into d. Past ROTARY nothing is turned.
-    other = tl.where(d < ROTARY, (d + ROTARY // 2) % ROTARY, d)
+    half: tl.constexpr = ROTARY // 2
+    low = tl.arange(0, BLOCK)
+    high = half + low
+    rest = ROTARY + tl.arange(0, REST)
+    turned = low < half
+    left = rest < DIM
+    is_q = (head < Q)[:, None]
+    if q_weight is not None:
+        # Weights are nobody's output: they are there before the kernel before has ended.
+        low_w = _weight(q_weight, k_weight, low, turned, is_q)
+        high_w = _weight(q_weight, k_weight, high, turned, is_q)
+        rest_w = _weight(q_weight, k_weight, rest, left, is_q)
     begin(PDL)
     if padding(row, num_rows):
         return
-    mask = (head < Q + 2 * KV)[:, None] & (d < DIM)[None, :]
-    is_q = (head < Q)[:, None]
+    known = (head < Q + 2 * KV)[:, None]
     is_v = (head >= Q + KV)[:, None]
     source = qkv + row.to(tl.int64) * row_stride + head[:, None] * DIM
-    x = tl.load(source + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(source + other[None, :], mask=mask, other=0.0).to(tl.float32)
-    raw = x
-    if q_weight is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        inside = d < DIM
-        qw = tl.load(q_weight + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        kw = tl.load(k_weight + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        qo = tl.load(q_weight + other, mask=inside, other=0.0).to(tl.float32)[None, :]
-        ko = tl.load(k_weight + other, mask=inside, other=0.0).to(tl.float32)[None, :]
-        x = x * scale * tl.where(is_q, qw, kw)
-        y = y * scale * tl.where(is_q, qo, ko)
-    turned = d < ROTARY
-    c = tl.load(cos + row * ROTARY + d, mask=turned, other=1.0).to(tl.float32)[None, :]
-    s = tl.load(sin + row * ROTARY + d, mask=turned, other=0.0).to(tl.float32)[None, :]
-    z = tl.where(is_v, raw, x * c + y * s)
+    in_half, in_rest = known & turned[None, :], known & left[None, :]
+    a = tl.load(source + low[None, :], mask=in_half, other=0.0).to(tl.float32)
+    b = tl.load(source + high[None, :], mask=in_half, other=0.0).to(tl.float32)
     at = tl.load(where + row).to(tl.int64)
-    key = head[:, None] - Q
-    # In place, a warp must not overwrite what another has still to read as its `other`.
+    turn = row * ROTARY
+    low_c = tl.load(cos + turn + low, mask=turned, other=0.0).to(tl.float32)[None, :]
+    low_s = tl.load(sin + turn + low, mask=turned, other=0.0).to(tl.float32)[None, :]
+    high_c = tl.load(cos + turn + high, mask=turned, other=0.0).to(tl.float32)[None, :]
+    high_s = tl.load(sin + turn + high, mask=turned, other=0.0).to(tl.float32)[None, :]
+    c = tl.zeros([SPAN, REST], tl.float32)
+    if ROTARY < DIM:
+        c = tl.load(source + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
+    x, y, z = a, b, c
+    if q_weight is not None:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if ROTARY < DIM:
+            squares += tl.sum(c * c, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        x, y, z = a * scale * low_w, b * scale * high_w, c * scale * rest_w
+    a = tl.where(is_v, a, x * low_c + y * low_s)
+    b = tl.where(is_v, b, y * high_c + x * high_s)
+    # In place, a thread must not overwrite what another that holds the same element has still to read.
     tl.debug_barrier()
-    q_at = q_out + row.to(tl.int64) * out_stride + head[:, None] * DIM + d[None, :]
-    tl.store(q_at, z.to(q_out.dtype.element_ty), mask=mask & is_q)
-    k_at = k_cache + at * k_stride + key * DIM + d[None, :]
-    tl.store(k_at, _stored(z, k_scale, k_cache), mask=mask & (is_q == 0) & (is_v == 0))
-    v_at = v_cache + at * v_stride + (key - KV) * DIM + d[None, :]
-    tl.store(v_at, _stored(z, v_scale, v_cache), mask=mask & is_v)
+    q_row = q_out + row.to(tl.int64) * out_stride + head[:, None] * DIM
+    k_row = k_cache + at * k_stride + (head[:, None] - Q) * DIM
+    v_row = v_cache + at * v_stride + (head[:, None] - Q - KV) * DIM
+    is_k = (is_q == 0) & (is_v == 0)
+    _put(a, low, in_half, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
+    _put(b, high, in_half, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
+    if ROTARY < DIM:
+        c = tl.where(is_v, c, z)
+        _put(c, rest, in_rest, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
 
 
 def norm_rope_store(
@@ -144,8 +196,9 @@ def norm_rope_store(
         DIM=dim,
         ROTARY=cos.shape[-1],
         SPAN=HEADS,
-        BLOCK=pow2(dim),
+        BLOCK=pow2(cos.shape[-1] // 2),
+        REST=pow2(max(dim - cos.shape[-1], 1)),
         PDL=pdl,
-        **options(4, pdl=pdl),
+        **options(WARPS, pdl=pdl),
     )
     return target[:, : q_heads * dim].view(n, q_heads, dim)

@@ -1,9 +1,15 @@
 """From router logits to tiles of work for the grouped GEMMs.
 
-Two kernels, or one where a single program can do both (up to SMALL rows):
+Up to SMALL rows, where launches and trips to memory are the time:
 
-    route    per row the best experts and their weights; per chunk of rows a histogram of experts, and
-             for each (row, expert) pair its rank among the chunk's pairs of that expert
+    choose   per row the best experts and their weights, a warp a row
+    sort     the place of a (row, expert) pair is how many pairs come before it: each is compared with
+             all. One program more counts the experts' pairs and writes the table of blocks
+
+Above, where that would be too many comparisons:
+
+    route    as choose, and per chunk of rows a histogram of experts, and for each pair its rank among
+             the chunk's pairs of that expert
     scatter  every program sums the histograms into each expert's first place in the sorted list,
              writes its own chunk's pairs there, and its share of the table of blocks
 
@@ -22,16 +28,16 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
 
-SMALL = 64
-"""Rows up to which one program routes and scatters: a launch less, at about 1 µs per 16 rows more."""
+SMALL = 128
+"""Rows up to which pairs are sorted by comparing each with all: 3.4 µs at 128, where chunks took 8.7."""
+
+WORD = 64
+"""Rows of a span at most: as many as a word has bits."""
 
 CHUNKS = 128
-"""Programs of the two-kernel path at most; each reads all histograms (64 KiB at 128 experts)."""
+"""Chunks at most; each program of `scatter` reads all histograms (32 KiB at 128 experts), at once."""
 
-SPAN = 16
-"""Rows that a program holds at once: 16 × 128 logits are 16 registers of 128 threads."""
-
-_LEAST: tl.constexpr = tl.constexpr(-(2**63))
+_LEAST: tl.constexpr = tl.constexpr(-(2**31))
 
 
 class Routing(NamedTuple):
@@ -67,46 +73,56 @@ def _best(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Weights and experts [rows, BLOCK_K], and which experts were taken, int32 [rows, BLOCK_E]."""
-    e = tl.arange(0, BLOCK_E)
+    """Weights and experts [rows, BLOCK_K], and which experts were taken, bool [rows, BLOCK_E]."""
+    e = tl.arange(0, BLOCK_E)[None, :]
     j = tl.arange(0, BLOCK_K)[None, :]
-    at = logits + rows.to(tl.int64)[:, None] * E + e[None, :]
-    x = tl.load(at, mask=live[:, None] & (e < E)[None, :], other=0.0).to(tl.float32) + 0.0
-    # Value and index in one integer whose order is that of the values, lowest expert first on ties:
-    # one reduction finds both. (+ 0.0 above makes -0 equal to 0.)
+    packed: tl.constexpr = logits.dtype.element_ty == tl.bfloat16
+    at = logits + rows.to(tl.int64)[:, None] * E + e
+    x = tl.load(at, mask=live[:, None] & (e < E), other=0.0).to(tl.float32) + 0.0
+    # Integers in the order of the values (+ 0.0 above makes -0 equal to 0), the lowest expert first on
+    # ties. A bfloat16 leaves room for the expert in the same word, so that one reduction finds both.
     word = x.to(tl.int32, bitcast=True)
-    order = (word ^ ((word >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    keys = (order << 32) | (BLOCK_E - 1 - e)[None, :]
-    keys = tl.where((e < E)[None, :], keys, _LEAST)
+    order = tl.maximum(word ^ ((word >> 31) & 0x7FFFFFFF), _LEAST + 1)
+    if packed:
+        order = (order & -65536) | (BLOCK_E - e)
+    order = tl.where(e < E, order, _LEAST)
     value = tl.zeros([rows.shape[0], BLOCK_K], tl.float32) - float("inf")
     expert = tl.zeros([rows.shape[0], BLOCK_K], tl.int32)
-    taken = tl.zeros([rows.shape[0], BLOCK_E], tl.int32)
     for i in tl.static_range(K):
-        top = tl.max(keys, 1)
-        high = (top >> 32).to(tl.int32)
-        best = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        index = BLOCK_E - 1 - (top & 0xFFFFFFFF).to(tl.int32)
+        top = tl.max(order, 1)
+        if packed:
+            index = BLOCK_E - (top & 0xFFFF)
+            top = top & -65536
+        else:
+            index = tl.min(tl.where(order == top[:, None], e, BLOCK_E), 1)
+        best = (top ^ ((top >> 31) & (0x7FFF0000 if packed else 0x7FFFFFFF))).to(tl.float32, bitcast=True)
         value = tl.where(j == i, best[:, None], value)
         expert = tl.where(j == i, index[:, None], expert)
-        hit = keys == top[:, None]
-        taken = tl.where(hit, 1, taken)
-        keys = tl.where(hit, _LEAST, keys)
+        order = tl.where(e == index[:, None], _LEAST, order)
     top = tl.max(value, 1)[:, None]
     share = tl.where(j < K, tl.exp(value - top), 0.0)
     total = tl.sum(share, 1)[:, None]
     if not RENORM:
-        total = tl.sum(tl.where((e < E)[None, :], tl.exp(x - top), 0.0), 1)[:, None]
+        total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 1)[:, None]
     weight = tl.where(live[:, None], share / total, 0.0)
-    expert = tl.where(live[:, None], expert, -1)
-    return weight, expert, tl.where(live[:, None], taken, 0)
+    expert = tl.where(live[:, None] & (j < K), expert, -1)
+    return weight, expert, live[:, None] & (order == _LEAST) & (e < E)
 
 
 @jit
-def _route_chunk(
+def _bits(word: tl.tensor) -> tl.tensor:
+    """How many bits of each uint64 are set, int32 (Hacker's Delight, 5-1)."""
+    word -= (word >> 1) & 0x5555555555555555
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((word * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@jit
+def _span(
     logits: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
-    ranks: tl.tensor,
     first: tl.tensor,
     last: tl.tensor,
     n: tl.tensor,
@@ -116,100 +132,134 @@ def _route_chunk(
     SPAN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
-) -> tl.tensor:
-    """Route rows `first` ... `last - 1`; returns how many pairs each expert got, int32 [BLOCK_E]."""
-    e = tl.arange(0, BLOCK_E)
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Route SPAN rows from `first` on, stored up to `last`. Returns for each of SPAN * BLOCK_K places of a
+    pair its number (-1: none), expert and rank within the span, and how many pairs each expert got.
+
+    Ranks come from words: bit r of an expert's is set where row r of the span chose it, so the rows before
+    one are a mask and a count of bits. A scan over rows would cost a trip through shared memory a warp.
+    """
+    rows = first + tl.arange(0, SPAN)
     j = tl.arange(0, BLOCK_K)[None, :]
-    seen = tl.zeros([BLOCK_E], tl.int32)
-    for start in range(first, last, SPAN):
-        rows = start + tl.arange(0, SPAN)
-        live = rows < n
-        weight, expert, taken = _best(logits, rows, live, E, K, RENORM, BLOCK_E, BLOCK_K)
-        before = tl.cumsum(taken, 0) - taken + seen[None, :]
-        rank = tl.zeros([SPAN, BLOCK_K], tl.int32)
-        for i in tl.static_range(K):
-            mine = tl.sum(tl.where(j == i, expert, 0), 1)
-            found = tl.sum(tl.where(e[None, :] == mine[:, None], before, 0), 1)
-            rank = tl.where(j == i, found[:, None], rank)
-        at = rows[:, None] * K + j
-        inside = (rows < last)[:, None] & (j < K)
-        tl.store(weights + at, weight, mask=inside)
-        tl.store(experts + at, expert, mask=inside)
-        tl.store(ranks + at, rank, mask=inside)
-        seen += tl.sum(taken, 0)
-    return seen
-
-
-@jit
-def _scatter_chunk(
-    experts: tl.tensor,
-    ranks: tl.tensor,
-    base: tl.tensor,
-    pairs: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    SPAN: tl.constexpr,
-) -> None:
-    """Put pairs `first` ... `last - 1` at base[expert] + rank."""
-    for start in range(first, last, SPAN):
-        pair = start + tl.arange(0, SPAN)
-        inside = pair < last
-        expert = tl.load(experts + pair, mask=inside, other=-1)
-        live = expert >= 0
-        place = tl.load(base + expert, mask=live, other=0) + tl.load(ranks + pair, mask=live, other=0)
-        tl.store(pairs + place, pair, mask=live)
+    weight, expert, taken = _best(logits, rows, rows < tl.minimum(n, last), E, K, RENORM, BLOCK_E, BLOCK_K)
+    at = rows[:, None] * K + j
+    inside = (rows < last)[:, None] & (j < K)
+    tl.store(weights + at, weight, mask=inside)
+    tl.store(experts + at, expert, mask=inside)
+    bit = tl.full([SPAN], 1, tl.uint64) << tl.arange(0, SPAN).to(tl.uint64)
+    words = tl.sum(tl.where(taken, bit[:, None], 0), 0)
+    flat = tl.reshape(expert, [SPAN * BLOCK_K])
+    place = tl.arange(0, SPAN * BLOCK_K)
+    row = place // BLOCK_K
+    before = (tl.full([SPAN * BLOCK_K], 1, tl.uint64) << row.to(tl.uint64)) - 1
+    rank = _bits(tl.gather(words, tl.maximum(flat, 0), 0) & before)
+    pair = tl.where(flat >= 0, (first + row) * K + place % BLOCK_K, -1)
+    return pair, flat, rank, _bits(words)
 
 
 @jit
 def _write_blocks(
     counts: tl.tensor,
+    firsts: tl.tensor,
     blocks: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
+    total: int,
+    part: tl.tensor,
+    parts: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> None:
+    """One of `parts` parts of the table, from the pairs of each expert and where they begin, int32
+    [BLOCK_E]: of every expert the tiles `part`, `part` + `parts` and so on, and entries behind all."""
+    e = tl.arange(0, BLOCK_E)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    starts = tl.cumsum(tiles, 0) - tiles
+    for i in range(part, tl.max(tiles, 0), parts):
+        own = i < tiles
+        tl.store(blocks + starts + i, e, mask=own)
+        tl.store(blocks + total + starts + i, firsts + i * BLOCK_M, mask=own)
+        tl.store(blocks + 2 * total + starts + i, tl.minimum(counts - i * BLOCK_M, BLOCK_M), mask=own)
+    for start in range(tl.sum(tiles, 0) + part * BLOCK_E, total, parts * BLOCK_E):
+        b = start + e
+        tl.store(blocks + b, 0, mask=b < total)
+        tl.store(blocks + total + b, 0, mask=b < total)
+        tl.store(blocks + 2 * total + b, 0, mask=b < total)
+
+
+@jit_loose("rows")
+def _choose(
+    logits: tl.tensor,
+    weights: tl.tensor,
+    experts: tl.tensor,
+    num_rows: tl.tensor,
+    rows: int,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    RENORM: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    n = rows
+    if num_rows is not None:
+        n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
+    row = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    weight, expert, _ = _best(logits, row, row < n, E, K, RENORM, BLOCK_E, BLOCK_K)
+    j = tl.arange(0, BLOCK_K)[None, :]
+    at = row[:, None] * K + j
+    inside = (row < rows)[:, None] & (j < K)
+    tl.store(weights + at, weight, mask=inside)
+    tl.store(experts + at, expert, mask=inside)
+
+
+@jit_loose("count", "total")
+def _sort(
+    experts: tl.tensor,
+    pairs: tl.tensor,
+    blocks: tl.tensor,
+    count: int,
     total: int,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     SPAN: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    """Entries `first` ... `last - 1` of the table, from the pairs of each expert, int32 [BLOCK_E]."""
-    e = tl.arange(0, BLOCK_E)[None, :]
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(tiles, 0)
-    for start in range(first, last, SPAN):
-        b = start + tl.arange(0, SPAN)
-        past = ends[None, :] <= b[:, None]
-        expert = tl.sum(past.to(tl.int32), 1)
-        place = tl.sum(tl.where(past, counts[None, :], 0), 1)
-        done = (b - tl.sum(tl.where(past, tiles[None, :], 0), 1)) * BLOCK_M
-        own = tl.sum(tl.where(e == expert[:, None], counts[None, :], 0), 1)
-        inside = b < last
-        tl.store(blocks + b, expert, mask=inside)
-        tl.store(blocks + total + b, place + done, mask=inside)
-        rows = tl.where(expert < BLOCK_E, tl.minimum(own - done, BLOCK_M), 0)
-        tl.store(blocks + 2 * total + b, rows, mask=inside)
+    begin(PDL)
+    q = tl.arange(0, BLOCK_P)
+    other = tl.load(experts + q, mask=q < count, other=-1)
+    other = tl.where(other < 0, BLOCK_E, other)
+    p = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    if tl.program_id(0) + 1 < tl.num_programs(0):
+        own = tl.load(experts + p, mask=p < count, other=-1)
+        before = (other * BLOCK_P + q)[None, :] < (own * BLOCK_P + p)[:, None]
+        place = tl.sum(before.to(tl.int32), 1)
+        tl.store(pairs + place, p, mask=own >= 0)
+    else:
+        # Pairs of padded rows are counted behind the last expert.
+        counts = tl.histogram(other, 2 * BLOCK_E)
+        counts = tl.where(tl.arange(0, 2 * BLOCK_E) < BLOCK_E, counts, 0)
+        firsts = tl.cumsum(counts, 0) - counts
+        _write_blocks(counts, firsts, blocks, total, 0, 1, BLOCK_M, 2 * BLOCK_E)
 
 
-@jit_loose("rows", "chunk", "total")
+@jit_loose("rows", "chunk")
 def _route(
     logits: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
     ranks: tl.tensor,
     hist: tl.tensor,
-    pairs: tl.tensor,
-    blocks: tl.tensor,
     num_rows: tl.tensor,
     rows: int,
     chunk: int,
-    total: int,
     E: tl.constexpr,
     K: tl.constexpr,
     RENORM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ALL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     begin(PDL)
@@ -217,58 +267,57 @@ def _route(
     if num_rows is not None:
         n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
     g = tl.program_id(0)
-    first = g * chunk
-    last = tl.minimum(first + chunk, rows)
-    counts = _route_chunk(
-        logits, weights, experts, ranks, first, last, n, E, K, RENORM, SPAN, BLOCK_E, BLOCK_K
-    )
-    e = tl.arange(0, BLOCK_E)
-    if ALL:
-        tl.store(hist + e, tl.cumsum(counts, 0) - counts)
-        tl.debug_barrier()  # what other threads of this program stored is loaded next
-        _scatter_chunk(experts, ranks, hist, pairs, 0, rows * K, 8 * BLOCK_E)
-        _write_blocks(counts, blocks, 0, total, total, BLOCK_M, BLOCK_E, 32)
-    else:
-        tl.store(hist + g * BLOCK_E + e, counts)
+    last = tl.minimum((g + 1) * chunk, rows)
+    seen = tl.zeros([BLOCK_E], tl.int32)
+    for first in range(g * chunk, last, SPAN):
+        pair, expert, rank, counts = _span(
+            logits, weights, experts, first, last, n, E, K, RENORM, SPAN, BLOCK_E, BLOCK_K
+        )
+        rank += tl.gather(seen, tl.maximum(expert, 0), 0)
+        tl.store(ranks + pair, rank, mask=pair >= 0)
+        seen += counts
+    tl.store(hist + g * BLOCK_E + tl.arange(0, BLOCK_E), seen.to(hist.dtype.element_ty))
 
 
-@jit_loose("rows", "chunk", "chunks", "total", "share")
+@jit
+def _add(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    return a + c, b + d
+
+
+@jit_loose("rows", "chunk", "chunks", "total")
 def _scatter(
     experts: tl.tensor,
     ranks: tl.tensor,
     hist: tl.tensor,
-    base: tl.tensor,
     pairs: tl.tensor,
     blocks: tl.tensor,
     rows: int,
     chunk: int,
     chunks: int,
     total: int,
-    share: int,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     begin(PDL)
     g = tl.program_id(0)
-    e = tl.arange(0, BLOCK_E)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    before = tl.zeros([BLOCK_E], tl.int32)
-    for start in range(0, chunks, SPAN):
-        c = start + tl.arange(0, SPAN)
-        at = hist + c[:, None] * BLOCK_E + e[None, :]
-        h = tl.load(at, mask=(c < chunks)[:, None], other=0)
-        counts += tl.sum(h, 0)
-        before += tl.sum(tl.where((c < g)[:, None], h, 0), 0)
-    own = base + g * BLOCK_E
-    tl.store(own + e, tl.cumsum(counts, 0) - counts + before)
-    tl.debug_barrier()  # what other threads of this program stored is loaded next
-    last = tl.minimum((g + 1) * chunk, rows)
-    _scatter_chunk(experts, ranks, own, pairs, g * chunk * K, last * K, 4 * BLOCK_E)
-    end = tl.minimum((g + 1) * share, total)
-    _write_blocks(counts, blocks, g * share, end, total, BLOCK_M, BLOCK_E, SPAN)
+    c = tl.arange(0, BLOCK_C)[:, None]
+    at = hist + c * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+    h = tl.load(at, mask=c < chunks, other=0).to(tl.int32)
+    counts, before = tl.reduce((h, tl.where(c < g, h, 0)), 0, _add)
+    firsts = tl.cumsum(counts, 0) - counts
+    base = firsts + before
+    last = tl.minimum((g + 1) * chunk, rows) * K
+    for start in range(g * chunk * K, last, SPAN):
+        pair = start + tl.arange(0, SPAN)
+        expert = tl.load(experts + pair, mask=pair < last, other=-1)
+        rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
+        place = tl.gather(base, tl.maximum(expert, 0), 0) + rank
+        tl.store(pairs + place, pair, mask=expert >= 0)
+    _write_blocks(counts, firsts, blocks, total, g, chunks, BLOCK_M, BLOCK_E)
 
 
 def max_blocks(rows: int, experts: int, top_k: int, block_m: int) -> int:
@@ -292,58 +341,67 @@ def route(
     sum to 1. `num_rows` int32 [1] on the device: rows from there on go to expert -1 and into no tile.
     """
     rows, experts = logits.shape
-    block_e, block_k = max(pow2(experts), 16), max(pow2(top_k), 2)
-    alone = rows <= SMALL
-    chunk = rows if alone else max(SPAN, SPAN * cdiv(rows, SPAN * CHUNKS))
-    chunks = cdiv(rows, chunk)
+    sizes = {"BLOCK_E": max(pow2(experts), 16), "PDL": pdl}
     total = max_blocks(rows, experts, top_k, block_m)
     device = logits.device
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
-    found, ranks = (torch.empty(rows, top_k, dtype=torch.int32, device=device) for _ in range(2))
-    hist = torch.empty(chunks, block_e, dtype=torch.int32, device=device)
+    found = torch.empty(rows, top_k, dtype=torch.int32, device=device)
     pairs = torch.empty(rows * top_k, dtype=torch.int32, device=device)
     blocks = torch.empty(3, total, dtype=torch.int32, device=device)
+    best = {"E": experts, "K": top_k, "RENORM": renormalise, "BLOCK_K": max(pow2(top_k), 2)} | sizes
+    if rows <= SMALL:
+        _choose[(cdiv(rows, 4),)](
+            logits, weights, found, num_rows, rows, SPAN=4, **best, **options(4, pdl=pdl)
+        )
+        block_p, span = pow2(rows * top_k), 16
+        _sort[(cdiv(rows * top_k, span) + 1,)](
+            found,
+            pairs,
+            blocks,
+            rows * top_k,
+            total,
+            BLOCK_M=block_m,
+            BLOCK_P=block_p,
+            SPAN=span,
+            **sizes,
+            **options(4, pdl=pdl),
+        )
+        return Routing(weights, found), Tiles(pairs, blocks)
+    span = min(max(16, pow2(cdiv(rows, CHUNKS))), WORD)
+    chunk = span * cdiv(rows, span * CHUNKS)
+    chunks = cdiv(rows, chunk)
+    ranks = torch.empty(rows, top_k, dtype=torch.int32, device=device)
+    hist = torch.empty(chunks, sizes["BLOCK_E"], dtype=torch.int16, device=device)
     _route[(chunks,)](
         logits,
         weights,
         found,
         ranks,
         hist,
-        pairs,
-        blocks,
         num_rows,
         rows,
         chunk,
-        total,
-        E=experts,
-        K=top_k,
-        RENORM=renormalise,
-        BLOCK_M=block_m,
-        SPAN=min(SPAN, pow2(rows)),
-        BLOCK_E=block_e,
-        BLOCK_K=block_k,
-        ALL=alone,
-        PDL=pdl,
-        **options(4, pdl=pdl),
+        SPAN=span,
+        **best,
+        **options(span // 4, pdl=pdl),
     )
-    if not alone:
-        _scatter[(chunks,)](
-            found,
-            ranks,
-            hist,
-            torch.empty_like(hist),
-            pairs,
-            blocks,
-            rows,
-            chunk,
-            chunks,
-            total,
-            cdiv(total, chunks),
-            K=top_k,
-            BLOCK_M=block_m,
-            BLOCK_E=block_e,
-            SPAN=16,
-            PDL=pdl,
-            **options(4, pdl=pdl),
-        )
+    _scatter[(chunks,)](
+        found,
+        ranks,
+        hist,
+        pairs,
+        blocks,
+        rows,
+        chunk,
+        chunks,
+        total,
+        K=top_k,
+        BLOCK_M=block_m,
+        BLOCK_C=pow2(chunks),
+        SPAN=pow2(span * top_k),
+        **sizes,
+        # Launched early it took 26 µs instead of 15 at 8,192 rows: its programs crowd, it seems, onto the few
+        # multiprocessors that `route` leaves free.
+        **options(4, pdl=pdl and rows < 1024),
+    )
     return Routing(weights, found), Tiles(pairs, blocks)

@@ -1,7 +1,8 @@
 """Tile sizes of the expert GEMMs: what was measured for a shape and device, or a rule without it.
 
 A file of `configs/kernels/` maps token counts to sizes and is written by `bench/kernels/tune.py`. The
-entry whose count is nearest by ratio serves, and a shape without a file goes by `rule`.
+entry whose count is nearest by ratio serves; a shape without a file goes by `rule`, and so do a handful of
+rows where the file begins above them.
 """
 
 from __future__ import annotations
@@ -103,5 +104,8 @@ class MoeConfigs:
         self.source = str(path) if self._table else "rule"
 
     def at(self, tokens: int) -> MoeConfig:
-        """For a step of `tokens` rows, padding counted."""
-        return nearest(self._table, tokens) if self._table else rule(self._shape, tokens)
+        """For a step of `tokens` rows, padding counted. A file that begins above the few rows of
+        `moe_small` says nothing about them."""
+        if not self._table or tokens <= SMALL_ROWS < min(self._table):
+            return rule(self._shape, tokens)
+        return nearest(self._table, tokens)

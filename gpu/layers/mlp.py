@@ -23,8 +23,7 @@ class Mlp:
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
-        ops = ctx.ops
-        return self._down(ops.gated(self._gate_up(x, ops), self._activation), ops)
+        return self._down(self._gate_up.gated(x, ctx.ops, self._activation), ctx.ops)
 
     def seal(self) -> None:
         self._gate_up.seal()

@@ -40,7 +40,7 @@ class SparseMlp:
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
         """[n, hidden] to [n, hidden], or to what the next norm makes it of."""
-        return ctx.ops.experts(x, self._router(x), self._experts)
+        return ctx.ops.experts(x, self._router(x, ctx.ops), self._experts)
 
     def seal(self) -> None:
         """The experts stay plain: packing 3 × experts small matrices a layer would lose the one

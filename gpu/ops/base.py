@@ -1,8 +1,8 @@
 """The operations between a decoder's matrix products, as a protocol.
 
 Cut where kernels can be fused, not where the arithmetic is: a set of operations may do each in one
-kernel or in ten, and the layers read the same. Matrix products are not here: they are torch's (oneDNN on
-a CPU, cuBLAS on a GPU) for both sets; but those of FP8 weights are, whose inputs are quantised first.
+kernel or in ten, and the layers read the same. Products with weights that were packed for a CPU are not
+here: the layer has them.
 """
 
 from __future__ import annotations
@@ -89,6 +89,14 @@ class Ops(Protocol):
     def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype: `x` quantised by row, `weight` e4m3
         [outputs, inputs] with `scale` float32 [outputs] (`gpu.quant`)."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b of `x` contiguous [n, inputs] and `weight` [outputs, inputs]: [n, outputs]."""
+        ...
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """`gated` of `linear`: `weight` [2 * width, inputs] to [n, width]."""
         ...
 
     def gated(self, both: Tensor, activation: str) -> Tensor:

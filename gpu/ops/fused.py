@@ -4,16 +4,19 @@ Launches per layer on a GPU, by plain torch and here, a matrix product counted a
 
                               plain                          fused
     add + norm, twice         4                              2
-    products                  4                              4     biases in cuBLAS's epilogue
+    products                  4                              4     biases in their epilogue
     head norms                4, where the family has them   -     with rope
     rope, store of K and V    3 + 1                          1
     attention                 2, gather and attend           1     3 under cascade
-    silu, multiply            2                              1
+    silu, multiply            2                              1     none up to 2 rows: with gate_up
     ------------------------------------------------------------
-    dense layer               16 or 20                       9
+    dense layer               16 or 20                       9     8 up to 2 rows
     layer of experts          over 40, 5 more for every      9     up to 4 rows
                               expert hit, and a wait        10     up to 64 rows
                                                             11     above
+
+Products of up to 2 or 4 rows, and a router's of up to 32, are `linear_small`'s, others cuBLAS's: it splits
+K at few rows and sums the parts in a launch more, and no kernel of its own begins before the last has ended.
 
 With FP8 weights each product is preceded by a launch that quantises its rows: 4 more in a dense layer
 or one of experts, 2 more in one of experts up to 4 rows.
@@ -30,10 +33,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import ModelError
 from gpu.kernels.gated import silu_mul
+from gpu.kernels.linear_small import small_gated, small_linear, small_linear_config
 from gpu.kernels.moe import fused_moe_add_norm
 from gpu.kernels.norm import add_rms_norm, rms_norm
 from gpu.kernels.qkv import norm_rope_store
@@ -145,6 +150,20 @@ class TritonOps:
         numbers, rows = quantise_rows(x, num_rows=self._rows, pdl=self._kernels.pdl)
         return scaled_product(numbers, rows, weight, scale, bias, x.dtype)
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Ops.linear`."""
+        config = small_linear_config(len(x), weight)
+        if config is None:
+            return library_product(x, weight, bias)
+        return small_linear(x, weight, bias, config=config, pdl=self._kernels.pdl)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """See `Ops.gated_linear`; few rows in one kernel."""
+        config = small_linear_config(len(x), weight, gated=True)
+        if config is None or activation != "silu":
+            return self.gated(self.linear(x, weight, bias), activation)
+        return small_gated(x, weight, bias, config=config, pdl=self._kernels.pdl)
+
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""
         if activation != "silu":
@@ -156,6 +175,11 @@ class TritonOps:
         if experts.activation != "silu":
             raise ModelError(f"Experts with {experts.activation} do not run on a GPU: use --device cpu.")
         return PendingExperts(x, logits, experts)
+
+
+def library_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b by cuBLAS."""
+    return F.linear(x, weight, bias)
 
 
 def scaled_product(

@@ -72,6 +72,14 @@ class TorchOps:
         """See `Ops.product`."""
         return product(x, weight, scale, bias)
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `Ops.linear`."""
+        return F.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """See `Ops.gated_linear`."""
+        return gate(F.linear(x, weight, bias), ACTIVATIONS[activation])
+
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""
         return gate(both, ACTIVATIONS[activation])

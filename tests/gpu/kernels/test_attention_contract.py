@@ -21,6 +21,7 @@ from gpu.attention.device import (
     AttentionFacts,
     AttentionOptions,
     DeviceAttention,
+    Phase,
     check_cpu_backends,
     choose,
     device_attention,
@@ -286,9 +287,9 @@ def test_a_captured_step_reads_what_the_device_says(name: str, pdl: bool, device
 
 
 def test_backends_are_chosen_by_phase() -> None:
-    assert parse_backends("") == {"prefill": "triton", "decode": "triton"}
+    assert parse_backends("") == {"prefill": "auto", "decode": "auto"}
     assert parse_backends("decode=b, prefill=a") == {"prefill": "a", "decode": "b"}
-    assert parse_backends("prefill=a") == {"prefill": "a", "decode": "triton"}
+    assert parse_backends("prefill=a") == {"prefill": "a", "decode": "auto"}
     assert parse_backends("a") == {"prefill": "a", "decode": "a"}
     for wrong in ("prefill=", "verify=triton", "prefill=a,b"):
         with pytest.raises(ConfigError, match="prefill=NAME,decode=NAME"):
@@ -297,6 +298,12 @@ def test_backends_are_chosen_by_phase() -> None:
     check_cpu_backends("prefill=torch")
     with pytest.raises(ConfigError, match="needs a GPU"):
         check_cpu_backends("decode=triton")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_what_is_not_named_is_the_best_that_is_to_be_had(phase: Phase, device: torch.device) -> None:
+    facts = AttentionFacts(4, 2, 64, (0,), 16, 8, torch.float32, device, 0.1)
+    assert "Triton" in type(choose(phase, "auto", facts, AttentionOptions())).__name__
 
 
 def test_a_refused_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ def test_cascade(common: int, cap: float, device: torch.device, dtype: torch.dty
     q = torch.randn(len(LENGTHS), heads.q, heads.dim, device=device).to(dtype)
     cache, count, shared = (kept.k, kept.v), scalar(live, device), scalar(common, device)
     config = DecodeConfig(tile=32, warps=4, stages=2, programs=3)
-    plan = plan_decode(kept.slots, kept.lengths, config, num_rows=count, skip=shared)
+    plan = plan_decode(kept.slots, kept.lengths[kept.slots], config, num_rows=count, skip=shared)
     space = decode_workspace(len(LENGTHS), heads.q, heads.kv, heads.dim, config, device)
     lse = torch.zeros(len(LENGTHS), heads.q, device=device)
     args = {"page_size": 16, "scale": scale, "cap": cap}
-    out = paged_decode(q, cache, kept.table, kept.slots, plan, space, config, lse=lse, **args)
+    out = paged_decode(q, cache, kept.table, plan, space, config, lse=lse, **args)
     use = PrefixConfig(queries=16, tile=16, parts=2)
     prefix = prefix_attention(q, cache, kept.table, kept.slots, shared, use, num_rows=count, **args)
     merge_state(out.view_as(q), lse, prefix.parts, prefix.lse, num_rows=count)

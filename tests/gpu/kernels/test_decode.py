@@ -42,7 +42,7 @@ def test_paged_decode(
     config = DecodeConfig(tile=32, warps=4, stages=2, programs=programs)
     plan = plan_decode(
         kept.slots,
-        kept.lengths,
+        kept.lengths[kept.slots],
         config,
         window=window,
         num_rows=scalar(live, device),
@@ -67,7 +67,6 @@ def test_paged_decode(
             q,
             (kept.k, kept.v),
             kept.table,
-            kept.slots,
             plan,
             space,
             config,
@@ -83,16 +82,46 @@ def test_paged_decode(
 
 
 def test_every_tile_has_one_program(device: torch.device) -> None:
-    lengths = torch.tensor([0, 700, 1, 64, 65, 128], device=device)
+    lengths = torch.tensor([64, 700, 128, 1, 65], device=device)
     slots = torch.tensor([3, 1, 5, 2, 4], device=device)
     config = DecodeConfig(tile=32, warps=4, stages=2, programs=7, least=2)
     plan = plan_decode(slots, lengths, config, num_rows=scalar(4, device))
-    tiles = [2, 22, 4, 1, 0]
-    firsts = [sum(tiles[:i]) for i in range(6)]
-    assert plan.firsts.tolist() == firsts
-    share = int(plan.share)
-    assert share == 5  # 29 tiles, 7 programs
-    assert plan.ends.tolist() == [64, 700, 128, 1, 0]
-    for program, row in enumerate(plan.owners.tolist()):
-        if program * share < firsts[-1]:
-            assert firsts[row] <= program * share < firsts[row + 1]
+    found: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(5)}
+    taken = []
+    for program, run in enumerate(plan.runs.tolist()):
+        place, count = run[6:]
+        assert count <= 0 or run[:6] == plan.segments[place, :6].tolist()
+        for _ in range(5):
+            if count <= 0:
+                break
+            row, slot, first, last, start, end, lead, pieces = plan.segments[place].tolist()
+            assert (slot, start, end) == (int(slots[row]), 0, int(lengths[row]))
+            assert first < last
+            assert lead <= place < lead + pieces
+            found[row].append((first, last, place))
+            taken.append((program, last - first))
+            count -= last - first
+            place += 1
+        assert count <= 0
+    assert max(sum(tiles for owner, tiles in taken if owner == program) for program in range(7)) == 5
+    for row, tiles in ((0, 2), (1, 22), (2, 4), (3, 1), (4, 0)):  # 29 tiles, 7 programs
+        pieces = found[row]
+        assert [first for first, _, _ in pieces] == [0, *(last for _, last, _ in pieces)][: len(pieces)]
+        assert sum(last - first for first, last, _ in pieces) == tiles
+        assert len({place for _, _, place in pieces}) == len(pieces)
+
+
+def test_a_row_gone_wrong_stays_alone(device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+    """One program does three rows in one loop: the middle one is all NaN."""
+    heads, lengths = Heads(4, 2, 16), [40, 70, 33]
+    kept = pages(lengths, 16, heads, dtype, device)
+    q = torch.randn(3, heads.q, heads.dim, device=device).to(dtype)
+    q[1] = float("nan")
+    config = DecodeConfig(tile=32, warps=4, stages=2, programs=1)
+    plan = plan_decode(kept.slots, kept.lengths[kept.slots], config)
+    space = decode_workspace(3, heads.q, heads.kv, heads.dim, config, device)
+    cache, scale = (kept.k, kept.v), heads.dim**-0.5
+    found = paged_decode(q, cache, kept.table, plan, space, config, page_size=16, scale=scale).view_as(q)
+    expected, _ = reference.decode_attention(q, cache, kept.table[kept.slots], lengths, 16, scale)
+    assert found[1].isnan().all()
+    assert error(found[::2], expected[::2]) < tolerance

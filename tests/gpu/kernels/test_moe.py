@@ -9,6 +9,7 @@ from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, scalar
 from gpu.kernels import reference
 from gpu.kernels.moe import fused_moe, fused_moe_add_norm
 from gpu.kernels.moe_gemm import TileConfig
+from gpu.kernels.moe_small import SmallConfig, small_moe
 from gpu.kernels.tuned import MoeConfig
 from gpu.quant import quantise
 
@@ -52,6 +53,52 @@ def test_fused_moe(
     found = run(inputs, config, live)
     x, logits, w13, w2 = inputs
     assert error(found[:live], reference.moe(x[:live], logits[:live], w13, w2, SIZE.top_k)) < tolerance
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (MoeSize(10, 20, 264, 3), SmallConfig(4, 2, 32, 8)),  # hidden in two pieces, the second short
+        (MoeSize(6, 300, 32, 2), SmallConfig(4, 4, 8, 4)),  # width likewise; columns that steps do not divide
+    ],
+)
+def test_few_rows(
+    size: MoeSize,
+    config: SmallConfig,
+    renormalise: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    inputs = moe_inputs(3, size, dtype, device)
+    inputs.logits[2:] = inputs.x[2:] = float("nan")  # padded rows may hold anything
+    x, logits, w13, w2 = inputs
+    found, routing = small_moe(
+        x, logits, w13, w2, size.top_k, renormalise=renormalise, num_rows=scalar(2, device), config=config
+    )
+    weights, experts = reference.route(logits[:2], size.top_k, renormalise)
+    assert routing.experts.tolist() == [*experts.tolist(), [-1] * size.top_k]
+    assert error(routing.weights[:2], weights) < 1e-5
+    scale = routing.weights[:2].sum(1, keepdim=True).to(dtype)
+    expected = reference.moe(x[:2], logits[:2], w13, w2, size.top_k) * scale  # 1 where renormalised
+    assert error(found[:2], expected) < tolerance
+
+
+def test_few_rows_of_ties_go_to_the_lowest_experts(device: torch.device, dtype: torch.dtype) -> None:
+    inputs = moe_inputs(1, SIZE, dtype, device)
+    inputs.logits[0] = torch.tensor([0.0, 1.0, -0.0, 1.0, 1.0, 0.0])
+    _, routing = small_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, 4)
+    assert routing.experts.tolist() == [[1, 3, 4, 0]]
+
+
+def test_whatever_the_logits_no_expert_is_out_of_bounds(device: torch.device, dtype: torch.dtype) -> None:
+    """An address out of bounds would cost the process its device."""
+    inputs = moe_inputs(2, SIZE, dtype, device)
+    inputs.logits[0] = float("nan")
+    inputs.logits[1] = -float("inf")
+    _, routing = small_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, SIZE.top_k)
+    assert routing.experts.tolist() == [[0, 1], [0, 1]]
 
 
 Scaled = tuple[MoeInputs, tuple[torch.Tensor, torch.Tensor]]

@@ -21,6 +21,7 @@ from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.context import ForwardContext
 from gpu.inputs import StepInputs, gather
+from gpu.kernels.linear_small import SmallLinear
 from gpu.kernels.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
@@ -207,6 +208,14 @@ def test_hidden_states_and_pages(variant: str, tmp_path: Path) -> None:
     both.step(begins(3, 3, 2, decode=[2, 1]), 7)
     both.step(StepPlan(4, ints([3, 1, 2])), 4)  # few rows: experts without tiles
     both.step(StepPlan(5, ints([1, 2])), 5)
+
+
+def test_products_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels of their own, which float32 is not given: here it is, in wide cuts for the interpreter."""
+    monkeypatch.setattr("gpu.ops.fused.small_linear_config", lambda *_, **__: SmallLinear(32, 4))
+    both = Both("qwen2", tmp_path)
+    both.step(begins(1, 1, 2), 2)
+    both.step(StepPlan(2, ints([1])), 1)
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe-mixed"])

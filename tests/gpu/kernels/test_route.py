@@ -20,15 +20,10 @@ def expected_blocks(experts: torch.Tensor, count: int, block_m: int) -> list[tup
     return found
 
 
-@pytest.mark.parametrize(
-    ("rows", "live", "experts", "top_k", "block_m"),
-    [(1, 1, 128, 8, 16), (7, 3, 20, 3, 16), (40, 40, 8, 2, 4), (90, 81, 16, 4, 16)],
-)
-def test_tiles(rows: int, live: int, experts: int, top_k: int, block_m: int, device: torch.device) -> None:
-    logits = torch.randn(rows, experts, device=device)
-    logits[0, :5] = 9.0  # ties go to the lowest expert
+def check_tiles(logits: torch.Tensor, live: int, top_k: int, block_m: int) -> None:
+    experts, device = logits.shape[1], logits.device
     routing, tiles = route(logits, top_k, block_m, num_rows=scalar(live, device))
-    weights, found = reference.route(logits[:live], top_k, True)
+    weights, found = reference.route(logits[:live].float(), top_k, True)
     assert torch.equal(routing.experts[:live].long(), found)
     assert bool((routing.experts[live:] == -1).all())
     assert not routing.weights[live:].any()
@@ -38,6 +33,29 @@ def test_tiles(rows: int, live: int, experts: int, top_k: int, block_m: int, dev
     expected = expected_blocks(found.cpu(), experts, block_m)
     assert blocks[: len(expected)] == expected
     assert all(block[2] == 0 for block in blocks[len(expected) :])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "live", "experts", "top_k", "block_m"),
+    [(1, 1, 128, 8, 16), (7, 3, 20, 3, 16), (40, 40, 8, 2, 4), (90, 81, 16, 4, 192)],
+)
+def test_tiles(
+    rows: int, live: int, experts: int, top_k: int, block_m: int, kind: torch.dtype, device: torch.device
+) -> None:
+    logits = torch.randn(rows, experts, device=device).to(kind)
+    logits[0, :5] = 9.0  # ties go to the lowest expert
+    check_tiles(logits, live, top_k, block_m)
+
+
+@pytest.mark.parametrize("chunks", [128, 2], ids=["a span a chunk", "spans"])
+def test_tiles_of_many_rows(chunks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are sorted by comparing: each chunk ranks its own, in one span or in several."""
+    monkeypatch.setattr("gpu.kernels.route.SMALL", 60)
+    monkeypatch.setattr("gpu.kernels.route.CHUNKS", chunks)
+    logits = torch.randn(300, 20, device=device).bfloat16()
+    logits[7, 4:] = -torch.inf  # an expert that no value speaks for
+    check_tiles(logits, 290, 3, 16)
 
 
 def test_weights_that_are_not_renormalised(device: torch.device) -> None:

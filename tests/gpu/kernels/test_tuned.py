@@ -25,12 +25,22 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
     entry |= {"up": config.up._asdict(), "down": config.down._asdict()}
     (tmp_path / SHAPE.file).write_text(json.dumps({"512": entry}))
     configs = MoeConfigs(SHAPE, tmp_path)
-    assert configs.at(1) == config
+    assert configs.at(300) == config
     assert configs.source.endswith(SHAPE.file)
 
 
 def test_a_shape_without_a_file_goes_by_rule(tmp_path: Path) -> None:
     assert MoeConfigs(SHAPE, tmp_path).at(64) == rule(SHAPE, 64)
+
+
+def test_a_file_of_many_rows_leaves_a_handful_to_the_rule(tmp_path: Path) -> None:
+    """Tiles for one row would read the same experts, and launch three kernels more."""
+    config = rule(SHAPE, 64)
+    sizes = {"small": False, "block_m": 64, "up": config.up._asdict(), "down": config.down._asdict()}
+    (tmp_path / SHAPE.file).write_text(json.dumps({"8": sizes}))
+    configs = MoeConfigs(SHAPE, tmp_path)
+    assert all(configs.at(tokens).small for tokens in (1, 4))
+    assert [configs.at(tokens).block_m for tokens in (5, 8)] == [64, 64]
 
 
 def test_fp8_gets_as_many_bytes_and_no_wide_tiles() -> None:

@@ -1,0 +1,203 @@
+"""y = x Wᵀ for a handful of rows, at the speed at which the weights come.
+
+A program per few outputs and all of K. It asks for its whole share of the weights before it waits for the
+kernel that makes `x`: under programmatic dependent launch the weights of a product stream into registers
+while its predecessors run. Sums are float32 on the plain cores, across a program's threads once, in one
+launch and in a fixed order.
+
+At one to four rows a tensor core would be fed one row in sixteen to four, and a library's kernels, which
+wait before they load, leave the memory idle between one product and the next.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit, options, pow2, pow2_divisor
+
+WIDE: tl.constexpr = tl.constexpr(8)
+"""Elements of a row that a thread holds side by side: 16 bytes of 16-bit weights, one load."""
+
+GROUP = 8
+"""Rows of a program at most; those of a step are a multiple of it, or fewer."""
+
+FEW = 1 << 20
+"""Elements of a weight that is small enough for any of these rows: its programs are short of work, and
+what counts is that they are there before their rows."""
+
+FEW_ROWS = 32
+"""Rows up to which such a weight, a router, is multiplied here."""
+
+
+class SmallLinear(NamedTuple):
+    """Outputs per program (gate and up count as one) and warps."""
+
+    columns: int
+    warps: int
+
+
+@jit
+def tiles(
+    w: tl.tensor, rows: tl.tensor, live: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """All of w[rows], `w` [..., K], as a tuple of [rows, BLOCK_K]; `live` None: every row is there."""
+    found: tl.tensor = ()
+    for k in tl.static_range(0, K, BLOCK_K):
+        d = k + tl.arange(0, BLOCK_K)
+        at = w + rows.to(tl.int64)[:, None] * K + d[None, :]
+        # evict_first: nobody reads a weight again in this step, and what L2 holds else is read soon.
+        if live is None and K % BLOCK_K == 0:
+            found += (tl.load(at, eviction_policy="evict_first"),)
+        else:
+            mask = (d < K)[None, :] if live is None else live[:, None] & (d < K)[None, :]
+            found += (tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first"),)
+    return found
+
+
+@jit
+def dots(tile: tl.tensor, x: tl.tensor, SPAN: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """float32 [SPAN, BLOCK_K / WIDE] that sum along the second axis to float32 `tile` [SPAN, BLOCK_K] · `x`
+    [1 or SPAN, BLOCK_K]; a thread sums what it holds side by side, in registers."""
+    return tl.sum(tl.reshape(tile * x, [SPAN, BLOCK_K // WIDE, WIDE]), 2)
+
+
+@jit
+def _some(x: tl.tensor, k: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """float32 [1, BLOCK_K] of the row at `x`, from k on."""
+    d = k + tl.arange(0, BLOCK_K)
+    if K % BLOCK_K == 0:
+        return tl.load(x + d).to(tl.float32)[None, :]
+    return tl.load(x + d, mask=d < K, other=0.0).to(tl.float32)[None, :]
+
+
+@jit
+def _products(
+    held: tl.tensor,
+    x: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Of every row of `x` [ROWS, K] its products with the weights `held`, a tuple of float32 [SPAN]."""
+    sums: tl.tensor = ()
+    for _ in tl.static_range(ROWS):
+        sums += (tl.zeros([SPAN, BLOCK_K // WIDE], tl.float32),)
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        tile = held[i].to(tl.float32)
+        grown: tl.tensor = ()
+        for r in tl.static_range(ROWS):
+            some = _some(x + r * K, i * BLOCK_K, K, BLOCK_K)
+            grown += (sums[r] + dots(tile, some, SPAN, BLOCK_K),)
+        sums = grown
+    found: tl.tensor = ()
+    for r in tl.static_range(ROWS):
+        found += (tl.sum(sums[r], 1),)
+    return found
+
+
+@jit
+def _linear(
+    x: tl.tensor,
+    w: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    first = tl.program_id(1) * ROWS
+    cols = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    live = None if N % SPAN == 0 else cols < N
+    held = tiles(w, cols, live, K, BLOCK_K)
+    if GATED:
+        above = tiles(w, cols + N, live, K, BLOCK_K)
+    begin(PDL)
+    sums = _products(held, x + first * K, K, ROWS, SPAN, BLOCK_K)
+    if GATED:
+        ups = _products(above, x + first * K, K, ROWS, SPAN, BLOCK_K)
+    for r in tl.static_range(ROWS):
+        y = sums[r]
+        if bias is not None:
+            y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)
+        if GATED:
+            up = ups[r]
+            if bias is not None:
+                up += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(tl.float32)
+            y = y * tl.sigmoid(y) * up
+        tl.store(out + (first + r) * N + cols, y.to(out.dtype.element_ty), mask=live)
+
+
+def chunk(k: int, most: int) -> int:
+    """Elements of K at a time: a power of two that divides it where that leaves wide loads."""
+    fitting = pow2_divisor(k)
+    return max(min(fitting if fitting >= 256 else pow2(k), most), 8)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: SmallLinear, pdl: bool
+) -> Tensor:
+    rows, size = x.shape
+    width = len(weight) // 2 if gated else len(weight)
+    out = x.new_empty(rows, width)
+    group = min(rows, GROUP)
+    assert rows % group == 0 and x.is_contiguous()
+    _linear[(cdiv(width, config.columns), rows // group)](
+        x,
+        weight,
+        bias,
+        out,
+        N=width,
+        K=size,
+        ROWS=group,
+        GATED=gated,
+        SPAN=config.columns,
+        BLOCK_K=chunk(size, 4096),
+        PDL=pdl,
+        **options(config.warps, pdl=pdl),
+    )
+    return out
+
+
+def small_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: SmallLinear, *, pdl: bool = False
+) -> Tensor:
+    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 8 or a multiple of 8, `weight` contiguous [outputs,
+    inputs], `bias` [outputs]: a new [n, outputs] in x's dtype. Up to 8, a number of rows is a kernel of its
+    own. `config` from `small_linear_config`."""
+    return _launch(x, weight, bias, False, config, pdl)
+
+
+def small_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: SmallLinear, *, pdl: bool = False
+) -> Tensor:
+    """silu(g) · u with g and u the halves of `small_linear`, which are not rounded between: a new
+    [n, outputs / 2]."""
+    return _launch(x, weight, bias, True, config, pdl)
+
+
+def most_rows(outputs: int, inputs: int, gated: bool) -> int:
+    """Rows up to which these products were faster than cuBLAS's on an H200."""
+    if outputs * inputs <= FEW:
+        return FEW_ROWS
+    return 2 if gated or max(outputs, inputs) > 4096 else 4
+
+
+def small_linear_config(rows: int, weight: Tensor, gated: bool = False) -> SmallLinear | None:
+    """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows; None where cuBLAS is faster, where
+    the registers do not hold what a program asks for at once, and for float32, which nobody serves."""
+    outputs, inputs = weight.shape
+    if weight.element_size() != 2 or rows > most_rows(outputs, inputs, gated) or rows % min(rows, GROUP):
+        return None
+    columns = 1 if gated or inputs > 16_384 else 2
+    # Four warps where a thread has little to load, or has products with several rows to keep apart.
+    warps = 4 if rows <= 4 and (inputs <= 2048 or rows > (1 if gated else 2)) else 8
+    held = (1 + gated) * columns * inputs // (64 * warps)  # registers of a thread
+    return SmallLinear(columns, warps) if held <= 64 else None
