@@ -42,6 +42,9 @@ KEPT: tl.constexpr = tl.constexpr("evict_last")
 MERGED = 8192
 """Elements of partial results that a program merges at once: 64 registers a thread of four warps."""
 
+MOST_MERGED = 16
+"""Of them at once, however small: the compiler sees each, and 64 are several seconds of its time."""
+
 
 class DecodeConfig(NamedTuple):
     """How decode attention is cut. `programs` per KV head; `least` tiles per program: below that a
@@ -527,7 +530,7 @@ def paged_decode(
         BLOCK_H=max(block_g, 8),
         BLOCK_G=block_g,
         BLOCK_D=wide,
-        UNROLL=max(MERGED // (block_g * wide), 2),
+        UNROLL=min(max(MERGED // (block_g * wide), 2), MOST_MERGED),
         PDL=pdl,
         **options(config.warps, config.stages, pdl),
     )
