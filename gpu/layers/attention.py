@@ -31,10 +31,14 @@ class Attention:
             q, k = (torch.empty(spec.head_dim, dtype=dtype, device=device) for _ in range(2))
             self._norms = (q, k, spec.norm_eps)
 
-    def __call__(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] to [n, hidden]."""
+    def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
+        """What the heads found for `x` [n, hidden]: [n, heads * head_dim]."""
         ops = ctx.ops
-        return self._out(ops.attend(self._layer, self._qkv(x, ops), self._heads, rotation, self._norms), ops)
+        return ops.attend(self._layer, self._qkv(x, ops), self._heads, rotation, self._norms)
+
+    def project(self, ctx: ForwardContext, found: torch.Tensor) -> torch.Tensor:
+        """What attention adds, [n, hidden], of what its heads found."""
+        return self._out(found, ctx.ops)
 
     def seal(self) -> None:
         self._qkv.seal()

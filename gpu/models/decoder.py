@@ -40,13 +40,15 @@ class Layer:
     def attend(
         self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """What attention adds to `residual` [n, hidden], which is updated in place by `part`: what the
-        layer before adds, None in the first layer."""
+        """What attention's heads find for `residual` [n, hidden], which is updated in place by `part`: what
+        the layer before adds, None in the first layer. No row reads another behind this."""
         x = self._before(ctx, residual) if part is None else self._before.add(ctx, part, residual)
-        return self._attention(ctx, rotation, x)
+        return self._attention.attend(ctx, rotation, x)
 
-    def transform(self, ctx: ForwardContext, x: torch.Tensor, residual: torch.Tensor) -> Part:
-        """What the MLP adds to `residual` [n, hidden], which is updated in place by attention's `x`."""
+    def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part:
+        """What the MLP adds to `residual` [n, hidden], which is updated in place by what attention makes of
+        what its heads `found`."""
+        x = self._attention.project(ctx, found)
         return self._mlp(ctx, self._after.add(ctx, x, residual))
 
     def seal(self) -> None:
@@ -93,12 +95,12 @@ class Decoder:
         residual = ctx.ops.embed(self._embedding, ids)
         part: Part | None = None
         for layer in self._layers:
-            x = layer.attend(ctx, rotation, part, residual)
+            found = layer.attend(ctx, rotation, part, residual)
             if ctx.wanted is not None and layer is self._layers[-1]:
-                # Of a long prompt's chunk one row goes on, or none: a layer's MLP is saved.
-                x, residual = (rows.index_select(0, ctx.wanted) for rows in (x, residual))
+                # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
+                found, residual = (rows.index_select(0, ctx.wanted) for rows in (found, residual))
                 ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
-            part = layer.transform(ctx, x, residual)
+            part = layer.transform(ctx, found, residual)
         assert part is not None
         return self._norm.add(ctx, part, residual)
 
