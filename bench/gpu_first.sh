@@ -5,7 +5,8 @@
 #   bench/gpu_first.sh sanitize   the kernels' tests under compute-sanitizer's memcheck
 #   bench/gpu_first.sh kernels    kernels checked and timed at real sizes, tiles of the experts searched
 #   bench/gpu_first.sh steps      where a step's time goes, both models, random weights
-#   bench/gpu_first.sh table      the scenarios against the server; MODELS="qwen3-8b" for one model alone
+#   bench/gpu_first.sh table      the scenarios against the server; MODELS="qwen3-8b" for one model alone,
+#                                 MODELS="" with tests for none of their kernels
 #
 # Results go to $OUT (./gpu-out), all logs into one archive there. Switches, to find out what is at fault:
 #   PDL=0       no programmatic dependent launch          FLAGS="--no-cuda-graphs ..."   of the server
@@ -13,7 +14,7 @@
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-$PWD/gpu-out}
-MODELS=${MODELS:-qwen3-30b-a3b qwen3-8b}
+MODELS=${MODELS-qwen3-30b-a3b qwen3-8b}
 FLAGS="--device cuda ${FLAGS:-}"
 CORES=$(nproc)
 LOGS=$(mktemp -d)
