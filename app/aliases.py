@@ -79,6 +79,8 @@ IGNORED: Mapping[str, str] = {
     "--enable-cache-report": "cached tokens are always reported",
     "--is-embedding": "what a checkpoint was made for is read from its files; one that generates embeds too",
     "--enable-return-hidden-states": "hidden states are there for every request that asks",
+    "--enable-return-routed-experts": "experts are there for every request that asks",
+    "--enable-prompt-embeds": "prompts of embeddings are always taken: nothing of them is unpickled",
     "--skip-server-warmup": "the server is ready only once it is warm",
     "--disable-log-requests": "requests' texts are never logged",
     "--no-enable-log-requests": "requests' texts are never logged",

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import msgspec
 
 from app.aliases import translate
-from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
+from core.config import LEAST_STEP, PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
 from core.errors import ConfigError
 
 Groups = tuple[tuple[str, type[msgspec.Struct]], ...]
@@ -99,6 +99,8 @@ def _settings(parser: Parser, given: Mapping[str, Any]) -> Config:
     config = msgspec.convert(groups, Config)
     if config.cache.page_size & (config.cache.page_size - 1):
         parser.error(f"argument --page-size: must be a power of two, got {config.cache.page_size}")
+    if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
+        parser.error(f"argument --step-tokens: must be 0 or at least {LEAST_STEP}, got {tokens}")
     return config
 
 

@@ -119,6 +119,7 @@ def assemble(parts: Parts, config: Config) -> Live:
         kv_dtype=capabilities.kv_dtype,
         created=int(time.time()),
         hidden_size=spec.hidden,
+        routed=(0, 0) if spec.moe is None else (spec.layers, spec.moe.per_token),
         task=spec.task,
         pooling=spec.pooling,
     )
@@ -132,5 +133,6 @@ def assemble(parts: Parts, config: Config) -> Live:
         tool_family(serve.tool_parser, source),
         reasoning_family(serve.reasoning_parser, source),
         operator,
+        trusts_templates=serve.trust_request_chat_template,
     )
     return Live(engine, submitter, loaded, capabilities, parts.grammars)

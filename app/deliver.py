@@ -7,7 +7,7 @@ from app.text.detokenizer import Detokenizer
 from app.text.repetition import RepetitionScanner
 from app.text.stops import StopScanner
 from core.plan import PromptLogprobs, RowLogprobs
-from core.types import Finish, FinishReason, Floats
+from core.types import Finish, FinishReason, Floats, Ints
 
 REPEATED = Finish(FinishReason.STOP, "repetition_detected")
 """vLLM's word, under a reason that every client knows."""
@@ -29,6 +29,7 @@ class Stream:
         "_tokens",
         "count",
         "done",
+        "experts",
         "hidden",
         "prompt_logprobs",
     )
@@ -47,6 +48,8 @@ class Stream:
         """As steps bring them, ascending `start`; complete before the first piece."""
         self.hidden: list[Floats] = []
         """The same for hidden states, each before the piece of the token that it made."""
+        self.experts: list[Ints] = []
+        """The same for the experts that were chosen on the way."""
 
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
         """One more token. Returns the finish when its text completes a stop string; that piece has

@@ -153,12 +153,7 @@ class Engine:
             return
         confirmed, start = self._backlog.popleft()
         if start == 0:
-            for request, logprobs in confirmed.prompt_logprobs:
-                if (stream := self._streams.get(request.id)) is not None:
-                    stream.prompt_logprobs.append(logprobs)
-            for request, states in confirmed.hidden:
-                if (stream := self._streams.get(request.id)) is not None:
-                    stream.hidden.append(states)
+            self._give(confirmed)
         stop = min(start + SLICE, len(confirmed.requests))
         self._deliver_rows(confirmed, start, stop)
         if stop < len(confirmed.requests):
@@ -169,6 +164,18 @@ class Engine:
             if not self._backlog and not self.scheduler.in_flight:
                 self._wake()  # planning may have paused
         self._deliver_soon()
+
+    def _give(self, confirmed: Confirmed) -> None:
+        """What steps know besides tokens, to whoever is still there."""
+        for request, logprobs in confirmed.prompt_logprobs:
+            if (stream := self._streams.get(request.id)) is not None:
+                stream.prompt_logprobs.append(logprobs)
+        for request, states in confirmed.hidden:
+            if (stream := self._streams.get(request.id)) is not None:
+                stream.hidden.append(states)
+        for request, chosen in confirmed.experts:
+            if (stream := self._streams.get(request.id)) is not None:
+                stream.experts.append(chosen)
 
     def _deliver_rows(self, confirmed: Confirmed, start: int, stop: int) -> None:
         requests, tokens, ends, logprobs = confirmed[:4]

@@ -61,6 +61,10 @@ class Fault(msgspec.Struct, frozen=True):
         """The message alone, for Ollama's clients."""
         return msgspec.json.encode({"error": self.message})
 
+    def cohere_body(self, request_id: str) -> bytes:
+        """The message and the request's id, for Cohere's clients."""
+        return msgspec.json.encode({"message": self.message, "id": request_id})
+
     def anthropic_body(self, request_id: str) -> bytes:
         """The same for clients of Anthropic's API, which go by the type's name."""
         kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")

@@ -43,6 +43,14 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """(characters of a prompt that is text, or None: all of it; seconds)."""
 
 
+class BeamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to search for the `n` likeliest continuations (`app/beam.py`)."""
+
+    length_penalty: float = 1.0
+    include_end: bool = False
+    """The end of text is one of the tokens of an answer."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it, `n` times.
 
@@ -54,6 +62,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt: str | Ints
     """Text to encode, or token ids to take as they are."""
+    embeds: Floats | None = None
+    """What the first of the ids are embedded to, float32 [n, hidden]: they are placeholders then, and `root`
+    is the job's own."""
     sampling: SamplingParams = SamplingParams()
     text: TextOptions = TextOptions()
     max_tokens: int | None = None
@@ -77,6 +88,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     keep: Keep | None = None
     prompt_param: str = "prompt"
     """The field that an error about the prompt names: `messages` for chat."""
+    suffix: str = ""
+    """What follows the text to come, where the prompt is text and the model has marks for it
+    (`app/text/infill.py`)."""
+    beam: BeamOptions | None = None
+    """Search, in place of drawing; `sampling` says only how much is told then."""
     continues: bool = False
     """Part of an answer under way: taken while draining too."""
 
@@ -113,6 +129,10 @@ class Run(Protocol):
     def hidden(self, index: int) -> list[Floats]:
         """Hidden states of one choice as steps gave them, float32 [n, width] each; complete with its last
         piece."""
+        ...
+
+    def experts(self, index: int) -> list[Ints]:
+        """The same for the experts that were chosen, int32 [n, layers, experts per token] each."""
         ...
 
     async def wait(self) -> None:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from app.compose import Live, assemble, load
 from app.errors import failure
+from app.http.beam import check_streamed
 from app.http.body import decode
 from app.http.chat import chat_job
 from app.http.classify import ClassifyBody
@@ -57,7 +58,7 @@ class LLM:
         with LLM("path/to/model", kv_tokens=65536) as llm:
             print(llm.generate("Once upon a time", max_tokens=32)[0].text)
 
-    `settings` are the server's flags of the groups model, cache and schedule and the two for parsers,
+    `settings` are the server's flags of the groups model, cache and schedule, and those of `PARSERS`,
     by their names with underscores. Sampling parameters have the names and defaults of the HTTP API, as
     keywords or as one mapping; a name that it does not have is a `TypeError`. What is wrong with a
     request raises `core.errors.RequestError`, also when only one prompt of many is wrong: the others are
@@ -285,6 +286,7 @@ class LLM:
     async def _follow(self, url: str, body: bytes, put: Callable[[Delta | None], None]) -> None:
         try:
             engine, job = await self._job(url, body)
+            check_streamed(job, True)
             left, counts = job.n, [0] * job.n
             runs: list[Run] = []
             done: asyncio.Future[LoomError | None] = asyncio.get_running_loop().create_future()

@@ -37,6 +37,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""
     """Of keys and values in the pool."""
     hidden_size: int = 0
+    routed: tuple[int, int] = (0, 0)
+    """Layers, and experts that a token takes in one; zeros where there are no experts."""
     task: Task = "generate"
     pooling: PoolingSpec = PoolingSpec()
 
@@ -81,8 +83,8 @@ class Control(Generator, Protocol):
 
 
 class NumberBudget:
-    """Numbers of hidden states that answers hold, from the check of a request to the end of its task: slow
-    readers of many large answers would hold as many gigabytes.
+    """Numbers of hidden states that answers hold, and of embeddings that prompts are, from the check of a
+    request to the end of its task: slow readers of many large answers would hold as many gigabytes.
 
     Owner: event loop.
     """
@@ -97,7 +99,7 @@ class NumberBudget:
     def hold(self, count: int) -> None:
         """Count them until the current task ends. Raises `Overloaded` where others hold too many."""
         if self._held and self._held + count > self._limit:
-            raise Overloaded("Too many hidden states are being answered: try again later.")
+            raise Overloaded("Too many hidden states, experts or embeddings are held: try again later.")
         task = asyncio.current_task()
         assert task is not None, "answers are made in tasks"
         self._held += count
@@ -120,6 +122,8 @@ class Loaded(msgspec.Struct, frozen=True):
     """How it marks thinking; None: it does not think."""
     operator: Operator | None = None
     """None where the engine is not this process's to control."""
+    trusts_templates: bool = False
+    """Requests may bring chat templates of their own."""
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
 
 

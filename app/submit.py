@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from app.deliver import CircleStream, Stream
 from app.engine import Engine
-from app.job import Job, Piece, Run, Sink
+from app.job import Job, Run, Sink
+from app.run import LiveRun
+from app.search import BeamRun, Means, check_width
 from app.text.detokenizer import Detokenizer
+from app.text.infill import encoded
 from app.text.repetition import RepetitionScanner
 from app.text.stops import StopScanner, check_stops
 from app.text.tokenizer import Tokenizer
@@ -20,11 +22,10 @@ from app.timeline import Timelines, Waits
 from core.clock import Clock
 from core.errors import ContextExceeded, RequestError, Unavailable
 from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
-from core.plan import PromptLogprobs
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import SEED_LIMIT, check
 from core.stats import EngineStatistics
-from core.types import Finish, FinishReason, Floats, Ints
+from core.types import Ints
 
 MAX_CHOICES = 128
 """CVE-2026-34756 is a server that copies a request for each of an unbounded `n`."""
@@ -41,54 +42,6 @@ class Limits(msgspec.Struct, frozen=True):
     processors: tuple[str, ...] = ()
     generates: bool = True
     """The model makes tokens; without, only jobs for none are taken."""
-
-
-class LiveRun:
-    """A job's requests while they run. Owner: event loop."""
-
-    __slots__ = ("_done", "_engine", "_left", "_sink", "id", "prompt", "requests", "streams")
-
-    def __init__(self, job: Job, prompt: Ints, engine: Engine, sink: Sink) -> None:
-        self.id = job.id
-        self.prompt = prompt
-        self.requests: list[Request] = []
-        self.streams: list[Stream] = []
-        self._engine = engine
-        self._sink = sink
-        self._left = job.n
-        self._done = asyncio.get_running_loop().create_future()
-
-    def deliver(self, index: int, piece: Piece) -> None:
-        """The sink of this job's streams: passes pieces on and notices the last one."""
-        if piece.finish is not None:
-            self._left -= 1
-            if self._left == 0 and not self._done.done():
-                self._done.set_result(None)
-        self._sink(index, piece)
-
-    def prompt_logprobs(self) -> list[PromptLogprobs]:
-        """See `app.job.Run.prompt_logprobs`."""
-        return self.streams[0].prompt_logprobs
-
-    def hidden(self, index: int) -> list[Floats]:
-        """See `app.job.Run.hidden`."""
-        return self.streams[index].hidden
-
-    async def wait(self) -> None:
-        await asyncio.shield(self._done)
-
-    def abort(self, message: str | None = None) -> None:
-        """End it; with a `message` the client is told of an error."""
-        for request in self.requests:
-            self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
-
-    def end(self, index: int) -> None:
-        """See `app.job.Run.end`."""
-        self._engine.abort(self.requests[index], Finish(FinishReason.ABORT))
-
-    def on_done(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when the last choice has ended."""
-        self._done.add_done_callback(lambda _: callback())
 
 
 class Submitter:
@@ -204,7 +157,7 @@ class Submitter:
 
     async def _encode(self, job: Job) -> Ints:
         if isinstance(job.prompt, str):
-            prompt = await self._tokenizer.encode_async(job.prompt, job.add_special_tokens, job.prompt_param)
+            prompt = await encoded(job, self._tokenizer)
         else:
             prompt = job.prompt
             if len(prompt) and not (int(prompt.min()) >= 0 and int(prompt.max()) < self._limits.vocab_size):
@@ -271,9 +224,18 @@ class Submitter:
         grammar, pinning = made
         sampling = self._complete(job, len(prompt))
         check(sampling, self._limits.vocab_size, self._limits.processors)
+        if sampling.experts_from > len(prompt):
+            raise RequestError(
+                f"routed_experts_start_len must be between 0 and the prompt's {len(prompt)} tokens, "
+                f"got {sampling.experts_from}.",
+                "routed_experts_start_len",
+            )
         check_stops(job.text.stop, job.text.stop_regex)
+        if job.beam is not None:
+            return self._search(job, BeamRun(job, prompt, sampling, self._engine, sink), pinning)
         run = LiveRun(job, prompt, self._engine, sink)
         now = self._clock()
+        assert job.embeds is None or job.root.own, "equal placeholders are not equal prompts"
         for index in range(job.n):
             own = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
             if index:  # the prompt's log-probabilities are the same for every choice
@@ -289,9 +251,15 @@ class Submitter:
                     grammar=grammar,
                 )
             )
+            run.requests[index].embeds = job.embeds
             run.streams.append(self._stream(index, run, job))
         run.requests[0].pinning = pinning  # its prompt is the others' too
         self._engine.add(run.requests, run.streams)
+        return run
+
+    def _search(self, job: Job, run: BeamRun, pinning: Pinning | None) -> LiveRun:
+        check_width(job, self._limits.vocab_size)
+        run.begin(Means(self._stream, self._detokenizer(job, run.prompt), self._clock), pinning)
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:

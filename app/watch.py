@@ -19,12 +19,9 @@ from app.job import Generator, Job, Piece, Run, Sink
 from app.parsers.reading import Reading
 from core.errors import ContextExceeded, LoomError
 from core.grammar import GrammarSpec
-from core.plan import PromptLogprobs, RowLogprobs
+from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.request import Request
 from core.types import NO_TOKENS, Finish, FinishReason, Floats, Ints
-
-_SURE = RowLogprobs(0.0, NO_TOKENS, np.zeros(0, np.float32))
-"""The log-probability of a token that was put there: it could be no other."""
 
 _ENOUGH = Finish(FinishReason.STOP)
 _UNREADABLE = Finish(FinishReason.ERROR, message="The server could not read the model's answer.")
@@ -75,8 +72,7 @@ class Watcher:
         closing = self._watch.closing
         mark = await self._encoder.encode_async(closing, False)
         ids: list[int] = mark.tolist()
-        wanted = job.sampling.logprobs >= 0
-        take(index, Piece(closing, ids, [_SURE] * len(ids) if wanted else None))
+        take(index, Piece(closing, ids, [_sure(id) for id in ids] if job.sampling.told else None))
         used = len(thought) + len(ids)
         left = None if job.max_tokens is None else job.max_tokens - used
         if left is not None and left < 1:
@@ -100,6 +96,12 @@ class Watcher:
             return await self._engine.start(following, lambda _, piece: take(index, piece))
         except ContextExceeded:
             return None
+
+
+def _sure(token: int) -> RowLogprobs:
+    """Of a token that was put there: it could be no other."""
+    alone = Support(np.array([token], np.int32), 0.0)
+    return RowLogprobs(0.0, NO_TOKENS, np.zeros(0, np.float32), 0.0, alone)
 
 
 class GoOn(Protocol):
@@ -160,6 +162,13 @@ class WatchedRun:
         if second is not None:
             return second.hidden(0)
         return [] if self._first is None else self._first.hidden(index)
+
+    def experts(self, index: int) -> list[Ints]:
+        """See `app.job.Run.experts`. The same."""
+        second = self._choices[index].second
+        if second is not None:
+            return second.experts(0)
+        return [] if self._first is None else self._first.experts(index)
 
     async def wait(self) -> None:
         await self._done.wait()

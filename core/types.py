@@ -53,6 +53,8 @@ class RootKey(msgspec.Struct, frozen=True):
 
     adapter: str = ""
     salt: str = ""
+    own: str = ""
+    """Of one job alone, whose prompt its tokens do not tell: embeddings. No client can spell it."""
 
 
 PLAIN_ROOT = RootKey()

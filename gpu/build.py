@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
 from core.models import ModelSpec, PoolingSpec, read_spec, sentence_pooling
@@ -45,8 +45,6 @@ CPU_STEP = 2048
 CUDA_STEP = 8192
 """Tokens of a step: on an H200 8,192 in place of 2,048 brought 8% more of Qwen3-30B-A3B's prompts and answers
 together (256 at a time) and 22% more of its prompts, tiles of the experts tuned in between; nothing on 8B."""
-
-LEAST_STEP = 16
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""

@@ -1,32 +1,69 @@
-"""Hidden states that requests want back, and nothing of the others."""
+"""Hidden states and experts that requests want back, and nothing of the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from core.models import ModelSpec
 from core.plan import Chunk, NewSlot, StepPlan
+from core.types import Floats, Ints
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.models.base import CausalModel
+
+
+class Given(NamedTuple):
+    """What a step gives back by slot, on the device and nobody else's: hidden states float32 [n, width], and
+    the experts chosen, int32 [n, layers, experts per token]."""
+
+    hidden: Mapping[int, torch.Tensor]
+    experts: Mapping[int, torch.Tensor]
+
+    def read(self) -> tuple[dict[int, Floats], dict[int, Ints]]:
+        """Both on the host, read-only. Waits for the device where there is any."""
+        hidden = {slot: rows.cpu().numpy() for slot, rows in self.hidden.items()}
+        experts = {slot: rows.cpu().numpy() for slot, rows in self.experts.items()}
+        arrays: tuple[np.ndarray, ...] = (*hidden.values(), *experts.values())
+        for array in arrays:
+            array.setflags(write=False)
+        return hidden, experts
+
+
+NOTHING = Given({}, {})
 
 
 class HiddenRows:
     """Who wants what. Owner: launch thread."""
 
-    __slots__ = ("_all",)
+    __slots__ = ("_all", "_routed")
 
     def __init__(self) -> None:
         self._all: set[int] = set()
         """Slots whose decode rows give theirs."""
+        self._routed: set[int] = set()
+        """Those whose decode rows give their experts."""
 
     def apply(self, new_slots: Sequence[NewSlot]) -> None:
         """Take over what new slots ask for. Before `take`."""
         for new in new_slots:
-            if new.params.hidden == "all":
-                self._all.add(new.slot)
-            else:
-                self._all.discard(new.slot)
+            for slots, wanted in (
+                (self._all, new.params.hidden == "all"),
+                (self._routed, new.params.experts_from >= 0),
+            ):
+                if wanted:
+                    slots.add(new.slot)
+                else:
+                    slots.discard(new.slot)
+
+    def routes(self, plan: StepPlan) -> list[torch.Tensor] | None:
+        """What the step's forward is to fill, None where nobody wants to see experts."""
+        wanted = any(chunk.experts for chunk in plan.chunks) or (
+            bool(self._routed) and not self._routed.isdisjoint(plan.decode_slots.tolist())
+        )
+        return [] if wanted else None
 
     def wants(self, plan: StepPlan) -> bool:
         """Whether `take` would find anything."""
@@ -35,10 +72,38 @@ class HiddenRows:
         )
 
     def take(
+        self,
+        model: CausalModel,
+        hidden: torch.Tensor,
+        routes: Sequence[torch.Tensor] | None,
+        plan: StepPlan,
+        rows: Sequence[ChunkRow],
+    ) -> Given:
+        """`hidden` [n, hidden] is the step's, `routes` the list that its forward has filled, and `rows` say
+        where in them the chunks lie."""
+        states = self._hidden(model, hidden, plan, rows)
+        return Given(states, {} if routes is None else self._experts(model.spec, routes, plan, rows))
+
+    def _experts(
+        self, spec: ModelSpec, routes: Sequence[torch.Tensor], plan: StepPlan, rows: Sequence[ChunkRow]
+    ) -> dict[int, torch.Tensor]:
+        assert spec.moe is not None, "experts in a model without"
+        chosen = torch.stack(list(routes), 1).int()
+        every = chosen.new_zeros(len(chosen), spec.layers, spec.moe.per_token)
+        every[:, sorted(spec.moe.layers)] = chosen
+        found = {
+            slot: every[row : row + 1]
+            for row, slot in enumerate(plan.decode_slots.tolist())
+            if slot in self._routed
+        }
+        for chunk, at in zip(plan.chunks, rows, strict=True):
+            if chunk.experts:
+                found[chunk.slot] = every[at.first + _skipped(chunk) : at.first + at.tokens]
+        return found
+
+    def _hidden(
         self, model: CausalModel, hidden: torch.Tensor, plan: StepPlan, rows: Sequence[ChunkRow]
     ) -> dict[int, torch.Tensor]:
-        """Slot to float32 [n, width], on the device and nobody else's; `hidden` [n, hidden] is the step's,
-        and `rows` say where in it the chunks lie."""
         found: dict[int, torch.Tensor] = {}
         if self._all:
             for row, slot in enumerate(plan.decode_slots.tolist()):
@@ -57,8 +122,13 @@ def _of_chunk(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, at: ChunkR
             return _answer(model, rows[:1])
         case "last":
             return _answer(model, rows[-1:])
-    rows = rows[max(chunk.hidden_start - chunk.start, 0) :]
+    rows = rows[_skipped(chunk) :]
     return rows.sum(0, keepdim=True, dtype=torch.float32) if chunk.hidden == "sum" else _copy(rows)
+
+
+def _skipped(chunk: Chunk) -> int:
+    """Tokens of a chunk whose states and experts are not owed."""
+    return max(chunk.hidden_start - chunk.start, 0)
 
 
 def _answer(model: CausalModel, row: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from core.plan import NewSlot, PromptLogprobs, RowLogprobs, StepPlan, StepResult
 from core.types import NAN_TOKEN
 from gpu.attention import AttentionBackend
 from gpu.context import ForwardContext
+from gpu.embeds import embedded
 from gpu.grammar.matchers import Masks, Matchers
-from gpu.hidden import HiddenRows, segments
+from gpu.hidden import Given, HiddenRows, segments
 from gpu.inputs import gather
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
@@ -58,7 +59,7 @@ class TokenSampler(Protocol):
 class Pending:
     """A launched step. `wait` may block, and belongs to the waiter thread."""
 
-    __slots__ = ("_failed", "_hidden", "_logprobs", "_prompt", "_seconds", "_tokens", "step")
+    __slots__ = ("_failed", "_given", "_logprobs", "_prompt", "_seconds", "_tokens", "step")
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Pending:
         prompt: tuple[PromptLogprobs, ...],
         seconds: float,
         failed: dict[int, str],
-        hidden: dict[int, torch.Tensor],
+        given: Given,
     ) -> None:
         self.step = step
         self._tokens = tokens
@@ -76,16 +77,14 @@ class Pending:
         self._prompt = prompt
         self._seconds = seconds
         self._failed = failed
-        self._hidden = hidden
+        self._given = given
 
     def wait(self) -> StepResult:
         """The step's answer. Its arrays are read-only."""
         tokens = self._tokens.cpu().numpy().astype(np.int32)
-        hidden = {slot: rows.cpu().numpy() for slot, rows in self._hidden.items()}
-        for array in (tokens, *hidden.values()):
-            array.setflags(write=False)
+        tokens.setflags(write=False)
         told = (self._logprobs, self._prompt, self._seconds, self._failed)
-        return StepResult(self.step, tokens, *told, hidden)
+        return StepResult(self.step, tokens, *told, *self._given.read())
 
 
 class ModelRunner:
@@ -140,7 +139,9 @@ class ModelRunner:
         inputs = gather(plan, self._slots, self._page_size)
         self._attention.prepare(inputs)
         ops = TorchOps(self._attention)
-        hidden = model.forward(ForwardContext(inputs.positions, ops, segments(plan, inputs)), inputs.ids)
+        given, routes = embedded(plan, self.device), self._hidden.routes(plan)
+        ctx = ForwardContext(inputs.positions, ops, segments(plan, inputs), embedded=given, routes=routes)
+        hidden = model.forward(ctx, inputs.ids)
         tokens, logprobs = inputs.sample_slots, dict[int, RowLogprobs]()
         failed: dict[int, str] = {}
         if plan.num_samples:
@@ -154,7 +155,7 @@ class ModelRunner:
             failed.update(sampled.failed)
             self._slots.write_tokens(inputs.sample_slots, tokens)
         prompt = score_prompts(model, hidden, plan, inputs.chunks)
-        wanted = self._hidden.take(model, hidden, plan, inputs.chunks)
+        wanted = self._hidden.take(model, hidden, routes, plan, inputs.chunks)
         return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun, failed, wanted)
 
     def _accept(self, masks: Masks, tokens: torch.Tensor, logprobs: dict[int, RowLogprobs]) -> dict[int, str]:

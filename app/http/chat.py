@@ -6,14 +6,22 @@ import msgspec
 from aiohttp import web
 
 from app.http.answers import AnswerChunks, read_message
+from app.http.beam import beam_options, check_beam
 from app.http.body import decode, read_body
 from app.http.chunks import Envelope, Options, finish_fields, usage
 from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.experts import check_experts, experts_wanted, routed_chunk
 from app.http.hidden import check_states, with_last_states
 from app.http.keys import SERVICE
 from app.http.logprobs import Namer, chat_logprobs, vllm_prompt_logprobs
-from app.http.messages import check_messages, generation_prompt, short_ids, template_arguments
+from app.http.messages import (
+    check_messages,
+    chosen_template,
+    generation_prompt,
+    short_ids,
+    template_arguments,
+)
 from app.http.openai import (
     envelope,
     options,
@@ -24,7 +32,7 @@ from app.http.openai import (
 )
 from app.http.prompts import check_ids
 from app.http.refuse import refuse_unsupported
-from app.http.reply import json_response
+from app.http.reply import json_response, long_response
 from app.http.sampling import (
     allowed_ids,
     bad_words,
@@ -85,7 +93,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
     body = decode(CHAT, await read_body(request))
     loaded = ready(request.app[SERVICE], body.model)
     if not body.stream:
-        return json_response(await chat_answer(body, loaded))
+        answer = await chat_answer(body, loaded)
+        return await long_response(request, answer) if body.return_routed_experts else json_response(answer)
     job, watch = await chat_job(body, loaded)
     namer, told = _namer(body, loaded), options(body, body.logprobs is True)
     chunk = envelope(job.id, "chat.completion.chunk", loaded.card.name)
@@ -93,14 +102,16 @@ async def chat(request: web.Request) -> web.StreamResponse:
     sink = spaced(delivery.take, stream_interval(body))
     if watch.reading.plain:
         async with running(loaded.engine, [job], sink) as runs:
+            check_experts(runs, [job], loaded)
             shape = ChatShape(body, namer, runs[0], job.prompt)
             return await stream_chunks(request, delivery, (chunk, shape, told), runs, _patient(job))
     async with running(Watcher(loaded.engine, loaded.tokenizer, watch), [job], sink) as runs:
         run = runs[0]
         assert isinstance(run, WatchedRun)
+        check_experts(runs, [job], loaded)
         frames = AnswerChunks(chunk, told, ChatShape(body, namer, run, job.prompt), run, watch.reading)
         async with EventStream(request) as stream:
-            await delivery.run(stream, frames, _patient(job))
+            await delivery.run(stream, frames, _patient(job), routed_chunk(chunk, told, runs))
         return stream.response
 
 
@@ -114,6 +125,7 @@ async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
     async with running(engine, [job], collector.take) as runs:
         run = runs[0]
         check_states(runs, [job], loaded)
+        check_experts(runs, [job], loaded)
         pieces = await collector.collect()
         whole = envelope(job.id, "chat.completion", loaded.card.name)
         extras = prompt_extras(body, run, namer, job.prompt)
@@ -141,7 +153,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     """Everything checked that can be checked without tokens, the prompt rendered, and how to read
     what comes back."""
     budget = thinking_budget(body, loaded)
-    refuse_unsupported(body)
+    refuse_unsupported(body, takes=("use_beam_search", "chat_template"))
     tools = chosen_tools(body)
     n = choices(body.n)
     root = root_key(body.cache_salt, body.extra_key)
@@ -151,6 +163,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         min_tokens=body.min_tokens or 0,
         logprobs=_logprobs_wanted(body),
         prompt_logprobs=prompt_logprobs_wanted(body),
+        experts_from=experts_wanted(body, loaded.card),
     )
     job = Job(
         id=request_id(body, "chatcmpl"),
@@ -170,6 +183,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         priority=priority(body.priority),
         root=root,
         keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
+        beam=beam_options(body),
     )
     if body.input_ids:
         prompt: str | Ints = check_ids(body.input_ids, loaded.card.vocab_size, "input_ids")
@@ -183,7 +197,9 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     text = shown(prompt, loaded)
     watch = Watch(reading=_reading(body, loaded, tools, text), budget=budget or None)
     wanted = Wanted(answer=job.grammar, tools=tools.callable, calls=tools.calls, many=tools.many)
-    return constrained(job, text, wanted, watch)
+    job, watch = constrained(job, text, wanted, watch)
+    check_beam(job)
+    return job, watch
 
 
 async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
@@ -196,7 +212,8 @@ async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
     )
     if body.reasoning_effort == "none":
         arguments.setdefault("enable_thinking", False)
-    return await loaded.template.render_async(
+    template = await chosen_template(body.chat_template, loaded)
+    return await template.render_async(
         messages,
         tools=tools.shown,
         add_generation_prompt=add,

@@ -43,6 +43,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: bool = False
     cached: bool = False
     """Where cached tokens came from, in SGLang's own object."""
+    routed: bool = False
+    """Which experts tokens were routed to, in the same object: a chunk that `routed_chunk` makes."""
 
 
 class Shape(Protocol):
@@ -93,7 +95,7 @@ def last_chunks(head: bytes, options: Options, runs: Sequence[Run], usage: bytes
     """What comes after the last choice's end, only for those who asked: others index `choices[0]` of every
     chunk. `head` ends inside the list of choices, `usage` is that field."""
     told = b""
-    if options.cached:
+    if options.cached and not options.routed:
         told = b'%b],"sglext":%b}%b' % (head, _encode(cached_details(runs)), END)
     if options.include_usage:
         told += b"%b]%b}%b" % (head, usage, END)

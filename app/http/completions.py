@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from app.http.beam import beam_options
 from app.http.body import decode, read_body
 from app.http.chunks import Envelope, Options, finish_fields, thought, usage
 from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.embeds import embedded, prompt_embeds
+from app.http.experts import check_experts, experts_wanted
 from app.http.hidden import check_states, with_last_states
 from app.http.keys import SERVICE
 from app.http.logprobs import CompletionLogprobs, Namer, output_entries, prompt_entries, vllm_prompt_logprobs
@@ -25,7 +29,7 @@ from app.http.openai import (
 )
 from app.http.prompts import check_prompt, split_prompts
 from app.http.refuse import refuse_unsupported
-from app.http.reply import json_response
+from app.http.reply import json_response, long_response
 from app.http.sampling import (
     allowed_ids,
     bad_words,
@@ -40,13 +44,19 @@ from app.http.sampling import (
     truncation,
 )
 from app.http.schema import COMPLETION, CompletionBody
+from app.http.suffix import inserting
 from app.http.thinking import bounded, thinking_budget
 from app.job import Job, Piece, Run
 from app.service import Loaded
 from core.errors import RequestError
+from core.types import Floats
+
+P = TypeVar("P")
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, and everybody's after it."""
+
+_TAKES = ("use_beam_search", "suffix")
 
 
 class CompletionShape:
@@ -80,7 +90,8 @@ class CompletionShape:
         run = self._runs[index // self._n]
         extras: dict[str, object] = {}
         if self._body.return_token_ids or self._body.return_prompt_token_ids:
-            extras["prompt_token_ids"] = run.prompt.tolist()
+            known = run.requests[0].embeds is None
+            extras["prompt_token_ids"] = run.prompt.tolist() if known else None
         if self._body.return_prompt_text:
             extras["prompt_text"] = self._echoes[index // self._n]
         if self._body.prompt_logprobs is not None:
@@ -101,12 +112,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = decode(COMPLETION, await read_body(request))
     loaded = ready(request.app[SERVICE], body.model)
     if not body.stream:
-        return json_response(await completion_answer(body, loaded))
+        answer = await completion_answer(body, loaded)
+        return await long_response(request, answer) if body.return_routed_experts else json_response(answer)
     id = request_id(body, "cmpl")
-    jobs = completion_jobs(body, id, loaded)
+    jobs = completion_jobs(body, id, loaded, await prompt_embeds(body, loaded))
     delivery = Delivery(sum(job.n for job in jobs))
     engine = bounded(loaded, thinking_budget(body, loaded))
     async with running(engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
+        check_experts(runs, jobs, loaded)
         shape = _shape(body, jobs, runs, loaded)
         chunk = (envelope(id, "text_completion", loaded.card.name), shape, _told(body))
         # Prompt log-probabilities are complete once choice 0 has begun, not before.
@@ -117,11 +130,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, object]:
     """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
     id = request_id(body, "cmpl")
-    jobs = completion_jobs(body, id, loaded)
+    jobs = completion_jobs(body, id, loaded, await prompt_embeds(body, loaded))
     collector = Collector(sum(job.n for job in jobs))
     engine = bounded(loaded, thinking_budget(body, loaded))
     async with running(engine, jobs, collector.take) as runs:
         check_states(runs, jobs, loaded)
+        check_experts(runs, jobs, loaded)
         pieces = await collector.collect()
         head = envelope(id, "text_completion", loaded.card.name)
         answer = await _answer(head, pieces, runs, _told(body), _shape(body, jobs, runs, loaded))
@@ -137,17 +151,18 @@ def _shape(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], loade
     return CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
 
 
-def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
-    """One job per prompt, everything checked that can be checked without tokens."""
-    refuse_unsupported(body)
-    if not body.prompt:
+def completion_jobs(
+    body: CompletionBody, id: str, loaded: Loaded, embeds: Sequence[Floats] = ()
+) -> list[Job]:
+    """One job per prompt, everything checked that can be checked without tokens. `embeds` are those of
+    `prompt_embeds`, where the route takes them: vLLM's order has them first."""
+    refuse_unsupported(body, takes=(*_TAKES, "prompt_embeds") if embeds else _TAKES)
+    if not body.prompt and not embeds:
         raise RequestError("'prompt' must not be empty.", "prompt")
-    prompts, _ = split_prompts(body.prompt, "prompt")
-    n = choices(body.n, len(prompts))
+    prompts = split_prompts(body.prompt, "prompt")[0] if body.prompt else []
+    n = choices(body.n, len(prompts) + len(embeds))
     vocab_size = loaded.card.vocab_size
-    echoed = body.logprobs if body.echo and body.logprobs is not None else -1
-    if body.logprobs is not None and body.logprobs < 0:
-        raise RequestError("'logprobs' must not be negative.", "logprobs")
+    logprobs = _logprobs(body)
     root = root_key(body.cache_salt, body.extra_key)
     base = Job(
         id=id,
@@ -156,8 +171,9 @@ def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
             body,
             vocab_size,
             min_tokens=body.min_tokens or 0,
-            logprobs=-1 if body.logprobs is None else body.logprobs,
-            prompt_logprobs=max(prompt_logprobs_wanted(body), echoed),
+            logprobs=logprobs,
+            prompt_logprobs=max(prompt_logprobs_wanted(body), logprobs if body.echo else -1),
+            experts_from=experts_wanted(body, loaded.card),
         ),
         text=text_options(body),
         max_tokens=_max_tokens(body),
@@ -173,19 +189,33 @@ def completion_jobs(body: CompletionBody, id: str, loaded: Loaded) -> list[Job]:
         priority=priority(body.priority),
         root=root,
         keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
+        beam=beam_options(body),
     )
-    jobs = []
-    for i, prompt in enumerate(prompts):
-        param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
-        jobs.append(
-            msgspec.structs.replace(
-                base,
-                id=id if len(prompts) == 1 else f"{id}-{i}",
-                prompt=check_prompt(prompt, vocab_size, param),
-                prompt_param=param,
-            )
-        )
-    return jobs
+    base = inserting(base, body, prompts, loaded)
+    jobs = [embedded(base, rows, param) for param, rows in _named("prompt_embeds", embeds)]
+    for param, prompt in _named("prompt", prompts):
+        checked = check_prompt(prompt, vocab_size, param)
+        jobs.append(msgspec.structs.replace(base, prompt=checked, prompt_param=param))
+    return jobs if len(jobs) == 1 else _numbered(jobs)
+
+
+def _logprobs(body: CompletionBody) -> int:
+    if body.logprobs is None:
+        return -1
+    if body.logprobs < 0:
+        raise RequestError("'logprobs' must not be negative.", "logprobs")
+    return body.logprobs
+
+
+def _named(param: str, prompts: Sequence[P]) -> list[tuple[str, P]]:
+    """Prompts with the path that an error about them names."""
+    if len(prompts) == 1:
+        return [(param, prompts[0])]
+    return [(f"{param}[{i}]", prompt) for i, prompt in enumerate(prompts)]
+
+
+def _numbered(jobs: Sequence[Job]) -> list[Job]:
+    return [msgspec.structs.replace(job, id=f"{job.id}-{i}") for i, job in enumerate(jobs)]
 
 
 def _max_tokens(body: CompletionBody) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -154,8 +154,11 @@ class Delivery:
         else:
             self._emit(index, piece)
 
-    async def run(self, stream: EventStream, frames: Frames, patient: bool = False) -> None:
-        """Write until every choice has ended, then the tail. Raises what made one fail.
+    async def run(
+        self, stream: EventStream, frames: Frames, patient: bool = False, more: Iterable[bytes] = ()
+    ) -> None:
+        """Write until every choice has ended, then what there is `more`, piece by piece, then the tail.
+        Raises what made one fail.
 
         `patient` waits for the end of all choices before the first event.
         """
@@ -172,6 +175,7 @@ class Delivery:
                     await stream.wait()
             if self._error is not None:
                 raise self._error
+            await written(stream, more)
             if (tail := frames.tail()) is not None:
                 stream.write(tail)
         finally:
@@ -222,6 +226,14 @@ class Delivery:
             self._error = error
             self._holding = True
             stream.wake()
+
+
+async def written(stream: EventStream, parts: Iterable[bytes]) -> None:
+    """Write long things, each part made when the reader has the one before."""
+    for part in parts:
+        await stream.drained()
+        stream.write(part)
+        await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from app.http.beam import check_streamed
 from app.http.body import decode, read_body
 from app.http.chunks import DATA, END, thought, usage
 from app.http.completions import completion_jobs
@@ -68,6 +69,7 @@ async def inference(request: web.Request) -> web.StreamResponse:
     asked = _completion(body)
     try:
         (job,) = completion_jobs(asked, request_id(asked, "gen"), loaded)
+        check_streamed(job, body.stream)
         if (body.sampling_params or asked).max_tokens is None:
             job = msgspec.structs.replace(job, max_tokens=None)
         engine = bounded(loaded, thinking_budget(asked, loaded))
@@ -88,6 +90,11 @@ async def inference(request: web.Request) -> web.StreamResponse:
 
 def _completion(body: InferenceBody) -> CompletionBody:
     """The same as `/v1/completions` takes it."""
+    for name in ("return_entropy", "return_sampling_mask", "return_routed_experts"):
+        if body.sampling_params is not None and getattr(body.sampling_params, name):
+            raise RequestError(
+                f"'{name}' is not supported here: /generate has it.", f"sampling_params.{name}", "unsupported"
+            )
     for name in ("features", "content_parts"):
         if getattr(body, name):
             raise RequestError(f"'{name}' is not supported: this model takes text only.", name, "unsupported")

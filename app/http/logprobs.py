@@ -10,6 +10,7 @@ import numpy as np
 
 from app.job import Piece, Run
 from core.plan import RowLogprobs
+from core.request import SamplingParams
 from core.types import Floats
 
 FLOOR = -9999.0
@@ -83,6 +84,22 @@ def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
             if start <= at < len(tokens):
                 entries[at - start] = Entry(tokens[at], value, list(zip(ids, values, strict=True)))
     return entries
+
+
+def told_lists(params: SamplingParams, rows: Sequence[RowLogprobs]) -> dict[str, list[object]]:
+    """What is told of tokens besides log-probabilities, by its names in SGLang's `meta_info`: the entropy of
+    the distribution that the model made, in nats, as `return_entropy` asks (SGLang has the field, and fills
+    it in builds made for it, from the same logits that its log-probabilities come from); the tokens that the
+    filters left to choose from, and how likely the chosen one was among those, as `return_sampling_mask`
+    does."""
+    found: dict[str, list[object]] = {}
+    if params.entropy:
+        found["output_token_entropy"] = [row.entropy for row in rows]
+    if params.support:
+        supports = [row.support for row in rows if row.support is not None]
+        found["output_token_sampling_mask"] = [each.ids.tolist() for each in supports]
+        found["output_token_sampling_logprobs"] = [finite(each.chosen) for each in supports]
+    return found
 
 
 def chat_logprobs(piece: Piece, namer: Namer) -> dict[str, object]:

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from app.http.body import check_depth
+from app.service import Loaded
+from app.text.template import ChatTemplate
 from core.errors import RequestError
 
 Message = dict[str, Any]
@@ -128,6 +130,23 @@ def template_arguments(sent: dict[str, Any] | None, **named: object) -> dict[str
             )
     arguments.update({name: value for name, value in named.items() if value is not None})
     return arguments
+
+
+async def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate:
+    """The model's template, or the one that a request brings where the operator trusts its clients with
+    that (CVE-2025-61620). Raises `RequestError` naming `chat_template`."""
+    if sent in (None, ""):
+        return loaded.template
+    if not loaded.trusts_templates:
+        raise RequestError(
+            "'chat_template' is not supported: the operator sets the template, and has to allow requests "
+            "their own with --trust-request-chat-template.",
+            "chat_template",
+            "unsupported",
+        )
+    if not isinstance(sent, str):
+        raise RequestError("'chat_template' must be a string.", "chat_template")
+    return await loaded.template.sent(sent)
 
 
 def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:

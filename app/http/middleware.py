@@ -33,6 +33,9 @@ ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATH = "/api/"
 """And below this one Ollama's: a text."""
 
+COHERE_PATHS = ("/v2/chat", "/cohere")
+"""From these on down Cohere's."""
+
 CLIENT_GONE = 499
 """Only ever logged."""
 
@@ -135,9 +138,17 @@ async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.S
 
 
 def _error(request: web.Request, error: Exception) -> web.Response:
-    anthropic = request.path == ANTHROPIC_PATH or request.path.startswith(ANTHROPIC_PATH + "/")
-    id = request[REQUEST_ID] if anthropic else None
-    return error_response(fault(error), id, plain=request.path.startswith(OLLAMA_PATH))
+    told, path, id = fault(error), request.path, request[REQUEST_ID]
+    if under(path, ANTHROPIC_PATH):
+        return error_response(told, told.anthropic_body(id))
+    if under(path, *COHERE_PATHS):
+        return error_response(told, told.cohere_body(id))
+    return error_response(told, told.plain_body() if path.startswith(OLLAMA_PATH) else None)
+
+
+def under(path: str, *tops: str) -> bool:
+    """`path` is one of these, or below it."""
+    return any(path == top or path.startswith(top + "/") for top in tops)
 
 
 def _translate(request: web.Request, error: web.HTTPException) -> HttpError:

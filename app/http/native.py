@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 from aiohttp import web
 
 from app.http.body import decode, read_body
 from app.http.constraint import constraint_of
-from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.delivery import Collector, Delivery, running, spaced, written
+from app.http.embeds import Given, embedded, input_embeds
+from app.http.experts import check_experts, experts_wanted
 from app.http.hidden import check_states
 from app.http.keys import SERVICE
 from app.http.logprobs import Namer
@@ -31,6 +35,7 @@ from app.http.sampling import (
     sampling_params,
     stream_interval,
     text_options,
+    told_fields,
     wants_states,
 )
 from app.http.schema import NATIVE, NativeBody, NativeSampling
@@ -40,6 +45,7 @@ from app.http.thinking import bounded, thinking_budget
 from app.job import Generator, Job, Sink
 from app.service import Loaded
 from core.errors import RequestError
+from core.types import Floats
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
@@ -55,8 +61,9 @@ _NAMES = {
     "prompt_logprobs_start": "logprob_start_len",
     "logprob_token_ids": "token_ids_logprob",
     "request_id": "rid",
-    "return_hidden_states": "return_hidden_states",
+    **{name: name for name in NativeBody.__struct_fields__ if name.startswith(("return_", "routed_"))},
     "custom_logit_processor": "custom_logit_processor",
+    "input_embeds": "input_embeds",
 }
 """What the engine calls a field, and what this route does."""
 
@@ -65,16 +72,18 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """One prompt gives one object; lists or n > 1 give a list of them."""
     body = decode(NATIVE, await read_body(request))
     loaded = ready(request.app[SERVICE], None)
-    jobs = native_jobs(body, loaded)
+    given = await input_embeds(body, loaded)
+    jobs = native_jobs(body, loaded, given)
     engine = bounded(loaded, _budget(body, loaded))
     try:
         if body.session_params is None:
-            return await _answer(request, body, engine, jobs)
+            single = _prompts(body, given).single
+            return await _answer(request, body, engine, jobs, single)
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
         job = await encoded(jobs[0], loaded)
         with taking_part(request.app[SESSIONS], body.session_params, job, loaded) as part:
-            return await _answer(request, body, engine, [part.job], part.watch)
+            return await _answer(request, body, engine, [part.job], watch=part.watch)
     except RequestError as error:
         error.param = _renamed(error.param)
         raise
@@ -85,29 +94,29 @@ async def _answer(
     body: NativeBody,
     engine: Generator,
     jobs: Sequence[Job],
+    single: bool = True,
     watch: Callable[[Sink], Sink] = lambda sink: sink,
 ) -> web.StreamResponse:
-    """Run the jobs; `watch` is put before the sink."""
+    """Run the jobs; `single` is whether one was asked for and not a list, `watch` is put before the sink."""
     loaded = request.app[SERVICE].loaded
     total = sum(job.n for job in jobs)
-    single = total == 1 and _prompts(body)[2]
+    single = total == 1 and single
     namer = Namer(loaded.tokenizer)
     if body.stream:
         delivery = Delivery(total)
         every = stream_interval(body.sampling_params or NativeSampling(), _IN)
         async with running(engine, jobs, watch(spaced(delivery.take, every))) as runs:
             check_states(runs, jobs, loaded)
+            check_experts(runs, jobs, loaded)
             frames = NativeFrames(body, Answers(body, jobs, runs, namer), total, single)
             async with EventStream(request) as stream:
                 await delivery.run(stream, frames, patient=_patient(jobs))
-                for part in frames.states():
-                    await stream.drained()
-                    stream.write(part)
-                    await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
+                await written(stream, frames.given())
             return stream.response
     collector = Collector(total)
     async with running(engine, jobs, watch(collector.take)) as runs:
         check_states(runs, jobs, loaded)
+        check_experts(runs, jobs, loaded)
         pieces = await collector.collect()
         answers = Answers(body, jobs, runs, namer)
         listed = []
@@ -115,7 +124,8 @@ async def _answer(
             listed.append(answers.whole(index, piece))
             await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
         answer = listed[0] if single else listed
-        return await long_response(request, answer) if wants_states(body) else json_response(answer)
+        long = wants_states(body) or jobs[0].sampling.experts_from >= 0
+        return await long_response(request, answer) if long else json_response(answer)
 
 
 def _budget(body: NativeBody, loaded: Loaded) -> int | None:
@@ -135,12 +145,12 @@ def _renamed(param: str | None) -> str | None:
     return _IN + param if param in NativeSampling.__struct_fields__ else param
 
 
-def native_jobs(body: NativeBody, loaded: Loaded) -> list[Job]:
-    """One job per prompt."""
-    refuse_unsupported(body)
+def native_jobs(body: NativeBody, loaded: Loaded, given: Given | None = None) -> list[Job]:
+    """One job per prompt. `given` are those of `input_embeds`."""
+    refuse_unsupported(body, takes=("input_embeds",))
     asked = body.sampling_params or NativeSampling()
     refuse_unsupported(asked, _IN)
-    param, prompts, _ = _prompts(body)
+    param, prompts, _ = _prompts(body, given)
     n = choices(asked.n, len(prompts), _IN)
     ids = _ids(body.rid, len(prompts))
     vocab_size = loaded.card.vocab_size
@@ -155,6 +165,8 @@ def native_jobs(body: NativeBody, loaded: Loaded) -> list[Job]:
             **_logprobs(body),
             **_processor(body, asked),
             **({"hidden": "all"} if wants_states(body) else {}),
+            **told_fields(body),
+            **_experts(body, asked, loaded),
         ),
         text=text_options(asked),
         max_tokens=_max_new_tokens(asked),
@@ -170,9 +182,18 @@ def native_jobs(body: NativeBody, loaded: Loaded) -> list[Job]:
     jobs = []
     for i, prompt in enumerate(prompts):
         name = param if len(prompts) == 1 else f"{param}[{i}]"
-        checked = check_prompt(prompt, vocab_size, name)
-        jobs.append(msgspec.structs.replace(base, id=ids[i], prompt=checked, prompt_param=name))
+        job = msgspec.structs.replace(base, id=ids[i], prompt_param=name)
+        if isinstance(prompt, np.ndarray):
+            jobs.append(embedded(job, prompt, name))
+        else:
+            jobs.append(msgspec.structs.replace(job, prompt=check_prompt(prompt, vocab_size, name)))
     return jobs
+
+
+def _experts(body: NativeBody, asked: NativeSampling, loaded: Loaded) -> dict[str, int]:
+    """By the names in either place."""
+    start = experts_wanted(body, loaded.card)
+    return {"experts_from": experts_wanted(asked, loaded.card, _IN) if start < 0 else start}
 
 
 def _processor(body: NativeBody, asked: NativeSampling) -> dict[str, str]:
@@ -192,14 +213,23 @@ def _max_new_tokens(asked: NativeSampling) -> int:
     return value
 
 
-def _prompts(body: NativeBody) -> tuple[str, list[Prompt], bool]:
+class _Prompts(NamedTuple):
     """The field that has the prompts, the prompts, and whether it is one and not a list."""
-    if (body.text is None) == (body.input_ids is None):
-        raise RequestError("Give exactly one of 'text' and 'input_ids'.", "text")
+
+    param: str
+    prompts: Sequence[Prompt | Floats]
+    single: bool
+
+
+def _prompts(body: NativeBody, given: Given | None) -> _Prompts:
+    if [body.text, body.input_ids, given].count(None) != 2:
+        raise RequestError("Give exactly one of 'text', 'input_ids' and 'input_embeds'.", "text")
+    if given is not None:
+        return _Prompts("input_embeds", given.prompts, given.single)
     param, value = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     if not value:
         raise RequestError(f"'{param}' must not be empty.", param)
-    return param, *split_prompts(value, param)
+    return _Prompts(param, *split_prompts(value, param))
 
 
 def _ids(rid: str | list[str] | None, prompts: int) -> list[str]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from app.http.experts import experts
 from app.http.hidden import states
-from app.http.logprobs import Entry, Namer, output_entries, prompt_entries
+from app.http.logprobs import Entry, Namer, output_entries, prompt_entries, told_lists
 from app.http.reply import pieces
 from app.http.schema import NativeBody
 from app.job import Job, Piece, Run
-from core.types import Finish, FinishReason, Floats
+from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
@@ -27,13 +28,16 @@ this, 64 choices of 1,000 tokens with 20 log-probabilities each are 25 GB of eve
 
 def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str, object]:
     """What SGLang tells of a choice that has said `tokens`."""
-    return {
+    told: dict[str, object] = {
         "id": id,
         "finish_reason": None if finish is None else _finish(finish, tokens),
         "prompt_tokens": len(run.prompt),
         "completion_tokens": tokens,
         "cached_tokens": run.requests[0].cached,
     }
+    if run.requests[0].params.support:
+        told["output_token_sampling_mask_length"] = tokens
+    return told
 
 
 class Answers:
@@ -51,17 +55,26 @@ class Answers:
     def whole(self, index: int, piece: Piece) -> dict[str, object]:
         """`piece` is all of the choice."""
         meta = self.meta(index, len(piece.tokens), piece.finish)
-        if self._body.return_logprob:
-            meta |= self.output_logprobs(piece) | self.input_logprobs(index)
-        if (given := self.states(index, len(piece.tokens))) is not None:
-            meta["hidden_states"] = given
+        if self.told:
+            meta |= self.output_lists(piece) | self.input_logprobs(index)
+        meta |= self.given(index, len(piece.tokens))
         return {"text": piece.text, "output_ids": piece.tokens, "meta_info": meta}
 
-    def states(self, index: int, tokens: int) -> list[Floats] | None:
-        """Hidden states of a complete choice of that many tokens, where asked for."""
+    @property
+    def told(self) -> bool:
+        """Whether something is told of each token."""
+        return self._jobs[0].sampling.told
+
+    def given(self, index: int, tokens: int) -> dict[str, object]:
+        """What a complete choice of that many tokens gives back, where asked for: hidden states, lists of
+        vectors, and experts, as the bytes of a tensor."""
         which, choice = divmod(index, self._n)
-        wanted = self._jobs[which].sampling.hidden != "none"
-        return states(self._runs[which], choice, tokens) if wanted else None
+        run, found = self._runs[which], dict[str, object]()
+        if self._jobs[which].sampling.hidden != "none":
+            found["hidden_states"] = states(run, choice, tokens)
+        if (chosen := experts(run, choice, tokens)) is not None:
+            found["routed_experts"] = chosen
+        return found
 
     def meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
         """`meta_info` without log-probabilities."""
@@ -69,9 +82,12 @@ class Answers:
         id = self._jobs[which].id
         return meta_info(id if self._n == 1 else f"{id}-{choice}", self._runs[which], tokens, finish)
 
-    def output_logprobs(self, piece: Piece) -> dict[str, list[object]]:
-        """Of the piece's tokens."""
-        return self._lists("output", list(output_entries(piece.tokens, piece.logprobs or ())))
+    def output_lists(self, piece: Piece) -> dict[str, list[object]]:
+        """What is told of each of the piece's tokens."""
+        more = told_lists(self._jobs[0].sampling, piece.logprobs or ())
+        if not self._body.return_logprob:
+            return more
+        return self._lists("output", list(output_entries(piece.tokens, piece.logprobs or ()))) | more
 
     def input_logprobs(self, index: int) -> dict[str, list[object]]:
         """Of the prompt's tokens from `logprob_start_len` on, where asked for."""
@@ -121,7 +137,7 @@ class NativeFrames:
     def __init__(self, body: NativeBody, answers: Answers, total: int, single: bool) -> None:
         self._answers = answers
         self._single = single
-        self._wanted = body.return_logprob is True
+        self._wanted = answers.told
         self._tokens: list[list[int]] = [[] for _ in range(total)]
         self._texts = [bytearray() for _ in range(total)]
         self._logprobs: list[dict[str, bytearray]] = [{} for _ in range(total)]
@@ -135,7 +151,7 @@ class NativeFrames:
         self._texts[index] += _encode(piece.text)[1:-1]
         if self._wanted and piece.logprobs:
             known = self._logprobs[index]
-            for name, listed in self._answers.output_logprobs(piece).items():
+            for name, listed in self._answers.output_lists(piece).items():
                 encoded = known.setdefault(name, bytearray())
                 if encoded:
                     encoded += b","
@@ -153,15 +169,16 @@ class NativeFrames:
         self._ends[index] = finish
         return self._event(index, finish)
 
-    def states(self) -> Iterator[bytes]:
-        """A last event for each choice, with its hidden states, where asked for; in pieces. No earlier one
-        has them: they are too many to be told again and again."""
+    def given(self) -> Iterator[bytes]:
+        """A last event for each choice, with what it gives back, where asked for; in pieces. No earlier one
+        has that: it is too much to be told again and again."""
         for index, finish in self._ends.items():
-            given = self._answers.states(index, len(self._tokens[index]))
-            if given is not None:
-                event = self._event(index, finish)
-                yield event[: -len(_END)] + b',"hidden_states":'
-                yield from pieces(given)
+            given = self._answers.given(index, len(self._tokens[index]))
+            if given:
+                yield self._event(index, finish)[: -len(_END)]
+                for name, value in given.items():
+                    yield b',"%b":' % name.encode()
+                    yield from pieces(value)
                 yield _END
 
     def tail(self) -> bytes | None:

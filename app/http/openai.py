@@ -11,7 +11,8 @@ from aiohttp import web
 
 from app.http.chunks import Chunks, Envelope, Options, Shape, cached_details
 from app.http.delivery import Delivery
-from app.http.logprobs import output_entries
+from app.http.experts import experts, routed_chunk
+from app.http.logprobs import output_entries, told_lists
 from app.http.native_answer import meta_info
 from app.http.sampling import job_id
 from app.http.schema import ChatBody, CompletionBody, Generation
@@ -43,6 +44,7 @@ def options(body: ChatBody | CompletionBody, logprobs: bool) -> Options:
         logprobs=logprobs,
         token_ids=body.return_token_ids is True,
         cached=body.return_cached_tokens_details is True,
+        routed=body.return_routed_experts is True,
     )
 
 
@@ -53,17 +55,25 @@ def with_extras(
     pieces: Sequence[Piece],
 ) -> dict[str, object]:
     """The whole answer with what SGLang's clients asked for besides: `meta_info` of every choice, where
-    cached tokens came from."""
-    if body.return_cached_tokens_details:
-        answer["sglext"] = cached_details(runs)
+    cached tokens came from, which experts were chosen."""
+    params = runs[0].requests[0].params
+    sglext = cached_details(runs) if body.return_cached_tokens_details else {}
+    if body.return_routed_experts and not body.return_meta_info:
+        sglext["routed_experts"] = experts(runs[0], 0, len(pieces[0].tokens))
+    if sglext:
+        answer["sglext"] = sglext
     if body.return_meta_info:
         listed: Any = answer["choices"]
         each = len(pieces) // len(runs)
         for index, (choice, piece) in enumerate(zip(listed, pieces, strict=True)):
-            meta = meta_info(str(answer["id"]), runs[index // each], len(piece.tokens), piece.finish)
-            if piece.logprobs is not None:
+            which, own = divmod(index, each)
+            meta = meta_info(str(answer["id"]), runs[which], len(piece.tokens), piece.finish)
+            if params.logprobs >= 0 and piece.logprobs is not None:
                 entries = output_entries(piece.tokens, piece.logprobs)
                 meta["output_token_logprobs"] = [[entry.value, entry.token, None] for entry in entries]
+            meta |= told_lists(params, piece.logprobs or ())
+            if body.return_routed_experts:
+                meta["routed_experts"] = experts(runs[which], own, len(piece.tokens))
             choice["meta_info"] = meta
     return answer
 
@@ -88,6 +98,7 @@ async def stream_chunks(
     """Answer with a stream, until every choice has ended."""
     total = sum(len(run.requests) for run in runs)
     frames = Chunks(*chunks, runs, total)
+    envelope, _, told = chunks
     async with EventStream(request) as stream:
-        await delivery.run(stream, frames, patient)
+        await delivery.run(stream, frames, patient, routed_chunk(envelope, told, runs))
     return stream.response

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 
 from app.http.admin import VERSION, health
 from app.http.keys import SERVE
-from app.http.middleware import ANTHROPIC_PATH, OLLAMA_PATH, OPEN_PATHS
+from app.http.middleware import ANTHROPIC_PATH, COHERE_PATHS, OLLAMA_PATH, OPEN_PATHS, under
 from app.http.openapi_table import ABOUT, NEEDED, About, Schema
 
 Route = tuple[str, str, Handler]
@@ -55,6 +55,11 @@ _ERRORS: Mapping[str, Schema] = {
             },
             "request_id": {"type": "string"},
         },
+    },
+    "CohereError": {
+        "type": "object",
+        "required": ["message", "id"],
+        "properties": {"message": {"type": "string"}, "id": {"type": "string"}},
     },
     "OllamaError": {
         "type": "object",
@@ -153,18 +158,24 @@ def _responses(method: str, path: str, handler: Handler, about: About) -> dict[s
     failed = {*ALWAYS, *about.errors, *(() if path in OPEN_PATHS else (401,))}
     if about.body is not None or about.form is not None:
         failed.update(WITH_BODY)
-    shape = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
-    if path.startswith(OLLAMA_PATH):
-        shape = "OllamaError"
     told = {200: _answer("As asked.", _contents(about))}
     for status in sorted(failed):
-        error: Schema = {"$ref": _REF + shape}
+        error: Schema = {"$ref": _REF + _error(path)}
         if status == 503 and handler is health:
             error = {"anyOf": [error, {"$ref": _REF + "Health"}]}
         told[status] = _answer(HTTPStatus(status).phrase, {"application/json": {"schema": error}})
     if method == "HEAD":
         told = {status: _answer(each["description"], {}) for status, each in told.items()}
     return {str(status): each for status, each in told.items()}
+
+
+def _error(path: str) -> str:
+    """The shape of errors there."""
+    if under(path, ANTHROPIC_PATH):
+        return "AnthropicError"
+    if under(path, *COHERE_PATHS):
+        return "CohereError"
+    return "OllamaError" if path.startswith(OLLAMA_PATH) else "Error"
 
 
 def _answer(description: str, content: Schema) -> Schema:

@@ -14,6 +14,7 @@ from app.http import (
     batches,
     chat_batch,
     classify,
+    cohere,
     control,
     derender,
     embeddings,
@@ -33,6 +34,7 @@ from app.http import (
 )
 from app.http.anthropic_schema import MessagesBody
 from app.http.chat import chat
+from app.http.cohere_schema import CohereBody
 from app.http.completions import completions
 from app.http.invoke import InvocationBody, invocations
 from app.http.native import generate
@@ -116,6 +118,7 @@ NEEDED: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     AbortManyBody: ("request_ids",),
     ChatBody: ("messages",),
     MessagesBody: ("messages",),
+    CohereBody: ("messages",),
     DetokenizeBody: ("tokens",),
     batches.BatchBody: ("input_file_id", "endpoint"),
     rerank.RerankBody: ("query", "documents"),
@@ -253,6 +256,14 @@ ABOUT: Mapping[Handler, About] = {
         streams=True,
         errors=_RUN,
     ),
+    cohere.chat: About(
+        body=CohereBody,
+        example=_HI,
+        has=("id", "finish_reason", "message", "usage"),
+        streams=True,
+        errors=_RUN,
+    ),
+    cohere.render: About(body=CohereBody, example=_HI, has=("request_id", "token_ids"), errors=_MODEL),
     score.score: About(
         body=score.ScoreBody,
         example={"query": "Is it? ", "items": ["Yes", "No"], "label_token_ids": [1, 2]},

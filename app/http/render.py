@@ -19,6 +19,7 @@ from app.http.sampling import ready
 from app.http.schema import CHAT, COMPLETION, ChatBody, CompletionBody, Generation
 from app.job import Job
 from app.service import Loaded
+from app.text.infill import encoded
 
 _APART = frozenset({"model", "stream", "stream_options", "priority", "cache_salt", "extra_key"})
 _SAMPLING = tuple(
@@ -35,7 +36,7 @@ async def render_chat(request: web.Request) -> web.StreamResponse:
     body = decode(CHAT, await read_body(request))
     loaded = ready(request.app[SERVICE], body.model)
     job, _ = await chat_job(body, loaded)
-    return json_response(await _told(job, body, loaded))
+    return json_response(await rendered(job, body, loaded))
 
 
 async def render_completions(request: web.Request) -> web.StreamResponse:
@@ -44,17 +45,18 @@ async def render_completions(request: web.Request) -> web.StreamResponse:
     loaded = ready(request.app[SERVICE], body.model)
     told = []
     for job in completion_jobs(body, request_id(body, "cmpl"), loaded):
-        told.append(await _told(job, body, loaded))
+        told.append(await rendered(job, body, loaded))
         await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
     return json_response(told)
 
 
-async def _told(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) -> dict[str, object]:
+async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) -> dict[str, object]:
+    """What the job that a body makes would run."""
     ids, text, offsets = job.prompt, None, None
     if isinstance(ids, str):
         text = ids
-        ids = await loaded.tokenizer.encode_async(text, job.add_special_tokens, job.prompt_param)
-        if body.return_token_offsets:
+        ids = await encoded(job, loaded.tokenizer)
+        if body.return_token_offsets and not job.suffix:
             offsets = await loaded.tokenizer.offsets_async(text, job.add_special_tokens)
     assert isinstance(ids, np.ndarray)
     told: dict[str, object] = {
@@ -73,6 +75,8 @@ def _sampling(job: Job, body: ChatBody | CompletionBody) -> dict[str, object]:
     for all that was asked, thinking and calls too; a bound on thinking is told where there is none."""
     fields = {name: getattr(body, name) for name in _SAMPLING}
     fields["skip_special_tokens"] = job.text.skip_special_tokens
+    if job.suffix:
+        fields["stop_token_ids"] = sorted(job.sampling.stop_ids)
     if isinstance(body, ChatBody):
         if body.max_completion_tokens is not None:
             fields["max_tokens"] = body.max_completion_tokens

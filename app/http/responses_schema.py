@@ -72,9 +72,14 @@ def check_body(body: ResponsesBody) -> None:
     for name in ("prompt", "conversation"):
         if getattr(body, name) not in (None, "", {}):
             raise RequestError(f"'{name}' is not supported: send 'input'.", name, "unsupported")
-    if body.return_hidden_states:
-        name = "return_hidden_states"
-        raise RequestError(f"'{name}' is not available here; /generate has it.", name, "unsupported")
+    for name in ("return_hidden_states", "return_entropy", "return_sampling_mask", "return_routed_experts"):
+        if getattr(body, name):
+            raise RequestError(f"'{name}' is not supported here: /generate has it.", name, "unsupported")
+    if body.use_beam_search:
+        name = "use_beam_search"
+        raise RequestError(
+            f"'{name}' is not supported here; /v1/chat/completions has it.", name, "unsupported"
+        )
     if body.response_format not in (None, {"type": "text"}):
         raise RequestError(
             "'response_format' is not supported: send 'text.format'.", "response_format", "unsupported"

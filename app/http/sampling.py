@@ -86,6 +86,7 @@ def sampling_params(
         fields["top_k"] = 0
     if wants_states(body):
         fields["hidden"] = "all"
+    fields |= told_fields(body)
     if body.logit_bias:
         fields["logit_bias"] = _bias(body.logit_bias, prefix)
     if body.stop_token_ids:
@@ -97,6 +98,23 @@ def sampling_params(
             raise RequestError("'logprob_token_ids' needs 'logprobs'.", "logprob_token_ids")
         fields["logprob_ids"] = tuple(named)
     return msgspec.structs.replace(SamplingParams(), **fields)
+
+
+_TOLD = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))
+"""What is told of each token besides log-probabilities, and how SGLang has it asked for."""
+
+
+def told_fields(body: Refused) -> dict[str, bool]:
+    """What is asked of it. Raises `RequestError` where the answer has no place for it: SGLang's rule."""
+    found: dict[str, bool] = {}
+    for name, param in _TOLD:
+        if getattr(body, param):
+            if isinstance(body, Generation) and not getattr(body, "return_meta_info", None):
+                raise RequestError(
+                    f"'{param}' requires 'return_meta_info' to be true: it is told there.", param
+                )
+            found[name] = True
+    return found
 
 
 def wants_states(body: Refused) -> bool:

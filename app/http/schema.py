@@ -17,6 +17,20 @@ Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 Text = str | list[str]
 
+Rows = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(
+        extra_json_schema={
+            "type": ["array", "null"],
+            "items": {
+                "type": "array",
+                "items": {"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]},
+            },
+        }
+    ),
+]
+"""Embeddings, or lists of them, as they came: `app/http/embeds.py` reads them row by row."""
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """OpenAI's, and what guidellm asks for."""
@@ -59,9 +73,10 @@ class Refused(msgspec.Struct, kw_only=True):
     prompt_embeds: Any = None
     input_embeds: Any = None
     return_hidden_states: bool | list[bool] | None = None
-    return_routed_experts: Any = None
-    return_entropy: Any = None
-    return_sampling_mask: Any = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Int | None = None
+    return_entropy: bool | None = None
+    return_sampling_mask: bool | None = None
     thinking_token_budget: Int | None = None
     max_thinking_tokens: Int | None = None
     chat_template: Any = None
@@ -106,6 +121,8 @@ class Generation(Sampling, kw_only=True):
     prompt_logprobs: Int | None = None
     logprob_token_ids: list[Int] | None = None
     repetition_detection: RepetitionDetection | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int | None = None
@@ -134,6 +151,7 @@ class ChatBody(Generation, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     parallel_tool_calls: bool | None = None
@@ -148,9 +166,12 @@ class ChatBody(Generation, kw_only=True):
 
 
 class CompletionBody(Generation, kw_only=True):
-    """`/v1/completions`. `prompt`: a text, texts, token ids, or lists of token ids."""
+    """`/v1/completions`. `prompt`: a text, texts, token ids, or lists of token ids. `prompt_embeds`: tensors
+    in base64, which come before them."""
 
     prompt: str | list[str | Int | list[Int]] | None = None
+    suffix: str | None = None
+    prompt_embeds: Text | None = None
     logprobs: Int | None = None
     echo: bool | None = None
     return_token_offsets: bool | None = None
@@ -171,6 +192,7 @@ class NativeBody(Refused, kw_only=True):
 
     text: Text | None = None
     input_ids: list[Int | list[Int]] | None = None
+    input_embeds: Rows = msgspec.field(default_factory=msgspec.Raw)
     sampling_params: NativeSampling | None = None
     stream: bool | None = None
     rid: Text | None = None
@@ -196,7 +218,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    chat_template: Any = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from app.http.body import decode, read_body
 from app.http.keys import SERVICE
-from app.http.messages import check_messages, generation_prompt, template_arguments
+from app.http.messages import check_messages, chosen_template, generation_prompt, template_arguments
 from app.http.prompts import check_ids, split_ids
 from app.http.reply import json_response
 from app.http.sampling import MAX_CHOICES, check_model
@@ -60,12 +60,7 @@ async def _names(ids: list[int], loaded: Loaded) -> list[str]:
 
 async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
     """The texts to encode, and whether special tokens are to be added."""
-    if body.chat_template is not None:
-        raise RequestError(
-            "'chat_template' is not supported: chat templates are set by the operator.",
-            "chat_template",
-            "unsupported",
-        )
+    template = await chosen_template(body.chat_template, loaded)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give exactly one of 'prompt' and 'messages'.", "prompt")
     if body.prompt is not None:
@@ -75,7 +70,7 @@ async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
         _check_many(len(texts), "prompt")
         return texts, body.add_special_tokens is not False
     add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
-    text = await loaded.template.render_async(
+    text = await template.render_async(
         check_messages(body.messages),
         tools=body.tools if check_tools(body.tools) else None,
         add_generation_prompt=add,

@@ -8,6 +8,7 @@ a thread cannot be killed. So the template is compiled with checks where work is
     calls, filters, tests  look at the clock; their arguments cannot ask for huge results
     + * % ** ~             are refused when the result would be too large
     output, set blocks     are added up before they are joined
+    all that is made       is added up too, also what is gone again
 
 Between two checks only native code over values of bounded size runs, so a template stops within
 tens of milliseconds of its deadline.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,6 +49,10 @@ MAX_BITS = 4_096
 MAX_WORK = 10**9
 """Length of a string times that of a string argument: what `strip` may compare."""
 
+MAX_MADE = 2**29
+"""Bytes of all texts and lists that a rendering makes, so also of those that it keeps: without it, one that
+made what it could in a second held 1.8 GB. 64 times the largest body that a server takes by default."""
+
 _DROPPED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters that no chat template uses and whose time or size has no simple bound."""
 
@@ -56,7 +62,7 @@ class OutOfTime(TemplateError):
 
 
 class Budget(threading.local):
-    """How long the rendering on this thread may go on.
+    """How long the rendering on this thread may go on, and how much it may make.
 
     The thread's own processor time counts, so a busy machine fails nobody's template.
     """
@@ -64,11 +70,23 @@ class Budget(threading.local):
     def __init__(self) -> None:
         self._deadline = 0.0
         self._due = 0.0
+        self._left = 0
 
     def start(self, seconds: float) -> None:
         """Called before each rendering."""
         self._deadline = time.thread_time() + seconds
         self._due = time.monotonic() + seconds
+        self._left = MAX_MADE
+
+    def spend(self, value: Any) -> Any:
+        """`value`, which was just made, and as many small things as it holds."""
+        if isinstance(value, _SIZED):
+            self._left -= sys.getsizeof(value)
+            if not isinstance(value, str | bytes):
+                self._left -= _SMALL * len(value)
+            if self._left < 0:
+                _refuse("all that it makes")
+        return value
 
     def tick(self) -> None:
         """Raise `OutOfTime` past the deadline. The wall clock (0.07 µs) says when it can have come,
@@ -100,7 +118,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             optimized=False,  # constant folding would run filters while compiling, with no budget
         )
         self.budget = Budget()
-        setattr(self, "concat", _concat)  # noqa: B010 - a hook that jinja2 types as a method
+        setattr(self, "concat", self._joined)  # noqa: B010 - a hook that jinja2 types as a method
         for name in _DROPPED:
             del self.filters[name]
         del self.globals["lipsum"]
@@ -109,7 +127,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tests: dict[str, Any] = {**self.tests}
         self.filters = {name: self._guarded(name, call) for name, call in filters.items()}
         self.tests = {name: self._guarded(name, call) for name, call in tests.items()}
-        self.filters |= {_TURNS: self._turns, _JOIN: _join_values, _BOUNDED: _bounded}
+        self.filters |= {
+            _TURNS: self._turns,
+            _JOIN: self._join_values,
+            _BOUNDED: _bounded,
+            _MADE: self.budget.spend,
+        }
         self.globals |= {
             "raise_exception": _raise,
             "strftime_now": _now,
@@ -130,12 +153,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | list | tuple | dict | int | float):
             _check_arguments(__obj.__name__, owner, args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
+        return __self.budget.spend(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.tick()
         _check_operands(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+        return self.budget.spend(super().call_binop(context, operator, left, right))
 
     def _guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """A filter or test that looks at the clock and at its arguments. `wraps` keeps the marks by
@@ -148,15 +171,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
             values = args[1:] if passes else args
             if values:
                 _check_arguments(name, values[0], values[1:], kwargs)
-            return call(*args, **kwargs)
+            return self.budget.spend(call(*args, **kwargs))
 
         return guarded
+
+    def _joined(self, parts: Iterable[str]) -> str:
+        text: str = self.budget.spend(_concat(parts))
+        return text
+
+    def _join_values(self, values: list[Any]) -> str:
+        """The `~` operator."""
+        return self._joined(str(_bounded(value)) for value in values)
 
     def _turns(self, items: Iterable[Any]) -> _Turns:
         return _Turns(items, self.budget)
 
 
-_TURNS, _JOIN, _BOUNDED = "loom turns", "loom join", "loom bounded"  # no template can spell these
+_TURNS, _JOIN, _BOUNDED, _MADE = "loom turns", "loom join", "loom bounded", "loom made"
+"""No template can spell these."""
+_SIZED = (str, bytes, list, tuple, dict, set, frozenset)
+_SMALL = 32
+"""Bytes of a number, say: what `range`, `split` and the like fill a list with."""
 
 
 class _Checks(NodeTransformer):
@@ -177,6 +212,10 @@ class _Checks(NodeTransformer):
         for operand in node.ops:
             operand.expr = _filter(operand.expr, _BOUNDED)
         return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
@@ -372,11 +411,6 @@ def _concat(parts: Iterable[str]) -> str:
             _refuse("the output")
         pieces.append(part)
     return "".join(pieces)
-
-
-def _join_values(values: list[Any]) -> str:
-    """The `~` operator."""
-    return _concat(str(_bounded(value)) for value in values)
 
 
 # -- names that chat templates know ----------------------------------------------------------------

@@ -240,6 +240,11 @@ class Tokenizer:
             definition=self._core.to_str(),
         )
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that is written so, special or not."""
+        token: int | None = self._core.token_to_id(text)
+        return token
+
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         token: int | None = self._core.token_to_id(text) if text else None

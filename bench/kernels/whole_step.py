@@ -55,10 +55,10 @@ class Share:
     def __init__(self, first: int = 0, of: int = 1) -> None:
         self._next, self._of = -first, of
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: Work, warm: Work) -> Work:
         """See `gpu.step.graphs.Launcher`."""
         if self._next % self._of == 0:
-            work()
+            warm()
         self._next += 1
         return work
 

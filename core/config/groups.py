@@ -155,6 +155,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "none", "think", "mistral"],
         Meta(description="how the model marks its thinking; auto: what its chat template shows"),
     ] = "auto"
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(
+            description="requests may bring a chat_template of their own: sandboxed, a second and half a "
+            "gigabyte each; one that is made to harm can still hold everybody up for a quarter of a second"
+        ),
+    ] = False
     max_body: Annotated[int, Meta(description="bytes in a request body before 413", ge=1024)] = 8 * 2**20
     data_dir: Annotated[
         str, Meta(description="directory of files, batches and responses; empty: data in the cache directory")
@@ -170,7 +177,10 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     )
 
 
-PARSERS = ("tool_parser", "reasoning_parser")
+LEAST_STEP = 16
+"""Of `ScheduleConfig.step_tokens`, where it is not 0."""
+
+PARSERS = ("tool_parser", "reasoning_parser", "trust_request_chat_template")
 """Of `ServeConfig`, what matters without a server too."""
 
 

@@ -1,7 +1,7 @@
 """What crosses the threads: the order for one forward pass and its answer."""
 
 from core.plan.plan import Chunk, NewSlot, PageWrites, StepPlan
-from core.plan.result import PromptLogprobs, RowLogprobs, StepFailure, StepResult
+from core.plan.result import PromptLogprobs, RowLogprobs, StepFailure, StepResult, Support
 
 __all__ = [
     "Chunk",
@@ -12,4 +12,5 @@ __all__ = [
     "StepFailure",
     "StepPlan",
     "StepResult",
+    "Support",
 ]

@@ -6,14 +6,15 @@ import msgspec
 
 from core.grammar import CompiledGrammar
 from core.request.params import Hidden, SamplingParams
-from core.types import NO_TOKENS, Ints
+from core.types import NO_TOKENS, Floats, Ints
 
 
 class NewSlot(msgspec.Struct, frozen=True, gc=False):
     """Everything the device must know of a slot from this step on.
 
     `prompt` [prompt_len] and `output` [output_len] are the request's tokens so far (output is not
-    empty after a retraction); penalties count them. `count_row` is the slot's row in the pool of
+    empty after a retraction); penalties count them, but for the first `embedded` of the prompt, which are
+    placeholders for embeddings. `count_row` is the slot's row in the pool of
     token counts, -1 for a request without penalties. `grammar` masks the slot's tokens; its matcher has
     to take `output` first. The slot's length starts at `cached`: tokens
     whose KV already stands in its pages.
@@ -26,6 +27,12 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     cached: int
     count_row: int = -1
     grammar: CompiledGrammar | None = None
+    embedded: int = 0
+
+    @property
+    def known(self) -> Ints:
+        """The prompt's tokens that are tokens."""
+        return self.prompt[self.embedded :]
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -39,7 +46,11 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
     `hidden` says what the step gives back of this chunk's hidden states, those from position
     `hidden_start` on; a decode row gives its own where its slot's parameters ask for all. `pair` is the
-    position where the second text of a pair begins, 0 for one text.
+    position where the second text of a pair begins, 0 for one text. `experts` asks for the experts that
+    tokens from `hidden_start` on were routed to, as decode rows do whose slot's parameters say so.
+
+    `embeds` float32 [at most len(tokens), hidden] is what the first tokens are embedded to, whatever their
+    ids.
     """
 
     slot: int
@@ -53,6 +64,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     hidden_start: int = 0
     pair: int = 0
     logprob_ids: tuple[int, ...] = ()
+    embeds: Floats | None = None
+    experts: bool = False
 
 
 class PageWrites(msgspec.Struct, frozen=True, gc=False):

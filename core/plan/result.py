@@ -7,16 +7,27 @@ import msgspec
 from core.types import Floats, Ints
 
 
+class Support(msgspec.Struct, frozen=True, gc=False):
+    """What one token was chosen from: the tokens `ids` [m], ascending, which temperature, top_k, top_p and
+    min_p left with a probability above 0; `chosen` is the log-probability of the token among them."""
+
+    ids: Ints
+    chosen: float
+
+
 class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities of one sampled token, from the model's raw distribution.
 
     `top_ids`, `top_values` [k] are the k most likely, best first; empty for k = 0. After them come
-    those that the request named.
+    those that the request named. `entropy` is that distribution's, in nats, and `support` what of it was
+    left to choose from: for requests that want these, the only thing that they may want.
     """
 
     chosen: float
     top_ids: Ints
     top_values: Floats
+    entropy: float | None = None
+    support: Support | None = None
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +48,9 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     not finite. `logprobs` maps a row's index in `tokens` to its log-probabilities, for the rows
     that asked; `failed` maps the index of a row that cannot go on (its token is -1) to the reason, for
     its client. `hidden` maps a slot to the hidden states that its chunk or row gives back, float32
-    [n, width]: one row for a sum or a single token. `seconds` is the time the device spent on the step."""
+    [n, width]: one row for a sum or a single token. `experts` does the same for the experts that a router
+    chose, int32 [n, layers, experts per token], best first, zeros in layers without. `seconds` is the
+    time the device spent on the step."""
 
     step: int
     tokens: Ints
@@ -46,6 +59,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     seconds: float = 0.0
     failed: dict[int, str] = {}
     hidden: dict[int, Floats] = {}
+    experts: dict[int, Ints] = {}
 
 
 class StepFailure(msgspec.Struct, frozen=True, gc=False):

@@ -15,6 +15,8 @@ MAX_BIAS = 1024
 """OpenAI takes 300 entries; vLLM and SGLang more. A bound keeps the device table finite."""
 MAX_LOGPROBS = 128
 """OpenAI takes 20, lm-eval asks for up to 100."""
+MAX_SUPPORT = 4096
+"""Tokens of a sampling mask: SGLang's default bound."""
 SEED_LIMIT = 2**63
 
 Hidden = Literal["none", "first", "last", "sum", "all"]
@@ -57,6 +59,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprob_ids: tuple[int, ...] = ()
     """Like `logprob_ids`, at every prompt position that is told."""
     hidden: Hidden = "none"
+    entropy: bool = False
+    """Of each token's distribution, as the model made it, before anything was done to its logits."""
+    support: bool = False
+    """Which tokens were left to choose from. Bounded: greedy, or with top_k."""
+    experts_from: int = -1
+    """First position whose token's experts are told; -1: none is."""
     pair: int = 0
     """Position where the second text of a pair begins, for encoders; 0: there is one text."""
     processor: str = ""
@@ -67,6 +75,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def told(self) -> bool:
+        """Something is told of each sampled token."""
+        return self.logprobs >= 0 or self.entropy or self.support
+
+    @property
+    def read_from(self) -> int:
+        """First position that has to be computed for what is told of it: its hidden state or experts."""
+        return max(self.experts_from, 0) if self.hidden == "none" else 0
 
     @property
     def penalised(self) -> bool:
@@ -105,6 +123,7 @@ def check(params: SamplingParams, vocab_size: int, processors: Collection[str] =
             f"min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens}).",
             "min_tokens",
         )
+    _check_support(params)
     _check_bias(params.logit_bias, vocab_size)
     if len(params.stop_ids) > MAX_STOP_IDS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_IDS} ids.", "stop_token_ids")
@@ -121,6 +140,15 @@ def check(params: SamplingParams, vocab_size: int, processors: Collection[str] =
             "request is never run.",
             "custom_logit_processor",
             "unsupported",
+        )
+
+
+def _check_support(params: SamplingParams) -> None:
+    if params.support and not params.greedy and not 0 < params.top_k <= MAX_SUPPORT:
+        raise RequestError(
+            "return_sampling_mask requires top_k=1 or temperature 0 for greedy sampling, or "
+            f"1 < top_k <= {MAX_SUPPORT}: without top_k a mask could be the whole vocabulary.",
+            "return_sampling_mask",
         )
 
 

@@ -10,7 +10,7 @@ from core.cache.hold import Hold
 from core.grammar import CompiledGrammar
 from core.request.params import SamplingParams
 from core.request.pinning import Pinning
-from core.types import PLAIN_ROOT, Finish, Ints, RootKey
+from core.types import PLAIN_ROOT, Finish, Floats, Ints, RootKey
 
 
 class State(Enum):
@@ -42,6 +42,7 @@ class Request:
     __slots__ = (
         "arrival",
         "cached",
+        "embeds",
         "finish",
         "first_token_at",
         "grammar",
@@ -82,6 +83,9 @@ class Request:
         self.grammar = grammar
         self.pinning: Pinning | None = None
         """Set before it is queued, where its client wants the prompt kept."""
+        self.embeds: Floats | None = None
+        """Set before it is queued, where the first tokens of its prompt are placeholders: what they are
+        embedded to, float32 [placeholders, hidden]. Its root is its own: equal ids say nothing of it."""
         self.state = State.WAITING
         self.output: list[int] = []
         self.slot = 0
@@ -90,8 +94,8 @@ class Request:
         """Prompt tokens found in the tree at the first admission: what usage reports."""
         self.logprobs_from = params.prompt_logprobs_start
         """First prompt position whose log-probability no submitted step yields yet."""
-        self.hidden_from = 0
-        """First prompt position whose hidden state no submitted step yields yet."""
+        self.hidden_from = params.read_from
+        """First prompt position whose hidden state, or experts, no submitted step yields yet."""
         self.retractions = 0
         self.started_at = 0.0
         self.first_token_at = 0.0
@@ -103,6 +107,11 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and confirmed output."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def embedded(self) -> int:
+        """Leading prompt tokens that are placeholders for `embeds`."""
+        return 0 if self.embeds is None else len(self.embeds)
 
     @property
     def limit(self) -> int:

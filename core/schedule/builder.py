@@ -88,7 +88,7 @@ class PlanBuilder:
         notable = [
             ChunkFlight(r, c.slot, int(table.epoch[c.slot]), _ends_without_token(r, c))
             for r, c in zip(self._chunk_requests, self._chunks, strict=True)
-            if c.logprobs >= 0 or c.hidden != "none" or _ends_without_token(r, c)
+            if c.logprobs >= 0 or c.hidden != "none" or c.experts or _ends_without_token(r, c)
         ]
         for chunk in notable:
             table.in_flight[chunk.slot] += 1

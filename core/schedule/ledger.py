@@ -20,7 +20,8 @@ class ChunkFlight(NamedTuple):
 
 class Flight(NamedTuple):
     """One submitted step. `rows`, `slots`, `epochs` are its sampling rows in plan order; `chunks`
-    the prompt chunks that owe prompt logprobs or hidden states, or end a prompt that wants no token."""
+    the prompt chunks that owe prompt logprobs, hidden states or experts, or end a prompt that wants no
+    token."""
 
     step: int
     rows: list[Request]

@@ -14,7 +14,7 @@ from core.schedule.growth import CLIP, GrowthRatio
 from core.schedule.order import Ordering
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
-from core.types import Ints
+from core.types import Floats, Ints
 
 
 class Prefills:
@@ -126,6 +126,7 @@ class Prefills:
                 cached=match.tokens,
                 count_row=self._counts.take(request) if request.params.penalised else -1,
                 grammar=request.grammar,
+                embedded=request.embedded,
             ),
             hold.pages,
         )
@@ -138,11 +139,12 @@ class Prefills:
         return bool(self._table.free) and self._cache.available() >= pages
 
     def _match_limit(self, request: Request, tokens: Ints) -> int:
-        """One token at least must be computed, and every one whose logits or hidden state is asked for."""
+        """One token at least must be computed, and every one whose logits, hidden state or experts are asked
+        for."""
         limit = len(tokens) - 1
         if _owes_logprobs(request):
             limit = max(request.logprobs_from - 1, 0)
-        if request.params.hidden not in ("none", "last"):
+        if request.params.hidden not in ("none", "last") or request.params.experts_from >= 0:
             limit = min(limit, _hidden_from(request))
         return limit
 
@@ -192,6 +194,8 @@ class Prefills:
                 hidden_start=hidden_start,
                 pair=request.params.pair,
                 logprob_ids=request.params.prompt_logprob_ids if wants else (),
+                experts=request.params.experts_from >= 0 and end > hidden_start,
+                embeds=_embeds(request, start, end),
             ),
         )
         request.hidden_from = max(hidden_start, end)
@@ -216,8 +220,16 @@ class Prefills:
         self._counts.give(request)
 
 
+def _embeds(request: Request, start: int, end: int) -> Floats | None:
+    """What of the chunk `start` ... `end` is given as embeddings: its first tokens, or none."""
+    if request.embeds is None or start >= len(request.embeds):
+        return None
+    return request.embeds[start:end]
+
+
 def _hidden_from(request: Request) -> int:
-    """First position whose hidden state is still owed: once there is output, that of its last token."""
+    """First position whose hidden state, or experts, are still owed: once there is output, that of its last
+    token."""
     return request.num_tokens - 1 if request.output else request.hidden_from
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.stats import SchedulerStatistics
-from core.types import NAN_TOKEN, Finish, FinishReason, Floats
+from core.types import NAN_TOKEN, Finish, FinishReason, Floats, Ints
+
+V = TypeVar("V", Floats, Ints)
 
 SHUFFLE_SEED = 0
 ABORTED = Finish(FinishReason.ABORT)
@@ -37,7 +39,8 @@ class Confirmed(NamedTuple):
 
     `ends` maps a row to the finish its token caused, `logprobs` a row to what it asked for.
     `finished` are requests that ended without a token in this step. `hidden` has what requests asked
-    for of their hidden states, float32 [n, width], to be read before anything else of theirs.
+    for of their hidden states, float32 [n, width], `experts` of the experts that were chosen, int32
+    [n, layers, k]: both to be read before anything else of theirs.
     """
 
     requests: list[Request]
@@ -47,6 +50,7 @@ class Confirmed(NamedTuple):
     prompt_logprobs: list[tuple[Request, PromptLogprobs]]
     finished: list[Request]
     hidden: Sequence[tuple[Request, Floats]] = ()
+    experts: Sequence[tuple[Request, Ints]] = ()
 
 
 class Scheduler:
@@ -216,7 +220,8 @@ class Scheduler:
         """Take one step's answer, in the order of submission."""
         flight = self._ledger.confirm(result.step)
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
-        hidden = self._hidden(flight, result.hidden) if result.hidden else ()
+        hidden = self._owned(flight, result.hidden) if result.hidden else ()
+        experts = self._owned(flight, result.experts) if result.experts else ()
         prompt_logprobs, finished = self._apply_chunks(flight, result)
         table, requests, slots, tokens = self._table, flight.rows, flight.slots, result.tokens
         logprobs, failed = result.logprobs, result.failed
@@ -239,7 +244,7 @@ class Scheduler:
         ends = self._end_rows(requests, made, ended, failed) if ended else {}
         self.counters.output_tokens += len(made)
         self._requeue_drained()
-        return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished, hidden)
+        return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished, hidden, experts)
 
     def _end_rows(
         self, requests: list[Request], tokens: list[int], rows: Sequence[int], failed: Mapping[int, str]
@@ -277,7 +282,7 @@ class Scheduler:
                 finished.append(request)
         return logprobs, finished
 
-    def _hidden(self, flight: Flight, given: Mapping[int, Floats]) -> list[tuple[Request, Floats]]:
+    def _owned(self, flight: Flight, given: Mapping[int, V]) -> list[tuple[Request, V]]:
         """Whose they are: a slot has one row or one chunk in a step, and a chunk that samples is both."""
         owners = {slot: (request, epoch) for request, slot, epoch, _ in flight.chunks}
         rows = zip(flight.slots.tolist(), flight.rows, flight.epochs.tolist(), strict=True)

@@ -40,7 +40,10 @@ class SparseMlp:
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
         """[n, hidden] to [n, hidden], or to what the next norm makes it of."""
-        return ctx.ops.experts(x, self._router(x, ctx.ops), self._experts)
+        logits = self._router(x, ctx.ops)
+        if ctx.routes is not None:
+            ctx.routes.append(ctx.ops.routes(logits, self._experts))
+        return ctx.ops.experts(x, logits, self._experts)
 
     def seal(self) -> None:
         """The experts stay plain: packing 3 × experts small matrices a layer would lose the one

@@ -6,6 +6,9 @@ number or a switch.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+
 import torch
 
 from core.models import ModelSpec
@@ -22,7 +25,7 @@ class Layer:
     made: add and norm are one kernel where a device has one.
     """
 
-    __slots__ = ("_after", "_attention", "_before", "_mlp")
+    __slots__ = ("_after", "_attention", "_before", "mlp")
 
     def __init__(
         self,
@@ -35,7 +38,7 @@ class Layer:
         self._before = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
         self._attention = Attention(spec, layer, dtype, device)
         self._after = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
-        self._mlp = mlp
+        self.mlp = mlp
 
     def attend(
         self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: torch.Tensor
@@ -49,19 +52,26 @@ class Layer:
         """What the MLP adds to `residual` [n, hidden], which is updated in place by what attention makes of
         what its heads `found`."""
         x = self._attention.project(ctx, found)
-        return self._mlp(ctx, self._after.add(ctx, x, residual))
+        return self.mlp(ctx, self._after.add(ctx, x, residual))
 
     def seal(self) -> None:
         self._attention.seal()
-        self._mlp.seal()
+        self.mlp.seal()
 
     def places(self, prefix: str) -> Places:
         return (
             self._before.places(f"{prefix}input_layernorm")
             | self._attention.places(f"{prefix}self_attn.")
             | self._after.places(f"{prefix}post_attention_layernorm")
-            | self._mlp.places(f"{prefix}mlp.")
+            | self.mlp.places(f"{prefix}mlp.")
         )
+
+
+def unlike(kinds: Sequence[Hashable]) -> list[int]:
+    """Layers that launch together what all do: of each pair of neighbouring kinds the first, and the last
+    layer. A layer's norm depends on what the one before adds."""
+    first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}
+    return sorted({0, len(kinds) - 1} | {i + step for i in first.values() for step in (0, 1)})
 
 
 class Decoder:
@@ -70,7 +80,7 @@ class Decoder:
     Owner: launch thread, once built.
     """
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "spec")
+    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "_unlike", "spec")
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
@@ -79,6 +89,8 @@ class Decoder:
             Layer(spec, layer, self.make_mlp(layer, dtype, device), dtype, device)
             for layer in range(spec.layers)
         ]
+        kinds = [(spec.window(i), type(layer.mlp)) for i, layer in enumerate(self._layers)]
+        self._unlike = [self._layers[i] for i in unlike(kinds)]
         self._norm = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
         self._head = Linear(spec.hidden, {"lm_head": spec.vocab_size}, dtype, device)
         if spec.tied:
@@ -93,8 +105,10 @@ class Decoder:
         """See `CausalModel.forward`."""
         rotation = self._rope(ctx)
         residual = ctx.ops.embed(self._embedding, ids)
+        if ctx.embedded is not None:
+            residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
         part: Part | None = None
-        for layer in self._layers:
+        for layer in self._unlike if ctx.brief else self._layers:
             found = layer.attend(ctx, rotation, part, residual)
             if ctx.wanted is not None and layer is self._layers[-1]:
                 # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.

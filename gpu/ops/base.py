@@ -106,3 +106,8 @@ class Ops(Protocol):
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """The weighted sum of the best experts' gated MLPs."""
         ...
+
+    def routes(self, logits: Tensor, experts: Experts) -> Tensor:
+        """Which experts `experts` runs for each row of `logits` [n, experts], best first: integers
+        [n, top_k]."""
+        ...

@@ -176,6 +176,11 @@ class TritonOps:
             raise ModelError(f"Experts with {experts.activation} do not run on a GPU: use --device cpu.")
         return PendingExperts(x, logits, experts)
 
+    def routes(self, logits: Tensor, experts: Experts) -> Tensor:
+        """See `Ops.routes`. As the kernels order them: by logit, the lowest expert first on ties, which
+        bfloat16 has many of and `topk` breaks as it likes. Only steps that somebody wants to see run it."""
+        return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
+
 
 def library_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b by cuBLAS."""

@@ -88,6 +88,10 @@ class TorchOps:
         """See `Ops.experts`."""
         return run_experts(x, logits, experts)
 
+    def routes(self, logits: Tensor, experts: Experts) -> Tensor:
+        """See `Ops.routes`."""
+        return route(logits, experts)[1]
+
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b with `x` [n, inputs] quantised by row, and `weight` e4m3 with `scale` by output."""

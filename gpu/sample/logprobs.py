@@ -1,7 +1,9 @@
-"""Log-probabilities of the model's raw distribution: before bias, penalties and temperature."""
+"""What is told of a token: log-probabilities and entropy of the model's raw distribution, before bias,
+penalties and temperature, and what these and the filters left to choose from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -9,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.plan import PromptLogprobs, RowLogprobs
+from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.types import NAN_TOKEN, Floats, Ints
-from gpu.sample.select import largest
+from gpu.sample.select import largest, where
 
 Array = TypeVar("Array", Ints, Floats)
 
@@ -29,6 +31,24 @@ class Ranked(NamedTuple):
 def raw_logprobs(logits: Tensor) -> Tensor:
     """Log-softmax of `logits` float32 [n, vocab], in new memory: sampling changes the logits."""
     return logits.log_softmax(-1)
+
+
+def entropies(raw: Tensor) -> list[float]:
+    """-Σ p log p of each row of log-probabilities `raw` float32 [m, vocab], in nats."""
+    found: list[float] = torch.special.entr(raw.exp()).sum(-1).tolist()
+    return found
+
+
+def support(ids: Tensor, weights: Tensor, at: int) -> Support:
+    """Of the token `ids[at]`, drawn from `ids` int32 [m], ascending, by `weights` float32 [m]. What a grammar
+    forbade weighs nothing, and is no part of it, though top_k may have kept it."""
+    chosen = math.log(float(weights[at]) / float(weights.sum(dtype=torch.float64)))
+    return Support(_frozen(ids.index_select(0, where(weights > 0)).cpu().numpy()), min(chosen, 0.0))
+
+
+def only(token: int) -> Support:
+    """Of a greedy token: nothing else could have been chosen."""
+    return Support(_frozen(np.array([token], np.int32)), 0.0)
 
 
 def rank(values: Tensor, k: int) -> Ranked:

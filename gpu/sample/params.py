@@ -23,10 +23,14 @@ BIASED: Final = 2
 MIN_TOKENS: Final = 4
 COUNTED: Final = 8
 LOGPROBS: Final = 16
+"""Something is told of each token: these, or what the last two of these flags say."""
 PROCESSED: Final = 32
 """Has a logit processor."""
 FILTERED: Final = 64
 """Draws from less than the whole vocabulary."""
+ENTROPY: Final = 128
+SUPPORT: Final = 256
+"""What was left to choose from."""
 
 
 class SlotParams(NamedTuple):
@@ -90,7 +94,9 @@ def _entry(new: NewSlot) -> SlotParams:
     needs |= BIASED if params.logit_bias else 0
     needs |= MIN_TOKENS if params.min_tokens > 0 and params.stop_ids else 0
     needs |= COUNTED if new.count_row >= 0 else 0
-    needs |= LOGPROBS if params.logprobs >= 0 else 0
+    needs |= LOGPROBS if params.told else 0
+    needs |= ENTROPY if params.entropy else 0
+    needs |= SUPPORT if params.support else 0
     needs |= PROCESSED if params.processor else 0
     return SlotParams(
         needs=needs,

@@ -6,20 +6,32 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.plan import NewSlot, RowLogprobs
+from core.plan import NewSlot, RowLogprobs, Support
 from core.types import NAN_TOKEN
 from gpu.grammar.matchers import Masks
 from gpu.sample.bias import BiasTable
 from gpu.sample.filters import survivors
-from gpu.sample.logprobs import raw_logprobs, row_logprobs
+from gpu.sample.logprobs import entropies, only, raw_logprobs, row_logprobs, support
 from gpu.sample.mask import allows_besides, mask_logits
 from gpu.sample.noise import bits, exponential, row_keys
-from gpu.sample.params import BIASED, COUNTED, DRAWS, LOGPROBS, MIN_TOKENS, PROCESSED, ParamTable, SlotParams
+from gpu.sample.params import (
+    BIASED,
+    COUNTED,
+    DRAWS,
+    ENTROPY,
+    LOGPROBS,
+    MIN_TOKENS,
+    PROCESSED,
+    SUPPORT,
+    ParamTable,
+    SlotParams,
+)
 from gpu.sample.penalties import Counts
 from gpu.sample.processors import Processor, Processors
 from gpu.sample.select import argmax
@@ -82,7 +94,7 @@ class Sampler:
             if new.params.logprob_ids:
                 self._named[new.slot] = new.params.logprob_ids
             if new.count_row >= 0 and start_counts:
-                self._counts.reset(new.count_row, new.prompt, new.output)
+                self._counts.reset(new.count_row, new.known, new.output)
 
     def needs(self, slots: NDArray[np.int32]) -> int:
         """Union of what `slots` [n] want, flags of `gpu.sample.params`."""
@@ -109,8 +121,9 @@ class Sampler:
         if needs & (BIASED | MIN_TOKENS | COUNTED):
             self._adjust(logits, host_slots.tolist(), host_positions.tolist(), rows, masks)
         tokens, best = _greedy(logits)
+        supports: dict[int, Support] = {}
         if needs & DRAWS:
-            self._draw(tokens, best, logits, host_positions, rows)
+            supports = self._draw(tokens, best, logits, host_positions, rows)
         if needs & COUNTED:
             counted = [i for i, row in enumerate(rows) if row.needs & COUNTED]
             count_rows = torch.tensor([rows[i].count_row for i in counted], device=logits.device)
@@ -118,10 +131,33 @@ class Sampler:
         self._processors.accept(processed, tokens)
         if raw is None:
             return Sampled(tokens, {}, failed)
-        named = self._named_by(host_slots[asked].tolist())
-        answers = row_logprobs(raw, tokens[asked].tolist(), [rows[i].logprobs for i in asked], named)
-        told = {i: answer for i, answer in zip(asked, answers, strict=True) if answer is not None}
+        told = self._tell(raw, tokens, {i: (int(host_slots[i]), rows[i]) for i in asked}, supports)
         return Sampled(tokens, told, failed)
+
+    def _tell(
+        self,
+        raw: Tensor,
+        tokens: Tensor,
+        asked: Mapping[int, tuple[int, SlotParams]],
+        supports: Mapping[int, Support],
+    ) -> dict[int, RowLogprobs]:
+        """What the rows `asked` want to know, by slot and parameters, of their `tokens`: log-probabilities
+        from `raw` [asked, vocab], in their order, and what else. A greedy row had no other choice."""
+        order = list(asked)
+        chosen, ks = tokens[order].tolist(), [max(row.logprobs, 0) for _, row in asked.values()]
+        answers = row_logprobs(raw, chosen, ks, self._named_by([slot for slot, _ in asked.values()]))
+        at = [place for place, (_, row) in enumerate(asked.values()) if row.needs & ENTROPY]
+        found = dict(zip(at, entropies(raw[at]), strict=True)) if at else {}
+        told: dict[int, RowLogprobs] = {}
+        for place, (i, answer) in enumerate(zip(order, answers, strict=True)):
+            if answer is None:
+                continue
+            wants = asked[i][1].needs
+            if wants & (ENTROPY | SUPPORT):
+                left = supports.get(i, only(chosen[place])) if wants & SUPPORT else None
+                answer = msgspec.structs.replace(answer, entropy=found.get(place), support=left)
+            told[i] = answer
+        return told
 
     def _named_by(self, slots: list[int]) -> list[tuple[int, ...]]:
         """Tokens that each of `slots` named; nothing where none did, as almost always."""
@@ -153,16 +189,22 @@ class Sampler:
         logits: Tensor,
         positions: NDArray[np.int64],
         rows: list[SlotParams],
-    ) -> None:
-        """Overwrite the greedy `tokens` of the rows that draw."""
+    ) -> dict[int, Support]:
+        """Overwrite the greedy `tokens` of the rows that draw; what those drew from that want to know."""
+        supports: dict[int, Support] = {}
         seeds = np.array([row.seed for row in rows], np.int64)
         keys = row_keys(seeds, positions).to(logits.device)
         finite = (tokens != NAN_TOKEN).tolist()
         for i, (row, top) in enumerate(zip(rows, best.tolist(), strict=True)):
             if row.needs & DRAWS and finite[i]:
                 field = survivors(logits[i], self._ids, top, row.rule)
+                weights = field.weights.clone() if row.needs & SUPPORT else None
                 race = field.weights.div_(exponential(bits(keys[i], field.ids)))
-                tokens[i] = field.ids[argmax(race)]
+                winner = argmax(race)
+                tokens[i] = field.ids[winner]
+                if weights is not None:
+                    supports[i] = support(field.ids, weights, int(winner))
+        return supports
 
 
 class _Greedy(NamedTuple):

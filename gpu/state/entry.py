@@ -200,7 +200,7 @@ def _marks(new_slots: tuple[NewSlot, ...]) -> Ints:
     for new in new_slots:
         if new.count_row < 0:
             continue
-        for tokens, wanted in ((new.prompt, new.params.repetition_penalty != 1.0), (~new.output, True)):
+        for tokens, wanted in ((new.known, new.params.repetition_penalty != 1.0), (~new.output, True)):
             if wanted and len(tokens):
                 rows = np.full(len(tokens), new.count_row, np.int32)
                 found.append(np.stack([rows, tokens], axis=1))

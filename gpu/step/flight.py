@@ -11,6 +11,7 @@ from core.clock import monotonic
 from core.plan import PromptLogprobs, RowLogprobs, StepResult
 from core.types import NAN_TOKEN
 from gpu.grammar.matchers import Masks, Matchers
+from gpu.hidden import NOTHING, Given
 from gpu.step.rings import Rings, Ticket
 
 
@@ -72,13 +73,13 @@ def mark(device: torch.device) -> Mark:
 class Answer:
     """What of a step's answer was known when it was launched."""
 
-    __slots__ = ("failed", "hidden", "logprobs", "masks", "prompt")
+    __slots__ = ("failed", "given", "logprobs", "masks", "prompt")
 
     def __init__(self) -> None:
         self.logprobs: dict[int, RowLogprobs] = {}
         self.failed: dict[int, str] = {}
         self.prompt: tuple[PromptLogprobs, ...] = ()
-        self.hidden: dict[int, torch.Tensor] = {}
+        self.given: Given = NOTHING
         self.masks: Masks | None = None
 
 
@@ -120,13 +121,12 @@ class Flight:
                     tokens[row] = NAN_TOKEN
                     answer.logprobs.pop(row, None)
                 failed.update(answer.failed)
-            hidden = {slot: rows.cpu().numpy() for slot, rows in answer.hidden.items()}
+            given = answer.given.read()
         finally:
             self._settled.set()  # whatever happened: the launch thread must not wait for ever
-        for array in (tokens, *hidden.values()):
-            array.setflags(write=False)
+        tokens.setflags(write=False)
         seconds = self._ended.seconds_since(self._began)
-        return StepResult(self.step, tokens, answer.logprobs, answer.prompt, seconds, failed, hidden)
+        return StepResult(self.step, tokens, answer.logprobs, answer.prompt, seconds, failed, *given)
 
     def settle(self) -> None:
         """Block until `wait` has moved the matchers on."""

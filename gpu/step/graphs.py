@@ -15,17 +15,17 @@ Work = Callable[[], object]
 class Launcher(Protocol):
     """Makes a replayable launch of work that reads and writes fixed addresses only."""
 
-    def capture(self, work: Work) -> Work:
-        """Run `work` once for warm-up, then return what repeats it."""
+    def capture(self, work: Work, warm: Work) -> Work:
+        """Run `warm`, which launches all that `work` does at least once, then return what repeats `work`."""
         ...
 
 
 class Plain:
     """No graph: the work itself. What a CPU does, and a GPU with --no-cuda-graphs."""
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: Work, warm: Work) -> Work:
         """See `Launcher.capture`. Warms up, so that kernels are compiled before a request needs them."""
-        work()
+        warm()
         return work
 
 
@@ -43,10 +43,10 @@ class CudaGraphs:
         self._stream = make()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: Work, warm: Work) -> Work:
         """See `Launcher.capture`. Another thread may use the device meanwhile: only this thread's calls
         are recorded."""
-        work()  # compiles kernels and lets libraries choose theirs, which a capture must not
+        warm()  # compiles kernels and lets libraries choose theirs, which a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -69,9 +69,9 @@ class Launches(Generic[K]):
         self._launcher = launcher
         self._by_key: dict[K, Work] = {}
 
-    def capture(self, key: K, work: Work) -> None:
+    def capture(self, key: K, work: Work, warm: Work) -> None:
         """Make `work` available under `key`."""
-        self._by_key[key] = self._launcher.capture(work)
+        self._by_key[key] = self._launcher.capture(work, warm)
 
     def __getitem__(self, key: K) -> Work:
         return self._by_key[key]

@@ -6,8 +6,8 @@
                                   └ layers ─► picked rows      └
 
 The host does nothing per row but write the entry. What a graph cannot hold is launched plainly on the
-same buffers: prompt log-probabilities, hidden states, and sampling with bias, min_tokens,
-log-probabilities or a logit processor, which waits for the device.
+same buffers: prompt log-probabilities, hidden states, experts, prompts of embeddings, and sampling with
+bias, min_tokens, log-probabilities, entropies, masks told or a logit processor, which waits for the device.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from core.order import Order, OrderDone
 from core.plan import StepPlan
 from gpu.context import ForwardContext
+from gpu.embeds import Embedded, embedded
 from gpu.grammar.matchers import Matchers
 from gpu.hidden import HiddenRows
 from gpu.inputs import place
@@ -141,10 +142,13 @@ class GraphRunner:
         self._prepare(plan, ticket)
         forward = self._steps.forward(plan)
         self._hidden.apply(plan.new_slots)
-        if self._hidden.wants(plan) or any(chunk.logprobs >= 0 for chunk in plan.chunks):
-            hidden, rows = self._forward(forward, every=True), place(plan)
+        given, routes = embedded(plan, self.device), self._hidden.routes(plan)
+        if self._hidden.wants(plan) or routes is not None or any(c.logprobs >= 0 for c in plan.chunks):
+            hidden, rows = self._forward(forward, every=True, given=given, routes=routes), place(plan)
             answer.prompt = score_prompts(self._ready(), hidden, plan, rows)
-            answer.hidden = self._hidden.take(self._ready(), hidden, plan, rows)
+            answer.given = self._hidden.take(self._ready(), hidden, routes, plan, rows)
+        elif given is not None:
+            self._forward(forward, given=given)
         else:
             launches[forward]()
         self._settle()
@@ -202,11 +206,19 @@ class GraphRunner:
 
     # -- the work of the graphs --------------------------------------------------------------------
 
-    def _forward(self, key: Forward, every: bool = False) -> Tensor:
+    def _forward(
+        self,
+        key: Forward,
+        every: bool = False,
+        brief: bool = False,
+        given: Embedded | None = None,
+        routes: list[Tensor] | None = None,
+    ) -> Tensor:
         """Everything up to the hidden states of the rows that sample, which it leaves in the buffers.
 
         Returns those of all rows [n, hidden] where `every` asks for them; else the last layer's MLP runs
-        for the rows that sample alone.
+        for the rows that sample alone. `brief` is for warming up (`ForwardContext`). `given` are rows that
+        come as embeddings. `routes` gets what routers choose, of `every` row.
         """
         assert self._kernels is not None, "a step came while the pages are given back"
         buffers, rings = self._buffers, self._rings
@@ -219,7 +231,8 @@ class GraphRunner:
         self._machine.attention.plan(view)
         picks = key.mixed and not every
         ops = TritonOps(view, self._kernels)
-        ctx = ForwardContext(view.positions, ops, wanted=samples.rows if picks else None)
+        wanted = samples.rows if picks else None
+        ctx = ForwardContext(view.positions, ops, wanted=wanted, brief=brief, embedded=given, routes=routes)
         hidden = self._ready().forward(ctx, view.ids)
         picked = buffers.picked[: len(samples.rows)]
         if picks:
@@ -261,8 +274,10 @@ class GraphRunner:
         launches: Launches[Forward | Sampling] = Launches(self._machine.launcher())
         self._rings.clear()
         for done, key in enumerate(work, 1):
-            act = partial(self._forward, key) if isinstance(key, Forward) else partial(self._sample, key)
-            launches.capture(key, act)
+            if isinstance(key, Forward):
+                launches.capture(key, partial(self._forward, key), partial(self._forward, key, brief=True))
+            else:
+                launches.capture(key, act := partial(self._sample, key), act)
             progress(done / len(work))
         # Not in any graph, and compiled before the first penalised request needs it.
         rings = self._rings

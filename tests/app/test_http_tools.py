@@ -30,12 +30,18 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ós </tool_call>
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def know(server: Server, tools: str | None = "hermes", reasoning: str | None = None) -> None:
-    """The server's model is of these families from now on."""
+def know(
+    server: Server,
+    tools: str | None = "hermes",
+    reasoning: str | None = None,
+    routed: tuple[int, int] = (0, 0),
+) -> None:
+    """The server's model is of these families from now on, and has experts where `routed` says so."""
     family: ToolFamily | None = TOOLS[tools] if tools else None
     thinking = REASONING[reasoning] if reasoning else None
+    card = msgspec.structs.replace(CARD, routed=routed)
     server.service.ready(
-        Loaded(CARD, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
+        Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
     )
 
 

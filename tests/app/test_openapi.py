@@ -83,6 +83,8 @@ async def test_streams_are_events(server: Server) -> None:
         "/v1/responses",
         "/v1/responses/{id}",
         "/v1/messages",
+        "/v2/chat",
+        "/cohere/v2/chat",
     }
 
 

@@ -1,4 +1,4 @@
-"""Every parameter that clients of OpenAI, SGLang, vLLM and Anthropic send, by route.
+"""Every parameter that clients of OpenAI, SGLang, vLLM, Anthropic and Cohere send, by route.
 
 One table: a parameter works (its value is taken, null is unset, another type is a 400 that names it), is
 refused by name, or is ignored because it means nothing to this server. What a struct declares has to be
@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 
 from app.http.anthropic_schema import MessagesBody
 from app.http.chat_batch import BatchChatBody
+from app.http.cohere_schema import CohereBody
 from app.http.generative import GenerativeBody
 from app.http.inference import InferenceBody
 from app.http.responses_schema import ResponsesBody
@@ -28,10 +30,14 @@ from app.http.schema import (
 )
 from app.http.score import ScoreBody
 from tests.app.conftest import Server
+from tests.app.tensors import tensor
 from tests.app.test_http_tools import know
+from tests.fakes.engine import ROUTED, WIDTH
+from tests.fakes.tokenizer import ByteTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+TENSOR = tensor(np.full((2, WIDTH), 0.5, np.float32))
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 
@@ -84,9 +90,10 @@ CONSTRAINTS: dict[str, Case] = {
     "lora_path": Refused("adapter"),
     "prompt_embeds": Refused("AAAA"),
     "input_embeds": Refused([[0.5]]),
-    "return_routed_experts": Refused(True),
-    "return_entropy": Refused(True),
-    "return_sampling_mask": Refused(True),
+    "return_routed_experts": Works(True),
+    "routed_experts_start_len": Works(1, given={"return_routed_experts": True}),
+    "return_entropy": Works(True, given={"return_meta_info": True}),
+    "return_sampling_mask": Works(True, given={"return_meta_info": True, "top_k": 5}),
     "chat_template": Refused("{{ messages }}"),
     "image_data": Refused("x"),
     "video_data": Refused("x"),
@@ -118,6 +125,8 @@ SAMPLING: dict[str, Case] = {
 GENERATION: dict[str, Case] = {
     **CONSTRAINTS,
     **SAMPLING,
+    "use_beam_search": Works(True),
+    "length_penalty": Works(1.5),
     "model": Works("org/tiny"),
     "seed": Works(5),
     "max_tokens": Works(2),
@@ -150,8 +159,6 @@ GENERATION: dict[str, Case] = {
     "kv_transfer_params": Ignored({}),
     "custom_labels": Ignored({"a": "b"}),
     "vllm_xargs": Ignored({"a": 1}),
-    # of beam search, which is refused
-    "length_penalty": Ignored(1.0),
     "best_of": Ignored(1),
     # for OpenAI's own books
     "user": Ignored("me"),
@@ -181,6 +188,7 @@ CHAT: dict[str, Case] = {
     "tool_choice": Works("auto", 5, given={"tools": [FUNCTION]}),
     "add_generation_prompt": Works(True),
     "continue_final_message": Works(True),
+    "chat_template": Works("{{ messages }}"),
     "chat_template_kwargs": Works({"a": 1}),
     "documents": Works([{"text": "a"}]),
     "parallel_tool_calls": Works(False),
@@ -201,6 +209,8 @@ CHAT: dict[str, Case] = {
 COMPLETIONS: dict[str, Case] = {
     **GENERATION,
     "prompt": Works("hi", needed=True),
+    "suffix": Works("x"),
+    "prompt_embeds": Works(TENSOR),
     "logprobs": Works(1),
     "echo": Works(True),
     **TOLD,
@@ -209,6 +219,8 @@ COMPLETIONS: dict[str, Case] = {
 NATIVE_SAMPLING: dict[str, Case] = {
     **CONSTRAINTS,
     **SAMPLING,
+    "return_entropy": Works(True),
+    "return_sampling_mask": Works(True, given={"temperature": 0.0}),
     "max_new_tokens": Works(2),
     "min_new_tokens": Works(1),
     "sampling_seed": Works(5),
@@ -216,8 +228,11 @@ NATIVE_SAMPLING: dict[str, Case] = {
 
 NATIVE: dict[str, Case] = {
     **CONSTRAINTS,
+    "return_entropy": Works(True),
+    "return_sampling_mask": Works(True, given={"sampling_params": {"top_k": 5}}),
     "text": Works("hi", needed=True),
     "input_ids": Works([5, 6], "x", given={"text": None}, needed=True),
+    "input_embeds": Works([[0.5] * WIDTH], "x", given={"text": None}, needed=True),
     "sampling_params": Works({"max_new_tokens": 2}),
     "stream": Works(True),
     "rid": Works("one"),
@@ -237,6 +252,12 @@ NATIVE: dict[str, Case] = {
 RESPONSES: dict[str, Case] = {
     **{name: case for name, case in GENERATION.items() if name not in ("metadata", "store")},
     "response_format": Refused({"type": "json_object"}),
+    "use_beam_search": Refused(True),
+    "chat_template": Works("{{ messages }}", 5),
+    "return_routed_experts": Refused(True),
+    "routed_experts_start_len": Works(1),
+    "return_entropy": Refused(True),
+    "return_sampling_mask": Refused(True),
     "prompt_logprobs": Works(1),
     "logprob_token_ids": Works([5, 6], given={"top_logprobs": 1}),
     "input": Works("hi", 5, needed=True),
@@ -303,7 +324,7 @@ TOKENIZE: dict[str, Case] = {
     "continue_final_message": Works(True),
     "return_token_strs": Works(True),
     "chat_template_kwargs": Works({"a": 1}),
-    "chat_template": Refused("{{ messages }}"),
+    "chat_template": Works("{{ messages }}"),
 }
 
 DETOKENIZE: dict[str, Case] = {
@@ -331,6 +352,35 @@ BATCH: dict[str, Case] = {
     "stream": Works(False),
     "stream_options": Works({"include_usage": True}),
     "input_ids": Refused([5]),
+}
+
+COHERE: dict[str, Case] = {
+    "model": Works("org/tiny"),
+    "messages": Works(HI, needed=True),
+    "stream": Works(True),
+    "max_tokens": Works(3),
+    "stop_sequences": Works(["x"]),
+    "temperature": Works(0.5),
+    "k": Works(5),
+    "p": Works(0.9),
+    "seed": Works(3),
+    "frequency_penalty": Works(0.5),
+    "presence_penalty": Works(0.5),
+    "logprobs": Works(True),
+    "response_format": Works(
+        {"type": "json_object", "json_schema": SCHEMA}, {"type": "json_object", "json_schema": 1}
+    ),
+    "documents": Works(["a", {"data": {"text": "b"}, "id": "1"}], [{"id": "1"}]),
+    "tools": Works([FUNCTION], [{"type": "function"}]),
+    "strict_tools": Works(True, given={"tools": [FUNCTION]}),
+    "tool_choice": Works("REQUIRED", "required", given={"tools": [FUNCTION]}),
+    "thinking": Works({"type": "enabled", "token_budget": 5}, {"type": "enabled", "token_budget": 0}),
+    "safety_mode": Works("STRICT"),
+    "citation_options": Ignored({"mode": "FAST"}),
+    "priority": Works(3),
+    "chat_template_kwargs": Works({"a": 1}, {"tokenize": True}),
+    "raw_prompting": Ignored(False),
+    "kv_transfer_params": Ignored({}),
 }
 
 INFERENCE: dict[str, Case] = {
@@ -385,6 +435,7 @@ ROUTES: list[tuple[str, type[msgspec.Struct], dict[str, Case], dict[str, Any], s
     ("/generate", NativeSampling, NATIVE_SAMPLING, {"text": "hi"}, "sampling_params"),
     ("/v1/responses", ResponsesBody, RESPONSES, {"input": "hi", "max_output_tokens": 2, "store": False}, ""),
     ("/v1/messages", MessagesBody, MESSAGES, {"messages": HI, "max_tokens": 2}, ""),
+    ("/v2/chat", CohereBody, COHERE, {"messages": HI, "max_tokens": 2}, ""),
     ("/tokenize", TokenizeBody, TOKENIZE, {"prompt": "hi"}, ""),
     ("/detokenize", DetokenizeBody, DETOKENIZE, {"tokens": [5]}, ""),
     ("/v1/chat/completions/batch", BatchChatBody, BATCH, {"messages": [HI], "max_tokens": 2}, ""),
@@ -397,9 +448,12 @@ NAMES = [f"{path} {inside}".strip() for path, _, _, _, inside in ROUTES]
 
 @pytest.fixture
 def able(server: Server) -> Server:
-    """A model that calls tools and thinks, and a processor by name."""
-    know(server, "hermes", "think")
+    """A model that calls tools, thinks, inserts and has experts, a processor by name, and trust."""
+    know(server, "hermes", "think", ROUTED)
     server.engine.processors = ("ban",)
+    tokenizer = ByteTokenizer({"[PREFIX]": 258, "[SUFFIX]": 259})
+    loaded = msgspec.structs.replace(server.service.loaded, tokenizer=tokenizer, trusts_templates=True)
+    server.service.ready(loaded)
     return server
 
 
@@ -409,7 +463,8 @@ async def answer(server: Server, path: str, body: dict[str, Any]) -> tuple[int, 
         text = await response.read()
         if response.status == 200:
             return 200, "", ""
-    error = msgspec.json.decode(text)["error"]
+    told = msgspec.json.decode(text)
+    error = told.get("error", told)
     return response.status, error.get("param") or "", error["message"]
 
 
@@ -418,9 +473,9 @@ def wrong_for(case: Works) -> Any:
 
 
 def names(told: tuple[int, str, str], name: str, path: str) -> bool:
-    """A 400 about `name`. Anthropic's errors have no field for it: the message says it."""
+    """A 400 about `name`. Anthropic's and Cohere's errors have no field for it: the message says it."""
     status, param, message = told
-    if path == "/v1/messages":
+    if path in ("/v1/messages", "/v2/chat"):
         return status == 400 and name in message
     return status == 400 and (param == name or param.startswith((f"{name}.", f"{name}[")))
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.text.template import TIME_LIMIT, ChatTemplate, read_template
+from app.text.template import MAX_SENT, TIME_LIMIT, ChatTemplate, read_template
 from core.errors import ModelError, RequestError
 from tests.app.assets import asset
 
@@ -336,3 +339,80 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
         assert template.render(messages, offered) == plain.from_string(source).render(context)
     if name != "llama3_1":  # this one leaves tools out
         assert "é<" in template.render(used, tools)
+
+
+# -- templates that requests bring -----------------------------------------------------------------
+
+
+async def test_a_request_s_template_has_the_same_tokens_and_is_kept() -> None:
+    own = ChatTemplate("model", {"bos_token": "<s>"})
+    sent = await own.sent("{{ bos_token }}{{ messages[0].content }}")
+    assert await sent.render_async(USER) == "<s>hi"
+    assert await own.sent(sent.source) is sent
+    for i in range(20):
+        await own.sent(f"{i}")
+    assert await own.sent(sent.source) is not sent  # not for ever
+    assert own.render(USER) == "model"
+    own.close()
+
+
+async def test_a_request_s_template_never_runs_on_the_loop() -> None:
+    own = ChatTemplate("model")
+    sent = await own.sent("{{ where() }}")
+    assert await sent.render_async(USER, where=threading.get_ident) != str(threading.get_ident())
+    own.close()
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{" + "(" * 5_000 + "}}", "x" * (MAX_SENT + 1)])
+async def test_a_request_s_template_that_cannot_be_taken(source: str) -> None:
+    own = ChatTemplate("model")
+    with pytest.raises(RequestError) as caught:
+        await own.sent(source)
+    assert caught.value.param == "chat_template"
+    own.close()
+
+
+GREEDY = [
+    "{% for a in R %}{% set ns.l = ns.l + ['x' * 33000000] %}{% endfor %}",
+    "{% set s = 'x' * 33000000 %}{% for a in R %}{% set ns.l = [ns.l, s[1:]] %}{% endfor %}",
+    "{% set s = 'x' * 33000000 %}{% for a in R %}{% set ns.l = [ns.l, s ~ a] %}{% endfor %}",
+    "{% for a in R %}{% set ns.l = [ns.l, R | list] %}{% endfor %}",
+    "{% for a in R %}{% set ns.l = [ns.l, dict.fromkeys(R)] %}{% endfor %}",
+    "{% set s = 'x' * 10 ** 6 %}{% for a in R %}{% set t %}{{ s }}{{ s }}{% endset %}"
+    "{% set ns.l = [ns.l, t] %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", GREEDY)
+def test_what_is_made_piece_by_piece_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time it takes to get there depends on the machine; where it ends does not."""
+    monkeypatch.setattr("app.text.sandbox.MAX_MADE", 2**26)
+    monkeypatch.setattr("app.text.template.TIME_LIMIT", 20.0)
+    monkeypatch.setattr("app.text.template.PROBE_TIME", 0.0)
+    error = refused(ChatTemplate("{% set ns = namespace(l=[]) %}" + source.replace("R", _R)))
+    assert "all that it makes" in error.message
+
+
+def test_a_stopped_template_leaves_nothing_behind() -> None:
+    """Reference counts alone must free what it made: a server seldom collects garbage."""
+
+    class Made(str):
+        """Counts those that are there."""
+
+        __slots__ = ("__weakref__",)
+
+    alive: list[weakref.ref[Made]] = []
+
+    def make() -> Made:
+        made = Made("x")
+        alive.append(weakref.ref(made))
+        return made
+
+    template = ChatTemplate("{% set a = make() %}{% set b = [a] %}{{ raise_exception('no') }}")
+    gc.disable()
+    try:
+        with contextlib.suppress(RequestError):  # pytest's own way to catch it would keep it
+            template.render(USER, make=make)
+        assert alive and not [ref for ref in alive if ref() is not None]
+    finally:
+        gc.enable()

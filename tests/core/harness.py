@@ -14,7 +14,7 @@ from core.executor import Capabilities
 from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Confirmed, Scheduler
-from core.types import Finish, Floats, RootKey
+from core.types import Finish, Floats, Ints, RootKey
 from tests.fakes.executor import FakeExecutor, oracle
 
 VOCAB = 97
@@ -68,6 +68,7 @@ class Harness:
         self.delivered: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
         self.hidden: dict[str, list[Floats]] = {}
+        self.experts: dict[str, list[Ints]] = {}
         self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self._ids = 0
 
@@ -148,6 +149,8 @@ class Harness:
         for request, states in confirmed.hidden:
             assert request.id not in self.finishes or request in confirmed.requests + confirmed.finished
             self.hidden.setdefault(request.id, []).append(states)
+        for request, chosen in confirmed.experts:
+            self.experts.setdefault(request.id, []).append(chosen)
         self._ended(confirmed.finished)
 
     def _ended(self, requests: list[Request]) -> None:

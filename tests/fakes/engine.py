@@ -14,7 +14,7 @@ import numpy as np
 from app.job import Job, Piece, Sink
 from app.text.stops import check_stops
 from core.errors import ContextExceeded, LoomError, RequestError
-from core.plan import PromptLogprobs, RowLogprobs
+from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import check
 from core.stats import CacheStatistics, EngineStatistics, Histogram, SchedulerStatistics
@@ -29,7 +29,9 @@ WORDS = ("Hel", "lo", " wörld", " 😀", "!")
 def row(token: int, k: int) -> RowLogprobs:
     """Log-probabilities that say which token they belong to."""
     ids = np.array([(token + i) % VOCAB for i in range(k)], np.int32)
-    return RowLogprobs(-float(token) / 100, ids, np.array([-float(i) for i in range(k)], np.float32))
+    values = np.array([-float(i) for i in range(k)], np.float32)
+    support = Support(np.array([token, token + 1], np.int32), -0.25)
+    return RowLogprobs(-float(token) / 100, ids, values, float(token), support)
 
 
 WIDTH = 4
@@ -39,6 +41,15 @@ WIDTH = 4
 def state(token: int, position: int) -> Floats:
     """A hidden state that says whose it is."""
     return np.array([token, position, 1.0, -1.0], np.float32)
+
+
+ROUTED = (2, 3)
+"""Layers, and experts of a token in each."""
+
+
+def routed(token: int, position: int) -> Ints:
+    """Experts that say whose they are: [layers, experts per token]."""
+    return np.array([[token, position, layer] for layer in range(ROUTED[0])], np.int32)
 
 
 class FakeRun:
@@ -54,6 +65,7 @@ class FakeRun:
         self.requests = [Request(f"{job.id}-{i}", prompt, params) for i in range(job.n)]
         for request in self.requests:
             request.cached = engine.cached
+            request.embeds = job.embeds
         if job.keep is not None:
             marks = [(len(prompt) if n is None else n, seconds) for n, seconds in job.keep.marks]
             kept = tuple(tokens for tokens, _ in marks)
@@ -102,6 +114,13 @@ class FakeRun:
             case "all":
                 return [np.array(states[:n]), *(each[None] for each in states[n:])]
 
+    def experts(self, index: int) -> list[Ints]:
+        if self.params.experts_from < 0:
+            return []
+        tokens = [*self.prompt.tolist(), *self.made[index][:-1]]
+        every = [routed(token, at) for at, token in enumerate(tokens)][self.params.read_from :]
+        return [np.array(each)[None] for each in every]
+
     async def wait(self) -> None:
         await self.done.wait()
 
@@ -146,8 +165,8 @@ class FakeRun:
         words = self.script or WORDS
         word = words[at % len(words)]
         token = word.encode()[0]
-        told = self.params.logprobs + len(self.params.logprob_ids)
-        logprobs = [row(token, told)] if self.params.logprobs >= 0 else None
+        told = max(self.params.logprobs, 0) + len(self.params.logprob_ids)
+        logprobs = [row(token, told)] if self.params.told else None
         finish = None
         if self.job.text.stop and word == "!":
             finish = Finish(FinishReason.STOP, self.job.text.stop[0])

@@ -66,6 +66,7 @@ class FakeExecutor:
         self.nan_slots: set[int] = set()
         self.logprob_slots: dict[int, int] = {}
         self.hidden_slots: dict[int, bool] = {}
+        self.routed_slots: dict[int, bool] = {}
         self.closed = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -130,8 +131,9 @@ class FakeExecutor:
         }
         prompt = tuple(_prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0)
         return StepResult(
-            plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan)
-        )
+            plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan),
+            experts=self._experts(plan),
+        )  # fmt: skip
 
     def _hidden(self, plan: StepPlan) -> dict[int, Floats]:
         """A token's hidden state is the token and its position, so that a test can see what was given."""
@@ -153,6 +155,20 @@ class FakeExecutor:
             }
             if chunk.hidden != "none":
                 found[chunk.slot] = given[chunk.hidden]
+        return found
+
+    def _experts(self, plan: StepPlan) -> dict[int, Ints]:
+        """One layer, two experts: the token and its position."""
+        for new in plan.new_slots:
+            self.routed_slots[new.slot] = new.params.experts_from >= 0
+        found = {}
+        for slot in plan.decode_slots.tolist():
+            if self.routed_slots[slot]:
+                found[slot] = np.array([[self._read(slot, int(self.length[slot]) - 1)]], np.int32)
+        for chunk in plan.chunks:
+            every = [[(t, chunk.start + i)] for i, t in enumerate(chunk.tokens)]
+            if chunk.experts:
+                found[chunk.slot] = np.array(every[max(chunk.hidden_start - chunk.start, 0) :], np.int32)
         return found
 
     def _read(self, slot: int, position: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ class ByteTokenizer:
     added_eos: tuple[int, ...] = ()
     eos_ids = frozenset({EOS})
     special_tokens: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>"}
+
+    def __init__(self, marks: Mapping[str, int] = MappingProxyType({})) -> None:
+        """`marks` are tokens that stand around parts of a prompt."""
+        self.marks = marks
 
     def encode(self, text: str, add_special: bool = True) -> Ints:
         ids = list(text.encode())
@@ -45,6 +50,9 @@ class ByteTokenizer:
         ]
         return b"".join(parts).decode(errors="replace")
 
+    def token_id(self, text: str) -> int | None:
+        return self.marks.get(text)
+
     def token_text(self, id: int) -> str:
         return self.token_bytes(id).decode(errors="replace")
 
@@ -56,6 +64,9 @@ class JoinTemplate:
     """`role: content` lines. A content of `RAISE` is what a template refuses."""
 
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+    async def sent(self, source: str) -> JoinTemplate:
+        return self
 
     async def render_async(
         self,

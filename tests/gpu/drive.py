@@ -15,6 +15,9 @@ from core.executor import Executor
 from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
+from core.types import Floats, RootKey
+
+Prompt = Sequence[int] | Floats
 
 PATIENCE = 120.0
 """Seconds without a result after which a test gives up."""
@@ -42,8 +45,8 @@ class Driver:
         executor.start(self._arrived.release)
         self._made = 0
 
-    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """All of them, started in turn while the others run."""
+    def run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Answer]:
+        """All of them, started in turn while the others run. A prompt is its ids, or its embeddings."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         answers = {request.id: Answer([], [], [], []) for request in requests}
         waiting = list(requests)
@@ -57,9 +60,14 @@ class Driver:
     def close(self) -> None:
         self._executor.close()
 
-    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         self._made += 1
-        return Request(f"r{self._made}", np.asarray(prompt, np.int32), params)
+        id = f"r{self._made}"
+        if not isinstance(prompt, np.ndarray):
+            return Request(id, np.asarray(prompt, np.int32), params)
+        request = Request(id, np.zeros(len(prompt), np.int32), params, root=RootKey(own=id))
+        request.embeds = prompt
+        return request
 
     def _turn(self, answers: dict[str, Answer]) -> None:
         while self.scheduler.in_flight <= self._depth and (plan := self.scheduler.plan()) is not None:

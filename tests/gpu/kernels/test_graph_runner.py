@@ -23,6 +23,7 @@ from core.request import SamplingParams
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
+from gpu.kernels.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels
 from gpu.sample.sampler import Sampler
@@ -69,7 +70,12 @@ class Both:
         self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
         spec = rig.spec
         attention = Attention((), [spec.window(layer) for layer in range(spec.layers)])
-        machine = Machine(CPU, attention, Plain, lambda caches: Kernels(attention, caches))
+        configs = None
+        if (moe := spec.moe) is not None:
+            configs = MoeConfigs(
+                MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, "float32", "none")
+            )
+        machine = Machine(CPU, attention, Plain, lambda caches: Kernels(attention, caches, configs))
         self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, -(-spec.vocab_size // 32))
         self.sampler = Sampler(ROWS, spec.vocab_size, ROWS, CPU)
         self.runner = GraphRunner(self.shape, machine, self.sampler, (spec.hidden, torch.float32))
@@ -99,10 +105,18 @@ def agree(plan: StepPlan, got: StepResult, want: StepResult) -> None:
     for row, mine in got.logprobs.items():
         assert mine.chosen == pytest.approx(want.logprobs[row].chosen, abs=1e-3)
         assert mine.top_ids.tolist() == want.logprobs[row].top_ids.tolist()
+        assert mine.entropy == pytest.approx(want.logprobs[row].entropy, abs=1e-3)
+        assert (mine.support is None) == (want.logprobs[row].support is None)
+        if mine.support is not None:
+            assert mine.support.ids.tolist() == want.logprobs[row].support.ids.tolist()
+            assert mine.support.chosen == pytest.approx(want.logprobs[row].support.chosen, abs=1e-3)
     assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
     for mine, theirs in zip(got.prompt_logprobs, want.prompt_logprobs, strict=True):
         assert (mine.slot, mine.start) == (theirs.slot, theirs.start)
         np.testing.assert_allclose(mine.values, theirs.values, atol=1e-3)
+    assert got.experts.keys() == want.experts.keys()
+    for slot, chosen in got.experts.items():
+        np.testing.assert_array_equal(chosen, want.experts[slot])
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +204,24 @@ def test_an_order_larger_than_its_entry(both: Both, monkeypatch: pytest.MonkeyPa
 
 def test_prompt_logprobs(both: Both) -> None:
     run(both, [SamplingParams(temperature=0.0)] * 2, 1, logprobs=2)
+
+
+def test_prompts_of_embeddings(both: Both) -> None:
+    """Cut, beside decode rows and ids, with what is told of a prompt and without; penalties skip them."""
+    rows = np.random.default_rng(5).normal(0, 0.3, (len(PROMPT), both.rig.spec.hidden)).astype(np.float32)
+    blank, rig = ints([0] * len(PROMPT)), both.rig
+    both.step(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=[rig.new(1, PROMPT)])
+    new = rig.new(2, blank.tolist(), params=PENALISED[0], count_row=0)
+    new = NewSlot(2, new.params, new.prompt, new.output, 0, 0, embedded=len(rows))
+    both.step(decode=[1], chunks=[Chunk(2, 0, blank[:7], False, embeds=rows[:7])], new=[new])
+    ids = Chunk(3, 0, ints(PROMPT[:9]), True)
+    both.step(
+        decode=[1], chunks=[ids, Chunk(2, 7, blank[7:], True, embeds=rows[7:])], new=[rig.new(3, PROMPT)]
+    )
+    told = Chunk(4, 0, ints([*blank[:8], *PROMPT[8:]]), True, embeds=rows[:8], hidden="all")
+    both.step(decode=[2, 3], chunks=[told], new=[rig.new(4, blank.tolist())])
+    for _ in range(3):
+        both.step(decode=[4, 2, 1])
 
 
 def test_a_slot_starts_anew_behind_a_cached_prefix(both: Both) -> None:

@@ -1,0 +1,71 @@
+"""Cohere's `/v2/chat`, at its own path and at vLLM's. Errors on these paths have their shape
+(`app/http/middleware.py`)."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.http.body import decode, read_body
+from app.http.chat import chat_job
+from app.http.cohere_events import DIALECT, ReplyFrames, Telling, message
+from app.http.cohere_schema import COHERE, NAMES, CohereBody, chat_body
+from app.http.delivery import Collector, Delivery, running
+from app.http.keys import SERVICE
+from app.http.logprobs import Namer
+from app.http.render import rendered
+from app.http.reply import json_response
+from app.http.responses_schema import rename_fields
+from app.http.sampling import ready
+from app.http.sse import EventStream
+from app.service import Loaded
+from app.watch import Watcher
+from core.errors import RequestError
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation, after Cohere."""
+    body = decode(COHERE, await read_body(request))
+    loaded = ready(request.app[SERVICE], body.model)
+    try:
+        return await _run(request, body, loaded)
+    except RequestError as error:
+        rename_fields(error, NAMES, ())
+        raise
+
+
+async def _run(request: web.Request, body: CohereBody, loaded: Loaded) -> web.StreamResponse:
+    job, watch = await chat_job(chat_body(body, loaded), loaded)
+    namer = Namer(loaded.tokenizer) if body.logprobs else None
+    telling = Telling(id=job.id, reading=watch.reading, namer=namer)
+    watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
+    if body.stream:
+        delivery = Delivery(1)
+        async with running(watcher, [job], delivery.take) as runs:
+            async with EventStream(request, dialect=DIALECT) as stream:
+                await delivery.run(stream, ReplyFrames(telling, runs[0]))
+            return stream.response
+    collector = Collector(1)
+    async with running(watcher, [job], collector.take) as runs:
+        (piece,) = await collector.collect()
+        return json_response(message(telling, runs[0], piece))
+
+
+async def render(request: web.Request) -> web.StreamResponse:
+    """The prompt of a conversation after Cohere, as text and as tokens."""
+    body = decode(COHERE, await read_body(request))
+    loaded = ready(request.app[SERVICE], body.model)
+    try:
+        asked = chat_body(body, loaded)
+        job, _ = await chat_job(asked, loaded)
+        return json_response(await rendered(job, asked, loaded))
+    except RequestError as error:
+        rename_fields(error, NAMES, ())
+        raise
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v2/chat", chat),
+    ("POST", "/cohere/v2/chat", chat),
+    ("POST", "/cohere/v2/chat/render", render),
+)

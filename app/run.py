@@ -1,0 +1,65 @@
+"""A job's requests while they run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from app.deliver import Stream
+from app.engine import Engine
+from app.job import Job, Piece, Sink
+from core.plan import PromptLogprobs
+from core.request import Request
+from core.types import Finish, FinishReason, Floats, Ints
+
+
+class LiveRun:
+    """A job's requests while they run. Owner: event loop."""
+
+    __slots__ = ("_done", "_engine", "_left", "_sink", "id", "prompt", "requests", "streams")
+
+    def __init__(self, job: Job, prompt: Ints, engine: Engine, sink: Sink) -> None:
+        self.id = job.id
+        self.prompt = prompt
+        self.requests: list[Request] = []
+        self.streams: list[Stream] = []
+        self._engine = engine
+        self._sink = sink
+        self._left = job.n
+        self._done = asyncio.get_running_loop().create_future()
+
+    def deliver(self, index: int, piece: Piece) -> None:
+        """The sink of this job's streams: passes pieces on and notices the last one."""
+        if piece.finish is not None:
+            self._left -= 1
+            if self._left == 0 and not self._done.done():
+                self._done.set_result(None)
+        self._sink(index, piece)
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """See `app.job.Run.prompt_logprobs`."""
+        return self.streams[0].prompt_logprobs
+
+    def hidden(self, index: int) -> list[Floats]:
+        """See `app.job.Run.hidden`."""
+        return self.streams[index].hidden
+
+    def experts(self, index: int) -> list[Ints]:
+        """See `app.job.Run.experts`."""
+        return self.streams[index].experts
+
+    async def wait(self) -> None:
+        await asyncio.shield(self._done)
+
+    def abort(self, message: str | None = None) -> None:
+        """End it; with a `message` the client is told of an error."""
+        for request in self.requests:
+            self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
+
+    def end(self, index: int) -> None:
+        """See `app.job.Run.end`."""
+        self._engine.abort(self.requests[index], Finish(FinishReason.ABORT))
+
+    def on_done(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the last choice has ended."""
+        self._done.add_done_callback(lambda _: callback())

@@ -1,0 +1,114 @@
+"""Text between a prompt and a suffix, from models that were trained to fill it in.
+
+Such models have tokens that mark the parts of a prompt. They are looked up by name in the vocabulary, which
+says nothing of whether a checkpoint was trained with them; where none are there, there is no other way to
+ask. The names and the order of the parts are those of the checkpoints' own cards; llama.cpp looks for the
+same names.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from app.job import Job
+from core.errors import RequestError
+from core.types import Ints
+
+
+class Words(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_id(self, text: str) -> int | None: ...
+    async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints: ...
+
+
+class Family(NamedTuple):
+    """Names of the marks before the prompt, before the suffix, and behind both (empty: there is none).
+    `ends` are tokens that end such a text besides the marks."""
+
+    prefix: str
+    suffix: str
+    middle: str
+    ends: tuple[str, ...] = ()
+    suffix_first: bool = False
+    glued: bool = False
+    """The tokenizer puts a space before every text, which a suffix must not have."""
+
+
+_FILES = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>")
+_BIGCODE = ("<fim_pad>", "<file_sep>", "<|endoftext|>")
+
+FAMILIES = (
+    Family("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", _FILES),  # Qwen2.5-Coder, Qwen3, CodeGemma
+    Family("<fim_prefix>", "<fim_suffix>", "<fim_middle>", _BIGCODE),  # StarCoder, StarCoder2, Granite
+    Family("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>",)),  # SantaCoder
+    Family("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<|EOT|>",)),  # DeepSeek-Coder, V2, V3
+    Family("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",), glued=True),  # CodeLlama
+    Family("[PREFIX]", "[SUFFIX]", "", suffix_first=True, glued=True),  # Codestral
+    Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ("<|endoftext|>",)),  # GLM, CodeGeeX4
+    Family("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
+)
+"""The first whose marks are all there is taken."""
+
+_GLUE = "☺"
+"""Meta's own way to encode a text without the space before it: behind a character of its own tokens."""
+
+
+class Marks(NamedTuple):
+    """A family's in one vocabulary. `middle` is None where there is none; `ends` are ids that say that the
+    text is complete."""
+
+    family: Family
+    prefix: int
+    suffix: int
+    middle: int | None
+    ends: frozenset[int]
+
+
+def find_marks(words: Words) -> Marks | None:
+    """The marks that a vocabulary has."""
+    for family in FAMILIES:
+        prefix, suffix = words.token_id(family.prefix), words.token_id(family.suffix)
+        middle = words.token_id(family.middle) if family.middle else None
+        if prefix is None or suffix is None or (family.middle and middle is None):
+            continue
+        ends = {words.token_id(name) for name in family.ends} | {prefix, suffix, middle}
+        return Marks(family, prefix, suffix, middle, frozenset(id for id in ends if id is not None))
+    return None
+
+
+async def encoded(job: Job, words: Words) -> Ints:
+    """A job's text, and its suffix where it has one, as ids. Raises `RequestError` where there are no
+    marks."""
+    assert isinstance(job.prompt, str)
+    if not job.suffix:
+        return await words.encode_async(job.prompt, job.add_special_tokens, job.prompt_param)
+    marks = find_marks(words)
+    if marks is None:
+        raise RequestError(
+            "'suffix' is not supported: this model's vocabulary has no marks for text insertion.",
+            "suffix",
+            "unsupported",
+        )
+    # Encoded apart, and the marks by id: that is how the models were trained.
+    begin = await words.encode_async("", job.add_special_tokens)
+    before = await words.encode_async(job.prompt, False, job.prompt_param)
+    after = await _suffix(job.suffix, marks.family, words)
+    first, second = (marks.prefix, before), (marks.suffix, after)
+    if marks.family.suffix_first:
+        first, second = second, first
+    parts = [begin, [first[0]], first[1], [second[0]], second[1]]
+    if marks.middle is not None:
+        parts.append([marks.middle])
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+async def _suffix(text: str, family: Family, words: Words) -> Ints:
+    if family.glued:
+        glue = await words.encode_async(_GLUE, False)
+        ids = await words.encode_async(_GLUE + text, False, "suffix")
+        if np.array_equal(ids[: len(glue)], glue):
+            return ids[len(glue) :]
+    return await words.encode_async(text, False, "suffix")

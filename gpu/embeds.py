@@ -1,0 +1,29 @@
+"""Tokens of a step that come as embeddings, of requests whose prompt is no text."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from core.plan import StepPlan
+from gpu.inputs import place
+
+
+class Embedded(NamedTuple):
+    """Tokens that come as embeddings: `rows` int64 [e] of the step, and `values` float [e, hidden]."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
+def embedded(plan: StepPlan, device: torch.device) -> Embedded | None:
+    """Rows of the step that come as embeddings, and those; None where no chunk has any."""
+    if all(chunk.embeds is None for chunk in plan.chunks):
+        return None
+    placed = zip(plan.chunks, place(plan), strict=True)
+    found = [(at.first, chunk.embeds) for chunk, at in placed if chunk.embeds is not None]
+    rows = np.concatenate([np.arange(first, first + len(values)) for first, values in found])
+    values = np.concatenate([values for _, values in found])  # a copy: what crossed threads is read-only
+    return Embedded(torch.from_numpy(rows).to(device), torch.from_numpy(values).to(device))

@@ -1,0 +1,58 @@
+"""`chat_template` in a request: refused until the operator trusts clients with it, then rendered like the
+model's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.text.template import ChatTemplate
+from tests.app.conftest import Server
+
+CHAT, TOKENIZE, RESPONSES = "/v1/chat/completions", "/tokenize", "/v1/responses"
+HI = [{"role": "user", "content": "hi"}]
+OWN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+
+def trust(server: Server) -> None:
+    loaded = server.service.loaded
+    template: Any = ChatTemplate("model")
+    server.service.ready(msgspec.structs.replace(loaded, template=template, trusts_templates=True))
+
+
+@pytest.mark.parametrize("path", [CHAT, TOKENIZE, CHAT + "/render", CHAT + "/batch", RESPONSES])
+async def test_it_is_refused_by_default_with_the_flag_that_allows_it(server: Server, path: str) -> None:
+    body = {"input": "hi"} if path == RESPONSES else {"messages": [HI] if path.endswith("batch") else HI}
+    status, answer = await server.post(path, {**body, "chat_template": OWN})
+    assert (status, answer["error"]["param"]) == (400, "chat_template")
+    assert "--trust-request-chat-template" in answer["error"]["message"]
+    assert not server.engine.runs
+
+
+async def test_where_clients_are_trusted_it_takes_the_place_of_the_model_s(server: Server) -> None:
+    trust(server)
+    asked = {"messages": HI, "return_prompt_text": True}
+    assert (await server.post(CHAT, asked))[1]["prompt_text"] == "model"
+    assert (await server.post(CHAT, {**asked, "chat_template": OWN}))[1]["prompt_text"] == "[hi]"
+    told = (await server.post(TOKENIZE, {"messages": HI, "chat_template": OWN}))[1]
+    assert told["tokens"] == list(b"[hi]")
+
+
+@pytest.mark.parametrize(
+    ("source", "param"),
+    [
+        ("{% for %}", "chat_template"),
+        ("x" * 40_000, "chat_template"),
+        (5, "chat_template"),
+        ("{{ raise_exception('no') }}", "messages"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "messages"),
+        ("{{ 'x' * 10 ** 10 }}", "messages"),
+    ],
+)
+async def test_a_bad_one_is_a_400_and_nothing_runs(server: Server, source: object, param: str) -> None:
+    trust(server)
+    status, answer = await server.post(CHAT, {"messages": HI, "chat_template": source})
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert not server.engine.runs
