@@ -48,10 +48,11 @@ class Engine:
         """Called before requests are queued: who runs in the background can make room."""
         self.paused = False
         """No step is planned while it is set; `resume` ends it."""
+        self._gap = 0.0
+        self._resting: asyncio.TimerHandle | None = None
         self.orders = Orders(executor)
         self._executor = executor
         self._depth = min(depth, executor.capabilities.max_depth)
-        self._clock = clock
         self._streams: dict[str, Stream] = {}
         self._backlog: deque[tuple[Confirmed, int]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,6 +99,21 @@ class Engine:
         self.paused = False
         self._wake()
 
+    def slow_down(self, gap: float) -> None:
+        """Leave `gap` seconds between a plan and the next; 0: none."""
+        self._gap = gap
+        if self._resting is not None:
+            self._resting.cancel()
+            self._rested()
+
+    def _rest(self) -> None:
+        assert self._loop is not None
+        self._resting = self._loop.call_later(self._gap, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = None
+        self._wake()
+
     # -- the step ----------------------------------------------------------------------------------
 
     def _wake(self) -> None:
@@ -129,6 +145,8 @@ class Engine:
             if plan is None:
                 break
             self._executor.submit(plan)
+            if self._gap:
+                self._rest()
         ended = self.scheduler.take_finished()
         if ended:
             self._backlog.append((Confirmed([], [], {}, {}, [], ended), 0))
@@ -136,6 +154,7 @@ class Engine:
     def _may_plan(self) -> bool:
         return (
             not self.paused
+            and self._resting is None
             and self.failure is None
             and self.scheduler.in_flight <= self._depth
             and len(self._backlog) < BACKLOG

@@ -15,6 +15,10 @@ from core.types import Finish, FinishReason
 PauseMode = Literal["keep", "retract", "abort"]
 
 
+MAX_GAP = 60.0
+"""Seconds between steps: a server that is told to wait for hours looks like one that hangs."""
+
+
 class Operator:
     """One operation at a time, each with the engine held still where it must be.
 
@@ -56,6 +60,15 @@ class Operator:
                     f"The server sleeps without {', '.join(sorted(self.asleep))}: wake it first."
                 )
             self._engine.resume()
+
+    def slow_down(self, seconds: float) -> None:
+        """Leave so many seconds between a step's plan and the next, to see what slowness does; 0: none.
+        Raises `RequestError`."""
+        if not 0 <= seconds <= MAX_GAP:
+            raise RequestError(
+                f"'forward_sleep_time' must be between 0 and {MAX_GAP:g} seconds.", "forward_sleep_time"
+            )
+        self._engine.slow_down(seconds)
 
     async def start_profile(self) -> None:
         """Record a trace of the launch thread, and of the device if there is one."""

@@ -44,6 +44,12 @@ class LoggingBody(msgspec.Struct):
     log_requests: bool | None = None
 
 
+class SlowBody(msgspec.Struct):
+    """Seconds between steps, after SGLang; 0 or null: none."""
+
+    forward_sleep_time: float | None = None
+
+
 class WeightsBody(msgspec.Struct):
     """A checkpoint on the server's disk."""
 
@@ -80,6 +86,11 @@ async def _pause(operator: Operator, request: web.Request) -> dict[str, object]:
 async def _resume(operator: Operator, request: web.Request) -> dict[str, object]:
     await operator.resume()
     return {"message": "Going on."}
+
+
+async def _slow_down(operator: Operator, request: web.Request) -> dict[str, object]:
+    operator.slow_down((await _body(request, SlowBody)).forward_sleep_time or 0.0)
+    return {"message": "As asked."}
 
 
 async def _start_profile(operator: Operator, request: web.Request) -> dict[str, object]:
@@ -148,7 +159,7 @@ async def is_sleeping(request: web.Request) -> web.StreamResponse:
     return json_response({"is_sleeping": operator is not None and bool(operator.asleep)})
 
 
-pause, resume = _route(_pause), _route(_resume)
+pause, resume, slow_down = _route(_pause), _route(_resume), _route(_slow_down)
 start_profile, stop_profile = _route(_start_profile), _route(_stop_profile)
 load_weights = _route(_load_weights)
 sleep, wake = _route(_sleep), _route(_wake)
@@ -160,6 +171,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/continue_generation", resume),
     ("POST", "/resume", resume),
     ("GET", "/is_paused", is_paused),
+    ("POST", "/slow_down", slow_down),
     ("POST", "/start_profile", start_profile),
     ("POST", "/stop_profile", stop_profile),
     ("POST", "/update_weights_from_disk", load_weights),

@@ -189,6 +189,7 @@ ABOUT: Mapping[Handler, About] = {
     ),
     control.pause: _switch("Stop planning steps.", control.PauseBody),
     control.resume: _switch("Go on planning steps."),
+    control.slow_down: _switch("Leave time between steps.", control.SlowBody),
     control.start_profile: _switch("Record what the device does."),
     control.stop_profile: _switch("Write what was recorded to the server's disk."),
     control.load_weights: _switch("Exchange the weights.", control.WeightsBody),

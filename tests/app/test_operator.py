@@ -46,6 +46,22 @@ async def held(bench: Bench, work: asyncio.Task[None]) -> None:
     await work
 
 
+async def test_slowed_down_one_step_is_planned_at_a_time(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    bench = Bench(tokenizer)
+    operator = Operator(bench.engine, tmp_path)
+    operator.slow_down(60)
+    run = await bench.start("a", 12)
+    await settle()
+    assert bench.engine.scheduler.counters.steps == 1
+    operator.slow_down(0)
+    await run.wait()
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 12, VOCAB)
+    for wrong in (-1.0, 61.0, float("nan")):
+        with pytest.raises(RequestError, match="forward_sleep_time"):
+            operator.slow_down(wrong)
+    bench.engine.close()
+
+
 @pytest.mark.parametrize("mode", ["keep", "retract"])
 async def test_a_pause_waits_for_what_is_in_flight_and_changes_no_text(
     bench: Bench, operator: Operator, mode: str
