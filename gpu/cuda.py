@@ -10,6 +10,8 @@ from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
 from gpu.attention.device import AttentionOptions, Caches, attention_facts, device_attention
 from gpu.device import HOPPER, CudaFacts
+from gpu.kernels.cublas import products
+from gpu.kernels.linear_mid import mid_counters
 from gpu.kernels.tuned import FP8_NAME, MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.memory import page_dtype
@@ -42,10 +44,11 @@ def captured_runner(
         # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
         attends = attends._replace(kv_scales=((1.0, 1.0),) * spec.layers)
     attention = device_attention(attends, AttentionOptions(pdl, CASCADE_ROWS), model.attention_backend)
-    experts = _experts(spec, dtype, facts)
+    experts, many = _experts(spec, dtype, facts), products(facts.name, device)
 
     def kernels(caches: Caches) -> Kernels:
-        return Kernels(attention, caches, experts, pdl, attends.kv_scales)
+        counters = mid_counters(device) if pdl else None  # pdl's devices have the room, too
+        return Kernels(attention, caches, experts, pdl, attends.kv_scales, counters, many)
 
     shape = Shape(
         rows=sizes.rows,

@@ -24,6 +24,7 @@ from gpu.kernels import (
     decode,
     embed,
     gated,
+    linear_mid,
     linear_small,
     merge,
     moe,
@@ -105,21 +106,48 @@ def elementwise() -> Iterator[Check]:
         yield Check("norm_rope_store", f"{case}: v", _wrong((cache[where, 1], v)))
 
 
+def _exact(x: Tensor, weight: Tensor, bias: Tensor, both: bool) -> Tensor:
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    if not both:
+        return exact
+    gate, up = exact.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
 def few_rows() -> Iterator[Check]:
-    """Products of a few rows, by the rule and by the cuts that `times.linears` compares."""
-    for name, (outputs, inputs_, gated_) in LINEARS.items():
+    """Products of a few rows, by the rule."""
+    for name, (outputs, inputs_, both) in LINEARS.items():
         weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
         for rows in (1, 2, 4, 8, 32):
-            cut = linear_small.small_linear_config(rows, weight, gated_)
+            cut = linear_small.small_linear_config(rows, weight, both)
             if cut is None:
                 continue
             x = _randn(rows, inputs_)
-            exact = F.linear(x.double(), weight.double(), bias.double())
-            if gated_:
-                gate, up = exact.chunk(2, dim=1)
-                exact = F.silu(gate) * up
-            run = linear_small.small_gated if gated_ else linear_small.small_linear
-            yield Check("small_linear", f"{name}, {rows} rows", error(run(x, weight, bias, cut), exact))
+            run = linear_small.small_gated if both else linear_small.small_linear
+            found = error(run(x, weight, bias, cut), _exact(x, weight, bias, both))
+            yield Check("small_linear", f"{name}, {rows} rows", found)
+
+
+def some_rows() -> Iterator[Check]:
+    """Of some rows: also the same bits again, and from a graph."""
+    counters = linear_mid.mid_counters(DEVICE)
+    for name, (outputs, inputs_, both) in LINEARS.items():
+        weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
+        for rows in (4, 5, 16, 24, 32, 40, 64):
+            cut = linear_mid.mid_linear_config(rows, weight, both)
+            if cut is None:
+                continue
+            x = _randn(rows, inputs_)
+            if both:
+                call = partial(linear_mid.mid_gated, x, weight, bias, cut, pdl=True)
+            else:
+                call = partial(linear_mid.mid_linear, x, weight, bias, cut, counters, pdl=True)
+            found, captured = call(), capture([call] * 3)
+            captured.graph.replay()
+            case = f"{name}, {rows} rows"
+            yield Check("mid_linear", case, error(found, _exact(x, weight, bias, both)))
+            yield Check("mid_linear", f"{case}: again", _wrong(*((found, each) for each in captured.results)))
+    yield Check("mid_linear", "counters", float(counters.sum()))
 
 
 def routing() -> Iterator[Check]:
@@ -392,6 +420,7 @@ def shared_prefix() -> Iterator[Check]:
 ALL: dict[str, Callable[[], Iterator[Check]]] = {
     "elementwise": elementwise,
     "few_rows": few_rows,
+    "some_rows": some_rows,
     "routing": routing,
     "experts": experts,
     "attention": attention,

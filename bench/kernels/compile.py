@@ -26,7 +26,20 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
-from gpu.kernels import cascade, decode, embed, gated, linear_small, merge, moe, norm, prefill, qkv, sample
+from gpu.kernels import (
+    cascade,
+    decode,
+    embed,
+    gated,
+    linear_mid,
+    linear_small,
+    merge,
+    moe,
+    norm,
+    prefill,
+    qkv,
+    sample,
+)
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.tuned import FP8_NAME, MoeConfig, MoeShape, rule
 from gpu.quant import FP8
@@ -109,6 +122,16 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         run = linear_small.small_gated if both else linear_small.small_linear
         run(empty(rows, size), weight, None, config, pdl=pdl)
 
+    def mid_product(rows: int, name: str) -> None:
+        outputs, size, both = inputs.LINEARS[name]
+        x, weight = empty(rows, size), empty(outputs, size)
+        config = linear_mid.mid_linear_config(rows, weight, both)
+        assert config is not None
+        if both:
+            linear_mid.mid_gated(x, weight, None, config, pdl=pdl)
+        else:
+            linear_mid.mid_linear(x, weight, None, config, linear_mid.mid_counters(CPU), pdl=pdl)
+
     def fused_qkv() -> None:
         both = empty(64, 2, heads.kv, heads.dim)
         turn = empty(256, 1, heads.dim), empty(256, 1, heads.dim)
@@ -135,6 +158,13 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "linear 2": lambda: product(2, "8B down"),
         "linear 32": lambda: product(32, "30B-A3B router"),
         "linear gated": lambda: product(2, "8B gate_up"),
+        "mid 8": lambda: mid_product(8, "8B qkv"),
+        "mid 8 gated": lambda: mid_product(8, "8B gate_up"),
+        "mid 32 two": lambda: mid_product(32, "30B-A3B qkv"),
+        "mid 32 split": lambda: mid_product(32, "8B down"),
+        "mid 32 gated": lambda: mid_product(32, "8B gate_up"),
+        "mid 64 split": lambda: mid_product(64, "30B-A3B o"),
+        "mid 64 gated": lambda: mid_product(64, "8B gate_up"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
         "embed": lambda: embed.embed(x, ints, ints, n, ints, pdl=pdl),
         "qkv": fused_qkv,

@@ -17,6 +17,7 @@ from bench.kernels.compile import compiling
 from bench.kernels.inputs import LINEARS, Heads, MoeSize, distinct_experts
 from bench.kernels.timing import Row, microseconds
 from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, route, sample
+from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
 from gpu.kernels.linear_small import SmallLinear, small_gated, small_linear, small_linear_config
 from gpu.kernels.moe_gemm import down, gate_up
 from gpu.kernels.moe_small import SmallConfig, small_moe
@@ -231,6 +232,7 @@ class _Product:
         self.weights = [_randn(outputs, size) * size**-0.5 for _ in range(self.sets)]
         self._pairs = [(_randn(rows, size), _randn(rows, size)) for _ in range(self.sets)]
         self._scale = _randn(size)
+        self._counters = mid_counters(DEVICE)
 
     def _norm(self, at: int) -> Tensor:
         return norm.add_rms_norm(*self._pairs[at], self._scale, 1e-6, pdl=True)
@@ -244,6 +246,13 @@ class _Product:
         """By `small_linear`."""
         run = small_gated if self.both else small_linear
         return run(self._norm(at), self.weights[at], None, cut, pdl=True)
+
+    def mid(self, cut: MidLinear, at: int) -> Tensor:
+        """By `mid_linear`."""
+        x, weight = self._norm(at), self.weights[at]
+        if self.both:
+            return mid_gated(x, weight, None, cut, pdl=True)
+        return mid_linear(x, weight, None, cut, self._counters, pdl=True)
 
 
 def linears() -> Iterator[Row]:
@@ -260,6 +269,23 @@ def linears() -> Iterator[Row]:
             said = f"{cut.columns}/{cut.warps}{' rule' * (cut == rule_cut)}"
             found.append(Row("norm, small_linear", case, us, moved, 0.0, said))
         yield from sorted(found, key=lambda row: row.us)[:2]
+
+
+def some_linears() -> Iterator[Row]:
+    """Likewise of some rows; without a rule by the one of fewer rows, to see whether that still holds."""
+    for (name, (outputs, size, both)), rows in product(LINEARS.items(), (4, 8, 16, 24, 32, 48, 64)):
+        case, moved = f"{name} x {rows}", 2.0 * outputs * size
+        one = _Product(outputs, size, both, rows)
+        cut = mid_linear_config(rows, one.weights[0], both)
+        used = cut or mid_linear_config(32, one.weights[0], both)
+        if used is None:
+            continue
+        us = microseconds([partial(one.library, at) for at in range(one.sets)])
+        yield Row("norm, cuBLAS", case, us, moved)
+        us = microseconds([partial(one.mid, used, at) for at in range(one.sets)])
+        yield Row(
+            "norm, mid_linear", case, us, moved, 0.0, "/".join(map(str, used)) + " rule" * (cut == used)
+        )
 
 
 LINEAR_CUTS = tuple(SmallLinear(*cut) for cut in ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4)))
@@ -345,5 +371,6 @@ ALL: dict[str, Callable[[], Iterator[Row]]] = {
     "sampling": sampling,
     "small": small,
     "linears": linears,
+    "some_linears": some_linears,
     "flashinfer": flashinfer,
 }

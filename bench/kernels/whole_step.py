@@ -31,6 +31,7 @@ from gpu.attention.device import AttentionOptions, Caches, PhasedAttention, atte
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
+from gpu.kernels.linear_mid import mid_counters
 from gpu.kernels.penalty import start_counts
 from gpu.kernels.tuned import FP8_NAME, MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
@@ -63,7 +64,7 @@ class Share:
         return work
 
 
-def _library_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _library_product(x: Tensor, weight: Tensor, *others: object) -> Tensor:
     return x.new_empty(len(x), len(weight))
 
 
@@ -125,7 +126,8 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
         moe = MoeConfigs(MoeShape(*sizes, FP8_NAME if spec.fp8 else spec.dtype, DEVICE))
 
     def kernels(caches: Caches) -> Kernels:
-        return Kernels(attention, caches, moe, options.pdl, facts.kv_scales)
+        counters = mid_counters(CPU) if options.pdl else None
+        return Kernels(attention, caches, moe, options.pdl, facts.kv_scales, counters)
 
     machine = Machine(CPU, attention, lambda: share, kernels, options.pdl)
     chunks = min(rows, MAX_CHUNKS)

@@ -1,13 +1,15 @@
 """Prefill of captured steps by FlashInfer's FA3 kernel, scheduled on the device.
 
-What is called is the kernel's own entry, below FlashInfer's wrapper and its host plan: it takes the byte
-offsets of a schedule in device memory, and `gpu.kernels.fa3_schedule` writes that schedule. The entry is
-no public interface: written against FlashInfer 0.6.13.
+What is called are the kernels' own entries, below FlashInfer's wrappers and their host plan: they take the
+byte offsets of a schedule in device memory, and `gpu.kernels.fa3_schedule` writes that schedule. The
+entries are no public interface: written against FlashInfer 0.6.13.
+
+Steps that can hold long chunks launch two of them, one that reads packed keys (`gpu.kernels.packing`) and
+one that reads pages; which of them has work is decided on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,11 +18,25 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
-from gpu.kernels.fa3_schedule import Fa3Schedule, schedule_fa3
+from gpu.kernels.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
+from gpu.kernels.packing import pack, plan_packing
 from gpu.state.view import StepView
 
 CAUSAL, NHD = 1, 0
 """FlashInfer's codes of mask and layout."""
+
+PAIRS_PER_KEY = 1500
+"""Pairs of query and key per key, where every query head has a KV head, from which packing pays: it takes
+some 2 ns a key of 8 KV heads, and saves 5 ps a pair of 32 query heads."""
+
+PACK_BYTES = 128 * 2**20
+"""Of packed keys and values: 32,768 tokens of 8 heads of 128. Of a step with more all stay."""
+
+PACK_TILE = 128
+"""Keys per tile of FA3 at most."""
+
+ROTATION = (1.0, 1e4, 0)
+"""Scale and base of one that is not asked for, and the length of a mask that is not."""
 
 
 def refusal(facts: AttentionFacts) -> str:
@@ -45,75 +61,90 @@ class FlashInferPrefill:
     must exist before the first graph.
     """
 
-    __slots__ = ("_caches", "_facts", "_options", "_processors", "_run", "_schedule", "_space")
+    __slots__ = (
+        "_caches",
+        "_facts",
+        "_kernels",
+        "_options",
+        "_packed",
+        "_paged",
+        "_places",
+        "_processors",
+        "_side",
+        "_space",
+    )
 
     def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         self._facts, self._options = facts, options
         self._caches: Caches = ()
         properties = torch.cuda.get_device_properties(facts.device)
         self._processors = int(properties.multi_processor_count)
-        self._run = {window > 0: _kernel(facts, window > 0) for window in sorted(set(facts.windows))}
-        self._schedule: Fa3Schedule | None = None
+        self._kernels = {window > 0: _kernels(facts, window > 0) for window in sorted(set(facts.windows))}
+        token = 2 * facts.kv_heads * facts.head_dim * facts.dtype.itemsize
+        room = PACK_BYTES // token // PACK_TILE * PACK_TILE
+        self._side = tuple(
+            torch.zeros(room, facts.kv_heads, facts.head_dim, dtype=facts.dtype, device=facts.device)
+            for _ in range(2)
+        )
+        self._places: Tensor | None = None
+        self._packed: Fa3Schedule | None = None
+        self._paged: Fa3Schedule | None = None
         self._space = torch.empty(16, dtype=torch.uint8, device=facts.device)
 
     def bind(self, caches: Caches | None) -> None:
-        """See `PhaseAttention.bind`. K and V as pages: [pages, page_size, kv_heads, head_dim]."""
-        shape = (-1, self._facts.page_size)
-        self._caches = [(torch.unflatten(k, 0, shape), torch.unflatten(v, 0, shape)) for k, v in caches or ()]
+        """See `PhaseAttention.bind`."""
+        self._caches = caches or ()
 
     def plan(self, view: StepView) -> None:
-        """See `PhaseAttention.plan`: one schedule serves all layers."""
-        self._schedule = schedule_fa3(
-            (view.chunk_slots, view.chunk_starts, view.chunk_firsts, view.counts[2:3]),
-            view.tokens,
-            self._facts.heads,
-            self._facts.head_dim,
-            view.page_table.stride(0),
-            self._processors,
-            pdl=self._options.pdl,
-        )
+        """See `PhaseAttention.plan`: one schedule, or two, serve all layers."""
+        facts, pdl, count = self._facts, self._options.pdl, view.counts[2:3]
+        starts, firsts = view.chunk_starts, view.chunk_firsts
+        tiles = fa3_tiles((view.chunk_slots, starts, firsts, count), view.tokens, facts.head_dim, pdl=pdl)
+        shape = (facts.heads, facts.head_dim, view.page_table.stride(0), self._processors)
+        self._places = self._packed = None
+        pairs = PAIRS_PER_KEY * facts.kv_heads / facts.heads
+        if view.tokens >= pairs:  # no token sees more queries than there are
+            room = len(self._side[0])
+            self._places = plan_packing(starts, firsts, count, pairs, room, PACK_TILE, pdl=pdl)
+            self._packed = schedule_fa3(tiles, *shape, self._places, True, pdl=pdl)
+        self._paged = schedule_fa3(tiles, *shape, self._places, pdl=pdl)
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
-        assert self._schedule is not None, "plan() comes first"
+        assert self._paged is not None, "plan() comes first"
         facts, window = self._facts, self._facts.windows[layer]
         k, v = self._caches[layer]
-        self._run[window > 0](
-            self._space,
-            self._schedule.numbers,
-            list(self._schedule.offsets),
-            q,
-            k,
-            v,
-            view.chunk_firsts,  # this and the next: what the schedule holds already
-            view.chunk_firsts,
-            view.page_table,
-            view.chunk_firsts,
-            out.view(q.shape),
-            None,  # log-sum-exp
-            CAUSAL,
-            NHD,
-            window - 1,  # keys to the left; -1 for all
-            False,  # FA3 knows no dependent launch
-            *[None] * 6,  # masks and what goes with them
-            facts.cap,
-            facts.scale,
-            *[None] * 3,  # scales of float8
-            1.0,
-            1e4,  # both of a rotation that is not asked for
-            0,
-            0,
-        )
+        kernels, size = self._kernels[window > 0], facts.page_size
+        here = view.chunk_firsts  # stands for what a schedule holds already
+        result = out.view(q.shape)
+        # To the left so many keys, -1 for all; FA3 knows no dependent launch; then masks and theirs.
+        mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, facts.cap, facts.scale)
+        if self._places is not None and self._packed is not None:
+            chunks = (view.chunk_slots, view.chunk_starts, view.chunk_firsts)
+            k_side, v_side = self._side
+            pack(
+                (k, v), (k_side, v_side), self._places, chunks, view.page_table, size, PACK_TILE,
+                pdl=self._options.pdl,
+            )  # fmt: skip
+            numbers, offsets, _ = self._packed
+            kernels.ragged_run(
+                self._space, numbers, list(offsets), q, k_side, v_side, here, here, result, *mask, *ROTATION
+            )
+        numbers, offsets, _ = self._paged
+        pages = (torch.unflatten(side, 0, (-1, size)) for side in (k, v))
+        kernels.paged_run(
+            self._space, numbers, list(offsets), q, *pages, here, here, view.page_table, here, result, *mask,
+            *[None] * 3, *ROTATION, 0,
+        )  # fmt: skip
 
 
-def _kernel(facts: AttentionFacts, windowed: bool) -> Callable[..., Any]:
-    """FlashInfer's `paged_run` for these types and sizes."""
+def _kernels(facts: AttentionFacts, windowed: bool) -> Any:
+    """FlashInfer's `paged_run` and `ragged_run` for these types and sizes: one library."""
     from flashinfer.prefill import get_batch_prefill_module
 
     dim, dtype = facts.head_dim, facts.dtype
     args = (dtype, dtype, dtype, torch.int32, dim, dim, 0, windowed, facts.cap > 0, False)
     try:
-        run: Callable[..., Any] = get_batch_prefill_module("fa3", *args).paged_run
+        return get_batch_prefill_module("fa3", *args)
     except (OSError, RuntimeError) as error:  # no compiler, no ninja, another CUDA
         raise ConfigError(f"FlashInfer could not build FA3: {str(error)[-300:]}") from error
-    return run

@@ -8,6 +8,8 @@ has the lightest of the next.
 
     rank      0 1 2 3 | 4 5 6 7 | 8 9      tiles by keys, most first, every head in turn
     program   0 1 2 3 | 3 2 1 0 | 0 1
+
+Where a step may pack its keys (`gpu.kernels.packing`) there are two lists, and one of them is empty.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
-from gpu.kernels.prefill import FIELDS, PrefillConfig, PrefillPlan, plan_prefill
+from gpu.kernels.prefill import FIELDS, PrefillConfig, plan_prefill
 
 ARRAYS = 7
-"""Of the list: tile, first row, first page-table entry, queries, keys, head, chunk."""
+"""Of the list: tile, first row, first page-table entry or packed key, queries, keys, head, chunk."""
 
 
 class Fa3Schedule(NamedTuple):
@@ -42,12 +44,14 @@ def fa3_tile(head_dim: int) -> int:
 @jit_loose("blocks", "heads", "programs", "width", "room")
 def _schedule(
     items: tl.tensor,
+    packed: tl.tensor,
     numbers: tl.tensor,
     blocks: int,
     heads: int,
     programs: int,
     width: int,
     room: int,
+    OF_PACKED: tl.constexpr,
     TILE: tl.constexpr,
     BLOCKS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -57,6 +61,8 @@ def _schedule(
     b = tl.arange(0, BLOCKS)
     begin(PDL)
     found = tl.load(items + b * FIELDS + 3, mask=b < blocks, other=0) > 0
+    if packed is not None:
+        found = found & ((tl.load(packed) >= 0) == OF_PACKED)  # one is as the others
     total = tl.sum(found.to(tl.int32), 0) * heads
     rounds = total // programs
     rest = total - rounds * programs
@@ -75,9 +81,12 @@ def _schedule(
     slot = tl.load(item, mask=known, other=0)
     start = tl.load(item + 2, mask=known, other=0)
     tokens = tl.load(item + 3, mask=known, other=0)
+    keys_at = slot * width
+    if OF_PACKED:
+        keys_at = tl.load(packed + tl.load(item + 5, mask=known, other=0), mask=known, other=0)
     tl.store(numbers + at, tl.load(item + 4, mask=known, other=0) // TILE, mask=known)
     tl.store(numbers + room + at, tl.load(item + 1, mask=known, other=0), mask=known)
-    tl.store(numbers + 2 * room + at, slot * width, mask=known)
+    tl.store(numbers + 2 * room + at, keys_at, mask=known)
     tl.store(numbers + 3 * room + at, tokens, mask=known)
     tl.store(numbers + 4 * room + at, start + tokens, mask=known)
     tl.store(numbers + 5 * room + at, rank % heads, mask=known)
@@ -88,46 +97,59 @@ def _schedule(
         tl.store(numbers + 7 * room + j, j * rounds + more, mask=j <= programs)
 
 
+def fa3_tiles(
+    chunks: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int, head_dim: int, *, pdl: bool = False
+) -> Tensor:
+    """A step's tiles of queries, those with the most keys first: `PrefillPlan.items`.
+
+    chunks  slots, starts, firsts and num_chunks as of `plan_prefill`
+    tokens  rows of the graph
+    """
+    tile = fa3_tile(head_dim)
+    return plan_prefill(*chunks, tokens, 1, PrefillConfig(tile, tile, 4, 2), pdl=pdl).items
+
+
 def schedule_fa3(
-    chunks: tuple[Tensor, Tensor, Tensor, Tensor],
-    tokens: int,
+    tiles: Tensor,
     heads: int,
     head_dim: int,
     table_width: int,
     programs: int,
+    packed: Tensor | None = None,
+    of_packed: bool = False,
     *,
     pdl: bool = False,
 ) -> Fa3Schedule:
     """Write a step's schedule.
 
-    chunks       slots, starts, firsts and num_chunks as of `plan_prefill`
-    tokens       rows of the graph
+    tiles        of `fa3_tiles`
     heads        query heads
     table_width  entries between two slots' rows of the page table
     programs     multiprocessors of the device: the grid of FA3
+    packed       of `plan_packing`, None where nothing is packed; the schedule is that of the tiles of
+                 packed chunks (`of_packed`), or of those that stay in their pages
     """
-    slots, starts, firsts, num_chunks = chunks
-    tile = fa3_tile(head_dim)
-    config = PrefillConfig(tile, tile, 4, 2)
-    plan: PrefillPlan = plan_prefill(slots, starts, firsts, num_chunks, tokens, 1, config, pdl=pdl)
-    blocks = len(plan.items)
+    blocks = len(tiles)
     room = cdiv(blocks * heads, 4) * 4  # arrays begin at 16 bytes
-    numbers = torch.empty(ARRAYS * room + programs + 1, dtype=torch.int32, device=slots.device)
+    numbers = torch.empty(ARRAYS * room + programs + 1, dtype=torch.int32, device=tiles.device)
     span = 256
     _schedule[(cdiv(blocks * heads, span),)](
-        plan.items,
+        tiles,
+        packed,
         numbers,
         blocks,
         heads,
         programs,
         table_width,
         room,
-        TILE=tile,
+        OF_PACKED=of_packed,
+        TILE=fa3_tile(head_dim),
         BLOCKS=pow2(blocks),
         SPAN=span,
         LANES=pow2(programs + 1),
         PDL=pdl,
         **options(4, pdl=pdl),
     )
-    tiles, rows, entries, queries, keys, head, chunk, runs = (4 * room * i for i in range(ARRAYS + 1))
-    return Fa3Schedule(numbers, (tiles, rows, entries, queries, keys, head, runs, chunk, 0), room)
+    at = [4 * room * i for i in range(ARRAYS + 1)]
+    tile, row, keys_at, queries, keys, head, chunk, runs = at
+    return Fa3Schedule(numbers, (tile, row, keys_at, queries, keys, head, runs, chunk, 0), room)

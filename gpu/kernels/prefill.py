@@ -50,8 +50,8 @@ class PrefillPlan(NamedTuple):
     """A step's work list.
 
     items  int32 [blocks, 8]: slot, row of the chunk's first token, its position, tokens of the chunk,
-           the block's first query within the chunk, counted in heads of a group; the rest unused.
-           Tokens are 0 behind the list's end
+           the block's first query within the chunk, counted in heads of a group, the chunk; the rest
+           unused. Tokens are 0 behind the list's end
     """
 
     items: Tensor
@@ -137,6 +137,7 @@ def _plan(
     tl.store(at + 2, own_start, mask=there)
     tl.store(at + 3, tl.where(known, own_tokens, 0), mask=there)
     tl.store(at + 4, block * QUERIES, mask=there)
+    tl.store(at + 5, own, mask=there)
 
 
 def plan_prefill(

@@ -150,7 +150,8 @@ def test_text_is_the_same_in_every_configuration(moe: Path, name: str) -> None:
 
 
 def test_bfloat16_is_within_its_own_error(path: Path) -> None:
-    """Teacher-forced: the same tokens' log-probabilities, by decoding and by prefill."""
+    """Teacher-forced: the same tokens' log-probabilities, by decoding and by prefill. Two experts whose
+    logits are closer than bfloat16's error change places, and one of two says other things: one token's."""
     params = [SamplingParams(temperature=0.0, max_tokens=16, logprobs=0)]
     driver = Driver(executor(path, "cuda", "bfloat16"), SCHEDULE)
     try:
@@ -160,7 +161,8 @@ def test_bfloat16_is_within_its_own_error(path: Path) -> None:
     finally:
         driver.close()
     values = np.concatenate([piece.values for piece in prefilled.prompt])[-16:]
-    np.testing.assert_allclose(values, decoded.logprobs, atol=0.15)
+    apart = np.abs(values - decoded.logprobs)
+    assert (apart > 0.15).sum() <= (spec_of(path).moe is not None), apart
 
 
 @pytest.mark.parametrize("chosen", [{"kv_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)

@@ -196,6 +196,19 @@ def test_flashinfer(name: str, device: torch.device, tolerance: float) -> None:
     check(step, backend, tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [((0, 900), (950, 30), (333, 800)), ((0, 900), (9_500, 30), (33, 80))])
+def test_flashinfer_packs_keys_where_it_pays(
+    chunks: tuple[tuple[int, int], ...], device: torch.device, tolerance: float
+) -> None:
+    """It does for the first of these steps, and not for the second."""
+    pytest.importorskip("flashinfer")
+    step = make(Case(Heads(8, 2, 128), decode=(30, 2), chunks=chunks, pad=(7, 3, 2)), torch.bfloat16, device)
+    backend = device_attention(step.facts._replace(windows=(0, 0)), AttentionOptions(), "prefill=flashinfer")
+    backend.bind([step.cache, step.cache])
+    check(step._replace(expected=[step.expected[0]] * 2), backend, tolerance)
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.cap])
 def test_torch(name: str) -> None:
     cpu = torch.device("cpu")

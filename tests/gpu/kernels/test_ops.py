@@ -21,6 +21,7 @@ from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.context import ForwardContext
 from gpu.inputs import StepInputs, gather
+from gpu.kernels.linear_mid import MidLinear, mid_counters
 from gpu.kernels.linear_small import SmallLinear
 from gpu.kernels.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
@@ -216,6 +217,20 @@ def test_products_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     both = Both("qwen2", tmp_path)
     both.step(begins(1, 1, 2), 2)
     both.step(StepPlan(2, ints([1])), 1)
+
+
+def test_products_of_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Likewise."""
+
+    def cut(rows: int, weight: torch.Tensor, gated: bool = False) -> MidLinear:
+        return MidLinear(64, 16, 1 if gated else 2, 4, 2)
+
+    monkeypatch.setattr("gpu.ops.fused.mid_linear_config", cut)
+    both = Both("qwen2", tmp_path)
+    counters = mid_counters(CPU)
+    both.kernels = both.kernels._replace(counters=counters)
+    both.step(begins(1, 1, 6), 8)
+    assert not counters.any()
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe-mixed"])

@@ -9,7 +9,8 @@ import torch
 
 from bench.kernels.inputs import Heads, chunks, error, pages, scalar
 from gpu.kernels import reference
-from gpu.kernels.fa3_schedule import schedule_fa3
+from gpu.kernels.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
+from gpu.kernels.packing import plan_packing
 from gpu.kernels.prefill import PrefillConfig, paged_prefill, plan_prefill
 
 SMALL = PrefillConfig(queries=16, tile=16, warps=4, stages=2)
@@ -86,29 +87,48 @@ def test_every_query_is_in_one_block_and_most_keys_come_first(
     assert keys == sorted(keys, reverse=True)
 
 
-@pytest.mark.parametrize("programs", [3, 7, 100])
-@pytest.mark.parametrize("live", [0, 2, 5])
-def test_fa3_gets_every_tile_of_every_head_once(live: int, programs: int, device: torch.device) -> None:
-    sizes, heads, width = [(0, 400), (100, 330), (7, 1), (0, 64), (33, 160)], 3, 11
-    kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
-    cut = chunks(sizes, kept, 4, device)
-    tokens = sum(count for _, count in sizes)
-    found = schedule_fa3((*cut[:3], scalar(live, device)), tokens, heads, 128, width, programs)
-    tile, row, entry, queries, keys, head, run, chunk, same = found.offsets
+Work = tuple[int, int, int, int, int, int, int]
+"""Of a tile of FA3: number, first row, where its keys begin, queries, keys, head, slot."""
+
+
+def listed(found: Fa3Schedule, programs: int) -> list[list[Work]]:
+    """What each program is given."""
+    tile, row, keys_at, queries, keys, head, run, chunk, same = found.offsets
     assert same == 0 and all(offset % 16 == 0 for offset in found.offsets)
     numbers = found.numbers.tolist()
     runs = numbers[run // 4 :]
     assert len(runs) == programs + 1 and runs[0] == 0
-    order = [numbers[at // 4 : at // 4 + runs[-1]] for at in (tile, row, entry, queries, keys, head, chunk)]
+    order = [numbers[at // 4 : at // 4 + runs[-1]] for at in (tile, row, keys_at, queries, keys, head, chunk)]
     work = list(zip(*order, strict=True))
+    return [work[a:b] for a, b in pairwise(runs)]
+
+
+@pytest.mark.parametrize("programs", [3, 7, 100])
+@pytest.mark.parametrize("room", [None, 0, 2048])
+@pytest.mark.parametrize("live", [0, 2, 5])
+def test_fa3_gets_every_tile_of_every_head_once(
+    live: int, room: int | None, programs: int, device: torch.device
+) -> None:
+    sizes, heads, width = [(0, 400), (100, 330), (7, 1), (0, 64), (33, 160)], 3, 11
+    kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
+    cut = chunks(sizes, kept, 4, device)
+    tokens = sum(count for _, count in sizes)
+    tiles = fa3_tiles((*cut[:3], scalar(live, device)), tokens, 128)
+    packed = None
+    if room is not None:
+        packed = plan_packing(cut.starts, cut.firsts, scalar(live, device), 0, room, 128)
+    places = [-1] * len(sizes) if packed is None else packed.tolist()
+    assert (places[0] >= 0) == (room == 2048 and live > 0)
     expected = [
-        (i, first, int(slot) * width, count, start + count, h, int(slot))
-        for slot, (first, start, count) in zip(kept.slots[:live], cut.true, strict=False)
+        (i, first, int(slot) * width if place < 0 else place, count, start + count, h, int(slot))
+        for slot, place, (first, start, count) in zip(kept.slots[:live], places, cut.true, strict=False)
         for i in range(-(-count // 128))
         for h in range(heads)
     ]
+    work: list[Work] = []
+    for of_packed in [False] if packed is None else [False, True]:
+        found = listed(schedule_fa3(tiles, heads, 128, width, programs, packed, of_packed), programs)
+        work += [one for part in found for one in part]
+        loads = [sum(min(k, k - n + 128 * (i + 1)) for i, _, _, n, k, _, _ in part) for part in found]
+        assert max(loads) - min(loads) <= max((k for part in found for *_, k, _, _ in part), default=0)
     assert sorted(work) == sorted(expected)
-    loads = [
-        sum(min(k, k - n + 128 * (i + 1)) for i, _, _, n, k, _, _ in work[a:b]) for a, b in pairwise(runs)
-    ]
-    assert max(loads) - min(loads) <= max((k for *_, k, _, _ in work), default=0)

@@ -1,0 +1,226 @@
+"""cuBLASLt, asked for an algorithm by name.
+
+cuBLAS takes the algorithm that it reckons is quickest at full clock. A step of thousands of tokens holds
+an H200 at its power limit, a quarter below that clock, and there the quickest is the one that takes the
+least energy: for Qwen3-8B's four products of 8,192 rows, in turn with cuBLAS's own, 4.66 ms against 4.74.
+Which one it is was measured under load (`bench.kernels.products`) and stands in `configs/kernels/`; shapes
+that are not there, and fewer rows, are left to cuBLAS.
+
+Bound with ctypes: torch has no way to name an algorithm, and the interface is a dozen C functions. Numbers
+are of cublasLt.h, where they may not change.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpu.kernels.tuned import FOLDER
+
+log = logging.getLogger(__name__)
+
+LEAST_ROWS = 4096
+"""Rows from which the choices hold: at fewer the device is short of work, not of power."""
+
+WORKSPACE = 32 * 2**20
+"""Bytes an algorithm may ask for; what cuBLAS grants itself on Hopper."""
+
+FLOAT32, FLOAT32_SUMS, BFLOAT16 = 0, 68, 14
+TRANSPOSE_A = 3
+"""Of a product's attributes: cuBLAS counts columns first, so that W [outputs, inputs] is its Aᵀ."""
+MOST_WORKSPACE = 1
+TILE, SWIZZLE, CLUSTER = 1, 4, 8
+"""Of an algorithm's attributes."""
+ASKED = 16
+
+
+class _Algorithm(ctypes.Structure):
+    _fields_: ClassVar = (("data", c_uint64 * 8),)
+
+
+class _Found(ctypes.Structure):
+    _fields_: ClassVar = (
+        ("algorithm", _Algorithm),
+        ("workspace", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class Choice(NamedTuple):
+    """An algorithm by what sets it apart among those that cuBLASLt proposes, in its own numbers: tile and
+    cluster shape, and whether neighbouring tiles are computed at the same time."""
+
+    tile: int
+    cluster: int
+    swizzle: int
+
+
+def choices(device: str, folder: Path = FOLDER) -> dict[tuple[int, int], Choice]:
+    """Of a device: (outputs, inputs) of bfloat16 weights to what was measured; empty without a file."""
+    path = folder / f"dense_bfloat16_{device.replace(' ', '_')}.json"
+    if not path.exists():
+        return {}
+    found: dict[str, dict[str, int]] = json.loads(path.read_text())
+    return {_sides(name): Choice(**choice) for name, choice in found.items()}
+
+
+def _sides(name: str) -> tuple[int, int]:
+    outputs, inputs = name.split("x")
+    return int(outputs), int(inputs)
+
+
+class CublasError(RuntimeError):
+    """A call that cuBLASLt refused."""
+
+
+class Product:
+    """x Wᵀ of one shape in bfloat16. Owner: launch thread."""
+
+    __slots__ = ("_a", "_b", "_d", "_handle", "_library", "_operation", "_space")
+
+    def __init__(self, library: Any, handle: c_void_p, space: Tensor, sizes: tuple[int, int, int]) -> None:
+        """`sizes` are rows, outputs, inputs; `space` is WORKSPACE bytes on the device."""
+        rows, outputs, inputs = sizes
+        self._library, self._handle, self._space = library, handle, space
+        self._operation = c_void_p()
+        self._call("MatmulDescCreate", byref(self._operation), FLOAT32_SUMS, FLOAT32)
+        self._call("MatmulDescSetAttribute", self._operation, TRANSPOSE_A, byref(c_int(1)), c_size_t(4))
+        self._a = self._layout(inputs, outputs)
+        self._b = self._layout(inputs, rows)
+        self._d = self._layout(outputs, rows)
+
+    def _layout(self, height: int, width: int) -> c_void_p:
+        layout = c_void_p()
+        self._call(
+            "MatrixLayoutCreate", byref(layout), BFLOAT16, c_uint64(height), c_uint64(width), c_int64(height)
+        )
+        return layout
+
+    def _call(self, name: str, *args: Any) -> None:
+        if status := getattr(self._library, f"cublasLt{name}")(*args):
+            raise CublasError(f"cublasLt{name} ended with {status}")
+
+    @property
+    def _shape(self) -> tuple[c_void_p, ...]:
+        return self._handle, self._operation, self._a, self._b, self._d, self._d
+
+    def proposed(self) -> Iterator[_Algorithm]:
+        """What cuBLASLt would take, the best by its reckoning first."""
+        preference, count = c_void_p(), c_int()
+        found = (_Found * ASKED)()
+        self._call("MatmulPreferenceCreate", byref(preference))
+        most = byref(c_size_t(WORKSPACE))
+        self._call("MatmulPreferenceSetAttribute", preference, MOST_WORKSPACE, most, c_size_t(8))
+        self._call("MatmulAlgoGetHeuristic", *self._shape, preference, ASKED, found, byref(count))
+        self._call("MatmulPreferenceDestroy", preference)
+        for one in found[: count.value]:
+            yield one.algorithm
+
+    def tile(self, algorithm: _Algorithm) -> int:
+        """Its tile, in cuBLASLt's numbers."""
+        value, size = c_uint32(), c_size_t()
+        self._call(
+            "MatmulAlgoConfigGetAttribute", byref(algorithm), TILE, byref(value), c_size_t(4), byref(size)
+        )
+        return value.value
+
+    def algorithm(self, choice: Choice) -> _Algorithm | None:
+        """The proposed algorithm with that tile, changed to the rest of the choice; None where this
+        version of cuBLASLt has none or cannot run it so."""
+        for algorithm in self.proposed():
+            if self.tile(algorithm) != choice.tile:
+                continue
+            set_one = self._library.cublasLtMatmulAlgoConfigSetAttribute
+            refused = set_one(byref(algorithm), CLUSTER, byref(c_uint16(choice.cluster)), c_size_t(2))
+            refused |= set_one(byref(algorithm), SWIZZLE, byref(c_uint32(choice.swizzle)), c_size_t(4))
+            needs = _Found()
+            refused |= self._library.cublasLtMatmulAlgoCheck(*self._shape, byref(algorithm), byref(needs))
+            if not refused and needs.workspace <= WORKSPACE:
+                return algorithm
+        return None
+
+    def run(self, x: Tensor, weight: Tensor, algorithm: _Algorithm) -> Tensor:
+        """A new [rows, outputs] of contiguous `x` [rows, inputs] and `weight` [outputs, inputs]."""
+        out = x.new_empty(len(x), len(weight))
+        at, stream = c_void_p(out.data_ptr()), torch.cuda.current_stream().cuda_stream
+        self._call(
+            "Matmul",
+            self._handle,
+            self._operation,
+            byref(c_float(1.0)),
+            c_void_p(weight.data_ptr()),
+            self._a,
+            c_void_p(x.data_ptr()),
+            self._b,
+            byref(c_float(0.0)),
+            at,
+            self._d,
+            at,
+            self._d,
+            byref(algorithm),
+            c_void_p(self._space.data_ptr()),
+            c_size_t(WORKSPACE),
+            c_void_p(stream),
+        )
+        return out
+
+
+class Products:
+    """Products by chosen algorithms. Owner: launch thread, once built."""
+
+    __slots__ = ("_by_size", "_chosen", "_handle", "_library", "_space")
+
+    def __init__(self, chosen: Mapping[tuple[int, int], Choice], device: torch.device) -> None:
+        """Raises `CublasError` where the library torch runs on is not to be had."""
+        major = str(torch.version.cuda).split(".")[0]
+        try:
+            self._library = ctypes.CDLL(f"libcublasLt.so.{major}")
+        except OSError as error:
+            raise CublasError(str(error)) from error
+        self._handle = c_void_p()
+        if status := self._library.cublasLtCreate(byref(self._handle)):
+            raise CublasError(f"cublasLtCreate ended with {status}")
+        self._chosen = chosen
+        self._space = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        self._by_size: dict[tuple[int, int, int], tuple[Product, _Algorithm] | None] = {}
+
+    def product(self, rows: int, outputs: int, inputs: int) -> Product:
+        """Of one shape."""
+        return Product(self._library, self._handle, self._space, (rows, outputs, inputs))
+
+    def run(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """x Wᵀ of contiguous `x` [n, inputs] and `weight` [outputs, inputs]: a new [n, outputs], or None
+        where cuBLAS may choose by itself."""
+        outputs, inputs = weight.shape
+        choice = self._chosen.get((outputs, inputs))
+        if choice is None or len(x) < LEAST_ROWS or x.dtype != torch.bfloat16:
+            return None
+        sizes = len(x), outputs, inputs
+        if sizes not in self._by_size:
+            product = self.product(*sizes)
+            algorithm = product.algorithm(choice)
+            self._by_size[sizes] = None if algorithm is None else (product, algorithm)
+        if (found := self._by_size[sizes]) is None:
+            return None
+        return found[0].run(x, weight, found[1])
+
+
+def products(device_name: str, device: torch.device) -> Products | None:
+    """Of this device; None where nothing was measured, or where cuBLASLt cannot be reached."""
+    if not (chosen := choices(device_name)):
+        return None
+    try:
+        return Products(chosen, device)
+    except CublasError as error:
+        log.info("cuBLAS chooses its algorithms by itself: %s", error)
+        return None

@@ -1,0 +1,253 @@
+"""y = x Wᵀ for some rows, 3 to 64, at the speed at which the weights come.
+
+The weights are the left operand of the tensor cores and the rows, padded to 16, 32 or 64, their narrow
+right side. A program multiplies some outputs over all of K, or over a part of it where the outputs are too
+few to fill the device: then each leaves float32 partial sums, and whoever is last of a tile (a counter per
+tile) adds them in the order of K, whoever that was: the same rows give the same bits.
+
+What counts, as measured on an H200:
+
+    one program a multiprocessor with 120 to 220 KiB of tiles; two that share as much were slower, but for
+    gate and up at more rows than 32
+    each tile begins K elsewhere: 0.7 of 52 µs, probably because all programs then do not ask the same few
+    slices of L2 for the rows at once
+    no launch behind the product: neither for the parts of K nor for silu
+    under programmatic dependent launch the first weights are asked for before the wait. Half a microsecond
+    behind attention, nothing elsewhere: it is done where K is split, as behind attention it is
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+
+COUNTERS = 1024
+"""Tiles that a product may split K of."""
+
+AHEAD: tl.constexpr = tl.constexpr(256)
+"""Inputs of each output asked for before the wait. At 512 and more they drive each other out of L2."""
+
+LEAST_ROWS, MOST_ROWS = 3, 64
+
+LEAST_WEIGHTS = 1 << 23
+"""Elements of the smallest weight that was measured."""
+
+PROCESSORS = 132
+
+FILLED = 90
+"""Programs that draw all of the memory's bandwidth."""
+
+
+class MidLinear(NamedTuple):
+    """How a product is cut.
+
+    block_n  outputs of a program; of a gated product as many pairs
+    block_k  inputs at a time
+    split    programs that share the inputs of a tile; 1 for a gated product
+    warps    of a program
+    stages   tiles of `block_k` inputs on their way, by a program
+    """
+
+    block_n: int
+    block_k: int
+    split: int
+    warps: int
+    stages: int
+
+
+def mid_counters(device: torch.device) -> Tensor:
+    """What `mid_linear` counts arrivals in, for all products of a stream: zero, and zero after each."""
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@jit
+def _ask(at: tl.tensor, COUNT: tl.constexpr) -> None:
+    """Ask for `COUNT` bytes from every address on, whole 16s, to come to L2. Waits for nothing."""
+    sizes = tl.zeros(at.shape, tl.int32) + COUNT
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [at, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
+def _weights(
+    w: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    last: tl.tensor,
+    K: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N, BLOCK_K] from row n and input k on. Rows behind `last` are not stored: they stay on it."""
+    row = tl.minimum(n + tl.arange(0, BLOCK_N), last).to(tl.int64)
+    at = w + row[:, None] * K + (k + tl.arange(0, BLOCK_K))[None, :]
+    # evict_first: nobody reads a weight again in this step, and what L2 holds else is read soon.
+    return tl.load(at, eviction_policy="evict_first")
+
+
+@jit
+def _whole(parts: tl.tensor, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
+    """The sum of a tile's `parts` [SPLIT, BLOCK_N, BLOCK_M], in their order."""
+    own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for i in tl.static_range(SPLIT):
+        total += tl.load(parts + i * (BLOCK_N * BLOCK_M) + own, cache_modifier=".cg")
+    return total
+
+
+@jit_loose("rows")
+def _linear_mid(
+    x: tl.tensor,
+    w: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    counters: tl.tensor,
+    rows: int,
+    N: int,
+    K: int,
+    GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0) // SPLIT
+    part = tl.program_id(0) % SPLIT
+    n = tile * BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    cols = n + tl.arange(0, BLOCK_N)
+    start = K // BLOCK_K * part // SPLIT * BLOCK_K
+    steps = K // BLOCK_K * (part + 1) // SPLIT - start // BLOCK_K
+    shift = tile % steps
+    if PDL and SPLIT > 1:
+        first = start + tl.minimum(shift * BLOCK_K, steps * BLOCK_K - AHEAD)
+        _ask(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, 2 * AHEAD)
+    begin(PDL)
+    inside = m < rows
+    x_at = x + m[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for i in range(steps):
+        step = i + shift
+        k = start + tl.where(step < steps, step, step - steps) * BLOCK_K
+        some = tl.trans(tl.load(x_at + k, mask=inside[:, None], other=0.0))
+        acc = tl.dot(_weights(w, n, k, N - 1, K, BLOCK_N, BLOCK_K), some, acc, input_precision="ieee")
+        if GATED:
+            those = _weights(w, N + n, k, 2 * N - 1, K, BLOCK_N, BLOCK_K)
+            up = tl.dot(those, some, up, input_precision="ieee")
+    if SPLIT > 1:
+        whole: tl.constexpr = BLOCK_N * BLOCK_M
+        held = parts + tile * (SPLIT * whole)
+        tl.store(held + part * whole + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :], acc)
+        tl.debug_barrier()  # all threads' sums, before the one thread that says so
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") < SPLIT - 1:
+            return
+        tl.store(counters + tile, 0)
+        acc = _whole(held, SPLIT, BLOCK_N, BLOCK_M)
+    if bias is not None:
+        acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * up
+    result = tl.trans(acc.to(out.dtype.element_ty))
+    tl.store(out + m[:, None] * N + cols[None, :], result, mask=inside[:, None] & (cols < N)[None, :])
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: bool,
+    config: MidLinear,
+    counters: Tensor | None,
+    pdl: bool,
+) -> Tensor:
+    rows, size = x.shape
+    width = len(weight) // 2 if gated else len(weight)
+    block_m, tiles = max(pow2(rows), 16), cdiv(width, config.block_n)
+    assert rows <= MOST_ROWS and size % config.block_k == 0 and x.is_contiguous()
+    out = x.new_empty(rows, width)
+    parts = None
+    if config.split > 1:
+        assert not gated and counters is not None and tiles <= len(counters)
+        parts = x.new_empty(tiles * config.split * config.block_n * block_m, dtype=torch.float32)
+    _linear_mid[(tiles * config.split,)](
+        x,
+        weight,
+        bias,
+        out,
+        parts,
+        counters if config.split > 1 else None,
+        rows,
+        width,
+        size,
+        GATED=gated,
+        SPLIT=config.split,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        PDL=pdl,
+        **options(config.warps, config.stages, pdl),
+    )
+    return out
+
+
+def mid_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: MidLinear, counters: Tensor, *, pdl: bool = False
+) -> Tensor:
+    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, `weight` contiguous [outputs, inputs], `bias`
+    [outputs]: a new [n, outputs] in x's dtype. A kernel serves 16, 32 or 64 rows and fewer. `config` from
+    `mid_linear_config`, `counters` from `mid_counters`."""
+    return _launch(x, weight, bias, False, config, counters, pdl)
+
+
+def mid_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: MidLinear, *, pdl: bool = False
+) -> Tensor:
+    """silu(g) · u with g and u the halves of `mid_linear`, which are not rounded between: a new
+    [n, outputs / 2]."""
+    return _launch(x, weight, bias, True, config, None, pdl)
+
+
+def _cut(rows: int, outputs: int, inputs: int) -> MidLinear | None:
+    tiles = cdiv(outputs, 64)
+    split = next((parts for parts in (1, 2, 4) if tiles * parts >= FILLED), 0)
+    programs = tiles * split
+    if split == 0 or inputs // split < 512:
+        return None
+    if programs <= PROCESSORS:
+        return MidLinear(64, 128, split, 4, 6)
+    # Two a multiprocessor. At more rows than 32 cuBLAS was faster: 1.6 µs at 5120 x 2048 and 64 rows.
+    return MidLinear(64, 64, split, 4, 6) if programs <= 2 * PROCESSORS and rows <= 32 else None
+
+
+def _gated_cut(rows: int, pairs: int) -> MidLinear | None:
+    if rows <= 32 and FILLED <= cdiv(pairs, 128) <= PROCESSORS:
+        return MidLinear(128, 128, 1, 8, 3)
+    return MidLinear(64, 64, 1, 4, 4) if FILLED <= cdiv(pairs, 64) <= 2 * PROCESSORS else None
+
+
+def mid_linear_config(rows: int, weight: Tensor, gated: bool = False) -> MidLinear | None:
+    """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows, on a device with 132 multiprocessors
+    of 228 KiB; None where cuBLAS is as fast (the largest weights: a head of 152,000 tokens comes at 98 % of
+    the bandwidth) or faster, or where nobody measured."""
+    outputs, inputs = weight.shape
+    if not LEAST_ROWS <= rows <= MOST_ROWS or weight.element_size() != 2:
+        return None
+    if inputs % 128 or outputs * inputs < LEAST_WEIGHTS:
+        return None
+    return _gated_cut(rows, outputs // 2) if gated else _cut(rows, outputs, inputs)

@@ -1,0 +1,175 @@
+"""Keys and values of a step's chunks, out of their pages: side by side, as the copy engine fetches tiles.
+
+FA3 gathers pages row by row, and its copying warps ask anew for every row of every tile. Of keys that lie
+side by side one thread asks for a tile. On an H200 at its power limit, 32 query and 8 KV heads of 128,
+2 x 4,096 tokens take 503 us so and 593 out of pages, 8 x 1,024 take 168 and 205; packing 8,192 tokens
+takes 19. Few tokens behind many cached ones are not worth it, and then a step leaves all where they are:
+a list of each kind would be two launches, and the second one short of work.
+
+    packed    | chunk 0 ......... 0 0 0 | chunk 1 .................. 0 | stale        0: zeros up to a tile
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
+
+SPAN = 16
+"""Tokens per program; divides the tile."""
+
+
+@jit_loose("chunks", "room")
+def _plan(
+    starts: tl.tensor,
+    firsts: tl.tensor,
+    num_chunks: tl.tensor,
+    packed: tl.tensor,
+    pairs_per_key: float,
+    chunks: int,
+    room: int,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    c = tl.arange(0, BLOCK)
+    begin(PDL)
+    live = c < tl.minimum(tl.load(num_chunks).to(tl.int32), chunks)
+    tokens = tl.load(firsts + c + 1, mask=live, other=0) - tl.load(firsts + c, mask=live, other=0)
+    start = tl.load(starts + c, mask=live, other=0)
+    keys = start + tokens
+    pairs = tokens.to(tl.float32) * (start + tokens // 2).to(tl.float32)
+    size = (keys + TILE - 1) // TILE * TILE
+    upto = tl.cumsum(size, 0)
+    total = tl.sum(size, 0)
+    worth = (total <= room) & (tl.sum(pairs, 0) >= pairs_per_key * tl.sum(keys, 0).to(tl.float32))
+    tl.store(packed + c, tl.where(live & worth, upto - size, -1), mask=c < chunks)
+
+
+def plan_packing(
+    starts: Tensor,
+    firsts: Tensor,
+    num_chunks: Tensor,
+    pairs_per_key: float,
+    room: int,
+    tile: int,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """Where each chunk's keys begin among the packed: int32 [C], -1 where they stay in their pages, which
+    all of a step's do or none.
+
+    starts         int32 [C]      position of a chunk's first token
+    firsts         int32 [C + 1]  row of its first token; entry i + 1 is where chunk i ends
+    num_chunks     int32 [1] on the device; entries from there on are not read
+    pairs_per_key  pairs of query and key from which a key is worth its copy
+    room           keys that can be packed
+    tile           what a chunk's place is a multiple of
+    """
+    packed = starts.new_empty(len(starts))
+    _plan[(1,)](
+        starts,
+        firsts,
+        num_chunks,
+        packed,
+        pairs_per_key,
+        len(starts),
+        room,
+        TILE=tile,
+        BLOCK=pow2(len(starts)),
+        PDL=pdl,
+        **options(4, pdl=pdl),
+    )
+    return packed
+
+
+@jit_loose("chunks", "width")
+def _pack(
+    k: tl.tensor,
+    v: tl.tensor,
+    k_out: tl.tensor,
+    v_out: tl.tensor,
+    packed: tl.tensor,
+    slots: tl.tensor,
+    starts: tl.tensor,
+    firsts: tl.tensor,
+    table: tl.tensor,
+    k_stride: int,
+    v_stride: int,
+    chunks: int,
+    width: int,
+    PAGE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * SPAN
+    c = tl.arange(0, BLOCK)
+    begin(PDL)
+    first = tl.load(packed + c, mask=c < chunks, other=-1)
+    here = first >= 0
+    tokens = tl.load(firsts + c + 1, mask=here, other=0) - tl.load(firsts + c, mask=here, other=0)
+    keys = tl.load(starts + c, mask=here, other=0) + tokens
+    mine = here & (first <= row) & (row < first + (keys + TILE - 1) // TILE * TILE)
+    if tl.sum(mine.to(tl.int32), 0) == 0:
+        return
+    slot = tl.sum(tl.where(mine, tl.load(slots + c, mask=mine, other=0), 0), 0)
+    keys = tl.sum(tl.where(mine, keys, 0), 0)
+    at = row - tl.sum(tl.where(mine, first, 0), 0) + tl.arange(0, SPAN)
+    inside = at < keys
+    page = tl.load(table + slot.to(tl.int64) * width + at // PAGE, mask=inside, other=0)
+    source = (page.to(tl.int64) * PAGE + at % PAGE)[:, None]
+    target = (row + tl.arange(0, SPAN)).to(tl.int64)[:, None] * WIDTH
+    d = tl.arange(0, COLUMNS)[None, :]
+    there = inside[:, None] & (d < WIDTH)
+    tl.store(k_out + target + d, tl.load(k + source * k_stride + d, mask=there, other=0.0), mask=d < WIDTH)
+    tl.store(v_out + target + d, tl.load(v + source * v_stride + d, mask=there, other=0.0), mask=d < WIDTH)
+
+
+def pack(
+    cache: tuple[Tensor, Tensor],
+    out: tuple[Tensor, Tensor],
+    packed: Tensor,
+    chunks: tuple[Tensor, Tensor, Tensor],
+    page_table: Tensor,
+    page_size: int,
+    tile: int,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Copy the keys and values of the chunks that are packed; behind each zeros up to a whole tile, so
+    that nobody multiplies what another left there: 0 x NaN is NaN.
+
+    cache       K and V, each [tokens, kv_heads, dim] with (kv_heads, dim) contiguous
+    out         K and V, each contiguous [room, kv_heads, dim]
+    packed      of `plan_packing`
+    chunks      slots, starts and firsts
+    page_table  int32 [slots, pages]
+    """
+    (k, v), (k_out, v_out) = cache, out
+    width = k_out[0].numel()
+    _pack[(cdiv(len(k_out), SPAN),)](
+        k,
+        v,
+        k_out,
+        v_out,
+        packed,
+        *chunks,
+        page_table,
+        k.stride(0),
+        v.stride(0),
+        len(packed),
+        page_table.stride(0),
+        PAGE=page_size,
+        WIDTH=width,
+        TILE=tile,
+        SPAN=SPAN,
+        BLOCK=pow2(len(packed)),
+        COLUMNS=pow2(width),
+        PDL=pdl,
+        **options(8, pdl=pdl),
+    )

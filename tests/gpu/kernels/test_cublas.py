@@ -1,0 +1,47 @@
+"""Which products cuBLASLt is asked for by name, and that they are products."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu.kernels.cublas import LEAST_ROWS, Choice, Products, choices, products
+
+H200 = "NVIDIA H200"
+
+
+def test_choices_of_a_device_are_by_shape(tmp_path: Path) -> None:
+    text = json.dumps({"64x32": {"tile": 24, "cluster": 5, "swizzle": 1}})
+    (tmp_path / "dense_bfloat16_NVIDIA_H200.json").write_text(text)
+    assert choices(H200, tmp_path) == {(64, 32): Choice(24, 5, 1)}
+    assert choices("another", tmp_path) == {}
+
+
+def test_nothing_is_chosen_where_nothing_was_measured() -> None:
+    assert products("another", torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sides", choices(H200))
+def test_products_are_those_of_cublas(sides: tuple[int, int], device: torch.device) -> None:
+    outputs, inputs = sides
+    many = products(H200, device)
+    assert many is not None
+    x = torch.randn(LEAST_ROWS + 8, inputs, device=device).bfloat16()
+    weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).bfloat16()
+    found, again = many.run(x, weight), many.run(x, weight)
+    assert found is not None and again is not None, "this version of cuBLASLt proposes no such algorithm"
+    assert torch.equal(found, again)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
+    assert many.run(x[: LEAST_ROWS - 8], weight) is None
+    assert many.run(x.half(), weight.half()) is None
+
+
+@pytest.mark.gpu
+def test_an_algorithm_that_is_not_proposed_is_left_out(device: torch.device) -> None:
+    many = Products({(256, 512): Choice(60_000, 5, 0)}, device)
+    x, weight = (torch.ones(n, 512, dtype=torch.bfloat16, device=device) for n in (LEAST_ROWS, 256))
+    assert many.run(x, weight) is None

@@ -1,0 +1,117 @@
+"""Products of some rows against torch's, and where they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.inputs import LINEARS, error
+from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
+
+# (rows, outputs, inputs, cut): outputs that a tile does not divide and that end within one, inputs in one
+# part and in several, parts of unequal length, rows that fill what they are padded to and that do not
+SHAPES = [
+    (5, 96, 256, MidLinear(64, 64, 1, 4, 3)),
+    (16, 64, 128, MidLinear(64, 128, 1, 4, 2)),
+    (24, 130, 448, MidLinear(64, 64, 2, 4, 3)),
+    (33, 128, 768, MidLinear(128, 64, 4, 8, 3)),
+    (64, 70, 512, MidLinear(64, 128, 2, 4, 6)),
+]
+SPLIT = SHAPES[2]
+
+
+def drawn(rows: int, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """x, W and b."""
+    made = (torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5, torch.randn(outputs))
+    return [each.to(device, dtype) for each in made]
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), SHAPES)
+def test_linear(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    cut: MidLinear,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    x, weight, bias = drawn(rows, outputs, inputs, device, dtype)
+    counters = mid_counters(device)
+    found = mid_linear(x, weight, bias, cut, counters)
+    assert found.dtype == dtype
+    assert error(found, F.linear(x.double(), weight.double(), bias.double())) < tolerance
+    plain = mid_linear(x, weight, None, cut, counters)
+    assert error(plain, F.linear(x.double(), weight.double())) < tolerance
+    assert not counters.any()  # as the next product wants them
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), SHAPES)
+def test_gated(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    cut: MidLinear,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    x, weight, bias = drawn(rows, outputs, inputs, device, dtype)
+    gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=1)
+    found = mid_gated(x, weight, bias, cut._replace(split=1, stages=min(cut.stages, 3)))  # twice the weights
+    assert found.shape == (rows, outputs // 2)
+    assert error(found, F.silu(gate) * up) < tolerance
+
+
+def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
+    """Whatever lies behind the rows, and in those that are padded; and a second run gives the same bits."""
+    rows, outputs, inputs, cut = SPLIT
+    x, weight, bias = drawn(32, outputs, inputs, device, dtype)
+    x[rows:] = float("nan")
+    counters = mid_counters(device)
+    expected = mid_linear(x[:rows], weight, bias, cut, counters)
+    assert expected.isfinite().all()
+    assert torch.equal(mid_linear(x, weight, bias, cut, counters)[:rows], expected)
+    x[rows - 1] = float("nan")
+    assert torch.equal(mid_linear(x[:rows], weight, bias, cut, counters)[:-1], expected[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "cut"),
+    [
+        ("8B qkv", 2, None),  # another's
+        ("8B qkv", 8, MidLinear(64, 128, 1, 4, 6)),
+        ("8B o", 32, MidLinear(64, 128, 2, 4, 6)),
+        ("8B down", 64, MidLinear(64, 128, 2, 4, 6)),
+        ("8B down", 65, None),
+        ("8B gate_up", 32, MidLinear(128, 128, 1, 8, 3)),
+        ("8B gate_up", 40, MidLinear(64, 64, 1, 4, 4)),
+        ("30B-A3B qkv", 32, MidLinear(64, 64, 2, 4, 6)),
+        ("30B-A3B qkv", 40, None),
+        ("30B-A3B o", 64, MidLinear(64, 128, 4, 4, 6)),
+        ("30B-A3B router", 32, None),
+    ],
+)
+def test_cut(name: str, rows: int, cut: MidLinear | None) -> None:
+    outputs, inputs, gated = LINEARS[name]
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    assert mid_linear_config(rows, weight, gated) == cut
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"),
+    [
+        (151_936, 4096, False),  # cuBLAS is as fast
+        (34_816, 5120, True),  # more programs than two to a multiprocessor
+        (4096, 4160, False),  # inputs that a tile does not divide
+        (1024, 16_384, False),  # in more parts than were measured
+    ],
+)
+@pytest.mark.parametrize("rows", [8, 64])
+def test_library_has_the_rest(rows: int, outputs: int, inputs: int, gated: bool) -> None:
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
+    assert mid_linear_config(rows, weight, gated) is None
+    small = torch.empty(4096, 4096, dtype=torch.float32, device="meta")
+    assert mid_linear_config(rows, small) is None
