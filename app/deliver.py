@@ -60,8 +60,14 @@ class Stream:
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
         """One more token. Returns the finish when its text completes a stop string; that piece has
         been sent then."""
+        ids = [token]
+        text = self._detokenizer.feed(ids)
+        if text and logprobs is None and self._tokens is None and self._stops is None:
+            # Nearly every token: nothing waits, nothing is looked for.
+            self.count += 1
+            self._sink(self._index, Piece(text, ids))
+            return None
         self._count(token, logprobs)
-        text = self._detokenizer.feed([token])
         if self._stops is not None and text:
             text, matched = self._stops.feed(text)
             if matched is not None:

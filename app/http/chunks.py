@@ -7,6 +7,7 @@ against 0.75 µs for building and encoding the object with msgspec and 6.2 µs w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -66,6 +67,12 @@ class Shape(Protocol):
         ...
 
     def logprobs(self, index: int, piece: Piece) -> object: ...
+
+
+@lru_cache
+def _tail(close: bytes, usage: bytes) -> bytes:
+    """What comes after the text of a plain chunk; one object for all streams, so that it stays near."""
+    return b'%b,"logprobs":null,"finish_reason":null}]%b}%b' % (close, usage, END)
 
 
 def usage(runs: Sequence[Run], completion_tokens: int, reasoning_tokens: int = 0) -> dict[str, object]:
@@ -136,7 +143,7 @@ class Chunks:
         self._heads: list[bytes | None] = [None] * choices
         """What is before the text, once a choice has begun: the first chunk of a chat carries the role."""
         usage_null = b',"usage":null' if options.include_usage else b""
-        self._tail = b'%b,"logprobs":null,"finish_reason":null}]%b}%b' % (shape.close, usage_null, END)
+        self._tail = _tail(shape.close, usage_null)
         self._rich = options.logprobs or options.token_ids or options.continuous_usage
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
