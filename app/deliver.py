@@ -23,6 +23,7 @@ class Stream:
     __slots__ = (
         "_detokenizer",
         "_index",
+        "_last",
         "_logprobs",
         "_sink",
         "_stops",
@@ -34,12 +35,17 @@ class Stream:
         "prompt_logprobs",
     )
 
-    def __init__(self, index: int, sink: Sink, detokenizer: Detokenizer, stops: StopScanner | None) -> None:
+    def __init__(
+        self, index: int, sink: Sink, last: Sink, detokenizer: Detokenizer, stops: StopScanner | None
+    ) -> None:
+        """The piece with the finish goes to `last`, all before it to `sink`."""
         self._index = index
         self._sink = sink
+        self._last = last
         self._detokenizer = detokenizer
         self._stops = stops
-        self._tokens: list[int] = []
+        self._tokens: list[int] | None = None
+        """Those without text yet."""
         self._logprobs: list[RowLogprobs] | None = None
         self.count = 0
         """Tokens that reached the client's answer."""
@@ -54,11 +60,14 @@ class Stream:
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
         """One more token. Returns the finish when its text completes a stop string; that piece has
         been sent then."""
-        self.count += 1
-        self._tokens.append(token)
-        if logprobs is not None:
-            self._note(logprobs)
-        text = self._detokenizer.feed([token])
+        ids = [token]
+        text = self._detokenizer.feed(ids)
+        if text and logprobs is None and self._tokens is None and self._stops is None:
+            # Nearly every token: nothing waits, nothing is looked for.
+            self.count += 1
+            self._sink(self._index, Piece(text, ids))
+            return None
+        self._count(token, logprobs)
         if self._stops is not None and text:
             text, matched = self._stops.feed(text)
             if matched is not None:
@@ -76,10 +85,7 @@ class Stream:
             return
         if last is not None:
             if finish.reason is FinishReason.STOP:
-                self.count += 1
-                self._tokens.append(last)
-                if logprobs is not None:
-                    self._note(logprobs)
+                self._count(last, logprobs)
             elif self.feed(last, logprobs) is not None:
                 return
         text = self._detokenizer.finish()
@@ -91,16 +97,23 @@ class Stream:
                 text += self._stops.flush()
         self._send(text, finish)
 
-    def _note(self, logprobs: RowLogprobs) -> None:
-        if self._logprobs is None:
-            self._logprobs = []
-        self._logprobs.append(logprobs)
+    def _count(self, token: int, logprobs: RowLogprobs | None) -> None:
+        self.count += 1
+        if self._tokens is None:
+            self._tokens = [token]
+        else:
+            self._tokens.append(token)
+        if logprobs is not None:
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs.append(logprobs)
 
     def _send(self, text: str, finish: Finish | None) -> None:
-        piece = Piece(text, self._tokens, self._logprobs, finish)
-        self._tokens, self._logprobs = [], None
+        piece = Piece(text, self._tokens or [], self._logprobs, finish)
+        self._tokens = self._logprobs = None
         self.done = finish is not None
-        self._sink(self._index, piece)
+        sink = self._sink if finish is None else self._last
+        sink(self._index, piece)
 
 
 class CircleStream(Stream):
@@ -113,11 +126,12 @@ class CircleStream(Stream):
         self,
         index: int,
         sink: Sink,
+        last: Sink,
         detokenizer: Detokenizer,
         stops: StopScanner | None,
         repetition: RepetitionScanner,
     ) -> None:
-        super().__init__(index, sink, detokenizer, stops)
+        super().__init__(index, sink, last, detokenizer, stops)
         self._repetition = repetition
 
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:

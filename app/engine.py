@@ -53,7 +53,7 @@ class Engine:
         self.orders = Orders(executor)
         self._executor = executor
         self._depth = min(depth, executor.capabilities.max_depth)
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[Request, Stream] = {}
         self._backlog: deque[tuple[Confirmed, int]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_due = False
@@ -80,7 +80,7 @@ class Engine:
         self.on_add(requests)
         self.scheduler.add(requests)
         for request, stream in zip(requests, streams, strict=True):
-            self._streams[request.id] = stream
+            self._streams[request] = stream
         self._wake()
 
     def abort(self, request: Request, finish: Finish) -> None:
@@ -187,13 +187,13 @@ class Engine:
     def _give(self, confirmed: Confirmed) -> None:
         """What steps know besides tokens, to whoever is still there."""
         for request, logprobs in confirmed.prompt_logprobs:
-            if (stream := self._streams.get(request.id)) is not None:
+            if (stream := self._streams.get(request)) is not None:
                 stream.prompt_logprobs.append(logprobs)
         for request, states in confirmed.hidden:
-            if (stream := self._streams.get(request.id)) is not None:
+            if (stream := self._streams.get(request)) is not None:
                 stream.hidden.append(states)
         for request, chosen in confirmed.experts:
-            if (stream := self._streams.get(request.id)) is not None:
+            if (stream := self._streams.get(request)) is not None:
                 stream.experts.append(chosen)
 
     def _deliver_rows(self, confirmed: Confirmed, start: int, stop: int) -> None:
@@ -201,7 +201,7 @@ class Engine:
         streams = self._streams
         for row in range(start, stop):
             request = requests[row]
-            stream = streams.get(request.id)
+            stream = streams.get(request)
             if stream is None or stream.done:
                 continue  # ended by a stop string after this token was already on its way
             if stream.count == 0:
@@ -217,14 +217,14 @@ class Engine:
                 self._wake()
 
     def _end(self, request: Request) -> None:
-        stream = self._streams.get(request.id)
+        stream = self._streams.get(request)
         if stream is not None and not stream.done:
             assert request.finish is not None
             stream.end(request.finish)
             self._close(request, stream)
 
     def _close(self, request: Request, stream: Stream) -> None:
-        del self._streams[request.id]
+        del self._streams[request]
         # Tokens past a stop string were computed but belong to nobody's answer.
         del request.output[stream.count :]
         self.recorder.ended(request)
@@ -240,8 +240,8 @@ class Engine:
         """Every promised stream gets its last piece, with the reason."""
         while self._backlog:
             self._deliver()
-        for id, stream in list(self._streams.items()):
-            del self._streams[id]
+        for request, stream in list(self._streams.items()):
+            del self._streams[request]
             stream.end(Finish(FinishReason.ERROR, message=reason))
 
     # -- state -------------------------------------------------------------------------------------

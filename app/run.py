@@ -16,7 +16,7 @@ from core.types import Finish, FinishReason, Floats, Ints
 class LiveRun:
     """A job's requests while they run. Owner: event loop."""
 
-    __slots__ = ("_done", "_engine", "_left", "_sink", "id", "prompt", "requests", "streams")
+    __slots__ = ("_done", "_engine", "_left", "id", "prompt", "requests", "sink", "streams")
 
     def __init__(self, job: Job, prompt: Ints, engine: Engine, sink: Sink) -> None:
         self.id = job.id
@@ -24,17 +24,16 @@ class LiveRun:
         self.requests: list[Request] = []
         self.streams: list[Stream] = []
         self._engine = engine
-        self._sink = sink
+        self.sink = sink
         self._left = job.n
         self._done = asyncio.get_running_loop().create_future()
 
-    def deliver(self, index: int, piece: Piece) -> None:
-        """The sink of this job's streams: passes pieces on and notices the last one."""
-        if piece.finish is not None:
-            self._left -= 1
-            if self._left == 0 and not self._done.done():
-                self._done.set_result(None)
-        self._sink(index, piece)
+    def last(self, index: int, piece: Piece) -> None:
+        """The sink of each choice's last piece: notices it and passes it on."""
+        self._left -= 1
+        if self._left == 0 and not self._done.done():
+            self._done.set_result(None)
+        self.sink(index, piece)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `app.job.Run.prompt_logprobs`."""

@@ -50,7 +50,7 @@ class _Ear(Stream):
     __slots__ = ("_heard", "finish", "row")
 
     def __init__(self, index: int, heard: Callable[[], None], detokenizer: Detokenizer) -> None:
-        super().__init__(index, _ignore, detokenizer, None)
+        super().__init__(index, _ignore, _ignore, detokenizer, None)
         self._heard = heard
         self.row: RowLogprobs | None = None
         self.finish: Finish | None = None
@@ -246,4 +246,4 @@ class BeamRun(LiveRun):
         request.move(State.FINISHED)
         if request.finish is None:
             request.finish = Finish(FinishReason.ABORT) if index in self._over else finish
-            self.deliver(index, Piece("", [], None, request.finish))
+            self.last(index, Piece("", [], None, request.finish))

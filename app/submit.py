@@ -292,8 +292,9 @@ class Submitter:
     def _stream(self, index: int, run: LiveRun, job: Job) -> Stream:
         detokenizer, stops = self._detokenizer(job, run.prompt), self._stops(job)
         if job.text.repetition is None:
-            return Stream(index, run.deliver, detokenizer, stops)
-        return CircleStream(index, run.deliver, detokenizer, stops, RepetitionScanner(job.text.repetition))
+            return Stream(index, run.sink, run.last, detokenizer, stops)
+        repetition = RepetitionScanner(job.text.repetition)
+        return CircleStream(index, run.sink, run.last, detokenizer, stops, repetition)
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()

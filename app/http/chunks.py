@@ -7,6 +7,7 @@ against 0.75 µs for building and encoding the object with msgspec and 6.2 µs w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -68,6 +69,12 @@ class Shape(Protocol):
     def logprobs(self, index: int, piece: Piece) -> object: ...
 
 
+@lru_cache
+def _tail(close: bytes, usage: bytes) -> bytes:
+    """What comes after the text of a plain chunk; one object for all streams, so that it stays near."""
+    return b'%b,"logprobs":null,"finish_reason":null}]%b}%b' % (close, usage, END)
+
+
 def usage(runs: Sequence[Run], completion_tokens: int, reasoning_tokens: int = 0) -> dict[str, object]:
     """The `usage` object. A prompt counts once, however many choices it has."""
     prompt_tokens = sum(len(run.prompt) for run in runs)
@@ -118,12 +125,10 @@ class Chunks:
         "_count",
         "_envelope",
         "_heads",
-        "_next",
         "_options",
         "_rich",
         "_runs",
         "_shape",
-        "_started",
         "_tail",
     )
 
@@ -135,38 +140,33 @@ class Chunks:
         self._runs = runs
         self._count = 0
         self._envelope = DATA + envelope.open() + b',"choices":['
-        before = [b'%b{"index":%d,' % (self._envelope, index) for index in range(choices)]
-        self._next = [head + shape.open_next for head in before]
-        self._heads = [head + shape.open_first for head in before]
-        """Of the next chunk: the first one of a chat choice carries the role."""
-        self._started = [False] * choices
+        self._heads: list[bytes | None] = [None] * choices
+        """What is before the text, once a choice has begun: the first chunk of a chat carries the role."""
         usage_null = b',"usage":null' if options.include_usage else b""
-        self._tail = b'%b,"logprobs":null,"finish_reason":null}]%b}%b' % (shape.close, usage_null, END)
+        self._tail = _tail(shape.close, usage_null)
         self._rich = options.logprobs or options.token_ids or options.continuous_usage
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`. Tokens whose text is still uncertain make no chunk, except the first:
         it is what clients measure the time to first token by."""
         self._count += len(piece.tokens)
-        if self._rich or not self._started[index]:
+        head = self._heads[index]
+        if self._rich or head is None:
             return self._slow_delta(index, piece)
-        if not piece.text:
-            return None
-        return b"".join((self._heads[index], _encode(piece.text), self._tail))
+        return b"".join((head, _encode(piece.text), self._tail)) if piece.text else None
 
     def _slow_delta(self, index: int, piece: Piece) -> bytes | None:
         options, shape = self._options, self._shape
-        first = not self._started[index]
-        if not first and not piece.text and not piece.tokens:
-            return None
         head, text, extra = self._heads[index], piece.text, {}
-        if first:
+        if head is not None and not text and not piece.tokens:
+            return None
+        if head is None:
             text = shape.first_text(index) + text
             extra = shape.first_extra(index)
             if not (text or piece.tokens):
                 return None  # nothing generated, as with max_tokens 0: the end says it all
-            self._started[index] = True
-            self._heads[index] = self._next[index]
+            before = b'%b{"index":%d,' % (self._envelope, index)
+            head, self._heads[index] = before + shape.open_first, before + shape.open_next
         if options.token_ids:
             extra["token_ids"] = piece.tokens
         logprobs = _encode(shape.logprobs(index, piece)) if options.logprobs else b"null"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from aiohttp import web
 
 from app.batch import Batches
+from app.http.burst import Burst
 from app.service import Service
 from core.config import ServeConfig
 
 SERVICE = web.AppKey("service", Service)
 BATCHES = web.AppKey("batches", Batches)
+BURST = web.AppKey("burst", Burst)
 SERVE = web.AppKey("serve", ServeConfig)
 REQUEST_ID = web.RequestKey("request_id", str)

@@ -31,10 +31,11 @@ from app.http import (
     score,
     sessions,
 )
+from app.http.burst import Burst
 from app.http.chat import chat
 from app.http.completions import completions
 from app.http.invoke import invocations
-from app.http.keys import BATCHES, SERVE, SERVICE
+from app.http.keys import BATCHES, BURST, SERVE, SERVICE
 from app.http.middleware import decorate, expect, make_edge
 from app.http.native import generate
 from app.http.openapi import openapi
@@ -106,6 +107,7 @@ def make_app(service: Service, serve: ServeConfig) -> web.Application:
     app = web.Application(middlewares=[make_edge(serve.api_key)], client_max_size=serve.max_body)
     app[SERVICE] = service
     app[SERVE] = serve
+    app[BURST] = Burst()
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
     app[BATCHES] = Batches(Store(data), ANSWERS)
     app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))

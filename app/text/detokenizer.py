@@ -7,12 +7,10 @@ concatenated pieces are what `Tokenizer.decode` gives for all the ids, after the
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from app.text.tokenizer import Tokenizer
 from app.text.vocab import Family
-
-_Feed = Callable[[Sequence[int]], str]
 
 _HELD = 16
 """Tokens that a text ending in U+FFFD may wait for the rest of a character. The longest real case
@@ -27,46 +25,47 @@ class Detokenizer:
     vocabularies that are tables (`Family.BYTE_LEVEL`, `BYTE_FALLBACK`), 5 to 10 µs for others.
     """
 
-    __slots__ = ("_decode", "_half", "_raw", "_starting", "_texts", "_windows", "feed")
+    __slots__ = ("_apart", "_decode", "_raw", "_starting", "_texts", "_windows")
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special: bool = True) -> None:
         words = tokenizer.vocabulary
         self._texts = words.shown_texts if skip_special else words.texts
         self._raw = words.shown_raw if skip_special else words.raw
-        self._half = False
+        self._apart = False
+        """Nothing is pending: the next token's text is its own."""
         self._starting = False
         self._windows: _Windows | None = None
-        self.feed: _Feed = self._feed_table
-        """More ids (each >= 0); returns the text that became certain. Ids outside the vocabulary
-        read as nothing."""
         if words.family is Family.OTHER:
             self._windows = _Windows(tokenizer, prompt_tail, skip_special)
-            self.feed = self._windows.feed
             return
         self._decode = codecs.getincrementaldecoder("utf-8")(words.errors)
         tail = b"".join(self._raw[token] for token in prompt_tail if 0 <= token < words.size)
         self._decode.decode(tail)
-        self._half = bool(self._decode.getstate()[0])
         self._starting = words.strips_space and not tail
+        self._apart = not (self._starting or self._decode.getstate()[0])
 
-    def _feed_table(self, ids: Sequence[int]) -> str:
-        if len(ids) != 1 or self._half or self._starting:
-            return self._feed_slowly(ids)
-        # Nearly every call: one token, whole characters, nothing pending.
-        try:
-            text = self._texts[ids[0]]
-        except IndexError:
-            return ""
-        return text if text is not None else self._feed_slowly(ids)
+    def feed(self, ids: Sequence[int]) -> str:
+        """More ids (each >= 0); returns the text that became certain. Ids outside the vocabulary
+        read as nothing."""
+        if self._apart and len(ids) == 1:  # nearly every call
+            try:
+                text = self._texts[ids[0]]
+            except IndexError:
+                return ""
+            if text is not None:
+                return text
+        return self._feed_slowly(ids)
 
     def _feed_slowly(self, ids: Sequence[int]) -> str:
+        if self._windows is not None:
+            return self._windows.feed(ids)
         raw, size = self._raw, len(self._raw)
         data = b"".join([raw[token] for token in ids if token < size])
         if self._starting and data:
             self._starting = False
             data = data.removeprefix(b" ")
         text = self._decode.decode(data)
-        self._half = bool(self._decode.getstate()[0])
+        self._apart = not (self._starting or self._decode.getstate()[0])
         return text
 
     def finish(self) -> str:

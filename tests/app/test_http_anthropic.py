@@ -15,6 +15,8 @@ from aiohttp import web
 from app.http.anthropic_events import DIALECT
 from app.http.anthropic_input import chat_messages
 from app.http.anthropic_schema import MESSAGES
+from app.http.burst import Burst
+from app.http.keys import BURST
 from app.http.sse import EventStream
 from app.job import Piece
 from core.config import ServeConfig
@@ -492,6 +494,7 @@ async def test_silence_is_filled_with_pings(server: Server) -> None:
         return stream.response
 
     app = web.Application()
+    app[BURST] = Burst()
     app.router.add_get("/", handler)
     runner = web.AppRunner(app)
     await runner.setup()

@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from app.http.keys import REQUEST_ID
+from app.http.burst import Burst
+from app.http.keys import BURST, REQUEST_ID
 from app.http.ollama import LINES
 from app.http.sse import EventStream
 from core.config import ServeConfig
@@ -197,6 +198,7 @@ async def test_silence_is_not_broken() -> None:
         return stream.response
 
     app = web.Application()
+    app[BURST] = Burst()
     app.router.add_get("/", handler)
     runner = web.AppRunner(app)
     await runner.setup()
