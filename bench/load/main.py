@@ -39,6 +39,7 @@ _FIELDS: tuple[tuple[str, type, str], ...] = (
     ("seed", int, "same seed, same prompts and arrivals"),
     ("temperature", float, "sampling temperature"),
     ("top_p", float, "nucleus"),
+    ("json_schema", str, "hold every answer to this schema"),
 )
 """Flags that are fields of `Workload`; given beside a scenario they override it."""
 
@@ -54,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--api-key", default="", help="sent as a bearer token")
     parse.add_argument("--model", default="", help="default: the first one of /v1/models")
     what = parse.add_mutually_exclusive_group()
-    what.add_argument("--scenario", default="", help="names with commas, or `table` for the six; chat256")
+    what.add_argument(
+        "--scenario", default="", help="names with commas; `table` for the six, chat256, plain64, json64"
+    )
     what.add_argument("--workload", default="custom", help="name of a workload made of the flags below")
     for name, kind, words in _FIELDS:
         parse.add_argument("--" + name.replace("_", "-"), type=kind, help=words)

@@ -150,6 +150,11 @@ class Source:
             body |= {"presence_penalty": 0.5, "frequency_penalty": 0.5}
         if work.stop:
             body["stop"] = list(work.stop)
+        if work.json_schema:
+            body["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": msgspec.json.decode(work.json_schema)},
+            }
         owed = out if work.ignore_eos else None
         return Ask(
             index, turn, msgspec.json.encode(body), owed, None if isinstance(prompt, str) else len(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -52,6 +53,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     penalties: bool = False
     """Every second request has presence and frequency penalties."""
     stop: tuple[str, ...] = ()
+    json_schema: str = ""
+    """What every answer is held to; it should not end before `output_len`."""
     ignore_eos: bool = True
     headline: str = "out_tok_s"
     """The result field by which servers are compared."""
@@ -118,10 +121,37 @@ CHAT256 = Workload(
     stop=("\u2402 never said \u2403",),
 )
 
+ROWS = json.dumps(
+    {
+        "type": "array",
+        "minItems": 1_000,
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 40},
+                "kind": {"enum": ["road", "rail", "river", "other"]},
+                "length_km": {"type": "number", "minimum": 0},
+                "stops": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
+            },
+            "required": ["name", "kind", "length_km"],
+            "additionalProperties": False,
+        },
+    }
+)
+"""A list that no answer comes to the end of."""
+
+PLAIN64 = Workload(
+    name="plain64", input_len=256, output_len=256, concurrency=64, requests=192, temperature=1.0
+)
+JSON64 = msgspec.structs.replace(PLAIN64, name="json64", json_schema=ROWS)
+"""The same with every row constrained: what masks cost. Needs the model's tokenizer."""
+
 TABLE: tuple[str, ...] = tuple(row.name for row in _six())
 """The six scenarios that servers are compared by, in the order of the table."""
 
-SCENARIOS: Mapping[str, Workload] = MappingProxyType({row.name: row for row in [*_six(), CHAT256]})
+SCENARIOS: Mapping[str, Workload] = MappingProxyType(
+    {row.name: row for row in [*_six(), CHAT256, PLAIN64, JSON64]}
+)
 
 
 def named(names: str) -> list[Workload]:

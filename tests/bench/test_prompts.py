@@ -114,3 +114,11 @@ def test_a_dataset_gives_its_texts_cut_to_length(tmp_path: Path, line: str) -> N
     whole = Workload(dataset=str(path), prompt_kind="text", input_len=0)
     cut = Workload(dataset=str(path), prompt_kind="text", input_len=2)
     assert (body(whole, 0)["prompt"], body(cut, 0)["prompt"]) == ("one two three", "one two")
+
+
+def test_json64_is_plain64_held_to_a_schema() -> None:
+    plain, held = body(SCENARIOS["plain64"], 0), body(SCENARIOS["json64"], 0)
+    assert "response_format" not in plain
+    schema = held.pop("response_format")["json_schema"]["schema"]
+    assert schema["minItems"] * 10 > SCENARIOS["json64"].output_len  # it cannot end before the answer does
+    assert held | {"prompt": 0} == plain | {"prompt": 0}
