@@ -128,7 +128,7 @@ ROWS = json.dumps(
         "items": {
             "type": "object",
             "properties": {
-                "name": {"type": "string", "maxLength": 40},
+                "name": {"type": "string"},
                 "kind": {"enum": ["road", "rail", "river", "other"]},
                 "length_km": {"type": "number", "minimum": 0},
                 "stops": {"type": "array", "items": {"type": "string"}, "maxItems": 5},

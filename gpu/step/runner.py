@@ -7,7 +7,7 @@
 
 The host does nothing per row but write the entry. What a graph cannot hold is launched plainly on the
 same buffers: prompt log-probabilities, hidden states, experts, prompts of embeddings, and sampling with
-bias, min_tokens, log-probabilities, entropies, masks told or a logit processor, which waits for the device.
+bias, log-probabilities, entropies, masks told or a logit processor, which waits for the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.prompt import score_prompts
-from gpu.sample.params import BIASED, LOGPROBS, MIN_TOKENS, PROCESSED
+from gpu.sample.params import BIASED, LOGPROBS, PROCESSED
 from gpu.sample.sampler import Sampler
 from gpu.state.entry import Limits
 from gpu.state.tables import slot_tables
@@ -55,7 +55,7 @@ ENTRIES = 4
 PAGE_WRITES = 8192
 """In one order, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""
 
-PLAINLY = BIASED | MIN_TOKENS | LOGPROBS | PROCESSED
+PLAINLY = BIASED | LOGPROBS | PROCESSED
 """What the captured sampler does not do."""
 
 
@@ -153,16 +153,18 @@ class GraphRunner:
             launches[forward]()
         self._settle()
         self._matchers.apply(plan.new_slots)
+        self._masks.early.apply(plan.new_slots)
         if plan.num_samples:
             # Behind the forward: the device computes while masks are filled on the host.
             answer.masks = self._matchers.fill(plan)
-            needs = self._sampler.needs(sampling_slots(plan))
+            slots = sampling_slots(plan)
+            needs, early = self._sampler.needs(slots), self._masks.early.count(slots)
             if needs & PLAINLY:
                 self._sample_plainly(plan, answer)
             else:
-                sampling = self._steps.sampling(plan, needs, answer.masks is not None)
+                sampling = self._steps.sampling(plan, needs, answer.masks is not None or bool(early))
                 if sampling.rich:
-                    self._masks.write(answer.masks)
+                    self._masks.write(answer.masks, early)
                 launches[sampling]()
         marks = began, mark(self.device)
         flight = Flight(plan.step, self._rings, ticket, marks, answer, self._matchers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from core.types import Ints
 from gpu.grammar.matchers import Masks
 from gpu.sample.params import COUNTED, FILTERED
 from gpu.state.entry import CASCADE_ROWS, shared_keys
+from gpu.step.early import Early, Stops
 from gpu.step.shapes import decode_sizes, fit, mixed_sizes
 
 # Structs, not tuples: as keys of one table, equal fields must not make two kinds equal.
@@ -80,7 +81,7 @@ class MaskStage:
     """Grammar masks on their way to the device, in memory that it reads in place.
 
         which  int32 [rows]         a sampling row's mask, -1 for none
-        bits   int32 [rows, words]
+        bits   int32 [rows, words]  of each constrained row, and one for all that may not take the same
 
     One set is enough for masks, which are filled when the tokens of the step before are known: by then its
     sampling has read its own. Where no row is masked any more, "none" may be written while the step before
@@ -89,9 +90,10 @@ class MaskStage:
     Owner: launch thread.
     """
 
-    __slots__ = ("_bits", "_which", "bits", "which")
+    __slots__ = ("_bits", "_which", "bits", "early", "which")
 
     def __init__(self, rows: int, words: int, device: torch.device) -> None:
+        self.early = Early()
         self.which = torch.full((rows,), -1, dtype=torch.int32)
         self.bits = torch.zeros(rows, words, dtype=torch.int32)
         if device.type == "cuda":
@@ -99,12 +101,35 @@ class MaskStage:
         self._which: Ints = self.which.numpy()
         self._bits: Ints = self.bits.numpy()
 
-    def write(self, masks: Masks | None) -> None:
-        """Make these the masks of the next rich sampling."""
+    def write(self, masks: Masks | None, early: Sequence[tuple[int, Stops]] = ()) -> None:
+        """Make these the masks of the next rich sampling. Rows that are `early` may take any token but
+        those beside them; where a grammar allows nothing else, it may."""
         self._which.fill(-1)
-        if masks is None:
-            return
-        self._which[masks.rows] = np.arange(len(masks.rows))
-        width = masks.bits.shape[1]
-        self._bits[: len(masks.rows), :width] = masks.bits
-        self._bits[: len(masks.rows), width:] = 0
+        count = 0
+        if masks is not None:
+            count, width = len(masks.rows), masks.bits.shape[1]
+            self._which[masks.rows] = np.arange(count)
+            self._bits[:count, :width] = masks.bits
+            self._bits[:count, width:] = 0
+        shared: dict[Stops, int] = {}
+        for row, stops in early:
+            at = int(self._which[row])
+            if at >= 0:
+                forbid(self._bits[at], stops)
+                continue
+            if stops not in shared:
+                shared[stops] = count
+                self._bits[count] = -1
+                forbid(self._bits[count], stops)
+                count += 1
+            self._which[row] = shared[stops]
+
+
+def forbid(bits: Ints, tokens: Stops) -> None:
+    """Clear `tokens` in a mask, int32 [words], unless nothing would be left."""
+    inside = [token for token in tokens if token >> 5 < len(bits)]
+    words = np.array([token >> 5 for token in inside], np.int64)
+    before = bits[words]
+    np.bitwise_and.at(bits, words, np.array([~(1 << (token & 31)) for token in inside]).astype(np.int32))
+    if not bits.any():
+        bits[words] = before

@@ -163,7 +163,7 @@ def test_rows_that_no_graph_holds(both: Both) -> None:
         both,
         [
             SamplingParams(temperature=0.0, logprobs=3),
-            SamplingParams(temperature=0.0, min_tokens=3, stop_ids=frozenset({5})),
+            SamplingParams(temperature=0.0, logprobs=0, min_tokens=3, stop_ids=frozenset({5})),
             SamplingParams(temperature=0.9, seed=8, logit_bias=((5, 4.0), (9, -100.0))),
         ],
         4,
@@ -264,6 +264,30 @@ def test_masked_rows_beside_free_ones(both: Both, digits: Grammar, params: Sampl
     out = [both.step(decode=[2, 1]).tokens[1] for _ in range(4)]
     assert all(chr(token).isdigit() for token in out)
     assert both.step(decode=[2, 1]).tokens[1] == 3
+
+
+def test_rows_that_may_not_stop_yet(both: Both, digits: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop ids that the model would choose, beside a grammar's ends, and counted from a retraction on."""
+    free = [int(both.step(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=[both.rig.new(1, PROMPT)]).tokens[0])]
+    free += [int(both.step(decode=[1]).tokens[0]) for _ in range(7)]
+    monkeypatch.setattr(GraphRunner, "_sample_plainly", None)  # all of it is the captured sampler's
+    stops = SamplingParams(temperature=0.0, min_tokens=4, max_tokens=9, stop_ids=frozenset(free))
+    ends = SamplingParams(temperature=0.0, min_tokens=99, max_tokens=99, stop_ids=frozenset({3, 48, 49}))
+    news = [
+        both.rig.new(1, PROMPT, params=stops),
+        constrained(both, 2, digits, ends),
+        NewSlot(3, stops, ints(PROMPT), ints([9, 9]), 0),
+        both.rig.new(4, PROMPT),
+    ]
+    chunks = [Chunk(slot, 0, ints(PROMPT), True) for slot in (1, 2, 4)]
+    chunks.insert(2, Chunk(3, 0, ints([*PROMPT, 9, 9]), True))
+    told = [both.step(chunks=chunks, new=news)] + [both.step(decode=[1, 2, 3, 4]) for _ in range(5)]
+    tokens = [result.tokens.tolist() for result in told]
+    assert not set(free) & {row[0] for row in tokens[:4]}
+    assert not set(free) & {row[2] for row in tokens[:2]}
+    assert all(50 <= row[1] <= 57 for row in tokens[:5])  # digits that end nothing
+    assert tokens[5][1] == 3  # nothing else is left
+    assert [row[3] for row in tokens] == free[:6]
 
 
 def test_steps_ahead_of_their_answers(both: Both, digits: Grammar) -> None:
