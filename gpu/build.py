@@ -181,8 +181,10 @@ def _plain_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:
-    facts = cuda_facts() if model.device == "cuda" else CudaFacts("none was asked for")
+    facts = CudaFacts("none was asked for") if model.device == "cpu" else cuda_facts()
     device = choose_device(model.device, facts)
+    if model.device == "auto" and facts.reason:
+        log.info("on the CPU: %s", facts.reason)
     name: str = model.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else spec.dtype

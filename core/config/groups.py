@@ -41,7 +41,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     ] = "auto"
     device: Annotated[
         Literal["auto", "cpu", "cuda"],
-        Meta(description="auto: cpu; cuda is young and has to be asked for"),
+        Meta(description="auto: a GPU where there is one that is supported, else the CPU"),
     ] = "auto"
     attention_backend: Annotated[
         str,

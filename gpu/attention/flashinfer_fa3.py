@@ -32,6 +32,10 @@ some 2 ns a key of 8 KV heads, and saves 5 ps a pair of 32 query heads."""
 PACK_BYTES = 128 * 2**20
 """Of packed keys and values: 32,768 tokens of 8 heads of 128. Of a step with more all stay."""
 
+KEYS_PER_TOKEN = 4
+"""Packed keys that a graph has room for, by its tokens: what packs is launched for all of its room, and 5 us
+where it finds nothing to do in 65,536 are a tenth of a small step's attention."""
+
 PACK_TILE = 128
 """Keys per tile of FA3 at most."""
 
@@ -70,6 +74,7 @@ class FlashInferPrefill:
         "_paged",
         "_places",
         "_processors",
+        "_room",
         "_side",
         "_space",
     )
@@ -86,6 +91,7 @@ class FlashInferPrefill:
             torch.zeros(room, facts.kv_heads, facts.head_dim, dtype=facts.dtype, device=facts.device)
             for _ in range(2)
         )
+        self._room = 0
         self._places: Tensor | None = None
         self._packed: Fa3Schedule | None = None
         self._paged: Fa3Schedule | None = None
@@ -104,8 +110,8 @@ class FlashInferPrefill:
         self._places = self._packed = None
         pairs = PAIRS_PER_KEY * facts.kv_heads / facts.heads
         if view.tokens >= pairs:  # no token sees more queries than there are
-            room = len(self._side[0])
-            self._places = plan_packing(starts, firsts, count, pairs, room, PACK_TILE, pdl=pdl)
+            self._room = min(len(self._side[0]), KEYS_PER_TOKEN * view.tokens)
+            self._places = plan_packing(starts, firsts, count, pairs, self._room, PACK_TILE, pdl=pdl)
             self._packed = schedule_fa3(tiles, *shape, self._places, True, pdl=pdl)
         self._paged = schedule_fa3(tiles, *shape, self._places, pdl=pdl)
 
@@ -121,7 +127,7 @@ class FlashInferPrefill:
         mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, facts.cap, facts.scale)
         if self._places is not None and self._packed is not None:
             chunks = (view.chunk_slots, view.chunk_starts, view.chunk_firsts)
-            k_side, v_side = self._side
+            k_side, v_side = (side[: self._room] for side in self._side)
             pack(
                 (k, v), (k_side, v_side), self._places, chunks, view.page_table, size, PACK_TILE,
                 pdl=self._options.pdl,

@@ -98,7 +98,7 @@ HERE = "tests.gpu.test_processors"
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     model = dummy_model(tmp_path_factory.mktemp("dummy"))
     flag = f"only={HERE}:only,broken={HERE}:broken"
-    with LLM(str(model), load_format="dummy", kv_tokens=4096, logit_processor=flag) as loaded:
+    with LLM(str(model), device="cpu", load_format="dummy", kv_tokens=4096, logit_processor=flag) as loaded:
         yield loaded
 
 
@@ -126,4 +126,10 @@ def test_an_unknown_name_is_refused_by_the_engine(llm: LLM) -> None:
 def test_a_module_that_is_not_there_stops_the_start(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = dummy_model(tmp_path_factory.mktemp("dummy"))
     with pytest.raises(ConfigError, match="no_such_module"):
-        LLM(str(model), load_format="dummy", kv_tokens=4096, logit_processor="a=no_such_module:f")
+        LLM(
+            str(model),
+            device="cpu",
+            load_format="dummy",
+            kv_tokens=4096,
+            logit_processor="a=no_such_module:f",
+        )

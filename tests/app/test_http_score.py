@@ -148,7 +148,7 @@ async def test_routes_of_other_models_say_what_they_need(server: Server, path: s
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     model = dummy_model(tmp_path_factory.mktemp("dummy"))
-    with LLM(str(model), load_format="dummy", kv_tokens=4096) as loaded:
+    with LLM(str(model), device="cpu", load_format="dummy", kv_tokens=4096) as loaded:
         yield loaded
 
 

@@ -22,7 +22,9 @@ HI = [{"role": "user", "content": "hi"}]
 def load(directory: Path, **settings: Any) -> LLM:
     model = dummy_model(directory)
     template = str(model / "template.jinja")
-    return LLM(str(model), load_format="dummy", chat_template=template, kv_tokens=16384, **settings)
+    return LLM(
+        str(model), device="cpu", load_format="dummy", chat_template=template, kv_tokens=16384, **settings
+    )
 
 
 @pytest.fixture(scope="module")

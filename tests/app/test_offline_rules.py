@@ -16,7 +16,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     model = dummy_model(tmp_path_factory.mktemp("dummy"))
-    with LLM(str(model), load_format="dummy", kv_tokens=4096) as loaded:
+    with LLM(str(model), device="cpu", load_format="dummy", kv_tokens=4096) as loaded:
         yield loaded
 
 

@@ -32,7 +32,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             make = tiny_model.build_headless if name in tiny_model.HEADLESS else tiny_model.build
             tiny = make(name, tmp_path_factory.mktemp(name))
             bytes_as_tokens(tiny.path)
-            live[name] = tiny, LLM(str(tiny.path), kv_tokens=2048, step_tokens=128, context_length=128)
+            live[name] = (
+                tiny,
+                LLM(str(tiny.path), device="cpu", kv_tokens=2048, step_tokens=128, context_length=128),
+            )
         return live[name]
 
     yield open_
@@ -156,7 +159,7 @@ def test_what_is_not_theirs_is_refused(opened: Any) -> None:
 
 def test_an_encoder_reads_what_one_step_takes(opened: Any) -> None:
     tiny, _ = opened("BertModel")
-    with LLM(str(tiny.path), step_tokens=64) as llm:
+    with LLM(str(tiny.path), device="cpu", step_tokens=64) as llm:
         assert len(llm.embed([[3] * 64, [4] * 64])) == 2
         with pytest.raises(ContextExceeded, match="64 tokens"):
             llm.embed([[3] * 65])
@@ -165,4 +168,4 @@ def test_an_encoder_reads_what_one_step_takes(opened: Any) -> None:
 def test_an_unknown_architecture_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["T5EncoderModel"]}')
     with pytest.raises(ConfigError, match=r"T5EncoderModel is not supported. Supported: .*BertModel.*"):
-        LLM(str(tmp_path), load_format="dummy")
+        LLM(str(tmp_path), device="cpu", load_format="dummy")

@@ -58,6 +58,8 @@ def flags(model: Path) -> list[str]:
         str(model / "template.jinja"),
         "--kv-tokens",
         "16384",
+        "--device",
+        "cpu",
     ]
 
 

@@ -1,4 +1,4 @@
-"""A GPU is taken where it is asked for, and refused with the reason where there is none."""
+"""A GPU is taken where there is one; one that was asked for is refused with the reason where there is none."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ H200 = CudaFacts("", "NVIDIA H200", (9, 0), 132)
 OLD = CudaFacts("Tesla T4 has compute capability 7.5, the kernels need 8.0 or newer")
 
 
-def test_a_gpu_is_asked_for() -> None:
-    assert choose_device("auto", H200) == torch.device("cpu")
+def test_a_gpu_is_taken_where_there_is_one() -> None:
+    assert choose_device("auto", H200) == torch.device("cuda", 0)
+    assert choose_device("auto", OLD) == torch.device("cpu")
     assert choose_device("cuda", H200) == torch.device("cuda", 0)
     assert choose_device("cpu", H200) == torch.device("cpu")
 
