@@ -87,6 +87,9 @@ def _families(s: EngineStatistics, loaded: Loaded) -> Iterator[Family]:
         "gauge", "Device seconds of the last step.", ("loom_step_seconds",), (Sample(s.step_seconds),)
     )
     yield Family(
+        "counter", "Device seconds of all steps.", ("loom_device_seconds_total",), (Sample(s.device_seconds),)
+    )
+    yield Family(
         "gauge",
         "Highest delay of the event loop lately, in seconds.",
         ("loom_loop_lag_seconds",),

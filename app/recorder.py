@@ -42,6 +42,7 @@ class Recorder:
         "_last_step",
         "_queue",
         "_seconds",
+        "_spent",
         "_ttft",
         "lag",
         "rows",
@@ -56,6 +57,7 @@ class Recorder:
         self._queue = Observations()
         self._last_step = 0.0
         self._seconds = 0.0
+        self._spent = 0.0
         self.lag = 0.0
         self.steps = 0
         self.rows = 0
@@ -70,6 +72,7 @@ class Recorder:
             self._inter_token.add(now - self._last_step, tokens)
         self._last_step = now
         self._seconds = seconds
+        self._spent += seconds
 
     def first_token(self, request: Request) -> None:
         request.first_token_at = self._clock()
@@ -84,6 +87,7 @@ class Recorder:
             scheduler=scheduler,
             last_step_at=self._last_step,
             step_seconds=self._seconds,
+            device_seconds=self._spent,
             loop_lag=self.lag,
             ttft=self._ttft.snapshot(),
             inter_token=self._inter_token.snapshot(),

@@ -67,6 +67,8 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """On the engine's clock; 0 before the first step."""
     step_seconds: float
     """Of the last applied step."""
+    device_seconds: float
+    """Of all applied steps: between two readings, how long the device was inside one."""
     loop_lag: float
     """Highest of the last seconds."""
     ttft: Histogram

@@ -11,6 +11,7 @@ LINE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?:[a-z_]+="(?:[^"\\\n]|\\.)*",
 
 NAMES = {
     *("loom_info", "loom_ready", "loom_start_progress", "loom_start_time_seconds", "loom_step_seconds"),
+    "loom_device_seconds_total",
     *("loom_requests_running", "loom_requests_waiting", "loom_tokens_waiting", "loom_steps_in_flight"),
     *("loom_steps_total", "loom_retractions_total", "loom_requests_finished_total", "loom_loop_lag_seconds"),
     *("loom_prompt_tokens_total", "loom_output_tokens_total", "loom_cached_tokens_total"),

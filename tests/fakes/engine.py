@@ -292,6 +292,7 @@ class FakeEngine:
             scheduler=scheduler,
             last_step_at=1.0,
             step_seconds=0.02,
+            device_seconds=1.5,
             loop_lag=0.001,
             ttft=histogram,
             inter_token=histogram,

@@ -1,0 +1,214 @@
+"""The host must not hold the device up: `python -m bench.gate --model configs/models/qwen3-8b [flags]`.
+
+A closed loop of 1,000 clients streams from a server, of which 512 requests run, and the same requests run
+without HTTP, text and clients: the engine's own order (apply, plan, submit) over the executor alone, 1,000
+of them always there. Two figures, and what they should be:
+
+    occupied  share of the seconds in which the device was inside a step for at least 97.5%     0.90
+    ratio     output tokens per second with HTTP over without                                   0.97
+
+A second is reckoned from step to step: device seconds between two readings over the time between the last
+steps that each of them saw. Bias: the clients share the server's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import uvloop
+
+from app.cli import parse
+from bench.load.main import main as load
+from bench.load.prompts import Source
+from bench.load.workloads import Workload
+from bench.results import write
+from bench.table import SERVER, Server
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import Config
+from core.executor import Executor
+from core.plan import StepResult
+from core.request import Request, SamplingParams
+from core.schedule.scheduler import Scheduler
+from gpu.build import build_executor, spec_of
+
+OCCUPIED = 0.975
+PERIOD = 1.0
+"""Seconds between two readings."""
+
+
+class Reading(NamedTuple):
+    """When the last step was applied, on the server's clock; device seconds of all steps; who runs."""
+
+    at: float
+    spent: float
+    running: int
+
+
+def occupied(readings: Sequence[Reading], rows: int) -> tuple[float, int]:
+    """Share of the windows between readings, of those in which at least `rows` requests ran, that the
+    device was inside a step for `OCCUPIED` of; and how many there were."""
+    full = [(a, b) for a, b in pairwise(readings) if min(a.running, b.running) >= rows and b.at > a.at]
+    busy = [(b.spent - a.spent) / (b.at - a.at) >= OCCUPIED for a, b in full]
+    return (sum(busy) / len(busy) if busy else 0.0), len(busy)
+
+
+class Watch:
+    """Reads a server's state once a period, until it is stopped. Owner: a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.readings: list[Reading] = []
+        self._url = url + "/server_info"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for the last reading."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(PERIOD):
+            with urllib.request.urlopen(self._url, timeout=30) as answer:
+                (state,) = json.load(answer)["internal_states"]
+            running = state["scheduler"]["running"]
+            self.readings.append(Reading(state["last_step_at"], state["device_seconds"], running))
+
+
+def through_http(flags: list[str], work: Workload) -> dict[str, float]:
+    """Serve `work`."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, told = Path(folder) / "log", Path(folder) / "told.json"
+        server = Server([*SERVER, *flags], log)
+        try:
+            server.wait_ready(300)
+            watch = Watch(server.url)
+            sizes = ("input_len", "output_len", "concurrency", "requests", "vocab_low", "vocab_high")
+            given = [
+                part for name in sizes for part in ("--" + name.replace("_", "-"), str(getattr(work, name)))
+            ]
+            status = load(["--url", server.url, "--workload", work.name, *given, "--output", str(told)])
+            watch.stop()
+        finally:
+            server.stop()
+        if status:
+            raise SystemExit(status)
+        (result,) = json.loads(told.read_text())
+    rows = max(each.running for each in watch.readings)
+    share, seconds = occupied(watch.readings, rows)
+    return {
+        "running": rows,
+        "occupied": round(share, 3),
+        "seconds": seconds,
+        "out_tok_s": result["out_tok_s"],
+    }
+
+
+class Alone:
+    """The requests of a workload, so many at once, through scheduler and executor. Owner: event loop."""
+
+    def __init__(self, executor: Executor, config: Config, work: Workload) -> None:
+        caps = executor.capabilities
+        self._executor = executor
+        self._depth = config.schedule.overlap_depth
+        cache = CacheManager(caps.num_pages, caps.page_size)
+        self._scheduler = Scheduler(caps, cache, config.schedule, monotonic)
+        self._left = self._requests(work)
+        self._tokens = 0
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def _requests(self, work: Workload) -> Iterator[Request]:
+        source = Source(work, "model")
+        for index in range(work.requests):
+            ids = np.array(msgspec.json.decode(source.ask(index).body)["prompt"], np.int32)
+            yield Request(f"r{index}", ids, SamplingParams(temperature=0.0, max_tokens=work.output_len))
+
+    async def run(self, count: int) -> float:
+        """Output tokens per second, `count` requests at once."""
+        begun = time.perf_counter()
+        self._add(count)
+        self.tick()
+        await self._done
+        return self._tokens / (time.perf_counter() - begun)
+
+    def _add(self, count: int) -> None:
+        self._scheduler.add([request for _, request in zip(range(count), self._left, strict=False)])
+
+    def tick(self) -> None:
+        """One turn of the engine."""
+        for result in self._executor.results():
+            if not isinstance(result, StepResult):
+                self._done.set_exception(RuntimeError(str(result)))
+                return
+            confirmed = self._scheduler.apply(result)
+            self._tokens += len(confirmed.tokens)
+            self._add(len(confirmed.ends))
+        while self._scheduler.in_flight <= self._depth and (plan := self._scheduler.plan()) is not None:
+            self._executor.submit(plan)
+        self._scheduler.take_finished()
+        if self._scheduler.idle and not self._done.done():
+            self._done.set_result(None)
+
+
+async def alone(executor: Executor, config: Config, work: Workload) -> float:
+    """Output tokens per second of `work` without HTTP."""
+    runs = Alone(executor, config, work)
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        loop.call_soon_threadsafe(runs.tick)
+
+    executor.start(wake)
+    try:
+        return await runs.run(work.concurrency)
+    finally:
+        executor.close()
+
+
+def main() -> None:
+    """Measure and keep bench/results/NAME.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default="gate", help="of the file under bench/results")
+    parser.add_argument("--clients", type=int, default=1_000)
+    parser.add_argument("--requests", type=int, default=4_000)
+    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--vocab-high", type=int, default=90_000)
+    args, flags = parser.parse_known_args()
+    work = Workload(
+        name="gate",
+        input_len=args.input_len,
+        output_len=args.output_len,
+        concurrency=args.clients,
+        requests=args.requests,
+        vocab_low=min(1_000, args.vocab_high // 2),
+        vocab_high=args.vocab_high,
+    )
+    found: dict[str, Any] = dict(through_http(flags, work))
+    config = parse([*SERVER, *flags])
+    source = Path(config.model.model)
+    executor = build_executor(
+        spec_of(source), source, config.model, config.cache, config.schedule, lambda stage, share: None
+    )
+    found["alone_out_tok_s"] = round(uvloop.run(alone(executor, config, work)), 1)
+    found["ratio"] = round(found["out_tok_s"] / found["alone_out_tok_s"], 4)
+    write(args.name, {"device": executor.capabilities.device, "clients": args.clients, **found})
+
+
+if __name__ == "__main__":
+    main()
