@@ -114,6 +114,8 @@ class Worker:
             posted_failure = False
             while (launched := _take(self._launched)) is not None:
                 if posted_failure:
+                    if not isinstance(launched, StepFailure | OrderDone):
+                        self._attempt(launched.step, launched.wait)  # the launch thread may wait for it too
                     continue
                 if isinstance(launched, StepFailure | OrderDone):
                     result: StepResult | StepFailure | OrderDone = launched

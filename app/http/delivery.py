@@ -207,26 +207,35 @@ class Delivery:
     def _emit(self, index: int, piece: Piece, write: Write) -> None:
         frames, stream = self._frames, self._stream
         assert frames is not None and stream is not None
-        finish = piece.finish
-        error = None if finish is None else failure(finish)
-        if error is not None:  # what was produced before the failure is still told
-            piece = Piece(piece.text, piece.tokens, piece.logprobs)
+        end: bytes | None = None
+        error: LoomError | None = None
         try:
-            event = frames.delta(index, piece)
+            if piece.finish is None:
+                event = frames.delta(index, piece)
+            else:
+                event, end, error = _last(frames, index, piece, piece.finish)
         except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
             log.exception("an answer could not be read")
             error, event = EngineFailed(UNREADABLE), None
         if event is not None:
             write(event)
-        if error is None and finish is None:
-            return
-        if error is None and finish is not None:
-            write(frames.finish(index, finish))
+        if end is not None:
+            write(end)
             self._left -= 1
         if error is not None or not self._left:
             self._error = error
             self._holding = True
             stream.wake()
+
+
+def _last(
+    frames: Frames, index: int, piece: Piece, finish: Finish
+) -> tuple[bytes | None, bytes | None, LoomError | None]:
+    """The events of a choice's last piece and of its end; of one that failed what was produced before, and
+    why."""
+    if (error := failure(finish)) is not None:
+        return frames.delta(index, Piece(piece.text, piece.tokens, piece.logprobs)), None, error
+    return frames.delta(index, piece), frames.finish(index, finish), None
 
 
 async def written(stream: EventStream, parts: Iterable[bytes]) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from app.errors import failure, fault
+from app.http.delivery import UNREADABLE
 from app.http.responses_events import Doc, ResponseEvents, error_event
 from app.http.responses_turn import Turn
 from app.http.sse import Dialect, EventStream
@@ -17,7 +18,7 @@ from app.job import Piece
 from app.responses import Store
 from app.service import Loaded
 from app.watch import WatchedRun, Watcher
-from core.errors import LoomError, Overloaded, RequestError, Unavailable
+from core.errors import EngineFailed, LoomError, Overloaded, RequestError, Unavailable
 from core.types import Finish, FinishReason
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,17 @@ class Live:
         if events is None:
             self._early.append(piece)
         elif not self.done.is_set():
-            self._log(events.take(piece))
-            if piece.finish is not None:
-                self.error = failure(piece.finish)
-                self._end(events.end(piece.finish) if self.error is None else self._failed(events))
+            try:
+                self._log(events.take(piece))
+                if piece.finish is not None:
+                    self.error = failure(piece.finish)
+                    self._end(events.end(piece.finish) if self.error is None else self._failed(events))
+            except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
+                log.exception("an answer could not be read")
+                self.error = EngineFailed(UNREADABLE)
+                self._end(self._failed(events))
+                assert self.run is not None
+                asyncio.get_running_loop().call_soon(self.run.abort)
             for stream in self.followers:
                 stream.wake()
 

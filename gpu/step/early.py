@@ -43,4 +43,4 @@ class Early:
             found.append((row, stops))
             if left > 1:
                 self._by_slot[slot] = left - 1, stops
-        return found
+        return tuple(found)

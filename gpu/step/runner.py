@@ -136,7 +136,7 @@ class GraphRunner:
         assert_device_thread(self.device)
         launches = self._launches
         assert launches is not None, "a step came while weights or pages are given back"
-        began, answer = mark(self.device), Answer()
+        began, answer, rich = mark(self.device), Answer(), False
         self._sampler.apply(plan.new_slots, start_counts=False)
         ticket = self._rings.write(plan)
         self._prepare(plan, ticket)
@@ -163,10 +163,12 @@ class GraphRunner:
                 self._sample_plainly(plan, answer)
             else:
                 sampling = self._steps.sampling(plan, needs, answer.masks is not None or bool(early))
-                if sampling.rich:
+                if rich := sampling.rich:
                     self._masks.write(answer.masks, early)
                 launches[sampling]()
         marks = began, mark(self.device)
+        if rich:
+            self._masks.reader = marks[1]
         flight = Flight(plan.step, self._rings, ticket, marks, answer, self._matchers)
         if answer.masks is not None:
             self._unsettled = flight

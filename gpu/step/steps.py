@@ -14,6 +14,7 @@ from gpu.grammar.matchers import Masks
 from gpu.sample.params import COUNTED, FILTERED
 from gpu.state.entry import CASCADE_ROWS, shared_keys
 from gpu.step.early import Early, Stops
+from gpu.step.flight import Mark
 from gpu.step.shapes import decode_sizes, fit, mixed_sizes
 
 # Structs, not tuples: as keys of one table, equal fields must not make two kinds equal.
@@ -83,14 +84,13 @@ class MaskStage:
         which  int32 [rows]         a sampling row's mask, -1 for none
         bits   int32 [rows, words]  of each constrained row, and one for all that may not take the same
 
-    One set is enough for masks, which are filled when the tokens of the step before are known: by then its
-    sampling has read its own. Where no row is masked any more, "none" may be written while the step before
-    still reads "none".
+    There is one set, so a write waits until the last step that reads it has ended. Masks of grammars are
+    filled when it has, and what stays the same from step to step, as "none" does, is not written again.
 
     Owner: launch thread.
     """
 
-    __slots__ = ("_bits", "_which", "bits", "early", "which")
+    __slots__ = ("_bits", "_early", "_which", "bits", "early", "reader", "which")
 
     def __init__(self, rows: int, words: int, device: torch.device) -> None:
         self.early = Early()
@@ -100,10 +100,19 @@ class MaskStage:
             self.which, self.bits = self.which.pin_memory(), self.bits.pin_memory()
         self._which: Ints = self.which.numpy()
         self._bits: Ints = self.bits.numpy()
+        self._early: Sequence[tuple[int, Stops]] | None = ()
+        """What stands there, unless a grammar's masks do."""
+        self.reader: Mark | None = None
+        """The end of the last step that reads what stands there."""
 
     def write(self, masks: Masks | None, early: Sequence[tuple[int, Stops]] = ()) -> None:
         """Make these the masks of the next rich sampling. Rows that are `early` may take any token but
         those beside them; where a grammar allows nothing else, it may."""
+        if masks is None and early == self._early:
+            return
+        if self.reader is not None:
+            self.reader.wait()
+        self._early = early if masks is None else None
         self._which.fill(-1)
         count = 0
         if masks is not None:

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from app.http import responses_live
+from app.http.responses_events import ResponseEvents
 from app.http.responses_input import messages, own_items, shortened
 from app.http.routes import make_app
 from app.http.runner import Runner
@@ -595,6 +596,24 @@ async def test_in_the_background(client: openai.AsyncOpenAI, server: Server) -> 
     done = await client.responses.retrieve(made.id)
     assert (done.status, done.output_text, done.usage.output_tokens) == ("completed", "Hello", 2)
     assert (await client.responses.cancel(made.id)).status == "completed"  # too late, and no error
+
+
+async def test_one_in_the_background_that_cannot_be_read_fails_alone(
+    client: openai.AsyncOpenAI, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.engine.manual = True
+    made = await client.responses.create(model="org/tiny", input="hi", background=True)
+
+    def broken(events: ResponseEvents, piece: Piece) -> list[bytes]:
+        raise IndexError("no such thing")
+
+    monkeypatch.setattr(ResponseEvents, "take", broken)
+    run = server.engine.runs[0]
+    run.push(0, Piece("Hel", [1]))  # as the engine does: nothing may come back from it
+    done = await client.responses.retrieve(made.id)
+    assert done.status == "failed" and done.error is not None
+    assert "could not read" in done.error.message
+    assert run.aborted
 
 
 async def test_a_stream_in_the_background_can_be_taken_up_again(server: Server) -> None:

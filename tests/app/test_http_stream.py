@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from app.http import sse
+from app.http.chunks import Chunks
 from app.job import Piece
 from core.errors import Overloaded
 from core.types import Finish, FinishReason
@@ -350,6 +351,27 @@ async def test_one_failed_choice_ends_the_others(server: Server) -> None:
     events = await task
     assert "not a number" in events[-2] and events[-1] == "[DONE]"
     assert run.aborted and not run.open
+
+
+@pytest.mark.parametrize("part", ["delta", "finish"])
+async def test_an_event_that_cannot_be_made_ends_its_own_stream(
+    server: Server, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """It is made inside the engine's callback, where other streams' rows are next."""
+
+    def unmade(*_: object) -> bytes:
+        raise ValueError("secret")
+
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
+    run = await first_run(server)
+    run.push(0, Piece("a", [1]))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(Chunks, part, unmade)
+    run.push(0, Piece("b", [2], None, STOP))
+    *_, error, done = await task
+    assert "could not read" in json.loads(error)["error"]["message"] and "secret" not in error
+    assert done == "[DONE]"
 
 
 async def test_abort_by_the_client_is_a_finish_reason(server: Server) -> None:

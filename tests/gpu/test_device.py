@@ -1,4 +1,4 @@
-"""A GPU is taken where there is one; one that was asked for is refused with the reason where there is none."""
+"""A GPU is taken where there is one; one that is asked for is refused with the reason where there is none."""
 
 from __future__ import annotations
 

@@ -116,6 +116,20 @@ def test_a_failed_wait_is_the_last_thing_heard() -> None:
     assert [type(result) for result in results] == [StepResult, StepFailure]
 
 
+def test_what_was_launched_behind_a_failure_is_waited_for() -> None:
+    """Its end may be what the launch thread waits for: masks follow the tokens of the step before."""
+    runner = ScriptedRunner(fail_wait=0)
+    executor = LocalExecutor(runner, CAPS)
+    executor.start(lambda: None)
+    for step in range(3):
+        executor.submit(StepPlan(step, NO_TOKENS))
+    assert runner.third.wait(10)
+    runner.gate.set()
+    executor.close()
+    assert [type(result) for result in executor.results()] == [StepFailure]
+    assert runner.threads.count("loom-wait-0") == 3
+
+
 def test_close_is_idempotent_and_fine_before_start() -> None:
     executor = LocalExecutor(ScriptedRunner(), CAPS)
     executor.close()

@@ -20,6 +20,12 @@ def test_choices_of_a_device_are_by_shape(tmp_path: Path) -> None:
     assert choices("another", tmp_path) == {}
 
 
+def test_what_is_shipped_is_whole() -> None:
+    shipped = choices(H200)
+    assert shipped
+    assert all(min(sides) > 0 and choice.swizzle in (0, 1) for sides, choice in shipped.items())
+
+
 def test_nothing_is_chosen_where_nothing_was_measured() -> None:
     assert products("another", torch.device("cpu")) is None
 

@@ -29,9 +29,11 @@ from gpu.ops.fused import Kernels
 from gpu.sample.sampler import Sampler
 from gpu.state.entry import Limits
 from gpu.state.view import StepView
-from gpu.step.graphs import Plain
+from gpu.step.flight import Mark
+from gpu.step.graphs import Launches, Plain, Work
 from gpu.step.rings import Rings, Ticket
 from gpu.step.runner import GraphRunner, Machine, Shape
+from gpu.step.steps import Forward, Sampling
 from gpu.thread import device_thread
 from tests.fakes import tiny_model
 from tests.fakes.tiny_model import Tiny
@@ -273,10 +275,11 @@ def test_rows_that_may_not_stop_yet(both: Both, digits: Grammar, monkeypatch: py
     monkeypatch.setattr(GraphRunner, "_sample_plainly", None)  # all of it is the captured sampler's
     stops = SamplingParams(temperature=0.0, min_tokens=4, max_tokens=9, stop_ids=frozenset(free))
     ends = SamplingParams(temperature=0.0, min_tokens=99, max_tokens=99, stop_ids=frozenset({3, 48, 49}))
+    again = both.rig.new(3, PROMPT, params=stops)
     news = [
         both.rig.new(1, PROMPT, params=stops),
         constrained(both, 2, digits, ends),
-        NewSlot(3, stops, ints(PROMPT), ints([9, 9]), 0),
+        NewSlot(3, stops, again.prompt, ints([9, 9]), 0),
         both.rig.new(4, PROMPT),
     ]
     chunks = [Chunk(slot, 0, ints(PROMPT), True) for slot in (1, 2, 4)]
@@ -288,6 +291,71 @@ def test_rows_that_may_not_stop_yet(both: Both, digits: Grammar, monkeypatch: py
     assert all(50 <= row[1] <= 57 for row in tokens[:5])  # digits that end nothing
     assert tokens[5][1] == 3  # nothing else is left
     assert [row[3] for row in tokens] == free[:6]
+
+
+class Late:
+    """A device that does what is launched when somebody waits for it, as late as a GPU may: launches,
+    and marks between them."""
+
+    def __init__(self, launches: Launches[Forward | Sampling]) -> None:
+        self.launches = launches
+        self.queue: list[Work] = []
+
+    def __getitem__(self, key: Forward | Sampling) -> Work:
+        return lambda: self.queue.append(self.launches[key])
+
+    def mark(self, device: torch.device) -> Mark:
+        return LateMark(self.queue)
+
+
+class LateMark:
+    def __init__(self, queue: list[Work]) -> None:
+        self.queue, self.behind = queue, len(queue)
+
+    def wait(self) -> None:
+        for at in range(self.behind):
+            work, self.queue[at] = self.queue[at], int
+            work()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        return 0.0
+
+
+def test_masks_stay_until_the_device_has_read_them(
+    both: Both, digits: Grammar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind wants other masks, or none, and is launched before the device has come this far."""
+    monkeypatch.setattr(both.rig, "free", list(both.rig.free))  # the pages are the next test's again
+    first = int(both.step(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=[both.rig.new(1, PROMPT)]).tokens[0])
+    assert both.runner._launches is not None
+    device = Late(both.runner._launches)
+    monkeypatch.setattr(both.runner, "_launches", device)
+    monkeypatch.setattr("gpu.step.runner.mark", device.mark)
+    rig, stops = both.rig, frozenset({first, *range(100)})
+    early = [SamplingParams(temperature=0.0, min_tokens=n, max_tokens=9, stop_ids=stops) for n in (1, 3)]
+
+    def begin(*news: NewSlot) -> tuple[list[Chunk], tuple[NewSlot, ...]]:
+        return [Chunk(new.slot, 0, ints(PROMPT), True) for new in news], news
+
+    plans = [
+        rig.plan([], *begin(rig.new(2, PROMPT, params=PENALISED[0], count_row=0))),
+        rig.plan([2], *begin(rig.new(1, PROMPT, params=early[0]))),
+        rig.plan([1, 2]),
+        rig.plan([2], *begin(rig.new(3, PROMPT, params=early[1]), rig.new(4, PROMPT, params=early[0]))),
+        rig.plan([4, 2, 3]),
+        rig.plan([3, 2]),
+        rig.plan([2, 3], *begin(constrained(both, 1, digits, GREEDY))),
+    ]
+    with device_thread(CPU):
+        want = [rig.runner.launch(plan).wait() for plan in plans]
+        got, before = list[StepResult](), None
+        for plan in plans:
+            flight = both.runner.launch(plan)
+            got += [] if before is None else [before.wait()]
+            before = flight
+        got += [] if before is None else [before.wait()]
+    for plan, mine, theirs in zip(plans, got, want, strict=True):
+        agree(plan, mine, theirs)
 
 
 def test_steps_ahead_of_their_answers(both: Both, digits: Grammar) -> None:
