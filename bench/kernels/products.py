@@ -11,19 +11,25 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from bench.kernels.inputs import LINEARS
+from bench.kernels.timing import capture
 from gpu.kernels.cublas import Choice, Product, Products
 
 CLUSTERS = (3, 5)
 """2x1 and 1x2; those of four programs were never the best."""
 
 ROUNDS, KEPT = 3, 6
+
+CALLS = 8
+"""Products in a graph."""
+
 LARGE = 1 << 23
 """Elements of a weight worth a choice."""
 
@@ -34,20 +40,6 @@ class Variant(NamedTuple):
     choice: Choice | None
     replay: Callable[[], object]
     seconds: list[float]
-
-
-def captured(call: Callable[[], object], calls: int) -> Callable[[], object]:
-    """So many calls in one graph."""
-    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        call()
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        for _ in range(calls):
-            call()
-        graph.capture_end()
-    return graph.replay
 
 
 def timed(replay: Callable[[], object], times: int) -> float:
@@ -63,18 +55,17 @@ def timed(replay: Callable[[], object], times: int) -> float:
 def choose(product: Product, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> list[Variant]:
     """Variants, the best under load first."""
     tiles = {product.tile(algorithm) for algorithm in product.proposed()}
-    calls = 8
-    variants = [Variant(None, captured(lambda: F.linear(x, weight), calls), [])]
+    variants = [Variant(None, capture([partial(F.linear, x, weight)] * CALLS).graph.replay, [])]
     for choice in (Choice(tile, c, s) for tile in sorted(tiles) for c in CLUSTERS for s in (0, 1)):
         if (algorithm := product.algorithm(choice)) is not None:
-            call = lambda algorithm=algorithm: product.run(x, weight, algorithm)  # noqa: E731
-            variants.append(Variant(choice, captured(call, calls), []))
+            call = partial(product.run, x, weight, algorithm)
+            variants.append(Variant(choice, capture([call] * CALLS).graph.replay, []))
     bursts = {id(v): min(timed(v.replay, 1) for _ in range(3)) for v in variants}
     kept = variants[:1] + sorted(variants[1:], key=lambda v: bursts[id(v)])[:KEPT]
     for turn in range(ROUNDS):
         for variant in kept if turn % 2 else reversed(kept):
             times = max(int(seconds / bursts[id(variant)]), 1)
-            variant.seconds.append(timed(variant.replay, times) / times / calls)
+            variant.seconds.append(timed(variant.replay, times) / times / CALLS)
     return sorted(kept, key=lambda v: sum(v.seconds[1:]))
 
 
