@@ -23,6 +23,10 @@ THREAD_UNSUPPORTED = "thread_unsupported_request"
 """Anthropic's code for a conversation that is not held: its clients go on without."""
 
 
+UNREADABLE = "The server could not read the model's answer."
+"""What a parser's fault becomes, wherever it shows."""
+
+
 class HttpError(LoomError):
     """A fault of HTTP itself: no such route, a wrong key, a body that cannot be read."""
 

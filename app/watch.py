@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from app.errors import failure
+from app.errors import UNREADABLE, failure
 from app.job import Generator, Job, Piece, Run, Sink
 from app.parsers.reading import Reading
 from core.errors import ContextExceeded, LoomError
@@ -24,7 +24,7 @@ from core.request import Request
 from core.types import NO_TOKENS, Finish, FinishReason, Floats, Ints
 
 _ENOUGH = Finish(FinishReason.STOP)
-_UNREADABLE = Finish(FinishReason.ERROR, message="The server could not read the model's answer.")
+_UNREADABLE = Finish(FinishReason.ERROR, message=UNREADABLE)
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from app.errors import failure
+from app.errors import UNREADABLE, failure
 from app.http.burst import Write
 from app.http.sse import EventStream
 from app.job import Generator, Job, Piece, Run, Sink
@@ -17,8 +17,6 @@ from core.plan import RowLogprobs
 from core.types import Finish, FinishReason
 
 log = logging.getLogger(__name__)
-
-UNREADABLE = "The server could not read the model's answer."
 
 
 class Buffer:

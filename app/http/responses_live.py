@@ -9,8 +9,7 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from app.errors import failure, fault
-from app.http.delivery import UNREADABLE
+from app.errors import UNREADABLE, failure, fault
 from app.http.responses_events import Doc, ResponseEvents, error_event
 from app.http.responses_turn import Turn
 from app.http.sse import Dialect, EventStream
