@@ -207,12 +207,19 @@ class Products:
             return None
         sizes = len(x), outputs, inputs
         if sizes not in self._by_size:
-            product = self.product(*sizes)
-            algorithm = product.algorithm(choice)
-            self._by_size[sizes] = None if algorithm is None else (product, algorithm)
+            self._by_size[sizes] = self._look(sizes, choice)
         if (found := self._by_size[sizes]) is None:
             return None
         return found[0].run(x, weight, found[1])
+
+    def _look(self, sizes: tuple[int, int, int], choice: Choice) -> tuple[Product, _Algorithm] | None:
+        try:
+            product = self.product(*sizes)
+            algorithm = product.algorithm(choice)
+        except CublasError as error:
+            log.info("cuBLAS chooses for %d rows, %d outputs of %d inputs: %s", *sizes, error)
+            return None
+        return None if algorithm is None else (product, algorithm)
 
 
 def products(device_name: str, device: torch.device) -> Products | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def test_what_is_shipped_is_whole() -> None:
     shipped = choices(H200)
     assert shipped
     assert all(min(sides) > 0 and choice.swizzle in (0, 1) for sides, choice in shipped.items())
+
+
+class Refusing:
+    """A library whose every call fails but the first, which makes its handle."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *args: 0 if name == "cublasLtCreate" else 15
+
+
+def test_what_the_library_refuses_is_left_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Refusing())
+    many = Products({(16, 8): Choice(24, 5, 0)}, torch.device("cpu"))
+    x, weight = (torch.ones(n, 8, dtype=torch.bfloat16) for n in (LEAST_ROWS, 16))
+    assert many.run(x, weight) is None
+    assert many.run(x, weight) is None
 
 
 def test_nothing_is_chosen_where_nothing_was_measured() -> None:
