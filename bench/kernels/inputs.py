@@ -69,6 +69,12 @@ def moe_inputs(tokens: int, size: MoeSize, dtype: torch.dtype, device: torch.dev
     return MoeInputs(x, logits, *moe_weights(size, dtype, device))
 
 
+def linear(rows: int, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """x [rows, inputs], W [outputs, inputs] and b of a product whose results are of the inputs' size."""
+    made = (torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5, torch.randn(outputs))
+    return [each.to(device, dtype) for each in made]
+
+
 def distinct_experts(tokens: int, size: MoeSize) -> float:
     """Experts hit at uniform routing, on average."""
     return size.experts * (1 - (1 - size.top_k / size.experts) ** tokens)

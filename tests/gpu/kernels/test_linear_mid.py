@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from bench.kernels.inputs import LINEARS, error
+from bench.kernels.inputs import LINEARS, error, linear
 from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
 
 # (rows, outputs, inputs, cut): outputs that a tile does not divide and that end within one, inputs in one
@@ -22,12 +21,6 @@ SHAPES = [
 SPLIT = SHAPES[2]
 
 
-def drawn(rows: int, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """x, W and b."""
-    made = (torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5, torch.randn(outputs))
-    return [each.to(device, dtype) for each in made]
-
-
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), SHAPES)
 def test_linear(
     rows: int,
@@ -38,7 +31,7 @@ def test_linear(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    x, weight, bias = drawn(rows, outputs, inputs, device, dtype)
+    x, weight, bias = linear(rows, outputs, inputs, device, dtype)
     counters = mid_counters(device)
     found = mid_linear(x, weight, bias, cut, counters)
     assert found.dtype == dtype
@@ -58,7 +51,7 @@ def test_gated(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    x, weight, bias = drawn(rows, outputs, inputs, device, dtype)
+    x, weight, bias = linear(rows, outputs, inputs, device, dtype)
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=1)
     found = mid_gated(x, weight, bias, cut._replace(split=1, stages=min(cut.stages, 3)))  # twice the weights
     assert found.shape == (rows, outputs // 2)
@@ -68,7 +61,7 @@ def test_gated(
 def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
     """Whatever lies behind the rows, and in those that are padded; and a second run gives the same bits."""
     rows, outputs, inputs, cut = SPLIT
-    x, weight, bias = drawn(32, outputs, inputs, device, dtype)
+    x, weight, bias = linear(32, outputs, inputs, device, dtype)
     x[rows:] = float("nan")
     counters = mid_counters(device)
     expected = mid_linear(x[:rows], weight, bias, cut, counters)

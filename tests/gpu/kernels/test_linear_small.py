@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from bench.kernels.inputs import error
+from bench.kernels.inputs import error, linear
 from gpu.kernels.linear_small import SmallLinear, small_gated, small_linear, small_linear_config
 
 # (rows, outputs, inputs, cut): outputs that the columns do not divide, inputs in one piece, in several and
@@ -21,12 +20,6 @@ SHAPES = [
 ]
 
 
-def drawn(rows: int, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """x, W and b."""
-    made = (torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5, torch.randn(outputs))
-    return [each.to(device, dtype) for each in made]
-
-
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), SHAPES)
 def test_linear(
     rows: int,
@@ -37,7 +30,7 @@ def test_linear(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    x, weight, bias = drawn(rows, outputs, inputs, device, dtype)
+    x, weight, bias = linear(rows, outputs, inputs, device, dtype)
     found = small_linear(x, weight, bias, cut)
     assert found.dtype == dtype
     assert error(found, F.linear(x.double(), weight.double(), bias.double())) < tolerance
@@ -54,7 +47,7 @@ def test_gated(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    x, weight, bias = drawn(rows, outputs, inputs, device, dtype)
+    x, weight, bias = linear(rows, outputs, inputs, device, dtype)
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=1)
     found = small_gated(x, weight, bias, cut)
     assert found.shape == (rows, outputs // 2)
@@ -63,7 +56,7 @@ def test_gated(
 
 def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
     """Padded rows may hold anything; and a second run gives the same bits."""
-    x, weight, bias = drawn(3, 8, 512, device, dtype)
+    x, weight, bias = linear(3, 8, 512, device, dtype)
     cut = SmallLinear(2, 4)
     expected = small_linear(x, weight, bias, cut)
     x[2] = float("nan")
