@@ -70,4 +70,5 @@ def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfig
     if (moe := spec.moe) is None:
         return None
     name = FP8_NAME if spec.fp8 else str(dtype).removeprefix("torch.")
-    return MoeConfigs(MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name))
+    shape = MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name)
+    return MoeConfigs(shape, deep=facts.capability == HOPPER)

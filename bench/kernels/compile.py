@@ -148,6 +148,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         sample.sample(logits, ints, ints, heat, ints, filters=filters, cells=ints, pdl=pdl)
 
     wide = TileConfig(128, 64, 8, 3, False, 1, True)
+    tall = TileConfig(128, 64, 8, 4, False, tma=True)
     swapped = TileConfig(128, 64, 8, 3, True, 2, True)
     x = empty(256, 2048)
     lse = empty(256, 32, dtype=torch.float32)
@@ -187,6 +188,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 256": lambda: experts(256),
         "moe 512": lambda: experts(512),
         "moe 4096": lambda: experts(4096),
+        "moe 4096 tall": lambda: experts(4096, MoeConfig(False, 192, tall, tall._replace(block_n=256))),
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
         "moe fp8 1": lambda: experts(1, fp8=True),
         "moe fp8 32": lambda: experts(32, fp8=True),

@@ -29,6 +29,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
+from gpu.kernels.moe_tall import TALL, tall_gemm
 from gpu.kernels.route import Tiles
 
 
@@ -236,6 +237,10 @@ def _launch(
     scales: Scales | None,
     pdl: bool,
 ) -> Tensor:
+    if block_m == TALL:
+        cut = {"block_n": config.block_n, "block_k": config.block_k}
+        flow = {"warps": config.warps, "stages": config.stages}
+        return tall_gemm(a, w, out, tiles, **cut, **flow, gated=gated, pdl=pdl)
     experts, rows, k = w.shape
     n = out.shape[1]
     a_scales, w_scales = scales if scales is not None else (None, None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu.kernels.moe_gemm import TileConfig
+from gpu.kernels.moe_tall import TALL
 from gpu.quant import FP8
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "kernels"
@@ -24,6 +25,8 @@ SMALL_ROWS = 4
 
 
 FP8_NAME = str(FP8).removeprefix("torch.")
+
+TWO_BYTES = ("bfloat16", "float16")
 
 
 class MoeShape(NamedTuple):
@@ -53,9 +56,10 @@ class MoeConfig(NamedTuple):
     down: TileConfig
 
 
-def rule(shape: MoeShape, tokens: int) -> MoeConfig:
+def rule(shape: MoeShape, tokens: int, deep: bool = False) -> MoeConfig:
     """Sizes from the rows an expert gets on average: fill the 64 rows of the tensor cores' left side
-    with weights until the tokens themselves fill it. Reasoned, not measured."""
+    with weights until the tokens themselves fill it. Reasoned, not measured, but for the last: `deep`, with
+    compute capability 9.0 and its 228 KiB of shared memory, rows in tall tiles are the faster."""
     if shape.dtype == FP8_NAME:
         like = rule(shape._replace(dtype="bfloat16"), tokens)
         # The same bytes on their way; and a step's own sums beside those of all steps, which at 256 columns
@@ -73,6 +77,13 @@ def rule(shape: MoeShape, tokens: int) -> MoeConfig:
         return MoeConfig(small, 32, TileConfig(64, 64, 4, 4, True), TileConfig(64, 64, 4, 4, True))
     if average <= 64:
         return MoeConfig(small, 64, TileConfig(64, 64, 4, 4, True), TileConfig(128, 64, 4, 4, True))
+    if deep and shape.dtype in TWO_BYTES and not (shape.width % 8 or shape.hidden % 8):
+        return MoeConfig(
+            small,
+            TALL,
+            TileConfig(128, 64, 8, 4, False, tma=True),
+            TileConfig(256, 64, 8, 4, False, tma=True),
+        )
     return MoeConfig(small, 128, TileConfig(128, 64, 8, 3, False, 1), TileConfig(256, 64, 8, 3, False, 1))
 
 
@@ -92,10 +103,11 @@ class MoeConfigs:
     Owner: launch thread, once built.
     """
 
-    __slots__ = ("_shape", "_table", "source")
+    __slots__ = ("_deep", "_shape", "_table", "source")
 
-    def __init__(self, shape: MoeShape, folder: Path = FOLDER) -> None:
+    def __init__(self, shape: MoeShape, folder: Path = FOLDER, *, deep: bool = False) -> None:
         self._shape = shape
+        self._deep = deep
         path = folder / shape.file
         self._table: dict[int, MoeConfig] = {}
         if path.exists():
@@ -107,5 +119,5 @@ class MoeConfigs:
         """For a step of `tokens` rows, padding counted. A file that begins above the few rows of
         `moe_small` says nothing about them."""
         if not self._table or tokens <= SMALL_ROWS < min(self._table):
-            return rule(self._shape, tokens)
+            return rule(self._shape, tokens, self._deep)
         return nearest(self._table, tokens)

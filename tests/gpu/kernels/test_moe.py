@@ -20,6 +20,8 @@ SWAP = TileConfig(32, 32, 4, 2, True)
 HALVES = TileConfig(32, 16, 4, 2, False, halves=2)
 WIDE = HALVES._replace(block_k=32)  # the least of FP8
 TMA = TileConfig(32, 16, 4, 2, True, halves=1, tma=True)
+TALL = TileConfig(32, 32, 4, 2, False, tma=True)
+LEFT = TileConfig(64, 64, 4, 2, False, tma=True)  # columns and sums that neither width nor hidden size fill
 
 
 def run(inputs: MoeInputs, config: MoeConfig, live: int) -> torch.Tensor:
@@ -36,8 +38,10 @@ def run(inputs: MoeInputs, config: MoeConfig, live: int) -> torch.Tensor:
         (11, 11, MoeConfig(False, 16, UNEVEN, SWAP)),
         (70, 66, MoeConfig(False, 64, HALVES, HALVES)),
         (20, 20, MoeConfig(False, 32, TMA, TMA)),
+        (150, 147, MoeConfig(False, 192, TALL, LEFT)),
+        (170, 170, MoeConfig(False, 192, LEFT, TALL)),
     ],
-    ids=["small", "plain", "swap", "halves", "tma"],
+    ids=["small", "plain", "swap", "halves", "tma", "tall", "taller"],
 )
 def test_fused_moe(
     rows: int,
@@ -48,6 +52,7 @@ def test_fused_moe(
     tolerance: float,
 ) -> None:
     inputs = moe_inputs(rows, SIZE, dtype, device)
+    inputs.logits[:, 0] += 3  # one expert's tiles are full
     inputs.x[live:] = float("nan")  # padded rows may hold anything
     inputs.logits[live:] = float("nan")
     found = run(inputs, config, live)

@@ -7,16 +7,20 @@ import torch
 
 from bench.kernels.inputs import scalar
 from gpu.kernels import reference
+from gpu.kernels.jit import cdiv, pow2_divisor
 from gpu.kernels.route import max_blocks, route
 
 
 def expected_blocks(experts: torch.Tensor, count: int, block_m: int) -> list[tuple[int, ...]]:
-    """(expert, first place, rows) of every tile of `experts` [n, k]."""
+    """(expert, first place, rows) of every tile of `experts` [n, k]: an expert's units dealt out to them."""
     found: list[tuple[int, ...]] = []
-    first = 0
+    first, unit = 0, pow2_divisor(block_m)
     for expert, rows in enumerate(torch.bincount(experts.flatten(), minlength=count).tolist()):
-        found += [(expert, first + i, min(block_m, rows - i)) for i in range(0, rows, block_m)]
-        first += rows
+        tiles, units, end = cdiv(rows, block_m), cdiv(rows, unit), first + rows
+        for i in range(tiles):
+            height = min(unit * len(range(i, units, tiles)), end - first)
+            found.append((expert, first, height))
+            first += height
     return found
 
 
@@ -38,7 +42,7 @@ def check_tiles(logits: torch.Tensor, live: int, top_k: int, block_m: int) -> No
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("rows", "live", "experts", "top_k", "block_m"),
-    [(1, 1, 128, 8, 16), (7, 3, 20, 3, 16), (40, 40, 8, 2, 4), (90, 81, 16, 4, 192)],
+    [(1, 1, 128, 8, 16), (7, 3, 20, 3, 16), (40, 40, 8, 2, 4), (90, 81, 16, 4, 192), (90, 90, 4, 2, 12)],
 )
 def test_tiles(
     rows: int, live: int, experts: int, top_k: int, block_m: int, kind: torch.dtype, device: torch.device

@@ -53,9 +53,17 @@ def test_fp8_gets_as_many_bytes_and_no_wide_tiles() -> None:
             assert mine.block_k == 2 * theirs.block_k and mine.block_n <= 128
 
 
+def test_only_what_can_be_fetched_and_held_comes_in_tall_tiles(tmp_path: Path) -> None:
+    """Rows that are no multiple of 16 bytes have no descriptor; four stages take 224 KiB of shared memory."""
+    assert MoeConfigs(SHAPE, tmp_path, deep=True).at(4096).block_m == 192
+    assert MoeConfigs(SHAPE, tmp_path).at(4096).block_m == 128
+    for other in ({"width": 100}, {"hidden": 2044}, {"dtype": "float32"}, {"dtype": FP8_NAME}):
+        assert MoeConfigs(SHAPE._replace(**other), tmp_path, deep=True).at(4096).block_m == 128
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("moe_*.json")), ids=lambda path: path.name)
 def test_shipped_files_are_whole(path: Path) -> None:
     for tokens, entry in json.loads(path.read_text()).items():
         assert int(tokens) > 0
         config = parse(entry)
-        assert config.block_m in (16, 32, 64, 128)
+        assert config.block_m in (16, 32, 64, 128, 192)

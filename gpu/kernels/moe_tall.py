@@ -1,0 +1,241 @@
+"""The grouped GEMMs of routed experts where each gets rows by the hundred: up to 192 rows by 256 outputs.
+
+What feeds the tensor cores sets the time of such a product, not they themselves. Per step over K, in units
+of 64 rows of either operand, and per processor of 132 that share 6 to 7 TB/s of L2:
+
+    rows x outputs      128 x 128   128 x 256   192 x 256
+    units read                  4           6           7
+    units multiplied            4           8          12
+    registers of sums          64         128         192    of a thread's 255, 256 threads
+
+Triton's tiles are powers of two, so the 192 rows are two products with one tile of weights between them,
+of 128 and of 64 rows. Gate and up are one operand too, fetched as a box [2, outputs, K]: as two, of half the
+width, each would read the rows from shared memory once more, and shared memory was the limit then.
+
+A tile with fewer rows runs at a height of 128 or 64; `route` cuts an expert's rows so that none is small
+next to the others. On an H200, E 128, N 768, hidden 2,048, 8 of 128, us of `gate_up` and `down`:
+
+    8,192 tokens   642 and 384   with tiles of 128 rows, gate and up apart   718 and 450
+    4,096          375 and 224                                               411 and 229
+    2,048          240 and 137                                               251 and 146
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
+from gpu.kernels.route import Tiles
+
+TALL = 192
+"""Rows of a tile: what `route` cuts for these kernels."""
+
+
+@jit
+def _finish(
+    acc: tl.tensor,
+    out: tl.tensor,
+    target: tl.tensor,
+    inside: tl.tensor,
+    n: tl.tensor,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    if GATED:
+        # A thread has gate and up of a row in its registers: nothing moves.
+        rows: tl.constexpr = acc.shape[0]
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [rows, 2, BLOCK_N]), [0, 2, 1]))
+        acc = gate * tl.sigmoid(gate) * up
+    cols = n + tl.arange(0, BLOCK_N)
+    at = out + target.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (cols < N)[None, :])
+
+
+@jit
+def _rows(
+    a: tl.tensor,
+    pairs: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Of ROWS rows of a tile from OFFSET on: which there are, where their results go, and, where they are
+    gathered, where they lie. Those behind `count` are computed on row 0 and dropped."""
+    m = OFFSET + tl.arange(0, ROWS)
+    inside = m < count
+    place = first + m
+    pair = tl.load(pairs + place, mask=inside, other=0)
+    if GATED:
+        at = a + (pair // TOP_K).to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+        target = place
+    else:
+        at = place
+        target = pair
+    return inside, target, at
+
+
+@jit
+def _some(
+    a: tl.tensor,
+    at: tl.tensor,
+    first: tl.tensor,
+    k: tl.tensor,
+    K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """A step over K of the rows: gathered from `at`, or those from `first` on of the descriptor `a`."""
+    if not GATED:
+        x = a.load([first, k])
+    elif K % BLOCK_K == 0:
+        x = tl.load(at + k)
+    else:
+        x = tl.load(at + k, mask=(k + tl.arange(0, BLOCK_K) < K)[None, :], other=0.0)
+    return x
+
+
+@jit
+def _outputs(
+    w: tl.tensor,
+    expert: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """A step over K of BLOCK_N outputs' weights, transposed; of gates and, behind them, ups."""
+    if GATED:
+        some = tl.reshape(w.load([2 * expert, n, k]), [2 * BLOCK_N, BLOCK_K])
+    else:
+        some = w.load([expert * N + n, k])
+    return tl.trans(some)
+
+
+@jit
+def _tile(
+    a: tl.tensor,
+    a_low: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    pairs: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    n: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    MORE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """ROWS rows, and with MORE 64 behind them, by BLOCK_N outputs."""
+    width: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    inside, target, at = _rows(a, pairs, first, count, 0, ROWS, K, TOP_K, GATED, BLOCK_K)
+    acc = tl.zeros([ROWS, width], tl.float32)
+    if MORE:
+        inside_low, target_low, at_low = _rows(a, pairs, first, count, ROWS, 64, K, TOP_K, GATED, BLOCK_K)
+        acc_low = tl.zeros([64, width], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = _some(a, at, first, k, K, GATED, BLOCK_K)
+        if MORE:
+            x_low = _some(a_low, at_low, first + ROWS, k, K, GATED, BLOCK_K)
+        weights = _outputs(w, expert, n, k, N, GATED, BLOCK_N, BLOCK_K)
+        acc = tl.dot(x, weights, acc, input_precision="ieee")
+        if MORE:
+            acc_low = tl.dot(x_low, weights, acc_low, input_precision="ieee")
+    _finish(acc, out, target, inside, n, N, GATED, BLOCK_N)
+    if MORE:
+        _finish(acc_low, out, target_low, inside_low, n, N, GATED, BLOCK_N)
+
+
+@jit_loose("total")
+def _tall(
+    a: tl.tensor,
+    a_low: tl.tensor,
+    w: tl.tensor,
+    out: tl.tensor,
+    pairs: tl.tensor,
+    blocks: tl.tensor,
+    total: int,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // tiles_n
+    n = tl.program_id(0) % tiles_n * BLOCK_N
+    begin(PDL)
+    count = tl.load(blocks + 2 * total + block)
+    expert = tl.load(blocks + block)
+    first = tl.load(blocks + total + block)
+    if count > 128:
+        _tile(a, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
+              128, True, BLOCK_N, BLOCK_K)  # fmt: skip
+    elif count > 64:
+        _tile(a, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
+              128, False, BLOCK_N, BLOCK_K)  # fmt: skip
+    elif count > 0:
+        _tile(a_low, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
+              64, False, BLOCK_N, BLOCK_K)  # fmt: skip
+
+
+def tall_gemm(
+    a: Tensor,
+    w: Tensor,
+    out: Tensor,
+    tiles: Tiles,
+    *,
+    block_n: int,
+    block_k: int,
+    warps: int,
+    stages: int,
+    gated: bool,
+    pdl: bool = False,
+) -> Tensor:
+    """`gate_up` (`gated`) or `down` of `gpu.kernels.moe_gemm`, whose arguments these are, `tiles` cut with
+    TALL rows. Rows of `w`, and for `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each.
+    """
+    experts, rows, k = w.shape
+    n = out.shape[1]
+    total = tiles.blocks.shape[1]
+    if gated:
+        weights = TensorDescriptor.from_tensor(w.view(2 * experts, n, k), [2, block_n, block_k])
+        high = low = a
+    else:
+        weights = TensorDescriptor.from_tensor(w.view(experts * rows, k), [block_n, block_k])
+        high, low = (TensorDescriptor.from_tensor(a, [height, block_k]) for height in (128, 64))
+    _tall[(total * cdiv(n, block_n),)](
+        high,
+        low,
+        weights,
+        out,
+        tiles.pairs,
+        tiles.blocks,
+        total,
+        N=n,
+        K=k,
+        TOP_K=len(tiles.pairs) // len(a),
+        GATED=gated,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PDL=pdl,
+        **options(warps, stages, pdl),
+    )
+    return out
