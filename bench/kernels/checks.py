@@ -191,8 +191,8 @@ def experts() -> Iterator[Check]:
         (200, "plain 16", MoeConfig(False, 16, plain, plain)),
         (200, "swap 32", MoeConfig(False, 32, swap, swap)),
         (700, "tma 64", MoeConfig(False, 64, swap._replace(tma=True), plain._replace(tma=True))),
-        (700, "halves 1", MoeConfig(False, 128, plain._replace(halves=1), swap._replace(halves=1))),
-        (700, "halves 2", MoeConfig(False, 128, swap._replace(halves=2, tma=True), plain._replace(halves=2))),
+        (700, "half", MoeConfig(False, 128, plain._replace(half=True), swap._replace(half=True, tma=True))),
+        (3000, "tall", rule(MoeShape(128, 768, 2048, 8, "bfloat16", "H200"), 3000, deep=True)),
     ]
     for width in (768, 384, 192):
         size = MoeSize(width=width)

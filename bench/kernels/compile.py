@@ -147,9 +147,9 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         logits = empty(256, 151_936, dtype=torch.float32)
         sample.sample(logits, ints, ints, heat, ints, filters=filters, cells=ints, pdl=pdl)
 
-    wide = TileConfig(128, 64, 8, 3, False, 1, True)
+    wide = TileConfig(128, 64, 8, 3, False, half=True, tma=True)
     tall = TileConfig(128, 64, 8, 4, False, tma=True)
-    swapped = TileConfig(128, 64, 8, 3, True, 2, True)
+    swapped = TileConfig(128, 64, 8, 3, True, half=True, tma=True)
     x = empty(256, 2048)
     lse = empty(256, 32, dtype=torch.float32)
     ints = torch.zeros(512, dtype=torch.int64)

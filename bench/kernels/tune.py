@@ -73,11 +73,11 @@ def candidates(up: bool, block_m: int, quick: bool) -> Iterator[Variant]:
     """
     every: list[TileConfig]
     if block_m <= 32:
-        rest = product((64, 128), (64, 128), (4,), (3, 4), (True,), (0,), (False, True))
+        rest = product((64, 128), (64, 128), (4,), (3, 4), (True,), (False,), (False, True))
     elif block_m < TALL:
-        rest = product((64, 128), (64,), (4, 8), (3, 4), (True,), (0, 1), (False, True))
+        rest = product((64, 128), (64,), (4, 8), (3, 4), (True,), (False, True), (False, True))
     else:
-        rest = product((64, 128) if up else (128, 256), (64,), (8,), (3, 4, 5), (False,), (0,), (True,))
+        rest = product((64, 128) if up else (128, 256), (64,), (8,), (3, 4, 5), (False,), (False,), (True,))
     every = [TileConfig(*more) for more in rest]
     if quick:
         every = every[::3]
@@ -233,7 +233,7 @@ def describe(config: MoeConfig) -> str:
     sides = (
         f"{c.block_n}x{c.block_k} w{c.warps} s{c.stages}"
         + " swap" * c.swap
-        + f" h{c.halves}" * bool(c.halves)
+        + " half" * c.half
         + " tma" * c.tma
         for c in (config.up, config.down)
     )

@@ -6,13 +6,13 @@
 The list is sorted by expert, so `hidden` lies in that order and its tiles are contiguous; `out` lies
 in pair order (row * k + j), where the sum over a row's experts reads it.
 
-One kernel body serves both, and three ways to lay a tile on the tensor cores:
+Tiles of 192 rows are `moe_tall`'s. For all others one kernel body serves both, and three ways to lay a tile
+on the tensor cores:
 
     swap      the weights are the left operand. At few rows per expert the left side (64 at least for
               wgmma) is then filled with weights, and the rows are the narrow right side.
-    halves    tiles with at most half (a quarter) of BLOCK_M rows run at that height. With random
-              routing the last tile of an expert is half empty on average: at 4,096 rows of 128
-              experts that is a fifth of the work at BLOCK_M 128.
+    half      tiles with at most half of BLOCK_M rows run at that height: the last tile of an expert is half
+              empty on average.
     tma       weights come through tensor descriptors: one thread asks for a tile.
 
 In FP8 both operands are e4m3 with float32 scales, of `a` by row and of the weights by output, which meet
@@ -34,15 +34,15 @@ from gpu.kernels.route import Tiles
 
 
 class TileConfig(NamedTuple):
-    """How one grouped GEMM is cut. `block_n` is the width of the output; `gate_up` reads twice that. Each
-    of `halves` halves the tile height once; 16 rows are the least that a tensor core takes."""
+    """How one grouped GEMM is cut. `block_n` is the width of the output; `gate_up` reads twice that. 16 rows
+    are the least that a tensor core takes, at half the height too."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int
     swap: bool
-    halves: int = 0
+    half: bool = False
     tma: bool = False
 
 
@@ -184,7 +184,7 @@ def _grouped(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
-    HALVES: tl.constexpr,
+    HALF: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -201,28 +201,13 @@ def _grouped(
     expert = tl.load(blocks + block)
     first = tl.load(blocks + total + block)
     end = places - 1
-    quarter: tl.constexpr = BLOCK_M // 4
     half: tl.constexpr = BLOCK_M // 2
-    if HALVES == 0:
+    if HALF and count <= half:
+        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
+              half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+    else:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
               BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
-    elif HALVES == 1:
-        if count <= half:
-            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-                  half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
-        else:
-            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-                  BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
-    else:
-        if count <= quarter:
-            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-                  quarter, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
-        elif count <= half:
-            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-                  half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
-        else:
-            _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-                  BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
 
 
 def _launch(
@@ -266,7 +251,7 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         SWAP=config.swap,
-        HALVES=config.halves,
+        HALF=config.half,
         TMA=config.tma,
         PDL=pdl,
         **options(config.warps, config.stages, pdl),

@@ -84,7 +84,9 @@ def rule(shape: MoeShape, tokens: int, deep: bool = False) -> MoeConfig:
             TileConfig(128, 64, 8, 4, False, tma=True),
             TileConfig(256, 64, 8, 4, False, tma=True),
         )
-    return MoeConfig(small, 128, TileConfig(128, 64, 8, 3, False, 1), TileConfig(256, 64, 8, 3, False, 1))
+    return MoeConfig(
+        small, 128, TileConfig(128, 64, 8, 3, False, True), TileConfig(256, 64, 8, 3, False, True)
+    )
 
 
 def parse(entry: Mapping[str, Any]) -> MoeConfig:

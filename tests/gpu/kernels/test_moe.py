@@ -17,9 +17,9 @@ SIZE = MoeSize(experts=6, width=48, hidden=96, top_k=2)
 PLAIN = TileConfig(32, 32, 4, 2, False)
 UNEVEN = TileConfig(32, 64, 4, 2, False)  # 64 divides neither 96 nor 48
 SWAP = TileConfig(32, 32, 4, 2, True)
-HALVES = TileConfig(32, 16, 4, 2, False, halves=2)
-WIDE = HALVES._replace(block_k=32)  # the least of FP8
-TMA = TileConfig(32, 16, 4, 2, True, halves=1, tma=True)
+HALF = TileConfig(32, 16, 4, 2, False, half=True)
+WIDE = HALF._replace(block_k=32)  # the least of FP8
+TMA = TileConfig(32, 16, 4, 2, True, half=True, tma=True)
 TALL = TileConfig(32, 32, 4, 2, False, tma=True)
 LEFT = TileConfig(64, 64, 4, 2, False, tma=True)  # columns and sums that neither width nor hidden size fill
 
@@ -36,12 +36,12 @@ def run(inputs: MoeInputs, config: MoeConfig, live: int) -> torch.Tensor:
         (3, 2, MoeConfig(True, 16, PLAIN, PLAIN)),
         (11, 9, MoeConfig(False, 16, PLAIN, UNEVEN)),
         (11, 11, MoeConfig(False, 16, UNEVEN, SWAP)),
-        (70, 66, MoeConfig(False, 64, HALVES, HALVES)),
+        (70, 66, MoeConfig(False, 64, HALF, HALF)),
         (20, 20, MoeConfig(False, 32, TMA, TMA)),
         (150, 147, MoeConfig(False, 192, TALL, LEFT)),
         (170, 170, MoeConfig(False, 192, LEFT, TALL)),
     ],
-    ids=["small", "plain", "swap", "halves", "tma", "tall", "taller"],
+    ids=["small", "plain", "swap", "half", "tma", "tall", "taller"],
 )
 def test_fused_moe(
     rows: int,
@@ -137,7 +137,7 @@ def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         (70, 66, MoeConfig(False, 64, WIDE, WIDE)),
         (20, 20, MoeConfig(False, 32, TMA._replace(block_k=32), TMA._replace(block_k=32))),
     ],
-    ids=["small", "plain", "swap", "halves", "tma"],
+    ids=["small", "plain", "swap", "half", "tma"],
 )
 def test_fp8_experts(
     rows: int, live: int, config: MoeConfig, device: torch.device, dtype: torch.dtype, tolerance: float
