@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +17,11 @@ from bench.kernels.checks import DEVICE, DTYPE
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import Heads
 from bench.kernels.timing import Row, microseconds
-from gpu.kernels import prefill
+from gpu.attention.device import AttentionFacts, AttentionOptions, PhaseAttention
+from gpu.attention.flashinfer_fa3 import FlashInferPrefill
+from gpu.attention.triton_paged import TritonPrefill
+from gpu.kernels import prefill, prefill_plan
+from gpu.state.view import StepView
 
 CHUNK_CUTS = (
     (128, 64, 8, 5, True), (128, 64, 8, 3, True), (128, 64, 8, 7, True), (128, 64, 8, 5, False),
@@ -41,6 +46,13 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 """(start, tokens) of chunks: the two that `flashinfer` was measured with, then steps of 8,192 tokens, and
 of 2,048 and less, as the scenarios make them."""
 
+SHORT: dict[str, list[tuple[int, int]]] = {
+    f"{tokens} at {start}": [(start, tokens)]
+    for start in (0, 2048, 8192, 32_768)
+    for tokens in (16, 64, 128, 256, 512)
+} | {"4 x 64 at 2048": [(2048, 64)] * 4, "8 x 1024": [(0, 1024)] * 8}
+"""Likewise: few queries over many keys, and steps that must not lose by what those gain."""
+
 
 def _pairs(sizes: list[tuple[int, int]]) -> int:
     """Queries times the keys that each sees."""
@@ -48,7 +60,7 @@ def _pairs(sizes: list[tuple[int, int]]) -> int:
 
 
 def _chunk_row(
-    heads: Heads, page: int, name: str, config: prefill.PrefillConfig, room: int, goal: str
+    heads: Heads, page: int, name: str, config: prefill_plan.PrefillConfig, room: int, goal: str
 ) -> Row:
     """One step; the graph has room for `room` chunks."""
     sizes = STEPS[name]
@@ -60,7 +72,7 @@ def _chunk_row(
     slots[:n], starts[:n], firsts[: n + 1] = cut.slots[:n], cut.starts[:n], cut.firsts[: n + 1]
     rows = sum(tokens for _, tokens in sizes)
     count = inputs.scalar(n, DEVICE)
-    plan = prefill.plan_prefill(slots, starts, firsts, count, rows, heads.q // heads.kv, config)
+    plan = prefill_plan.plan_prefill(slots, starts, firsts, count, rows, heads.q // heads.kv, config)
     args = (
         torch.randn(rows, heads.q, heads.dim, device=DEVICE).to(DTYPE),
         (kept.k, kept.v),
@@ -80,7 +92,7 @@ def _chunk_row(
 
 def chunks() -> Iterator[Row]:
     """Prompt chunks: the default cut at the steps of the scenarios, other cuts at three of them."""
-    base = prefill.prefill_config(128, DTYPE)
+    base = prefill_plan.prefill_config(128, DTYPE)
     for name in STEPS:
         for heads in (Heads(), Heads(32, 8, 128)):
             goal = {"1 x 8192": "(FA3 554)", "4 x 2048 at 8192": "(FA3 585)"}.get(name, "")
@@ -93,18 +105,63 @@ def chunks() -> Iterator[Row]:
         (Heads(14, 2, 64), ((128, 64, 8, 5, True), (128, 128, 8, 5, False), (128, 64, 8, 5, False))),
     ):
         for cut in cuts:
-            yield _chunk_row(heads, 16, "1 x 8192", prefill.PrefillConfig(*cut), 64, "")
+            yield _chunk_row(heads, 16, "1 x 8192", prefill_plan.PrefillConfig(*cut), 64, "")
     for name in ("1 x 8192", "1 x 2048", "1 x 2048 at 2048"):
-        rows = [_chunk_row(Heads(), 16, name, prefill.PrefillConfig(*cut), 64, "") for cut in CHUNK_CUTS]
+        rows = [_chunk_row(Heads(), 16, name, prefill_plan.PrefillConfig(*cut), 64, "") for cut in CHUNK_CUTS]
         yield from sorted(rows, key=lambda row: row.us)[:4]
     for room in (8, 64, 512):
         tables = torch.zeros(3, room + 1, dtype=torch.int32, device=DEVICE)
         tables[2, 1:] = 2048
         args = tables[0, :room], tables[1, :room], tables[2], inputs.scalar(1, DEVICE), 2048, 8, base
-        us = microseconds([partial(prefill.plan_prefill, *args)])
+        us = microseconds([partial(prefill_plan.plan_prefill, *args)])
         yield Row(
-            "plan_prefill", f"2048 tokens, {room} chunks", us, prefill.max_blocks(2048, room, 8, base) * 32
+            "plan_prefill",
+            f"2048 tokens, {room} chunks",
+            us,
+            prefill_plan.max_blocks(2048, room, 8, base) * 32,
         )
+    yield from short_chunks()
+
+
+def _view(sizes: list[tuple[int, int]], kept: inputs.Pages, room: int = 64) -> StepView:
+    """A step of these chunks alone, in a graph of as many tokens and `room` chunks."""
+    n, rows = len(sizes), sum(tokens for _, tokens in sizes)
+    cut, blank = inputs.chunks(sizes, kept, 0, DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    slots, starts, firsts = (blank.new_zeros(room + 1) for _ in range(3))
+    slots[:n], starts[:n], firsts[: n + 1] = cut.slots[:n], cut.starts[:n], cut.firsts[: n + 1]
+    counts = torch.tensor([rows, 0, n, n], dtype=torch.int32, device=DEVICE)
+    lists = blank, blank, slots[:room], starts[:room], firsts
+    return StepView(rows, 0, room, counts, blank, blank, blank, kept.table, *lists, blank[:1])
+
+
+def short_chunks() -> Iterator[Row]:
+    """Chunks of few queries, as the backends run them: FA3 for every graph, and our kernels."""
+    options, made = AttentionOptions(pdl=True), {}
+    for name, heads in product(SHORT, (Heads(32, 8, 128), Heads())):
+        sizes, scale = SHORT[name], heads.dim**-0.5
+        facts = AttentionFacts(*heads, (0,), 16, 1, DTYPE, torch.device(DEVICE), scale)
+        if heads not in made:
+            backends: dict[str, PhaseAttention] = {"ours": TritonPrefill(facts, options)}
+            if find_spec("flashinfer") is not None:
+                backends["FA3"] = FlashInferPrefill(facts, options, share=0.0)
+            made[heads] = backends
+        lengths = [start + tokens for start, tokens in sizes]
+        moved = 4 * sum(lengths) * heads.kv * heads.dim
+        for label, backend in made[heads].items():
+            calls = []
+            for _ in range(max(1, min(6, 120_000_000 // moved))):
+                kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
+                wide = 4096 - kept.table.shape[1]  # as a server's: kernels are made for its stride
+                view = _view(sizes, kept._replace(table=torch.nn.functional.pad(kept.table, (0, wide))))
+                one = copy(backend)
+                one.bind([(kept.k, kept.v)])
+                one.plan(view)
+                q = torch.randn(view.tokens, heads.q, heads.dim, device=DEVICE).to(DTYPE)
+                calls.append(partial(one.attend, 0, q, view, torch.empty_like(q).flatten(1)))
+            flops = 4.0 * heads.dim * heads.q * _pairs(sizes)
+            yield Row(
+                label, f"{name} {heads.q}/{heads.kv}/{heads.dim} p16", microseconds(calls), moved, flops
+            )
 
 
 def flashinfer() -> Iterator[Row]:
@@ -135,11 +192,11 @@ def flashinfer() -> Iterator[Row]:
 
 def compile_chunks(cut: tuple[int, int, int, int, bool]) -> None:
     """For the pool of `tune.compile_all`: chunks at one of CHUNK_CUTS."""
-    heads, config = Heads(), prefill.PrefillConfig(*cut)
+    heads, config = Heads(), prefill_plan.PrefillConfig(*cut)
     both, q = torch.empty(64, 2, heads.kv, heads.dim, dtype=DTYPE), torch.empty(2048, 32, 128, dtype=DTYPE)
     table = torch.empty(65, 64, dtype=torch.int32)
     ints = torch.empty(65, dtype=torch.int32)
     with compiling():
-        plan = prefill.plan_prefill(ints[:64], ints[:64], ints, ints[:1], 2048, 8, config)
+        plan = prefill_plan.plan_prefill(ints[:64], ints[:64], ints, ints[:1], 2048, 8, config)
         cache = both[:, 0], both[:, 1]
         prefill.paged_prefill(q, cache, table, plan, config, page_size=16, scale=heads.dim**-0.5)

@@ -37,6 +37,8 @@ from gpu.kernels import (
     moe,
     norm,
     prefill,
+    prefill_join,
+    prefill_plan,
     qkv,
     sample,
 )
@@ -83,14 +85,15 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         decode.paged_decode(q, cache, table, plan, space, config, page_size=page, scale=0.1, pdl=pdl)
 
     def chunks(page: int, size: Heads, dtype: torch.dtype = DTYPE, window: int = 0) -> None:
-        config = prefill.prefill_config(size.dim, DTYPE)
+        config = prefill_plan.prefill_config(size.dim, DTYPE, size.kv, 132)
+        space = prefill_join.prefill_space(config, size.kv, size.dim, CPU)
         slots, firsts = torch.zeros(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim, dtype=dtype)
-        plan = prefill.plan_prefill(slots, slots, firsts, n, 2048, size.q // size.kv, config, pdl=pdl)
+        plan = prefill_plan.plan_prefill(slots, slots, firsts, n, 2048, size.q // size.kv, config, pdl=pdl)
         q, cache = empty(2048, size.q, size.dim), (both[:, 0], both[:, 1])
         prefill.paged_prefill(
-            q, cache, table, plan, config, page_size=page, scale=0.1, window=window, pdl=pdl
+            q, cache, table, plan, config, space, page_size=page, scale=0.1, window=window, pdl=pdl
         )
 
     def prefix(config: cascade.PrefixConfig) -> None:

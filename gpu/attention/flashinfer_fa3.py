@@ -4,6 +4,9 @@ What is called are the kernels' own entries, below FlashInfer's wrappers and the
 byte offsets of a schedule in device memory, and `gpu.kernels.fa3_schedule` writes that schedule. The
 entries are no public interface: written against FlashInfer 0.6.13.
 
+FA3 gives a tile of queries to one multiprocessor, however many keys it sees, so small steps leave the others
+idle: their chunks are attended to by `gpu.kernels.prefill`, which cuts the keys among all.
+
 Steps that can hold long chunks launch two of them, one that reads packed keys (`gpu.kernels.packing`) and
 one that reads pages; which of them has work is decided on the device.
 """
@@ -18,7 +21,8 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
-from gpu.kernels.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
+from gpu.attention.triton_paged import TritonPrefill
+from gpu.kernels.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
 from gpu.kernels.packing import pack, plan_packing
 from gpu.state.view import StepView
 
@@ -38,6 +42,15 @@ where it finds nothing to do in 65,536 are a tenth of a small step's attention."
 
 PACK_TILE = 128
 """Keys per tile of FA3 at most."""
+
+SMALL_SHARE = 0.5
+"""FA3's tiles of a graph's queries per multiprocessor up to which its chunks are not FA3's: 256 tokens of 32
+heads. µs on an H200 of FA3 and of ours, 32 query and 8 KV heads of 128, of a chunk behind so many keys:
+         16         64        128        256        512
+0        6.0  7.1   6.3  7.6  8.0  9.1   9.6 11.7   20   17
+2,048     34   16    34   19   36   22    37   35   47   57
+8,192    115   23   115   32   118  54   118   98  130  177
+"""
 
 ROTATION = (1.0, 1e4, 0)
 """Scale and base of one that is not asked for, and the length of a mask that is not."""
@@ -75,13 +88,16 @@ class FlashInferPrefill:
         "_places",
         "_processors",
         "_room",
+        "_share",
         "_side",
+        "_small",
         "_space",
     )
 
-    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
+    def __init__(self, facts: AttentionFacts, options: AttentionOptions, share: float = SMALL_SHARE) -> None:
         self._facts, self._options = facts, options
         self._caches: Caches = ()
+        self._small, self._share = TritonPrefill(facts, options), share
         properties = torch.cuda.get_device_properties(facts.device)
         self._processors = int(properties.multi_processor_count)
         self._kernels = {window > 0: _kernels(facts, window > 0) for window in sorted(set(facts.windows))}
@@ -100,9 +116,17 @@ class FlashInferPrefill:
     def bind(self, caches: Caches | None) -> None:
         """See `PhaseAttention.bind`."""
         self._caches = caches or ()
+        self._small.bind(caches)
+
+    def _is_small(self, view: StepView) -> bool:
+        tiles = view.tokens * self._facts.heads / fa3_tile(self._facts.head_dim)
+        return tiles <= self._share * self._processors
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one schedule, or two, serve all layers."""
+        if self._is_small(view):
+            self._small.plan(view)
+            return
         facts, pdl, count = self._facts, self._options.pdl, view.counts[2:3]
         starts, firsts = view.chunk_starts, view.chunk_firsts
         tiles = fa3_tiles((view.chunk_slots, starts, firsts, count), view.tokens, facts.head_dim, pdl=pdl)
@@ -117,6 +141,9 @@ class FlashInferPrefill:
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
+        if self._is_small(view):
+            self._small.attend(layer, q, view, out)
+            return
         assert self._paged is not None, "plan() comes first"
         facts, window = self._facts, self._facts.windows[layer]
         k, v = self._caches[layer]

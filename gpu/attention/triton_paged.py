@@ -16,8 +16,11 @@ from gpu.kernels.decode import (
     paged_decode,
     plan_decode,
 )
+from gpu.kernels.jit import cdiv
 from gpu.kernels.merge import merge_state
-from gpu.kernels.prefill import PrefillConfig, PrefillPlan, paged_prefill, plan_prefill, prefill_config
+from gpu.kernels.prefill import paged_prefill
+from gpu.kernels.prefill_join import prefill_space
+from gpu.kernels.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
 from gpu.state.view import StepView
 
 LEAST_CAPABILITY = (8, 0)
@@ -163,17 +166,30 @@ class TritonDecode:
 
 
 class TritonPrefill:
-    """`PhaseAttention` of chunks. Owner: launch thread."""
+    """`PhaseAttention` of chunks. Owner: launch thread.
 
-    __slots__ = ("_caches", "_config", "_facts", "_options", "_plan")
+    Graphs that are small enough cut their chunks' keys too, where the step's blocks leave programs idle.
+    """
+
+    __slots__ = ("_caches", "_config", "_facts", "_options", "_plan", "_space")
 
     def __init__(
         self, facts: AttentionFacts, options: AttentionOptions, config: PrefillConfig | None = None
     ) -> None:
         self._facts, self._options = facts, options
-        self._config = config or prefill_config(facts.head_dim, facts.dtype)
+        self._config = config or prefill_config(
+            facts.head_dim, facts.dtype, facts.kv_heads, _processors(facts.device)
+        )
+        self._space = prefill_space(self._config, facts.kv_heads, facts.head_dim, facts.device)
         self._caches: Caches = ()
         self._plan: PrefillPlan | None = None
+
+    def _cut(self, tokens: int) -> PrefillConfig:
+        """How a graph of so many tokens is cut. Some of them may decode, so its chunks can leave programs
+        idle though all its tokens would not."""
+        config, facts = self._config, self._facts
+        blocks = cdiv(tokens * facts.heads // facts.kv_heads, config.queries)
+        return config if blocks <= 2 * config.programs else config._replace(programs=0)
 
     def bind(self, caches: Caches | None) -> None:
         """See `PhaseAttention.bind`."""
@@ -188,20 +204,21 @@ class TritonPrefill:
             view.counts[2:3],
             view.tokens,
             self._facts.heads // self._facts.kv_heads,
-            self._config,
+            self._cut(view.tokens),
             pdl=self._options.pdl,
         )
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
         assert self._plan is not None, "plan() comes first"
-        facts = self._facts
+        facts, config = self._facts, self._cut(view.tokens)
         paged_prefill(
             q,
             self._caches[layer],
             view.page_table,
             self._plan,
-            self._config,
+            config,
+            self._space if config.programs else None,
             page_size=facts.page_size,
             scale=facts.scale,
             window=facts.windows[layer],

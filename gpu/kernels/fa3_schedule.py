@@ -2,7 +2,7 @@
 
 Its kernel is as many programs as the device has multiprocessors; each walks its own run of a work list
 that lies in device memory: a tile of queries of one query head. FlashInfer makes that list on the host
-(`PrefillSM90Plan`), which a captured step cannot wait for. Here it is `gpu.kernels.prefill.plan_prefill`
+(`PrefillSM90Plan`), which a captured step cannot wait for. Here it is `gpu.kernels.prefill_plan.plan_prefill`
 with the tile that FA3 uses and heads unpacked, dealt out to and fro: who has the heaviest tile of a round
 has the lightest of the next.
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
-from gpu.kernels.prefill import FIELDS, PrefillConfig, plan_prefill
+from gpu.kernels.prefill_plan import FIELDS, PrefillConfig, plan_prefill
 
 ARRAYS = 7
 """Of the list: tile, first row, first page-table entry or packed key, queries, keys, head, chunk."""

@@ -9,8 +9,9 @@ for all of them, and the causal edge crosses one tile of keys instead of two.
     keys       | whole tiles: every query sees every key | the edge: masked |
 
 `plan_prefill` runs once a step for all layers: it lists the blocks of all chunks, those with the most
-keys first, so that the device ends on short ones. The grid is the most blocks that the graph could have;
-programs behind the list find an empty entry and end. (A grid of as many programs as the device holds,
+keys first, so that the device ends on short ones, or parts of their keys where there are few
+(`gpu.kernels.prefill_plan`, `prefill_join`). The grid is the most entries that the graph could have;
+programs behind the list find an empty one and end. (A grid of as many programs as the device holds,
 each walking the list, costs the registers that let the compiler overlap products and exponentials.)
 
 The tensor cores are kept busy during the exponentials: a tile's scores are asked for one tile ahead, so
@@ -22,163 +23,14 @@ row by row with cp.async, 16 bytes a thread; the pages' numbers are asked for a 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.decode import LOG2E
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
-
-FIELDS: tl.constexpr = tl.constexpr(8)
-"""int32 per entry of the work list: one sector."""
-
-
-class PrefillConfig(NamedTuple):
-    """How chunks are cut: queries (tokens times heads of a group) and keys per tile. With `ahead` a tile's
-    scores are asked for before those of the tile before are looked at."""
-
-    queries: int
-    tile: int
-    warps: int
-    stages: int
-    ahead: bool = True
-
-
-class PrefillPlan(NamedTuple):
-    """A step's work list.
-
-    items  int32 [blocks, 8]: slot, row of the chunk's first token, its position, tokens of the chunk,
-           the block's first query within the chunk, counted in heads of a group, the chunk; the rest
-           unused. Tokens are 0 behind the list's end
-    """
-
-    items: Tensor
-
-
-def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    """Sizes by reasoning and by what the compiler makes of them; float32 is for correctness alone.
-
-    128 queries are a tile for two warpgroups; L2 then delivers K and V at 4 TB/s where 64 queries would ask
-    8 of it. 64 keys leave registers for the scores of two tiles. With five stages K is waited for two tiles
-    after it was asked for, with three at once (148 KiB of 227). Above head_dim 128 the accumulators leave
-    no registers for a second tile's scores.
-
-    TFLOP/s on an H200 with 8 and 4 KV heads for 32 heads of 128, the fastest of eight cuts but for the last
-    two steps; in parentheses 64 queries, 64 keys, 4 warps, 3 stages, not ahead, whose blocks are shorter.
-    What a step's chunks are like is not known when its graph is made, so one cut serves all.
-    1 x 8,192            414  412  (380  391)
-    4 x 2,048 at 2,048   398  394  (350  368)
-    2 x 4,096            382  381  (361  379)
-    8 x 1,024            273  273  (280  301)
-    2 x 1,024            261  271  (285  295)
-    """
-    if dtype == torch.float32:
-        tile = 32 if head_dim <= 128 else 16
-        return PrefillConfig(tile, tile, 4, 2, ahead=False)
-    if head_dim <= 128:
-        return PrefillConfig(128, 64, 8, 5)
-    return PrefillConfig(128, 64, 8, 3, ahead=False)
-
-
-def max_blocks(tokens: int, max_chunks: int, group: int, config: PrefillConfig) -> int:
-    """Blocks that so many tokens in so many chunks can make: each chunk ends in a part of one."""
-    return cdiv(tokens * group, config.queries) + max_chunks - 1
-
-
-@jit_loose("chunks", "blocks")
-def _plan(
-    slots: tl.tensor,
-    starts: tl.tensor,
-    firsts: tl.tensor,
-    num_chunks: tl.tensor,
-    items: tl.tensor,
-    chunks: int,
-    blocks: int,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPAN: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    p = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    c = tl.arange(0, BLOCK)
-    begin(PDL)
-    n = tl.minimum(tl.load(num_chunks).to(tl.int32), chunks)
-    live = c < n
-    row = tl.load(firsts + c, mask=live, other=0).to(tl.int32)
-    tokens = tl.load(firsts + c + 1, mask=live, other=0).to(tl.int32) - row
-    start = tl.load(starts + c, mask=live, other=0).to(tl.int32)
-    count = (tokens * GROUP + QUERIES - 1) // QUERIES
-    upto = tl.cumsum(count, 0)
-    total = tl.sum(count, 0)
-    # Block p in the chunks' own order belongs to chunk `own`, the first that ends behind it.
-    own = tl.sum((upto[None, :] <= p[:, None]).to(tl.int32), 1)
-    mine = own[:, None] == c[None, :]
-    before = tl.sum(tl.where(mine, (upto - count)[None, :], 0), 1)
-    own_count = tl.sum(tl.where(mine, count[None, :], 0), 1)
-    own_tokens = tl.sum(tl.where(mine, tokens[None, :], 0), 1)
-    own_start = tl.sum(tl.where(mine, start[None, :], 0), 1)
-    own_row = tl.sum(tl.where(mine, row[None, :], 0), 1)
-    block = p - before
-    keys = own_start + tl.minimum(((block + 1) * QUERIES - 1) // GROUP + 1, own_tokens)
-    # Its place: blocks of other chunks with more keys (of earlier chunks: as many), later ones of its own.
-    # Block b of chunk c has more than x of its chunk's keys from b = ceil((x * GROUP + 1) / QUERIES) - 1 on.
-    x = keys[:, None] - start[None, :] - (c[None, :] < own[:, None]).to(tl.int32)
-    least = (tl.maximum(x, 0) * GROUP + QUERIES) // QUERIES - 1
-    ahead = tl.where(tokens[None, :] > x, count[None, :] - least, 0)
-    ahead = tl.where(mine, (own_count - 1 - block)[:, None], ahead)
-    known = p < total
-    at = items + tl.where(known, tl.sum(ahead, 1), p) * FIELDS
-    there = p < blocks
-    tl.store(at, tl.load(slots + own, mask=known, other=0).to(tl.int32), mask=there)
-    tl.store(at + 1, own_row, mask=there)
-    tl.store(at + 2, own_start, mask=there)
-    tl.store(at + 3, tl.where(known, own_tokens, 0), mask=there)
-    tl.store(at + 4, block * QUERIES, mask=there)
-    tl.store(at + 5, own, mask=there)
-
-
-def plan_prefill(
-    slots: Tensor,
-    starts: Tensor,
-    firsts: Tensor,
-    num_chunks: Tensor,
-    tokens: int,
-    group: int,
-    config: PrefillConfig,
-    *,
-    pdl: bool = False,
-) -> PrefillPlan:
-    """List a step's blocks, those with the most keys first.
-
-    slots       integer [C]      slot of each chunk
-    starts      integer [C]      position of its first token
-    firsts      integer [C + 1]  row of its first token; entry i + 1 is where chunk i ends
-    num_chunks  int32 [1] on the device; entries from there on are not read
-    tokens      rows of the graph: no chunks together have more
-    group       query heads per KV head
-    """
-    blocks = max_blocks(tokens, len(slots), group, config)
-    items = torch.empty(blocks, FIELDS.value, dtype=torch.int32, device=slots.device)
-    span = min(max(2048 // pow2(len(slots)), 1), 64)  # times chunks: what a program holds in registers
-    _plan[(cdiv(blocks, span),)](
-        slots,
-        starts,
-        firsts,
-        num_chunks,
-        items,
-        len(slots),
-        blocks,
-        GROUP=group,
-        QUERIES=config.queries,
-        BLOCK=pow2(len(slots)),
-        SPAN=span,
-        PDL=pdl,
-        **options(4, pdl=pdl),
-    )
-    return PrefillPlan(items)
+from gpu.kernels.jit import begin, jit, options, pow2
+from gpu.kernels.prefill_join import PrefillSpace, join_parts
+from gpu.kernels.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
 
 
 @jit
@@ -239,6 +91,8 @@ def _prefill(
     table: tl.tensor,
     items: tl.tensor,
     out: tl.tensor,
+    parts: tl.tensor,
+    parts_lse: tl.tensor,
     q_stride: int,
     stride: int,
     table_stride: int,
@@ -255,17 +109,23 @@ def _prefill(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     AHEAD: tl.constexpr,
+    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
-    item = items + tl.program_id(1) * FIELDS
+    entry = tl.program_id(1)
+    item = items + entry * FIELDS
     begin(PDL)
     slot = tl.load(item).to(tl.int64)
     row = tl.load(item + 1).to(tl.int64)
     start = tl.load(item + 2)
     tokens = tl.load(item + 3)
     at = tl.load(item + 4)
-    if tokens == 0:
+    part = tl.load(item + 6)
+    pieces, first, last, end = reach(
+        start, tokens, at, part, tl.load(item + 7), GROUP, WINDOW, QUERIES, TILE, LEAST
+    )
+    if (tokens == 0) | (part >= pieces):
         return
     i = at + tl.arange(0, QUERIES)
     token = i // GROUP
@@ -275,24 +135,18 @@ def _prefill(
     q_at = q + (row + token)[:, None] * q_stride + head[:, None] * DIM + d[None, :]
     queries = tl.load(q_at, mask=inside, other=0.0)
     position = start + token
-    lowest = start + at // GROUP
-    end = start + tl.minimum((at + QUERIES - 1) // GROUP + 1, tokens)
     high = tl.zeros([QUERIES], tl.float32) - float("inf")
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, BLOCK_D], tl.float32)
     k_cache += kv_head * DIM
     v_cache += kv_head * DIM
     table += slot * table_stride
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(lowest + 1 - WINDOW, 0) // TILE
     if AHEAD:
         page = _pages(table, first, end, PAGE, TILE)
         place = _places(page, first, stride, PAGE, WIDE, TILE, BLOCK_D)
         ahead = _scores(queries, k_cache + place, DIM, BLOCK_D)
     rate = 1.0 if CAP > 0 else scale * LOG2E  # of the scores that `s` holds to powers of two
-    edge = (lowest + 1) // TILE
-    last = (end + TILE - 1) // TILE
+    edge = (start + at // GROUP + 1) // TILE
     for tile in range(first, last):
         page = _pages(table, tile, end, PAGE, TILE)
         place = _places(page, tile, stride, PAGE, WIDE, TILE, BLOCK_D)
@@ -321,7 +175,7 @@ def _prefill(
             s = tl.where(key[None, :] <= position[:, None], s, float("-inf"))
         top = tl.maximum(high, tl.max(s, 1) * rate)
         level = top
-        if WINDOW > 0:  # a query may have seen nothing yet; without, all have seen key 0
+        if WINDOW > 0 or parts is not None:  # a query may have seen nothing yet; else all have seen key 0
             level = tl.where(top > float("-inf"), top, 0.0)
         p = tl.exp2(s * rate - level[:, None])
         shrink = tl.exp2(high - level)
@@ -329,7 +183,17 @@ def _prefill(
         acc = tl.dot(p.to(queries.dtype), v.to(queries.dtype), acc * shrink[:, None], input_precision="ieee")
         high = top
     out_at = out + (row + token)[:, None] * (KV * GROUP * DIM) + head[:, None] * DIM + d[None, :]
-    tl.store(out_at, (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty), mask=inside)
+    if parts is None:
+        tl.store(out_at, (acc * (v_scale / total)[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        # Of this part's keys a query may see none.
+        found = acc * tl.where(total > 0, v_scale / total, 0.0)[:, None]
+        if pieces == 1:
+            tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
+        else:
+            left = (entry * KV + kv_head) * QUERIES + tl.arange(0, QUERIES)
+            tl.store(parts + left[:, None] * DIM + d[None, :], found, mask=inside)
+            tl.store(parts_lse + left, high + tl.log2(total))
 
 
 def paged_prefill(
@@ -338,6 +202,7 @@ def paged_prefill(
     page_table: Tensor,
     plan: PrefillPlan,
     config: PrefillConfig,
+    space: PrefillSpace | None = None,
     *,
     page_size: int,
     scale: float,
@@ -354,6 +219,7 @@ def paged_prefill(
                 views of a layer's pages flattened to tokens; the chunks' own K and V already stored
     page_table  integer [max_slots, pages]; entries past a chunk's end are not read as keys
     plan        of `plan_prefill` with the same `config`
+    space       of `prefill_space`, likewise; None leaves keys whole
     window      positions a token sees, itself included; 0 for all
     cap         scores s become cap · tanh(s / cap); 0 for none
     scales      what K and V of a cache in float8 are multiplied by
@@ -371,6 +237,7 @@ def paged_prefill(
         page_table,
         *plan,
         out,
+        *(space or (None, None)),
         q.stride(0),
         k.stride(0),
         page_table.stride(0),
@@ -387,7 +254,10 @@ def paged_prefill(
         TILE=config.tile,
         BLOCK_D=pow2(dim),
         AHEAD=config.ahead,
+        LEAST=config.least,
         PDL=pdl,
         **options(config.warps, config.stages, pdl),
     )
+    if space is not None:
+        join_parts(plan, space, config, out, heads // kv_heads, window=window, pdl=pdl)
     return out

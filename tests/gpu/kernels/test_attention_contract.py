@@ -22,11 +22,14 @@ from gpu.attention.device import (
     AttentionOptions,
     DeviceAttention,
     Phase,
+    PhasedAttention,
     check_cpu_backends,
     choose,
     device_attention,
     parse_backends,
 )
+from gpu.attention.flashinfer_fa3 import FlashInferPrefill
+from gpu.attention.triton_paged import TritonDecode
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.kernels import reference
 from gpu.kv.pool import KvPool
@@ -62,6 +65,7 @@ CASES = {
     "prefix hits": Case(chunks=((16, 20), (32, 1), (5, 30))),
     "chunks, padded": Case(chunks=((0, 9), (20, 7)), pad=(5, 0, 3)),
     "mixed": Case(decode=(30, 2), chunks=((16, 10), (0, 17))),
+    "few queries, many keys": Case(Heads(4, 1, 16), chunks=((700, 5),), pad=(4, 1, 2), window=500),
     "mixed, padded": Case(decode=(30, 2), chunks=((16, 10),), pad=(11, 6, 4)),
     "mixed graph without decode": Case(chunks=((0, 12),), pad=(4, 8, 2)),
     "mixed graph without chunks": Case(decode=(12, 20), pad=(4, 1, 2)),
@@ -182,16 +186,20 @@ def test_triton(name: str, device: torch.device, tolerance: float) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize(
     "name",
     ["chunks", "prefix hits", "chunks, padded", "mixed", "mixed, padded", "mixed graph without chunks"],
 )
-def test_flashinfer(name: str, device: torch.device, tolerance: float) -> None:
-    """Heads of 128 alone: every other width, window or cap is a minute of its compiler."""
+def test_flashinfer(name: str, share: float, device: torch.device, tolerance: float) -> None:
+    """By FA3, and as small graphs go. Heads of 128 alone: every other width, window or cap is a minute of
+    its compiler."""
     pytest.importorskip("flashinfer")
     case = CASES[name]
     step = make(case._replace(heads=case.heads._replace(dim=128)), torch.bfloat16, device)
-    backend = device_attention(step.facts, AttentionOptions(), "prefill=flashinfer")
+    options = AttentionOptions()
+    prefill = FlashInferPrefill(step.facts, options, share)
+    backend = PhasedAttention(prefill, TritonDecode(step.facts, options))
     backend.bind([step.cache, step.cache])
     check(step, backend, tolerance)
 
@@ -260,7 +268,7 @@ def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check(step, backend, 2e-3 if dtype == torch.float16 else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed, padded", "cascade, mixed"])
+@pytest.mark.parametrize("name", ["decode", "mixed, padded", "cascade, mixed", "few queries, many keys"])
 def test_float8_pages(name: str, device: torch.device) -> None:
     step = make(CASES[name], DTYPE, device)
     k_scale, v_scale = 0.5, 2.0
@@ -275,7 +283,7 @@ def test_float8_pages(name: str, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("name", ["mixed, padded", "cascade, mixed"])
+@pytest.mark.parametrize("name", ["mixed, padded", "cascade, mixed", "few queries, many keys"])
 def test_a_captured_step_reads_what_the_device_says(name: str, pdl: bool, device: torch.device) -> None:
     """A graph captured over a step without any true row serves another, bitwise as without a graph."""
     step = make(CASES[name], torch.bfloat16, device)

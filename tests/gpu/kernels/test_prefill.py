@@ -11,12 +11,14 @@ from bench.kernels.inputs import Heads, chunks, error, pages, scalar
 from gpu.kernels import reference
 from gpu.kernels.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
 from gpu.kernels.packing import plan_packing
-from gpu.kernels.prefill import PrefillConfig, paged_prefill, plan_prefill
+from gpu.kernels.prefill import paged_prefill
+from gpu.kernels.prefill_join import prefill_space
+from gpu.kernels.prefill_plan import PrefillConfig, plan_prefill
 
 SMALL = PrefillConfig(queries=16, tile=16, warps=4, stages=2)
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize(("ahead", "programs", "least"), [(False, 0, 1), (True, 24, 1)])
 @pytest.mark.parametrize(
     ("heads", "page_size", "sizes", "lead", "window", "cap"),
     [
@@ -27,6 +29,7 @@ SMALL = PrefillConfig(queries=16, tile=16, warps=4, stages=2)
         (Heads(4, 1, 16), 16, [(50, 30), (0, 44), (3, 7)], 2, 20, 0.0),
         (Heads(4, 1, 16), 16, [(90, 10)], 2, 3, 5.0),  # windows that begin and end within a tile
         (Heads(32, 1, 16), 16, [(10, 5)], 0, 0, 0.0),  # a token's heads are two blocks
+        (Heads(2, 2, 16), 16, [(150, 15), (0, 3), (30, 40)], 1, 0, 0.0),  # of these one part or several
     ],
 )
 def test_paged_prefill(
@@ -37,11 +40,14 @@ def test_paged_prefill(
     window: int,
     cap: float,
     ahead: bool,
+    programs: int,
+    least: int,
     device: torch.device,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    config = SMALL._replace(ahead=ahead)
+    """Keys whole, and cut into parts."""
+    config = SMALL._replace(ahead=ahead, programs=programs, least=least)
     kept = pages([start + tokens for start, tokens in sizes], page_size, heads, dtype, device)
     cut = chunks(sizes, kept, lead, device)
     rows = lead + sum(tokens for _, tokens in sizes) + 3
@@ -51,8 +57,15 @@ def test_paged_prefill(
     plan = plan_prefill(*cut[:3], count, rows, heads.q // heads.kv, config)
     scale = heads.dim**-0.5
     args = {"page_size": page_size, "scale": scale, "window": window, "cap": cap}
-    out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=device)
-    paged_prefill(q, (kept.k, kept.v), kept.table, plan, config, out=out, **args)
+    space = prefill_space(config, heads.kv, heads.dim, device)
+    if space is not None:
+        space.found.fill_(float("nan"))  # what another step left there
+    cache, found = (kept.k, kept.v), []
+    for _ in range(2):
+        out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=device)
+        paged_prefill(q, cache, kept.table, plan, config, space, out=out, **args)
+        found.append(out)
+    assert torch.equal(found[0], found[1])
     own = kept.table[kept.slots]
     expected = reference.prefill_attention(
         q, (kept.k, kept.v), own, cut.true, page_size, scale, cap=cap, window=window
@@ -85,6 +98,35 @@ def test_every_query_is_in_one_block_and_most_keys_come_first(
         start + min((at + SMALL.queries - 1) // group + 1, count) for _, _, start, count, at, *_ in filled
     ]
     assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize("programs", [4, 8, 13, 40, 400])
+def test_keys_are_cut_to_fill_the_programs(programs: int, least: int, device: torch.device) -> None:
+    """Parts of a block stand side by side, and no other length would do with fewer tiles a part."""
+    sizes = [(300, 17), (0, 40), (160, 5), (2, 1)]
+    kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
+    cut = chunks(sizes, kept, 4, device)
+    config = SMALL._replace(programs=programs, least=least)
+    plan = plan_prefill(*cut[:3], scalar(len(sizes), device), 63, 1, config)
+    filled = [item for item in plan.items.tolist() if item[3]]
+    blocks = {(i, at) for i, (_, count) in enumerate(sizes) for at in range(0, count, 16)}
+    tiles, counts = [-(-sum(size) // 16) for size in sizes], [-(-count // 16) for _, count in sizes]
+    each = next(
+        (
+            length
+            for length in range(least, 21)
+            if sum(n * -(-t // length) for n, t in zip(counts, tiles, strict=True)) <= programs
+        ),
+        max(tiles),
+    )
+    assert {(chunk, at) for *_, at, chunk, _, _ in filled} == blocks
+    assert len(filled) == sum(n * -(-t // each) for n, t in zip(counts, tiles, strict=True))
+    for i, (*_, at, chunk, part, parts) in enumerate(filled):
+        assert parts == -(-tiles[chunk] // each)
+        assert [item[4:7] for item in filled[i - part : i - part + parts]] == [
+            [at, chunk, j] for j in range(parts)
+        ]
 
 
 Work = tuple[int, int, int, int, int, int, int]
