@@ -74,13 +74,15 @@ def _join(
     p = tl.arange(0, PARTS)
     d = tl.arange(0, BLOCK_D)
     item = items + entry * FIELDS
-    # Older than the kernel before, which has waited for it: so nothing here has to.
-    row = tl.load(item + 1).to(tl.int64)
-    start = tl.load(item + 2)
-    tokens = tl.load(item + 3)
-    at = tl.load(item + 4)
-    part = tl.load(item + 6)
-    pieces, _, _, _ = reach(start, tokens, at, part, tl.load(item + 7), GROUP, WINDOW, QUERIES, TILE, LEAST)
+    # Older than the kernel before, which has waited for it: so nothing here has to. Past L1, which may hold
+    # the last step's.
+    row = tl.load(item + 1, cache_modifier=".cg").to(tl.int64)
+    start = tl.load(item + 2, cache_modifier=".cg")
+    tokens = tl.load(item + 3, cache_modifier=".cg")
+    at = tl.load(item + 4, cache_modifier=".cg")
+    part = tl.load(item + 6, cache_modifier=".cg")
+    whole = tl.load(item + 7, cache_modifier=".cg")
+    pieces, _, _, _ = reach(start, tokens, at, part, whole, GROUP, WINDOW, QUERIES, TILE, LEAST)
     begin(PDL)
     if (tokens == 0) | (part >= pieces) | (pieces == 1):
         return
