@@ -10,15 +10,16 @@ All rows' keys are laid end to end in tiles, and every program takes an equal ru
 so long rows get more programs, short ones share one, and no length changes the grid: one captured
 graph serves them all. What a program does of one row is a segment. A row of one segment is finished
 there. Of a row of several, each leaves a partial result; whoever is last (a counter per row and head)
-merges them, which saves the launch of a second kernel. The segment of program c in the row that is the
-r-th with any keys lies at c + r: along the staircase above one of the two grows at each step, so no two
-share a place, a program's lie side by side, and so do a row's.
+merges them (`gpu.kernels.parts`), which saves the launch of a second kernel. The segment of program c in
+the row that is the r-th with any keys lies at c + r: along the staircase above one of the two grows at each
+step, so no two share a place, a program's lie side by side, and so do a row's.
 
 A program runs through its tiles in one loop, whatever row they are of: the next row's keys and queries
 are on their way while a row ends. (A loop per row ran dry at each end: 512 rows of 96 keys took 89 us
 where the bytes take 47, and now 58.) The loop holds no barrier, so partial results are told of behind it.
 
-`plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer.
+`plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
+launch at least one kernel stands between the two: the plan is read before the wait.
 """
 
 from __future__ import annotations
@@ -29,32 +30,33 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.fold import KEPT, find_pages, fold
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from gpu.kernels.parts import leave, merge_parts
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per segment: one sector."""
 
-KEPT: tl.constexpr = tl.constexpr("evict_last")
-"""How L2 takes what all layers read: the keys and values of one pass through it before the next."""
-
-MERGED = 8192
-"""Elements of partial results that a program merges at once: 64 registers a thread of four warps."""
+MERGED = 2048
+"""Elements of partial results that a warp of a program merges at once: 64 registers a thread."""
 
 MOST_MERGED = 16
 """Of them at once, however small: the compiler sees each, and 64 are several seconds of its time."""
 
+SOME = 32
+"""Rows up to which a third program of a multiprocessor pays more than its copies further ahead."""
+
 
 class DecodeConfig(NamedTuple):
     """How decode attention is cut. `programs` per KV head; `least` tiles per program: below that a
-    program is cheaper than the merge of two."""
+    program is cheaper than the merge of two. `registers` of a thread at most, 0 for the compiler's choice."""
 
     tile: int
     warps: int
     stages: int
     programs: int
     least: int = 1
+    registers: int = 0
 
 
 class DecodePlan(NamedTuple):
@@ -95,25 +97,28 @@ def decode_config(
 
     As many programs as a multiprocessor holds, and no fewer. Where there was room for a third of two, they
     took up to a fifth longer under dependent launch (probably some processors got three and others one:
-    they are handed out while the kernel before still has its places). Registers leave no room for it in
-    groups of 8, in smaller ones the copies of a third tile see to that.
+    they are handed out while the kernel before still has its places). Where two are best, registers leave no
+    room for it in groups of 8, in smaller ones the copies of a third tile see to that.
 
-    µs on an H200, 8 and 4 KV heads for 32 heads of 128, launched dependently one behind the other; in
-    parentheses with one loop per row:
-    1 x 1,040 keys    7.9   7.2   (11.5  10.6)  up to 4 rows: no copies ahead, so nothing to set up
-    32 x 1,040       40.3  25.2   (38.2  26.1)
-    256 x 1,060       269   141    (261   139)
-    512 x 730         367   197    (362   190)  many or `few`: smaller tiles, of which short rows fill more
-    512 x 96           58    33     (89    48)
-    128 x 128          23    13     (27    17)
+    µs on an H200, 8 and 4 KV heads for 32 heads of 128, dependently behind `_qkv`, without its own; in
+    parentheses with two programs at all sizes:
+    8 x 1,040        14.5  12.4  (19.6  12.9)   from 5 rows three programs, with fewer copies ahead
+    16 x 1,040       23.6  15.4  (28.0  17.3)
+    32 x 1,040       40.1  23.8  (40.9  25.1)
+    256 x 1,040       262   137   (265   138)
+    512 x 96         56.5  32.2  (57.6  33.0)   many or `few`: smaller tiles, of which short rows fill more
     """
-    tile = 64 if head_dim <= 128 else 32
+    narrow = head_dim <= 128
+    roomy = narrow and deep
+    tile = 64 if narrow else 32
     per_head = processors / kv_heads
     if rows <= 4:
         return DecodeConfig(tile, 4, 2, max(int(2 * per_head), 1))
-    if head_dim <= 128 and (few or rows > 256):
+    if roomy and rows <= SOME and not few:
+        return DecodeConfig(tile, 4, 4, max(int(3 * per_head), 1), registers=168)
+    if narrow and (few or rows > 256):
         return DecodeConfig(32, 2, 5, max(int(4 * per_head), 1))
-    stages = 7 if deep and group < 8 and head_dim <= 128 else 5
+    stages = 7 if roomy and group < 8 else 5
     return DecodeConfig(tile, 4, stages, max(int(2 * per_head), 1))
 
 
@@ -256,103 +261,31 @@ def plan_decode(
 
 
 @jit
-def find_pages(
-    table: tl.tensor, tile: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
-    """The pages of a tile's keys, [TILE], or one for all. Those behind `end` are page 0."""
-    if PAGE % TILE == 0:
-        page = tl.load(table + tile // (PAGE // TILE), mask=tile * TILE < end, other=0, eviction_policy=KEPT)
-    else:
-        i = tl.arange(0, TILE)
-        at = tile * TILE + i
-        page = tl.load(table + at // PAGE, mask=at < end, other=0, eviction_policy=KEPT)
-    return page
-
-
-@jit
-def fold(
-    q: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    page: tl.tensor,
+def _advance(
+    segments: tl.tensor,
+    segment: tl.tensor,
+    turns: tl.tensor,
+    row: tl.tensor,
+    slot: tl.tensor,
     tile: tl.tensor,
+    last: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
-    high: tl.tensor,
-    total: tl.tensor,
-    acc: tl.tensor,
-    stride: int,
-    scale: float,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAP: tl.constexpr,
-    WIDE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a tile of keys, `start` to `end` of them seen and not none, to what queries [n, BLOCK_D] found:
-    greatest score in powers of two, their sum relative to it [n], weighted values [n, BLOCK_D]."""
-    d = tl.arange(0, BLOCK_D)
-    at = tile * TILE + tl.arange(0, TILE)
-    seen = (at >= start) & (at < end)
-    token = page.to(tl.int64 if WIDE else tl.int32) * PAGE + at % PAGE
-    place = token[:, None] * stride + d[None, :]
-    # What lies in pages past the length is arbitrary. A bad key's score is replaced; a bad value
-    # must not be loaded, since 0 × NaN is NaN.
-    if DIM == BLOCK_D:
-        k = tl.load(k_cache + place, mask=seen[:, None], other=0.0)
-        v = tl.load(v_cache + place, mask=seen[:, None], other=0.0)
-    else:
-        k = tl.load(k_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-        v = tl.load(v_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-    if CAP > 0:
-        # tanh from a sigmoid: there is no other in both the compiler and the interpreter
-        s = CAP * (2 * tl.sigmoid(2 * s / CAP) - 1)
-    s = tl.where(seen[None, :], s * LOG2E, float("-inf"))
-    top = tl.maximum(high, tl.max(s, 1))
-    p = tl.exp2(s - top[:, None])
-    shrink = tl.exp2(high - top)
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
-    return top, total, acc
-
-
-@jit
-def _merge(
-    parts: tl.tensor,
-    parts_lse: tl.tensor,
     first: tl.tensor,
-    count: tl.tensor,
-    head: tl.tensor,
-    d: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    UNROLL: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Partials `first` ... `first + count - 1` of heads `head` as one, loads of UNROLL of them under way at
-    once. Past L1: other processors wrote them."""
-    high = tl.zeros([head.shape[0]], tl.float32) - float("inf")
-    total = tl.zeros([head.shape[0]], tl.float32)
-    acc = tl.zeros([head.shape[0], d.shape[0]], tl.float32)
-    inside = (d < DIM)[None, :]
-    for at in range(0, count, UNROLL):
-        for i in tl.static_range(UNROLL):
-            place = first + at + i
-            here = head < tl.where(at + i < count, HEADS, 0)
-            lse_at = parts_lse + place * HEADS + head
-            lse = tl.load(lse_at, mask=here, other=float("-inf"), cache_modifier=".cg")
-            at_d = parts + (place * HEADS + head)[:, None] * DIM + d[None, :]
-            part = tl.load(at_d, mask=here[:, None] & inside, other=0.0, cache_modifier=".cg")
-            top = tl.maximum(high, lse)
-            # Heads past the group stay at -inf, and so does their maximum.
-            level = tl.where(top > float("-inf"), top, 0.0)
-            old, new = tl.exp2(high - level), tl.exp2(lse - level)
-            acc = acc * old[:, None] + part * new[:, None]
-            total = total * old + new
-            high = top
-    total = tl.where(total > 0, total, 1.0)
-    return acc / total[:, None], high + tl.log2(total)
+    pieces: tl.tensor,
+) -> tuple[tl.tensor, ...]:
+    """To the next tile, which is of the next segment where `turns`; nothing is read where not."""
+    segment += tl.where(turns, 1, 0)
+    at = segments + segment * FIELDS
+    row = tl.load(at, mask=turns, other=row, eviction_policy=KEPT)
+    slot = tl.load(at + 1, mask=turns, other=slot, eviction_policy=KEPT)
+    tile = tl.load(at + 2, mask=turns, other=tile + 1, eviction_policy=KEPT)
+    last = tl.load(at + 3, mask=turns, other=last, eviction_policy=KEPT)
+    start = tl.load(at + 4, mask=turns, other=start, eviction_policy=KEPT)
+    end = tl.load(at + 5, mask=turns, other=end, eviction_policy=KEPT)
+    first = tl.load(at + 6, mask=turns, other=first, eviction_policy=KEPT)
+    pieces = tl.load(at + 7, mask=turns, other=pieces, eviction_policy=KEPT)
+    return segment, row, slot, tile, last, start, end, first, pieces
 
 
 @jit
@@ -396,19 +329,25 @@ def _decode(
     inside = (head < heads)[:, None] & (d < DIM)[None, :]
     k_cache += kv_head * DIM
     v_cache += kv_head * DIM
-    begin(PDL)
+    # The kernel before made the queries and stored this step's keys and values, and may run still. The plan
+    # is older: the kernel before released us behind its own wait, so whatever came earlier has ended. It is
+    # read past L1, where another step's may lie.
     run = runs + c * FIELDS
-    lead = tl.load(run + 6, eviction_policy=KEPT)
-    count = tl.load(run + 7, eviction_policy=KEPT)
+    count = tl.load(run + 7, cache_modifier=".cg")
     if count == 0:
+        begin(PDL)
         return
-    segment = lead
-    row = tl.load(run, eviction_policy=KEPT)
-    slot = tl.load(run + 1, eviction_policy=KEPT)
-    tile = tl.load(run + 2, eviction_policy=KEPT)
-    last = tl.load(run + 3, eviction_policy=KEPT)
-    start = tl.load(run + 4, eviction_policy=KEPT)
-    end = tl.load(run + 5, eviction_policy=KEPT)
+    row = tl.load(run, cache_modifier=".cg")
+    slot = tl.load(run + 1, cache_modifier=".cg")
+    tile = tl.load(run + 2, cache_modifier=".cg")
+    last = tl.load(run + 3, cache_modifier=".cg")
+    start = tl.load(run + 4, cache_modifier=".cg")
+    end = tl.load(run + 5, cache_modifier=".cg")
+    segment = tl.load(run + 6, cache_modifier=".cg")
+    first = tl.load(segments + segment * FIELDS + 6, cache_modifier=".cg")
+    pieces = tl.load(segments + segment * FIELDS + 7, cache_modifier=".cg")
+    lead, lead_row, lead_first, lead_pieces = segment, row, first, pieces
+    begin(PDL)
     high = tl.zeros([BLOCK_H], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
@@ -423,52 +362,38 @@ def _decode(
         )  # fmt: skip
         ends = tile + 1 == last
         if ends:
-            found, sums = acc * (v_scale / total)[:, None], high + tl.log2(total)
-            if tl.load(segments + segment * FIELDS + 7) == 1:
-                out_at = out + (row * heads + head)[:, None] * DIM + d[None, :]
-                tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
-                if lse is not None:
-                    tl.store(lse + row * heads + head, sums, mask=head < heads)
-            else:
-                tl.store(parts + (segment * heads + head)[:, None] * DIM + d[None, :], found, mask=inside)
-                tl.store(parts_lse + segment * heads + head, sums, mask=head < heads)
+            leave(
+                acc, high, total, row, segment, pieces, parts, parts_lse, out, lse, head, v_scale, heads, DIM
+            )
         high = tl.where(ends, float("-inf"), high)
         total = tl.where(ends, 0.0, total)
         acc = tl.where(ends, 0.0, acc)
         # Behind the run's last segment may be none: then its own stands.
         turns = ends & (i + 1 < count)
-        segment += tl.where(turns, 1, 0)
-        own = segments + segment * FIELDS
-        row = tl.load(own, eviction_policy=KEPT)
-        slot = tl.load(own + 1, eviction_policy=KEPT)
-        tile = tl.where(turns, tl.load(own + 2, eviction_policy=KEPT), tile + 1)
-        last = tl.load(own + 3, eviction_policy=KEPT)
-        start = tl.load(own + 4, eviction_policy=KEPT)
-        end = tl.load(own + 5, eviction_policy=KEPT)
+        segment, row, slot, tile, last, start, end, first, pieces = _advance(
+            segments, segment, turns, row, slot, tile, last, start, end, first, pieces
+        )
     # Only a run's first and last segment can be part of a row: both are told of at once.
     two = tl.arange(0, 2)
-    place = tl.where(two == 0, lead, segment)
-    pieces = tl.load(segments + place * FIELDS + 7)
-    told = tl.where((two == 0) | (segment > lead), pieces, 1) > 1
-    counter = counters + tl.load(segments + place * FIELDS) * KV + kv_head
+    whole = tl.where(two == 0, lead_pieces, pieces)
+    told = tl.where((two == 0) | (segment > lead), whole, 1) > 1
+    counter = counters + tl.where(two == 0, lead_row, row) * KV + kv_head
     tl.debug_barrier()  # all threads' partials, before the one thread that says so
     arrived = tl.atomic_add(counter, 1, mask=told, sem="acq_rel", scope="gpu")
-    due = tl.where(told & (arrived == pieces - 1), 1, 0)
+    due = tl.where(told & (arrived + 1 == whole), 1, 0)
     tl.store(counter, 0, mask=due > 0)
     g = tl.arange(0, BLOCK_G)
     group = tl.where(g < GROUP, kv_head * GROUP + g, heads)
     for side in range(2):
         if tl.sum(tl.where(two == side, due, 0), 0) > 0:
-            own = segments + tl.where(side == 0, lead, segment) * FIELDS
-            row = tl.load(own)
-            merged, sums = _merge(
-                parts, parts_lse, tl.load(own + 6), tl.load(own + 7), group, d, heads, DIM, UNROLL
-            )
+            whose = tl.where(side == 0, lead_row, row)
+            base, n = tl.where(side == 0, lead_first, first), tl.where(side == 0, lead_pieces, pieces)
+            merged, sums = merge_parts(parts, parts_lse, base, n, group, d, heads, DIM, UNROLL)
             within = (group < heads)[:, None] & (d < DIM)[None, :]
-            out_at = out + (row * heads + group)[:, None] * DIM + d[None, :]
+            out_at = out + (whose * heads + group)[:, None] * DIM + d[None, :]
             tl.store(out_at, merged.to(out.dtype.element_ty), mask=within)
             if lse is not None:
-                tl.store(lse + row * heads + group, sums, mask=group < heads)
+                tl.store(lse + whose * heads + group, sums, mask=group < heads)
 
 
 def paged_decode(
@@ -530,8 +455,9 @@ def paged_decode(
         BLOCK_H=max(block_g, 8),
         BLOCK_G=block_g,
         BLOCK_D=wide,
-        UNROLL=min(max(MERGED // (block_g * wide), 2), MOST_MERGED),
+        UNROLL=min(max(MERGED * config.warps // (block_g * wide), 2), MOST_MERGED),
         PDL=pdl,
         **options(config.warps, config.stages, pdl),
+        **({"maxnreg": config.registers} if config.registers and pdl else {}),
     )
     return out

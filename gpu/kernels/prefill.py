@@ -27,7 +27,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.decode import LOG2E
+from gpu.kernels.fold import LOG2E
 from gpu.kernels.jit import begin, jit, options, pow2
 from gpu.kernels.prefill_join import PrefillSpace, join_parts
 from gpu.kernels.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach

@@ -32,6 +32,7 @@ from gpu.attention.flashinfer_fa3 import FlashInferPrefill
 from gpu.attention.triton_paged import TritonDecode
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.kernels import reference
+from gpu.kernels.decode import DecodeConfig, decode_config
 from gpu.kv.pool import KvPool
 from gpu.state.slots import SlotState
 from gpu.state.view import StepView
@@ -183,6 +184,24 @@ def test_triton(name: str, device: torch.device, tolerance: float) -> None:
     backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)))
     backend.bind([step.cache, step.cache])
     check(step, backend, tolerance)
+
+
+@pytest.mark.parametrize("most", [3, 20, 100, 512])
+def test_partial_results_have_room_in_every_graph(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of some rows have more programs than those of one row and than the largest."""
+    made: list[DecodeConfig] = []
+
+    def record(rows: int, heads: int, kv: int, dim: int, config: DecodeConfig, device: torch.device) -> None:
+        made.append(config)
+
+    monkeypatch.setattr("gpu.attention.triton_paged.decode_workspace", record)
+    monkeypatch.setattr("gpu.attention.triton_paged._processors", lambda device: 132)
+    facts = AttentionFacts(32, 8, 128, (0,), 16, most, torch.bfloat16, torch.device("cpu"), 0.1)
+    TritonDecode(facts, AttentionOptions())
+    (space,) = made
+    for rows in range(1, most + 1):
+        for few in (False, True):
+            assert space.programs >= decode_config(128, 8, 132, rows, group=4, few=few).programs
 
 
 @pytest.mark.gpu

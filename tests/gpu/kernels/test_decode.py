@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from bench.kernels.inputs import Heads, error, pages, scalar
+from bench.kernels.inputs import Heads, error, pages, rope, scalar
 from gpu.kernels import reference
 from gpu.kernels.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
+from gpu.kernels.qkv import norm_rope_store
 
 WIDE = [5, 1, 130, 64, 2]
 
@@ -125,3 +127,47 @@ def test_a_row_gone_wrong_stays_alone(device: torch.device, dtype: torch.dtype, 
     expected, _ = reference.decode_attention(q, cache, kept.table[kept.slots], lengths, 16, scale)
     assert found[1].isnan().all()
     assert error(found[::2], expected[::2]) < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1040], [300, 1, 2050, 64], [16, 17, 128, 129], [9000]], ids=str)
+def test_a_dependent_launch_sees_what_the_one_before_stored(lengths: list[int], device: torch.device) -> None:
+    """The newest token's K and V, and the queries, come from the kernel that this one starts beside."""
+    heads, page, count, dtype = Heads(16, 2, 128), 16, 12, torch.bfloat16
+    rows, scale = len(lengths), heads.dim**-0.5
+    kept = pages(lengths, page, heads, dtype, device)
+    last = kept.lengths[kept.slots] - 1
+    where = kept.table[kept.slots, last // page].long() * page + last % page
+    width = (heads.q + 2 * heads.kv) * heads.dim
+    fused = [torch.randn(rows, width, device=device).to(dtype) for _ in range(count)]
+    caches = [(torch.randn_like(kept.k), torch.randn_like(kept.v)) for _ in range(count)]
+    turn = rope(rows, heads.dim, dtype, device)
+    config = DecodeConfig(tile=64, warps=4, stages=2, programs=32)
+    plan = plan_decode(kept.slots, last + 1, config)
+    space = decode_workspace(rows, heads.q, heads.kv, heads.dim, config, device)
+
+    def layer(i: int, pdl: bool) -> tuple[Tensor, Tensor]:
+        into = torch.empty(rows, heads.q * heads.dim, dtype=dtype, device=device)
+        q = norm_rope_store(fused[i], caches[i], where, turn, q_out=into, pdl=pdl)
+        more = {"page_size": page, "scale": scale, "pdl": pdl}
+        return q, paged_decode(q, caches[i], kept.table, plan, space, config, **more)
+
+    layer(0, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [layer(i, True) for i in range(count)]
+    for own in fused:
+        own.normal_()
+    runs = []
+    for _ in range(3):
+        for k, v in caches:
+            k[where], v[where] = float("nan"), float("nan")
+        graph.replay()
+        runs.append([out.clone() for _, out in found])
+        assert not space.counters.any()
+    assert all(torch.equal(a, b) for later in runs[1:] for a, b in zip(runs[0], later, strict=True))
+    for i, (q, out) in enumerate(found):
+        expected, _ = reference.decode_attention(q, caches[i], kept.table[kept.slots], lengths, page, scale)
+        assert error(out.view_as(q), expected) < 1e-2
+        assert error(out, layer(i, False)[1]) < 1e-2
