@@ -123,7 +123,7 @@ def chunks() -> Iterator[Row]:
     yield from short_chunks()
 
 
-def _view(sizes: list[tuple[int, int]], kept: inputs.Pages, room: int = 64) -> StepView:
+def _view(sizes: list[tuple[int, int]], kept: inputs.Pages, deep: bool, room: int = 64) -> StepView:
     """A step of these chunks alone, in a graph of as many tokens and `room` chunks."""
     n, rows = len(sizes), sum(tokens for _, tokens in sizes)
     cut, blank = inputs.chunks(sizes, kept, 0, DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE)
@@ -131,7 +131,7 @@ def _view(sizes: list[tuple[int, int]], kept: inputs.Pages, room: int = 64) -> S
     slots[:n], starts[:n], firsts[: n + 1] = cut.slots[:n], cut.starts[:n], cut.firsts[: n + 1]
     counts = torch.tensor([rows, 0, n, n], dtype=torch.int32, device=DEVICE)
     lists = blank, blank, slots[:room], starts[:room], firsts
-    return StepView(rows, 0, room, counts, blank, blank, blank, kept.table, *lists, blank[:1])
+    return StepView(rows, 0, room, counts, blank, blank, blank, kept.table, *lists, blank[:1], deep=deep)
 
 
 def short_chunks() -> Iterator[Row]:
@@ -143,7 +143,7 @@ def short_chunks() -> Iterator[Row]:
         if heads not in made:
             backends: dict[str, PhaseAttention] = {"ours": TritonPrefill(facts, options)}
             if find_spec("flashinfer") is not None:
-                backends["FA3"] = FlashInferPrefill(facts, options, share=0.0)
+                backends["FA3"] = FlashInferPrefill(facts, options)
             made[heads] = backends
         lengths = [start + tokens for start, tokens in sizes]
         moved = 4 * sum(lengths) * heads.kv * heads.dim
@@ -152,7 +152,8 @@ def short_chunks() -> Iterator[Row]:
             for _ in range(max(1, min(6, 120_000_000 // moved))):
                 kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
                 wide = 4096 - kept.table.shape[1]  # as a server's: kernels are made for its stride
-                view = _view(sizes, kept._replace(table=torch.nn.functional.pad(kept.table, (0, wide))))
+                padded = kept._replace(table=torch.nn.functional.pad(kept.table, (0, wide)))
+                view = _view(sizes, padded, deep=label == "ours")
                 one = copy(backend)
                 one.bind([(kept.k, kept.v)])
                 one.plan(view)

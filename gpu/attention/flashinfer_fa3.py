@@ -4,8 +4,9 @@ What is called are the kernels' own entries, below FlashInfer's wrappers and the
 byte offsets of a schedule in device memory, and `gpu.kernels.fa3_schedule` writes that schedule. The
 entries are no public interface: written against FlashInfer 0.6.13.
 
-FA3 gives a tile of queries to one multiprocessor, however many keys it sees, so small steps leave the others
-idle: their chunks are attended to by `gpu.kernels.prefill`, which cuts the keys among all.
+FA3 gives a tile of queries to one multiprocessor, however many keys it sees, and where a small step's chunks
+stand behind many it leaves the others idle: those are attended to by `gpu.kernels.prefill`, which cuts the
+keys among all.
 
 Steps that can hold long chunks launch two of them, one that reads packed keys (`gpu.kernels.packing`) and
 one that reads pages; which of them has work is decided on the device.
@@ -44,8 +45,8 @@ PACK_TILE = 128
 """Keys per tile of FA3 at most."""
 
 SMALL_SHARE = 0.5
-"""FA3's tiles of a graph's queries per multiprocessor up to which its chunks are not FA3's: 256 tokens of 32
-heads. µs on an H200 of FA3 and of ours, 32 query and 8 KV heads of 128, of a chunk behind so many keys:
+"""FA3's tiles of a `deep` graph's queries per multiprocessor up to which its chunks are not FA3's: 256 tokens
+of 32 heads. µs on an H200 of FA3 and of ours, 32 query and 8 KV heads of 128, of a chunk behind so many keys:
          16         64        128        256        512
 0        6.0  7.1   6.3  7.6  8.0  9.1   9.6 11.7   20   17
 2,048     34   16    34   19   36   22    37   35   47   57
@@ -80,6 +81,7 @@ class FlashInferPrefill:
 
     __slots__ = (
         "_caches",
+        "_cut",
         "_facts",
         "_kernels",
         "_options",
@@ -88,16 +90,14 @@ class FlashInferPrefill:
         "_places",
         "_processors",
         "_room",
-        "_share",
         "_side",
-        "_small",
         "_space",
     )
 
-    def __init__(self, facts: AttentionFacts, options: AttentionOptions, share: float = SMALL_SHARE) -> None:
+    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         self._facts, self._options = facts, options
         self._caches: Caches = ()
-        self._small, self._share = TritonPrefill(facts, options), share
+        self._cut = TritonPrefill(facts, options)
         properties = torch.cuda.get_device_properties(facts.device)
         self._processors = int(properties.multi_processor_count)
         self._kernels = {window > 0: _kernels(facts, window > 0) for window in sorted(set(facts.windows))}
@@ -116,16 +116,16 @@ class FlashInferPrefill:
     def bind(self, caches: Caches | None) -> None:
         """See `PhaseAttention.bind`."""
         self._caches = caches or ()
-        self._small.bind(caches)
+        self._cut.bind(caches)
 
-    def _is_small(self, view: StepView) -> bool:
+    def _cuts(self, view: StepView) -> bool:
         tiles = view.tokens * self._facts.heads / fa3_tile(self._facts.head_dim)
-        return tiles <= self._share * self._processors
+        return view.deep and tiles <= SMALL_SHARE * self._processors
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one schedule, or two, serve all layers."""
-        if self._is_small(view):
-            self._small.plan(view)
+        if self._cuts(view):
+            self._cut.plan(view)
             return
         facts, pdl, count = self._facts, self._options.pdl, view.counts[2:3]
         starts, firsts = view.chunk_starts, view.chunk_firsts
@@ -141,8 +141,8 @@ class FlashInferPrefill:
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
-        if self._is_small(view):
-            self._small.attend(layer, q, view, out)
+        if self._cuts(view):
+            self._cut.attend(layer, q, view, out)
             return
         assert self._paged is not None, "plan() comes first"
         facts, window = self._facts, self._facts.windows[layer]

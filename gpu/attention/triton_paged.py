@@ -16,7 +16,6 @@ from gpu.kernels.decode import (
     paged_decode,
     plan_decode,
 )
-from gpu.kernels.jit import cdiv
 from gpu.kernels.merge import merge_state
 from gpu.kernels.prefill import paged_prefill
 from gpu.kernels.prefill_join import prefill_space
@@ -168,7 +167,7 @@ class TritonDecode:
 class TritonPrefill:
     """`PhaseAttention` of chunks. Owner: launch thread.
 
-    Graphs that are small enough cut their chunks' keys too, where the step's blocks leave programs idle.
+    A `deep` graph cuts its chunks' keys too, where the step's blocks leave programs idle.
     """
 
     __slots__ = ("_caches", "_config", "_facts", "_options", "_plan", "_space")
@@ -184,12 +183,9 @@ class TritonPrefill:
         self._caches: Caches = ()
         self._plan: PrefillPlan | None = None
 
-    def _cut(self, tokens: int) -> PrefillConfig:
-        """How a graph of so many tokens is cut. Some of them may decode, so its chunks can leave programs
-        idle though all its tokens would not."""
-        config, facts = self._config, self._facts
-        blocks = cdiv(tokens * facts.heads // facts.kv_heads, config.queries)
-        return config if blocks <= 2 * config.programs else config._replace(programs=0)
+    def _cut(self, view: StepView) -> PrefillConfig:
+        """How a graph's chunks are cut."""
+        return self._config if view.deep else self._config._replace(programs=0)
 
     def bind(self, caches: Caches | None) -> None:
         """See `PhaseAttention.bind`."""
@@ -204,14 +200,14 @@ class TritonPrefill:
             view.counts[2:3],
             view.tokens,
             self._facts.heads // self._facts.kv_heads,
-            self._cut(view.tokens),
+            self._cut(view),
             pdl=self._options.pdl,
         )
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
         assert self._plan is not None, "plan() comes first"
-        facts, config = self._facts, self._cut(view.tokens)
+        facts, config = self._facts, self._cut(view)
         paged_prefill(
             q,
             self._caches[layer],

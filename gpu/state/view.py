@@ -26,6 +26,7 @@ class StepView(NamedTuple):
     chunk_firsts    int32 [C + 1]: row of a chunk's first token; entry i + 1 is where chunk i ends
     common          int32 [1]: leading keys that all decode rows share (whole pages), 0 for none
     shared          whether the graph attends to those keys apart; one that does not leaves `common` alone
+    deep            whether the graph is for few queries behind many keys, which are then cut among processors
 
     Entries behind the true counts are arbitrary in ids, positions, slots, lengths and starts, but always
     in bounds: slot 0, position 0, length 1. `where` is 0 there (page 0, the dump).
@@ -46,6 +47,7 @@ class StepView(NamedTuple):
     chunk_firsts: Tensor
     common: Tensor
     shared: bool = False
+    deep: bool = False
 
     @property
     def num_tokens(self) -> Tensor:

@@ -53,9 +53,9 @@ class StepBuffers:
         self.samples = Samples(ints(rows), ints(rows), ints(rows))
         self.picked = torch.zeros(rows, hidden[0], dtype=hidden[1], device=device)
 
-    def view(self, tokens: int, mixed: bool, shared: bool = False) -> StepView:
+    def view(self, tokens: int, mixed: bool, shared: bool = False, deep: bool = False) -> StepView:
         """What a graph of `tokens` padded tokens reads; one that is not `mixed` holds decode rows only, one
-        that is `shared` attends apart to the keys that these have in common."""
+        that is `shared` attends apart to the keys that these have in common. `deep`: see `StepView`."""
         decode = min(tokens, self._rows.shape[1])
         chunks = len(self._chunks[1]) - 1 if mixed else 0
         ids, positions, where = self._tokens[:, :tokens]
@@ -63,7 +63,7 @@ class StepBuffers:
         (chunk_slots, chunk_starts), firsts = self._chunks[0][:, :chunks], self._chunks[1][: chunks + 1]
         return StepView(
             tokens, decode, chunks, self._counts, ids, positions, where, self._table, slots, lengths,
-            chunk_slots, chunk_starts, firsts, self._at, shared,
+            chunk_slots, chunk_starts, firsts, self._at, shared, deep,
         )  # fmt: skip
 
     @property

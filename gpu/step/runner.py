@@ -226,7 +226,7 @@ class GraphRunner:
         """
         assert self._kernels is not None, "a step came while the pages are given back"
         buffers, rings = self._buffers, self._rings
-        view = buffers.view(key.tokens, key.mixed, key.shared)
+        view = buffers.view(key.tokens, key.mixed, key.shared, key.deep)
         samples = buffers.samples.first(min(key.tokens, self._shape.rows))
         begin_step(
             rings.orders, rings.cursor, rings.at, self._tables, view, samples,

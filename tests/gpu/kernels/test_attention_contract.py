@@ -22,13 +22,11 @@ from gpu.attention.device import (
     AttentionOptions,
     DeviceAttention,
     Phase,
-    PhasedAttention,
     check_cpu_backends,
     choose,
     device_attention,
     parse_backends,
 )
-from gpu.attention.flashinfer_fa3 import FlashInferPrefill
 from gpu.attention.triton_paged import TritonDecode
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.kernels import reference
@@ -56,6 +54,7 @@ class Case(NamedTuple):
     cap: float = 0.0
     common: int = 0
     cascade: bool = False
+    deep: bool = False
 
 
 CASES = {
@@ -66,8 +65,9 @@ CASES = {
     "prefix hits": Case(chunks=((16, 20), (32, 1), (5, 30))),
     "chunks, padded": Case(chunks=((0, 9), (20, 7)), pad=(5, 0, 3)),
     "mixed": Case(decode=(30, 2), chunks=((16, 10), (0, 17))),
-    "few queries, many keys": Case(Heads(4, 1, 16), chunks=((700, 5),), pad=(4, 1, 2), window=500),
+    "few queries, many keys": Case(Heads(4, 1, 16), chunks=((700, 5),), pad=(4, 1, 2), window=500, deep=True),
     "mixed, padded": Case(decode=(30, 2), chunks=((16, 10),), pad=(11, 6, 4)),
+    "mixed, deep": Case(decode=(30, 2), chunks=((160, 10), (0, 3)), pad=(11, 6, 4), deep=True),
     "mixed graph without decode": Case(chunks=((0, 12),), pad=(4, 8, 2)),
     "mixed graph without chunks": Case(decode=(12, 20), pad=(4, 1, 2)),
     "pages of 1": Case(page=1, decode=(30, 2), chunks=((7, 10),), pad=(1, 0, 0)),
@@ -156,6 +156,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
         chunk_firsts=ints([*cut.firsts[: parts + 1].tolist(), *[0] * pad_chunks], device),
         common=ints([case.common], device),
         shared=case.cascade,
+        deep=case.deep,
     )
     q = torch.randn(n, case.heads.q, case.heads.dim, device=device).to(dtype)
     q[n - pad :] = float("nan")
@@ -205,20 +206,18 @@ def test_partial_results_have_room_in_every_graph(most: int, monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize(
     "name",
     ["chunks", "prefix hits", "chunks, padded", "mixed", "mixed, padded", "mixed graph without chunks"],
 )
-def test_flashinfer(name: str, share: float, device: torch.device, tolerance: float) -> None:
-    """By FA3, and as small graphs go. Heads of 128 alone: every other width, window or cap is a minute of
+def test_flashinfer(name: str, deep: bool, device: torch.device, tolerance: float) -> None:
+    """By FA3, and as deep graphs go. Heads of 128 alone: every other width, window or cap is a minute of
     its compiler."""
     pytest.importorskip("flashinfer")
     case = CASES[name]
-    step = make(case._replace(heads=case.heads._replace(dim=128)), torch.bfloat16, device)
-    options = AttentionOptions()
-    prefill = FlashInferPrefill(step.facts, options, share)
-    backend = PhasedAttention(prefill, TritonDecode(step.facts, options))
+    step = make(case._replace(heads=case.heads._replace(dim=128), deep=deep), torch.bfloat16, device)
+    backend = device_attention(step.facts, AttentionOptions(), "prefill=flashinfer")
     backend.bind([step.cache, step.cache])
     check(step, backend, tolerance)
 

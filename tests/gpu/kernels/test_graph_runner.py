@@ -226,7 +226,9 @@ def test_prompts_of_embeddings(both: Both) -> None:
         both.step(decode=[4, 2, 1])
 
 
-def test_a_slot_starts_anew_behind_a_cached_prefix(both: Both) -> None:
+def test_a_slot_starts_anew_behind_a_cached_prefix(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many keys that its chunk takes a deep graph."""
+    monkeypatch.setattr("gpu.step.steps.DEEP_KEYS", 2 * PAGE)
     rig = both.rig
     run(both, [SamplingParams(temperature=0.0)], 2)
     pages = rig.pages[1][:2]

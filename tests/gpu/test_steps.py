@@ -1,0 +1,46 @@
+"""Which launch a plan takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from core.plan import Chunk, StepPlan
+from core.types import NO_TOKENS
+from gpu.state.entry import CASCADE_KEYS, CASCADE_ROWS
+from gpu.step.steps import DEEP_KEYS, DEEP_TOKENS, Forward, Steps
+from tests.gpu.rig import ints
+
+STEPS = Steps(64, 2048)
+
+
+def plan(rows: int, *chunks: tuple[int, int], common: int = 0) -> StepPlan:
+    """Decode rows, and (start, tokens) of chunks."""
+    tables = tuple(Chunk(100 + i, start, np.zeros(n, np.int32), True) for i, (start, n) in enumerate(chunks))
+    return StepPlan(1, ints(range(1, rows + 1)) if rows else NO_TOKENS, tables, common=common)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (plan(3), Forward(4, False)),
+        (plan(CASCADE_ROWS, common=CASCADE_KEYS), Forward(8, False, shared=True)),
+        (plan(0, (0, 128)), Forward(128, True)),
+        (plan(0, (DEEP_KEYS - 1, 100)), Forward(128, True)),
+        (plan(2, (0, 20), (DEEP_KEYS, 100)), Forward(128, True, deep=True)),
+        (plan(CASCADE_ROWS, (5000, 9), common=CASCADE_KEYS), Forward(64, True, shared=True, deep=True)),
+        (plan(0, (DEEP_KEYS, DEEP_TOKENS)), Forward(DEEP_TOKENS, True, deep=True)),
+        (plan(1, (DEEP_KEYS, DEEP_TOKENS)), Forward(320, True)),
+    ],
+)
+def test_the_smallest_that_holds_it(step: StepPlan, expected: Forward) -> None:
+    assert STEPS.forward(step) == expected
+
+
+def test_whatever_a_plan_takes_was_made_before() -> None:
+    made = list(STEPS.all())
+    assert len(made) == len(set(made))
+    for rows in (0, 1, CASCADE_ROWS, 64):
+        for tokens in (1, 60, 200, DEEP_TOKENS, 700, 1900):
+            for start in (0, DEEP_KEYS):
+                assert STEPS.forward(plan(rows, (start, tokens), common=CASCADE_KEYS)) in made
