@@ -22,8 +22,9 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from bench.kernels import checks, times, tune
+from bench.kernels import checks, experts, times, tune
 from bench.kernels.checks import Check
+from bench.kernels.inputs import MoeSize
 from bench.kernels.timing import Row
 
 
@@ -135,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         report.rows += rows
         report.save()
     if not asked.only or "experts" in asked.only:
-        report.run("experts", lambda: times.experts(asked.out, asked.tokens))
+        report.run("experts", lambda: experts.times(MoeSize(), asked.tokens, asked.out))
     bad = [check for check in report.checks if not check.good]
     report.say(f"checks: {len(bad)} BAD, see above" if bad else f"checks: all {len(report.checks)} good")
     return int(bool(bad))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,14 +13,13 @@ from bench.kernels import inputs, tune
 from bench.kernels.checks import DEVICE, DTYPE
 from bench.kernels.chunk_times import CHUNK_CUTS, chunks, compile_chunks, flashinfer
 from bench.kernels.compile import compiling
-from bench.kernels.inputs import LINEARS, Heads, MoeSize, distinct_experts
+from bench.kernels.inputs import LINEARS, Heads, MoeSize
 from bench.kernels.timing import Row, microseconds
 from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, route, sample
 from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
 from gpu.kernels.linear_small import SmallLinear, small_gated, small_linear, small_linear_config
-from gpu.kernels.moe_gemm import down, gate_up
 from gpu.kernels.moe_small import SmallConfig, small_moe
-from gpu.kernels.tuned import MoeConfigs, MoeShape, rule
+from gpu.kernels.tuned import MoeShape, rule
 
 COPIES = 8
 """Input sets of the small kernels: at decode sizes their data sits in L2 in a real step too, so no more
@@ -298,26 +296,6 @@ def routing() -> Iterator[Row]:
         tall = 64 if tokens > 256 else 16
         us = microseconds([partial(route.route, logits, 8, tall, pdl=pdl) for logits in steps])
         yield Row("route" + " PDL" * pdl, f"T {tokens}", us, tokens * (128 * 2 + 8 * 16))
-
-
-def experts(folder: Path, tokens: Sequence[int] = tune.TOKENS, width: int = 768) -> Iterator[Row]:
-    """The expert MLP whole, and its two GEMMs, by the configs of `folder` or the rule."""
-    size = MoeSize(width=width)
-    bench = tune.Bench(size, DEVICE)
-    shape = MoeShape(128, width, size.hidden, 8, "bfloat16", torch.cuda.get_device_name(0))
-    configs = MoeConfigs(shape, folder)
-    for n in tokens:
-        steps, config = bench.inputs(n), configs.at(n)
-        yield tune.row(n, size, bench.whole(config, steps))
-        if config.small:
-            continue
-        _, tiles = route.route(steps[0][1], 8, config.block_m)
-        hidden = gate_up(steps[0][0], bench.w13, tiles, config.block_m, config.up)
-        weights, flops = distinct_experts(n, size) * width * 2048 * 2, 2.0 * n * 8 * width * 2048
-        calls = [partial(gate_up, steps[0][0], bench.w13, tiles, config.block_m, config.up)]
-        yield Row("  gate_up", tune.describe(config)[:30], microseconds(calls), 2 * weights, 2 * flops)
-        calls = [partial(down, hidden, bench.w2, tiles, config.block_m, config.down)]
-        yield Row("  down", "", microseconds(calls), weights, flops)
 
 
 def small() -> Iterator[Row]:

@@ -300,6 +300,7 @@ def test_float8_pages(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("name", ["mixed, padded", "cascade, mixed", "few queries, many keys"])
 def test_a_captured_step_reads_what_the_device_says(name: str, pdl: bool, device: torch.device) -> None:

@@ -130,6 +130,7 @@ def test_a_row_gone_wrong_stays_alone(device: torch.device, dtype: torch.dtype, 
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("lengths", [[1040], [300, 1, 2050, 64], [16, 17, 128, 129], [9000]], ids=str)
 def test_a_dependent_launch_sees_what_the_one_before_stored(lengths: list[int], device: torch.device) -> None:
     """The newest token's K and V, and the queries, come from the kernel that this one starts beside."""

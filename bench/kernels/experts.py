@@ -1,0 +1,84 @@
+"""A layer's routed experts, whole and by their two products: `python -m bench.kernels.experts`.
+
+Written to bench/results/experts.json. Bursts of a few milliseconds with a pause before each: what the kernels
+do at full clock. A step of thousands of tokens holds an H200 at its power limit, a sixth below that;
+`bench.step --only prefill --trace` shows it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.kernels.inputs import MoeSize, distinct_experts
+from bench.kernels.timing import BANDWIDTH, FLOPS, Row, microseconds
+from bench.kernels.tune import TOKENS, Bench, describe, row
+from bench.results import write
+from gpu.device import HOPPER
+from gpu.kernels.moe import fused_moe
+from gpu.kernels.moe_gemm import down, gate_up
+from gpu.kernels.route import route
+from gpu.kernels.tuned import FOLDER, MoeConfigs, MoeShape
+
+
+def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: float = 0.0) -> Iterator[Row]:
+    """The whole from logits to sum, each product and both, by the configs of `folder` or the rule, over
+    several routings, `pause` seconds before each."""
+    device = torch.device("cuda")
+    hopper = torch.cuda.get_device_capability(device) == HOPPER
+    bench, name = Bench(size, device), torch.cuda.get_device_name(0)
+    shape = MoeShape(size.experts, size.width, size.hidden, size.top_k, "bfloat16", name)
+    configs = MoeConfigs(shape, folder, deep=hopper)
+
+    def burst(calls: Sequence[Callable[[], Any]]) -> float:
+        torch.cuda.synchronize()
+        time.sleep(pause)
+        return microseconds(calls, replays=9, least=6)
+
+    for n in tokens:
+        steps, use = bench.inputs(n), configs.at(n)
+        weights = bench.w13, bench.w2
+        whole = [partial(fused_moe, x, g, weights, size.top_k, use, pdl=hopper) for x, g in steps]
+        yield row(n, size, burst(whole))
+        if use.small:
+            continue
+        cut = [(x, route(logits, size.top_k, use.block_m)[1]) for x, logits in steps]
+        up = [partial(gate_up, x, bench.w13, tiles, use.block_m, use.up) for x, tiles in cut]
+        low = [partial(down, call(), bench.w2, call.args[2], use.block_m, use.down) for call in up]
+        moved = distinct_experts(n, size) * size.width * size.hidden * 2
+        flops = 2.0 * n * size.top_k * size.width * size.hidden
+        parts = burst(up), burst(low)
+        yield Row("  gate_up", describe(use)[:30], parts[0], 2 * moved, 2 * flops)
+        yield Row("  down", "", parts[1], moved, flops)
+        yield Row("  both", "", sum(parts), 3 * moved, 3 * flops)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print and keep."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--width", type=int, default=768, help="an expert's intermediate size on a rank")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--name", default="experts")
+    asked = parser.parse_args(argv)
+    found: dict[str, dict[str, float]] = {}
+    for line in times(MoeSize(width=asked.width), asked.tokens, pause=1.0):
+        print(line.line(), flush=True)
+        if line.name == "fused_moe":
+            found[line.case] = {}
+        figures = {"us": line.us, "of_bandwidth": line.bytes / BANDWIDTH * 1e6 / line.us}
+        figures["of_flops"] = line.flops / FLOPS * 1e6 / line.us
+        part = {f"{line.name.strip()}_{key}": round(value, 3) for key, value in figures.items()}
+        found[list(found)[-1]] |= part
+    write(asked.name, {"device": torch.cuda.get_device_name(0), "width": asked.width, "tokens": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
