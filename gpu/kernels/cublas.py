@@ -3,8 +3,10 @@
 cuBLAS takes the algorithm that it reckons is quickest at full clock. A step of thousands of tokens holds
 an H200 at its power limit, a quarter below that clock, and there the quickest is the one that takes the
 least energy: for Qwen3-8B's four products of 8,192 rows, in turn with cuBLAS's own, 4.66 ms against 4.74.
-Which one it is was measured under load (`bench.kernels.products`) and stands in `configs/kernels/`; shapes
-that are not there, and fewer rows, are left to cuBLAS.
+And at some hundred rows its reckoning is off for some shapes: 4,096 outputs of 12,288 inputs at 192 rows
+take 52 us by its own choice, 40 by another.
+Which ones are better was measured (`bench.kernels.products`) and stands in `configs/kernels/`; what is not
+there is left to cuBLAS.
 
 Bound with ctypes: torch has no way to name an algorithm, and the interface is a dozen C functions. Numbers
 are of cublasLt.h, where they may not change.
@@ -28,7 +30,10 @@ from gpu.kernels.tuned import FOLDER
 log = logging.getLogger(__name__)
 
 LEAST_ROWS = 4096
-"""Rows from which the choices hold: at fewer the device is short of work, not of power."""
+"""Rows from which a choice for many rows holds: at fewer the device is short of work, not of power."""
+
+MANY = 0
+"""Stands for LEAST_ROWS and more among the row counts that choices are for."""
 
 WORKSPACE = 32 * 2**20
 """Bytes an algorithm may ask for; what cuBLAS grants itself on Hopper."""
@@ -37,8 +42,10 @@ FLOAT32, FLOAT32_SUMS, BFLOAT16 = 0, 68, 14
 TRANSPOSE_A = 3
 """Of a product's attributes: cuBLAS counts columns first, so that W [outputs, inputs] is its Aᵀ."""
 MOST_WORKSPACE = 1
-TILE, SWIZZLE, CLUSTER = 1, 4, 8
-"""Of an algorithm's attributes."""
+TILE, SPLIT, REDUCTION, SWIZZLE, KIND, CLUSTER = 1, 2, 3, 4, 5, 8
+"""Of an algorithm's attributes. KIND is its "custom option"; those from 7 on have two bytes, others four."""
+IN_FLOAT32 = 2
+"""How parts of a split product are added."""
 ASKED = 16
 
 
@@ -58,25 +65,33 @@ class _Found(ctypes.Structure):
 
 class Choice(NamedTuple):
     """An algorithm by what sets it apart among those that cuBLASLt proposes, in its own numbers: tile and
-    cluster shape, and whether neighbouring tiles are computed at the same time."""
+    cluster shape, whether neighbouring tiles are computed at the same time, parts of the inputs that are
+    summed apart, and which of the kernels with that tile; None: the first."""
 
     tile: int
     cluster: int
-    swizzle: int
+    swizzle: int = 0
+    split: int = 1
+    kind: int | None = None
 
 
-def choices(device: str, folder: Path = FOLDER) -> dict[tuple[int, int], Choice]:
-    """Of a device: (outputs, inputs) of bfloat16 weights to what was measured; empty without a file."""
+Sizes = tuple[int, int, int]
+"""Rows, outputs and inputs of a product."""
+
+
+def choices(device: str, folder: Path = FOLDER) -> dict[Sizes, Choice]:
+    """Of a device: for bfloat16 what was measured, by sizes, rows MANY where the file names none; empty
+    without a file."""
     path = folder / f"dense_bfloat16_{device.replace(' ', '_')}.json"
     if not path.exists():
         return {}
     found: dict[str, dict[str, int]] = json.loads(path.read_text())
-    return {_sides(name): Choice(**choice) for name, choice in found.items()}
+    return {_sizes(name): Choice(**choice) for name, choice in found.items()}
 
 
-def _sides(name: str) -> tuple[int, int]:
-    outputs, inputs = name.split("x")
-    return int(outputs), int(inputs)
+def _sizes(name: str) -> Sizes:
+    *rows, outputs, inputs = (int(part) for part in name.split("x"))
+    return rows[0] if rows else MANY, outputs, inputs
 
 
 class CublasError(RuntimeError):
@@ -88,8 +103,8 @@ class Product:
 
     __slots__ = ("_a", "_b", "_d", "_handle", "_library", "_operation", "_space")
 
-    def __init__(self, library: Any, handle: c_void_p, space: Tensor, sizes: tuple[int, int, int]) -> None:
-        """`sizes` are rows, outputs, inputs; `space` is WORKSPACE bytes on the device."""
+    def __init__(self, library: Any, handle: c_void_p, space: Tensor, sizes: Sizes) -> None:
+        """`space` is WORKSPACE bytes on the device."""
         rows, outputs, inputs = sizes
         self._library, self._handle, self._space = library, handle, space
         self._operation = c_void_p()
@@ -126,28 +141,37 @@ class Product:
         for one in found[: count.value]:
             yield one.algorithm
 
-    def tile(self, algorithm: _Algorithm) -> int:
-        """Its tile, in cuBLASLt's numbers."""
+    def read(self, algorithm: _Algorithm, attribute: int) -> int:
+        """One of an algorithm's attributes, in cuBLASLt's numbers."""
         value, size = c_uint32(), c_size_t()
+        width = c_size_t(2 if attribute > 6 else 4)
         self._call(
-            "MatmulAlgoConfigGetAttribute", byref(algorithm), TILE, byref(value), c_size_t(4), byref(size)
+            "MatmulAlgoConfigGetAttribute", byref(algorithm), attribute, byref(value), width, byref(size)
         )
         return value.value
 
     def algorithm(self, choice: Choice) -> _Algorithm | None:
-        """The proposed algorithm with that tile, changed to the rest of the choice; None where this
-        version of cuBLASLt has none or cannot run it so."""
+        """The proposed algorithm with that tile, and of that kind, changed to the rest of the choice; None
+        where this version of cuBLASLt has none or cannot run it so."""
         for algorithm in self.proposed():
-            if self.tile(algorithm) != choice.tile:
+            if self.read(algorithm, TILE) != choice.tile:
                 continue
-            set_one = self._library.cublasLtMatmulAlgoConfigSetAttribute
-            refused = set_one(byref(algorithm), CLUSTER, byref(c_uint16(choice.cluster)), c_size_t(2))
-            refused |= set_one(byref(algorithm), SWIZZLE, byref(c_uint32(choice.swizzle)), c_size_t(4))
-            needs = _Found()
-            refused |= self._library.cublasLtMatmulAlgoCheck(*self._shape, byref(algorithm), byref(needs))
-            if not refused and needs.workspace <= WORKSPACE:
-                return algorithm
+            if choice.kind is None or self.read(algorithm, KIND) == choice.kind:
+                wanted = {CLUSTER: choice.cluster, SWIZZLE: choice.swizzle, SPLIT: choice.split}
+                wanted[REDUCTION] = IN_FLOAT32 if choice.split > 1 else 0
+                if self._runs(algorithm, wanted):
+                    return algorithm
         return None
+
+    def _runs(self, algorithm: _Algorithm, wanted: dict[int, int]) -> bool:
+        """Change an algorithm's attributes; whether it can still be run."""
+        set_one, refused = self._library.cublasLtMatmulAlgoConfigSetAttribute, 0
+        for attribute, value in wanted.items():
+            number, width = (c_uint16(value), 2) if attribute > 6 else (c_uint32(value), 4)
+            refused |= set_one(byref(algorithm), attribute, byref(number), c_size_t(width))
+        needs = _Found()
+        refused |= self._library.cublasLtMatmulAlgoCheck(*self._shape, byref(algorithm), byref(needs))
+        return not refused and needs.workspace <= WORKSPACE
 
     def run(self, x: Tensor, weight: Tensor, algorithm: _Algorithm) -> Tensor:
         """A new [rows, outputs] of contiguous `x` [rows, inputs] and `weight` [outputs, inputs]."""
@@ -180,7 +204,7 @@ class Products:
 
     __slots__ = ("_by_size", "_chosen", "_handle", "_library", "_space")
 
-    def __init__(self, chosen: Mapping[tuple[int, int], Choice], device: torch.device) -> None:
+    def __init__(self, chosen: Mapping[Sizes, Choice], device: torch.device) -> None:
         """Raises `CublasError` where the library torch runs on is not to be had."""
         major = str(torch.version.cuda).split(".")[0]
         try:
@@ -192,27 +216,26 @@ class Products:
             raise CublasError(f"cublasLtCreate ended with {status}")
         self._chosen = chosen
         self._space = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        self._by_size: dict[tuple[int, int, int], tuple[Product, _Algorithm] | None] = {}
+        self._by_size: dict[Sizes, tuple[Product, _Algorithm] | None] = {}
 
     def product(self, rows: int, outputs: int, inputs: int) -> Product:
         """Of one shape."""
         return Product(self._library, self._handle, self._space, (rows, outputs, inputs))
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """x Wᵀ of contiguous `x` [n, inputs] and `weight` [outputs, inputs]: a new [n, outputs], or None
+        """x Wᵀ of `x` [n, inputs] and contiguous `weight` [outputs, inputs]: a new [n, outputs], or None
         where cuBLAS may choose by itself."""
-        outputs, inputs = weight.shape
-        choice = self._chosen.get((outputs, inputs))
-        if choice is None or len(x) < LEAST_ROWS or x.dtype != torch.bfloat16:
+        sizes = (len(x), *weight.shape)
+        choice = self._chosen.get((MANY, *weight.shape) if len(x) >= LEAST_ROWS else sizes)
+        if choice is None or x.dtype != torch.bfloat16 or not x.is_contiguous():
             return None
-        sizes = len(x), outputs, inputs
         if sizes not in self._by_size:
             self._by_size[sizes] = self._look(sizes, choice)
         if (found := self._by_size[sizes]) is None:
             return None
         return found[0].run(x, weight, found[1])
 
-    def _look(self, sizes: tuple[int, int, int], choice: Choice) -> tuple[Product, _Algorithm] | None:
+    def _look(self, sizes: Sizes, choice: Choice) -> tuple[Product, _Algorithm] | None:
         try:
             product = self.product(*sizes)
             algorithm = product.algorithm(choice)

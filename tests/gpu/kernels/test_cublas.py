@@ -9,22 +9,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.kernels.cublas import LEAST_ROWS, Choice, Products, choices, products
+from gpu.kernels.cublas import LEAST_ROWS, MANY, Choice, Products, Sizes, choices, products
+from gpu.kernels.linear_mid import MOST_ROWS
 
 H200 = "NVIDIA H200"
 
 
 def test_choices_of_a_device_are_by_shape(tmp_path: Path) -> None:
-    text = json.dumps({"64x32": {"tile": 24, "cluster": 5, "swizzle": 1}})
+    few = {"tile": 208, "cluster": 3, "swizzle": 0, "split": 2, "kind": 1}
+    text = json.dumps({"64x32": {"tile": 24, "cluster": 5, "swizzle": 1}, "192x64x32": few})
     (tmp_path / "dense_bfloat16_NVIDIA_H200.json").write_text(text)
-    assert choices(H200, tmp_path) == {(64, 32): Choice(24, 5, 1)}
+    assert choices(H200, tmp_path) == {
+        (MANY, 64, 32): Choice(24, 5, 1),
+        (192, 64, 32): Choice(208, 3, 0, 2, 1),
+    }
     assert choices("another", tmp_path) == {}
 
 
 def test_what_is_shipped_is_whole() -> None:
     shipped = choices(H200)
     assert shipped
-    assert all(min(sides) > 0 and choice.swizzle in (0, 1) for sides, choice in shipped.items())
+    for (rows, *sides), choice in shipped.items():
+        assert rows == MANY or MOST_ROWS < rows <= 512
+        assert min(sides) > 0 and choice.swizzle in (0, 1) and choice.split >= 1
 
 
 class Refusing:
@@ -36,10 +43,11 @@ class Refusing:
 
 def test_what_the_library_refuses_is_left_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: Refusing())
-    many = Products({(16, 8): Choice(24, 5, 0)}, torch.device("cpu"))
+    many = Products({(MANY, 16, 8): Choice(24, 5, 0), (192, 16, 8): Choice(24, 5)}, torch.device("cpu"))
     x, weight = (torch.ones(n, 8, dtype=torch.bfloat16) for n in (LEAST_ROWS, 16))
     assert many.run(x, weight) is None
     assert many.run(x, weight) is None
+    assert many.run(x[:192], weight) is None
 
 
 def test_nothing_is_chosen_where_nothing_was_measured() -> None:
@@ -47,24 +55,24 @@ def test_nothing_is_chosen_where_nothing_was_measured() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sides", choices(H200))
-def test_products_are_those_of_cublas(sides: tuple[int, int], device: torch.device) -> None:
-    outputs, inputs = sides
+@pytest.mark.parametrize("sizes", choices(H200), ids=str)
+def test_products_are_those_of_cublas(sizes: Sizes, device: torch.device) -> None:
+    rows, outputs, inputs = sizes
     many = products(H200, device)
     assert many is not None
-    x = torch.randn(LEAST_ROWS + 8, inputs, device=device).bfloat16()
+    x = torch.randn(rows if rows != MANY else LEAST_ROWS + 8, inputs, device=device).bfloat16()
     weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).bfloat16()
     found, again = many.run(x, weight), many.run(x, weight)
     if found is None or again is None:
         pytest.skip("cuBLASLt proposes this algorithm on some hosts alone: then the product is cuBLAS's own")
     assert torch.equal(found, again)
     torch.testing.assert_close(found, torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2)
-    assert many.run(x[: LEAST_ROWS - 8], weight) is None
+    assert many.run(x[:-9], weight) is None
     assert many.run(x.half(), weight.half()) is None
 
 
 @pytest.mark.gpu
 def test_an_algorithm_that_is_not_proposed_is_left_out(device: torch.device) -> None:
-    many = Products({(256, 512): Choice(60_000, 5, 0)}, device)
+    many = Products({(MANY, 256, 512): Choice(60_000, 5, 0)}, device)
     x, weight = (torch.ones(n, 512, dtype=torch.bfloat16, device=device) for n in (LEAST_ROWS, 256))
     assert many.run(x, weight) is None
