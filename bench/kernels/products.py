@@ -14,7 +14,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,19 @@ import torch.nn.functional as F
 
 from bench.kernels.inputs import LINEARS
 from bench.kernels.timing import capture, microseconds
-from gpu.kernels.cublas import CLUSTER, KIND, SPLIT, SWIZZLE, TILE, Choice, CublasError, Product, Products
+from gpu.kernels.cublas import (
+    CLUSTER,
+    KIND,
+    MANY,
+    SPLIT,
+    SWIZZLE,
+    TILE,
+    Choice,
+    CublasError,
+    Product,
+    Products,
+    sizes_of,
+)
 from gpu.kernels.linear_mid import MOST_ROWS
 from gpu.step.shapes import decode_sizes, mixed_sizes
 
@@ -78,7 +90,7 @@ def choose(product: Product, x: torch.Tensor, weight: torch.Tensor, seconds: flo
 FEW = sorted({n for n in decode_sizes(512) + mixed_sizes(512) if n > MOST_ROWS})
 """Row counts of captured steps that `linear_mid` leaves to cuBLAS."""
 
-BEST, GAIN = 2, 0.97
+BEST, GAIN = 6, 0.97
 """Proposals whose other clusters and splits are tried, and what of cuBLAS's own time a choice may take."""
 
 
@@ -116,15 +128,15 @@ def quickest(product: Product, rows: int, weights: list[torch.Tensor]) -> tuple[
     return theirs, mine, best if better else None
 
 
-def few(many: Products, device: torch.device) -> dict[str, dict[str, int]]:
-    """Choices for FEW rows, by name in the file."""
+def few(counts: Sequence[int], many: Products, device: torch.device) -> dict[str, dict[str, int]]:
+    """Choices for these row counts, by name in the file."""
     found: dict[str, dict[str, int]] = {}
     for name, (outputs, inputs, _) in LINEARS.items():
         if outputs * inputs < LARGE:
             continue
         sets = max(2, min(8, int(150e6 / (outputs * inputs)) + 1))
         weights = [(torch.randn(outputs, inputs, device=device) * 0.02).bfloat16() for _ in range(sets)]
-        for rows in FEW:
+        for rows in counts:
             theirs, mine, choice = quickest(many.product(rows, outputs, inputs), rows, weights)
             print(f"{name} x {rows}: {theirs:.1f} and {mine:.1f} us, {choice}", flush=True)
             if choice is not None:
@@ -132,11 +144,12 @@ def few(many: Products, device: torch.device) -> dict[str, dict[str, int]]:
     return found
 
 
-def write(path: Path, found: dict[str, dict[str, int]], few_rows: bool) -> None:
-    """One entry a line; of the other search, what is there already."""
+def write(path: Path, found: dict[str, dict[str, int]], searched: Collection[int]) -> None:
+    """One entry a line; those of other row counts stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
-    kept = {name: entry for name, entry in kept.items() if (name.count("x") == 2) != few_rows}
-    lines = (f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in (kept | found).items())
+    kept = {name: entry for name, entry in kept.items() if sizes_of(name)[0] not in searched}
+    every = kept | found
+    lines = (f"  {json.dumps(name)}: {json.dumps(every[name])}" for name in sorted(every, key=sizes_of))
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -145,13 +158,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=0.25, help="of a variant at a time")
-    parser.add_argument("--few", action="store_true", help="row counts of captured steps up to 512 instead")
+    parser.add_argument("--few", type=int, nargs="*", help=f"these row counts instead; none: {FEW}")
     parser.add_argument("--out", type=Path, required=True, help="file for configs/kernels")
     args = parser.parse_args()
     device = torch.device("cuda")
     many = Products({}, device)
-    if args.few:
-        write(args.out, few(many, device), True)
+    if args.few is not None:
+        counts = args.few or FEW
+        write(args.out, few(counts, many, device), counts)
         return
     found: dict[str, dict[str, int]] = {}
     for name, (outputs, inputs, _) in LINEARS.items():
@@ -166,7 +180,7 @@ def main() -> None:
         best = ranked[0]
         if best.choice is not None and sum(best.seconds[1:]) < 0.995 * sum(own.seconds[1:]):
             found[f"{outputs}x{inputs}"] = best.choice._asdict()
-    write(args.out, found, False)
+    write(args.out, found, [MANY])
     print(args.out.read_text())
 
 

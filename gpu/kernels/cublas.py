@@ -4,7 +4,7 @@ cuBLAS takes the algorithm that it reckons is quickest at full clock. A step of 
 an H200 at its power limit, a quarter below that clock, and there the quickest is the one that takes the
 least energy: for Qwen3-8B's four products of 8,192 rows, in turn with cuBLAS's own, 4.66 ms against 4.74.
 And at some hundred rows its reckoning is off for some shapes: 4,096 outputs of 12,288 inputs at 192 rows
-take 52 us by its own choice, 40 by another.
+take 51 us by its own choice, 39 by another.
 Which ones are better was measured (`bench.kernels.products`) and stands in `configs/kernels/`; what is not
 there is left to cuBLAS.
 
@@ -86,10 +86,11 @@ def choices(device: str, folder: Path = FOLDER) -> dict[Sizes, Choice]:
     if not path.exists():
         return {}
     found: dict[str, dict[str, int]] = json.loads(path.read_text())
-    return {_sizes(name): Choice(**choice) for name, choice in found.items()}
+    return {sizes_of(name): Choice(**choice) for name, choice in found.items()}
 
 
-def _sizes(name: str) -> Sizes:
+def sizes_of(name: str) -> Sizes:
+    """What an entry of such a file is for."""
     *rows, outputs, inputs = (int(part) for part in name.split("x"))
     return rows[0] if rows else MANY, outputs, inputs
 
