@@ -18,9 +18,9 @@ Launches per layer on a GPU, by plain torch and here, a matrix product counted a
 Products of up to 2 or 4 rows, and a router's of up to 32, are `linear_small`'s, others of large weights
 `linear_mid`'s at 3 to 64 rows, and the rest cuBLAS's: it splits K at few rows and sums the parts in a
 launch more, and no kernel of its own begins before the last has ended. (Some run by an algorithm that was
-measured to be quicker, or of thousands of rows to take less power: `gpu.kernels.cublas`.) On an H200 a layer of Qwen3-8B
-over 1,024 keys a row took, in µs by cuBLAS and by `linear_mid`, 139 and 121 at 8 rows, 159 and 147 at 32,
-193 and 186 at 64; of Qwen3-30B-A3B, without experts, 34 and 30, 47 and 43, 61 and 60.
+measured to be quicker, or of thousands of rows to take less power: `gpu.kernels.cublas`.) On an H200 a
+layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `linear_mid`, 139 and 121 at 8 rows,
+159 and 147 at 32, 193 and 186 at 64; of Qwen3-30B-A3B, without experts, 34 and 30, 47 and 43, 61 and 60.
 
 With FP8 weights each product is preceded by a launch that quantises its rows: 4 more in a dense layer
 or one of experts, 2 more in one of experts up to 4 rows.
