@@ -188,7 +188,7 @@ class GraphRunner:
                 marks=ticket.marks,
             )
         if ticket.surplus is not None:
-            cells, pages, marks = (torch.from_numpy(each).to(self.device) for each in ticket.surplus)
+            cells, pages, marks = (torch.tensor(each, device=self.device) for each in ticket.surplus)
             self._tables.page_table.view(-1).index_copy_(0, cells, pages)
             counts.mark(marks)
 

@@ -116,6 +116,7 @@ class Rig:
                 cells.append((slot, len(self.pages[slot]), page := self.free.pop()))
                 self.pages[slot].append(page)
         columns = np.array(cells, np.int32).reshape(-1, 3).T
+        columns.setflags(write=False)  # as the scheduler's
         self.steps += 1
         return StepPlan(self.steps, ints(decode), tuple(chunks), tuple(new), PageWrites(*columns))
 
