@@ -3,6 +3,7 @@
 #
 #   bench/gpu_first.sh tests      facts, every kernel's tests in bfloat16, the captured step against the CPU
 #   bench/gpu_first.sh sanitize   the kernels' tests under compute-sanitizer's memcheck
+#   bench/gpu_first.sh real       a trained model, LOOM_TEST_MODEL=FILE.gguf, against a CPU; a device that fails
 #   bench/gpu_first.sh kernels    kernels checked and timed at real sizes, tiles of the experts searched
 #   bench/gpu_first.sh steps      where a step's time goes, both models, random weights
 #   bench/gpu_first.sh table      the scenarios against the server; MODELS="qwen3-8b" for one model alone,
@@ -19,8 +20,10 @@ FLAGS="--device cuda ${FLAGS:-}"
 CORES=$(nproc)
 LOGS=$(mktemp -d)
 mkdir -p "$OUT"
+# Every test, whatever its marks; what a host's own packages warn of is none of ours.
+export PYTEST="-p no:cacheprovider -m= -o filterwarnings=default --disable-warnings"
 export LOGS COLUMNS=200 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-[ "${PDL:-1}" = 1 ] || sed -i 's/^HOPPER = (9, 0)/HOPPER = (99, 0)/' gpu/cuda.py
+[ "${PDL:-1}" = 1 ] || sed -i 's/^HOPPER = (9, 0)/HOPPER = (99, 0)/' gpu/device.py
 
 say() {
   printf '== %4d s  %s\n' "$SECONDS" "$*"
@@ -43,8 +46,7 @@ pytests() {
   xargs -d '\n' -P "$1" -I {} bash -c '
     eval "ids=($1)"
     log="$LOGS/pytest-$(basename "${ids[0]}" | tr -c "A-Za-z0-9\n" _).log"
-    timeout 200 python3 -m pytest -q -p no:cacheprovider -m "" -o filterwarnings=default --tb=short "${ids[@]}" \
-      > "$log" 2>&1 && code=0 || code=$?
+    timeout "${EACH:-200}" python3 -m pytest $PYTEST --tb=short "${ids[@]}" > "$log" 2>&1 && code=0 || code=$?
     echo "$code ${ids[0]} $(tail -n 1 "$log")" >> "$LOGS/pytest.txt"' _ {}
 }
 
@@ -94,13 +96,32 @@ tests() {
   cat "$LOGS/facts.log"
 }
 
+# Three at a time: each answers on the CPU first, with its share of the cores.
+real() {
+  export OMP_NUM_THREADS=$((CORES / 3))
+  : > "$LOGS/pytest.txt"
+  python3 - <<'EOF' | pytests 4
+from tests.e2e.test_real_model import CONFIGURATIONS
+
+def line(*names):
+    print(*(f"'tests/e2e/{name}'" for name in names))
+
+names = [f"test_real_model.py::test_float32_says_what_a_cpu_says[{name}]" for name in CONFIGURATIONS]
+line("test_failure.py::test_a_step_that_fails[cuda]")
+line(*names[0::2])
+line(*names[1::2])
+line(*(f"test_real_model.py::test_bfloat16_makes_sense[{prefill}]" for prefill in ("triton", "flashinfer")))
+EOF
+  cut -c 1-160 "$LOGS/pytest.txt"
+}
+
 # Without torch's cache of memory every tensor is an allocation of its own, whose end can be overrun.
 sanitize() {
   export LOGS PYTORCH_NO_CUDA_MEMORY_CACHING=1
   ls ${FILES:-tests/gpu/kernels/test_*.py} | xargs -P "$CORES" -I {} bash -c '
     log="$LOGS/sanitize-$(basename {} .py).log"
     timeout "${EACH:-200}" compute-sanitizer --tool memcheck --error-exitcode 9 --print-limit 5 \
-      python3 -m pytest -q -p no:cacheprovider -m "" -o filterwarnings=default --tb=line {} > "$log" 2>&1
+      python3 -m pytest $PYTEST --tb=line {} > "$log" 2>&1
     echo "$? {} $(grep -hE "passed|failed" "$log" | tail -n 1) $(grep -h "ERROR SUMMARY" "$log" | tail -n 1)"'
 }
 
@@ -142,5 +163,5 @@ table() {
   cp "$LOGS"/table/*.json "$OUT/" 2>/dev/null
 }
 
-"${1:?tests, sanitize, kernels, steps or table}"
+"${1:?tests, sanitize, real, kernels, steps or table}"
 say "done"

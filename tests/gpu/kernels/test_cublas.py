@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.kernels.products import write
 from gpu.kernels.cublas import LEAST_ROWS, MANY, Choice, Products, Sizes, choices, products
 from gpu.kernels.linear_mid import MOST_ROWS
 
@@ -24,6 +25,16 @@ def test_choices_of_a_device_are_by_shape(tmp_path: Path) -> None:
         (192, 64, 32): Choice(208, 3, 0, 2, 1),
     }
     assert choices("another", tmp_path) == {}
+
+
+def test_a_search_replaces_the_row_counts_it_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "dense_bfloat16_NVIDIA_H200.json"
+    old = {"tile": 24, "cluster": 5}
+    path.write_text(json.dumps({name: old for name in ("192x64x32", "64x32", "128x64x32", "80x64x32")}))
+    write(path, {"128x64x32": {"tile": 15, "cluster": 2}}, [128, 192])
+    found = choices(H200, tmp_path)
+    assert list(found) == [(MANY, 64, 32), (80, 64, 32), (128, 64, 32)]
+    assert found[128, 64, 32] == Choice(15, 2) and found[80, 64, 32] == Choice(24, 5)
 
 
 def test_what_is_shipped_is_whole() -> None:
