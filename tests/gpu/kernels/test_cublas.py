@@ -30,7 +30,7 @@ def test_choices_of_a_device_are_by_shape(tmp_path: Path) -> None:
 def test_a_search_replaces_the_row_counts_it_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "dense_bfloat16_NVIDIA_H200.json"
     old = {"tile": 24, "cluster": 5}
-    path.write_text(json.dumps({name: old for name in ("192x64x32", "64x32", "128x64x32", "80x64x32")}))
+    path.write_text(json.dumps(dict.fromkeys(("192x64x32", "64x32", "128x64x32", "80x64x32"), old)))
     write(path, {"128x64x32": {"tile": 15, "cluster": 2}}, [128, 192])
     found = choices(H200, tmp_path)
     assert list(found) == [(MANY, 64, 32), (80, 64, 32), (128, 64, 32)]
