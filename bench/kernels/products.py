@@ -5,7 +5,8 @@ of a second at a time, in turn with the others and with cuBLAS's own choice, thr
 the last two decides. What beats cuBLAS by 0.5% is written as `gpu.kernels.cublas` reads it.
 
 At the row counts of captured steps up to 512 (`--few`) bursts are what counts, over weights that L2 does not
-hold; there it must beat cuBLAS by 3%, twice. FILE keeps what the other search has written.
+hold; there it must beat cuBLAS by 3%, twice. All times go to bench/results/, and FILE keeps the choices for
+row counts that were not searched.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from bench.kernels.inputs import LINEARS
 from bench.kernels.timing import capture, microseconds
+from bench.results import write as keep
 from gpu.kernels.cublas import (
     CLUSTER,
     KIND,
@@ -40,8 +42,8 @@ from gpu.kernels.cublas import (
 from gpu.kernels.linear_mid import MOST_ROWS
 from gpu.step.shapes import decode_sizes, mixed_sizes
 
-CLUSTERS = (3, 5)
-"""2x1 and 1x2; those of four programs were never the best."""
+ALONE, CLUSTERS = 2, (3, 5)
+"""Programs by themselves, and 2x1 and 1x2; at thousands of rows clusters of four were never the best."""
 
 ROUNDS, KEPT = 3, 6
 
@@ -50,6 +52,12 @@ CALLS = 8
 
 LARGE = 1 << 23
 """Elements of a weight worth a choice."""
+
+WEIGHTS = {name: (n, k) for name, (n, k, _) in LINEARS.items() if n * k >= LARGE}
+"""Outputs and inputs of what is searched."""
+
+Entries = dict[str, dict[str, int]]
+"""What `gpu.kernels.cublas` reads: a choice's fields by the name of its sizes."""
 
 
 class Variant(NamedTuple):
@@ -118,7 +126,7 @@ def quickest(product: Product, rows: int, weights: list[torch.Tensor]) -> tuple[
         if choice not in times:
             times[choice] = other(choice)
     for base in sorted(times, key=lambda c: times[c])[:BEST]:
-        for cluster, split in itertools.product((2, *CLUSTERS), (1, 2, 3, 4)):
+        for cluster, split in itertools.product((ALONE, *CLUSTERS), (1, 2, 3, 4)):
             choice = base._replace(cluster=cluster, split=split)
             if choice not in times:
                 times[choice] = other(choice)
@@ -128,23 +136,44 @@ def quickest(product: Product, rows: int, weights: list[torch.Tensor]) -> tuple[
     return theirs, mine, best if better else None
 
 
-def few(counts: Sequence[int], many: Products, device: torch.device) -> dict[str, dict[str, int]]:
-    """Choices for these row counts, by name in the file."""
-    found: dict[str, dict[str, int]] = {}
-    for name, (outputs, inputs, _) in LINEARS.items():
-        if outputs * inputs < LARGE:
-            continue
+def random_weight(outputs: int, inputs: int, device: torch.device) -> torch.Tensor:
+    """As dummy weights are."""
+    return (torch.randn(outputs, inputs, device=device) * 0.02).bfloat16()
+
+
+def few(counts: Sequence[int], many: Products, device: torch.device) -> tuple[Entries, list[dict[str, Any]]]:
+    """Choices for these row counts, and the times of every product."""
+    found: Entries = {}
+    times: list[dict[str, Any]] = []
+    for name, (outputs, inputs) in WEIGHTS.items():
         sets = max(2, min(8, int(150e6 / (outputs * inputs)) + 1))
-        weights = [(torch.randn(outputs, inputs, device=device) * 0.02).bfloat16() for _ in range(sets)]
+        weights = [random_weight(outputs, inputs, device) for _ in range(sets)]
         for rows in counts:
-            theirs, mine, choice = quickest(many.product(rows, outputs, inputs), rows, weights)
-            print(f"{name} x {rows}: {theirs:.1f} and {mine:.1f} us, {choice}", flush=True)
+            own, best, choice = quickest(many.product(rows, outputs, inputs), rows, weights)
+            print(f"{name} x {rows}: {own:.1f} and {best:.1f} us, {choice}", flush=True)
+            times.append({"name": name, "rows": rows, "cublas_us": round(own, 1), "best_us": round(best, 1)})
             if choice is not None:
                 found[f"{rows}x{outputs}x{inputs}"] = choice._asdict()
+    return found, times
+
+
+def thousands(rows: int, seconds: float, many: Products, device: torch.device) -> Entries:
+    """Choices for many rows, measured with `rows`."""
+    found: Entries = {}
+    for name, (outputs, inputs) in WEIGHTS.items():
+        x = torch.randn(rows, inputs, device=device).bfloat16()
+        weight = random_weight(outputs, inputs, device)
+        ranked = choose(many.product(rows, outputs, inputs), x, weight, seconds)
+        for variant in ranked:
+            print(name, variant.choice, [round(1e6 * s, 1) for s in variant.seconds], "us", flush=True)
+        own = next(v for v in ranked if v.choice is None)
+        best = ranked[0]
+        if best.choice is not None and sum(best.seconds[1:]) < 0.995 * sum(own.seconds[1:]):
+            found[f"{outputs}x{inputs}"] = best.choice._asdict()
     return found
 
 
-def write(path: Path, found: dict[str, dict[str, int]], searched: Collection[int]) -> None:
+def write(path: Path, found: Entries, searched: Collection[int]) -> None:
     """One entry a line; those of other row counts stay."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: entry for name, entry in kept.items() if sizes_of(name)[0] not in searched}
@@ -159,29 +188,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=0.25, help="of a variant at a time")
     parser.add_argument("--few", type=int, nargs="*", help=f"these row counts instead; none: {FEW}")
+    parser.add_argument("--name", default="products", help="of the times of few rows, under bench/results")
     parser.add_argument("--out", type=Path, required=True, help="file for configs/kernels")
     args = parser.parse_args()
     device = torch.device("cuda")
     many = Products({}, device)
-    if args.few is not None:
+    if args.few is None:
+        write(args.out, thousands(args.rows, args.seconds, many, device), [MANY])
+    else:
         counts = args.few or FEW
-        write(args.out, few(counts, many, device), counts)
-        return
-    found: dict[str, dict[str, int]] = {}
-    for name, (outputs, inputs, _) in LINEARS.items():
-        if outputs * inputs < LARGE:
-            continue
-        x = torch.randn(args.rows, inputs, device=device).bfloat16()
-        weight = (torch.randn(outputs, inputs, device=device) * 0.02).bfloat16()
-        ranked = choose(many.product(args.rows, outputs, inputs), x, weight, args.seconds)
-        for variant in ranked:
-            print(name, variant.choice, [round(1e6 * s, 1) for s in variant.seconds], "us", flush=True)
-        own = next(v for v in ranked if v.choice is None)
-        best = ranked[0]
-        if best.choice is not None and sum(best.seconds[1:]) < 0.995 * sum(own.seconds[1:]):
-            found[f"{outputs}x{inputs}"] = best.choice._asdict()
-    write(args.out, found, [MANY])
-    print(args.out.read_text())
+        found, times = few(counts, many, device)
+        write(args.out, found, counts)
+        keep(args.name, {"device": torch.cuda.get_device_name(0), "times": times})
 
 
 if __name__ == "__main__":
