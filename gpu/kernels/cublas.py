@@ -43,7 +43,7 @@ TRANSPOSE_A = 3
 """Of a product's attributes: cuBLAS counts columns first, so that W [outputs, inputs] is its Aᵀ."""
 MOST_WORKSPACE = 1
 TILE, SPLIT, REDUCTION, SWIZZLE, KIND, CLUSTER = 1, 2, 3, 4, 5, 8
-"""Of an algorithm's attributes. KIND is its "custom option"; those from 7 on have two bytes, others four."""
+"""Of an algorithm's attributes, of four bytes each, but for CLUSTER's two. KIND is its "custom option"."""
 IN_FLOAT32 = 2
 """How parts of a split product are added."""
 ASKED = 16
@@ -145,7 +145,7 @@ class Product:
     def read(self, algorithm: _Algorithm, attribute: int) -> int:
         """One of an algorithm's attributes, in cuBLASLt's numbers."""
         value, size = c_uint32(), c_size_t()
-        width = c_size_t(2 if attribute > 6 else 4)
+        width = c_size_t(2 if attribute == CLUSTER else 4)
         self._call(
             "MatmulAlgoConfigGetAttribute", byref(algorithm), attribute, byref(value), width, byref(size)
         )
@@ -154,22 +154,21 @@ class Product:
     def algorithm(self, choice: Choice) -> _Algorithm | None:
         """The proposed algorithm with that tile, and of that kind, changed to the rest of the choice; None
         where this version of cuBLASLt has none or cannot run it so."""
+        wanted = {CLUSTER: choice.cluster, SWIZZLE: choice.swizzle, SPLIT: choice.split}
+        wanted[REDUCTION] = IN_FLOAT32 if choice.split > 1 else 0
         for algorithm in self.proposed():
             if self.read(algorithm, TILE) != choice.tile:
                 continue
-            if choice.kind is None or self.read(algorithm, KIND) == choice.kind:
-                wanted = {CLUSTER: choice.cluster, SWIZZLE: choice.swizzle, SPLIT: choice.split}
-                wanted[REDUCTION] = IN_FLOAT32 if choice.split > 1 else 0
-                if self._runs(algorithm, wanted):
-                    return algorithm
+            if choice.kind in (None, self.read(algorithm, KIND)) and self._runs(algorithm, wanted):
+                return algorithm
         return None
 
     def _runs(self, algorithm: _Algorithm, wanted: dict[int, int]) -> bool:
         """Change an algorithm's attributes; whether it can still be run."""
         set_one, refused = self._library.cublasLtMatmulAlgoConfigSetAttribute, 0
         for attribute, value in wanted.items():
-            number, width = (c_uint16(value), 2) if attribute > 6 else (c_uint32(value), 4)
-            refused |= set_one(byref(algorithm), attribute, byref(number), c_size_t(width))
+            number = c_uint16(value) if attribute == CLUSTER else c_uint32(value)
+            refused |= set_one(byref(algorithm), attribute, byref(number), c_size_t(ctypes.sizeof(number)))
         needs = _Found()
         refused |= self._library.cublasLtMatmulAlgoCheck(*self._shape, byref(algorithm), byref(needs))
         return not refused and needs.workspace <= WORKSPACE

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from ctypes import c_void_p
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench.kernels.products import write
-from gpu.kernels.cublas import LEAST_ROWS, MANY, Choice, Products, Sizes, choices, products
+from gpu.kernels.cublas import (
+    CLUSTER,
+    IN_FLOAT32,
+    KIND,
+    LEAST_ROWS,
+    MANY,
+    REDUCTION,
+    SPLIT,
+    SWIZZLE,
+    TILE,
+    Choice,
+    Product,
+    Products,
+    Sizes,
+    choices,
+    products,
+)
 from gpu.kernels.linear_mid import MOST_ROWS
 
 H200 = "NVIDIA H200"
@@ -59,6 +77,52 @@ def test_what_the_library_refuses_is_left_to_cublas(monkeypatch: pytest.MonkeyPa
     assert many.run(x, weight) is None
     assert many.run(x, weight) is None
     assert many.run(x[:192], weight) is None
+
+
+class Proposing:
+    """A library that proposes algorithms, each by its tile and kind, and keeps what is set of them."""
+
+    def __init__(self, proposals: list[tuple[int, int]]) -> None:
+        self.proposals = proposals
+        self.set: list[tuple[int, int, int]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *args: 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *args: Any) -> int:
+        *_, found, count = args
+        for at, (tile, kind) in enumerate(self.proposals):
+            found[at].algorithm.data[TILE], found[at].algorithm.data[KIND] = tile, kind
+        count._obj.value = len(self.proposals)
+        return 0
+
+    def cublasLtMatmulAlgoConfigGetAttribute(
+        self, algorithm: Any, attribute: int, value: Any, *_: Any
+    ) -> int:
+        value._obj.value = algorithm._obj.data[attribute]
+        return 0
+
+    def cublasLtMatmulAlgoConfigSetAttribute(self, _: Any, attribute: int, value: Any, size: Any) -> int:
+        self.set.append((attribute, value._obj.value, size.value))
+        return 0
+
+
+def test_a_choice_is_the_proposal_of_its_tile_and_kind_with_the_rest_set() -> None:
+    library = Proposing([(15, 0), (208, 0), (208, 1)])
+    product = Product(library, c_void_p(), torch.empty(0), (192, 16, 8))
+    found = product.algorithm(Choice(208, 3, split=2, kind=1))
+    assert found is not None and found.data[KIND] == 1
+    assert sorted(library.set) == [
+        (SPLIT, 2, 4),
+        (REDUCTION, IN_FLOAT32, 4),
+        (SWIZZLE, 0, 4),
+        (CLUSTER, 3, 2),
+    ]
+    library.set.clear()
+    found = product.algorithm(Choice(208, 5, swizzle=1))
+    assert found is not None and found.data[KIND] == 0
+    assert sorted(library.set) == [(SPLIT, 1, 4), (REDUCTION, 0, 4), (SWIZZLE, 1, 4), (CLUSTER, 5, 2)]
+    assert product.algorithm(Choice(208, 3, kind=7)) is None
 
 
 def test_nothing_is_chosen_where_nothing_was_measured() -> None:
