@@ -46,7 +46,8 @@ def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: fl
         steps, use = bench.inputs(n), configs.at(n)
         weights = bench.w13, bench.w2
         whole = [partial(fused_moe, x, g, weights, size.top_k, use, pdl=hopper) for x, g in steps]
-        yield row(n, size, burst(whole))
+        line = row(n, size, burst(whole))
+        yield line
         if use.small:
             continue
         cut = [(x, route(logits, size.top_k, use.block_m)[1]) for x, logits in steps]
@@ -55,9 +56,9 @@ def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: fl
         moved = distinct_experts(n, size) * size.width * size.hidden * 2
         flops = 2.0 * n * size.top_k * size.width * size.hidden
         parts = burst(up), burst(low)
-        yield Row("  gate_up", describe(use)[:30], parts[0], 2 * moved, 2 * flops)
-        yield Row("  down", "", parts[1], moved, flops)
-        yield Row("  both", "", sum(parts), 3 * moved, 3 * flops)
+        yield Row("  gate_up", line.case, parts[0], 2 * moved, 2 * flops, describe(use))
+        yield Row("  down", line.case, parts[1], moved, flops)
+        yield Row("  both", line.case, sum(parts), 3 * moved, 3 * flops)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,12 +71,10 @@ def main(argv: list[str] | None = None) -> int:
     found: dict[str, dict[str, float]] = {}
     for line in times(MoeSize(width=asked.width), asked.tokens, pause=1.0):
         print(line.line(), flush=True)
-        if line.name == "fused_moe":
-            found[line.case] = {}
         figures = {"us": line.us, "of_bandwidth": line.bytes / BANDWIDTH * 1e6 / line.us}
         figures["of_flops"] = line.flops / FLOPS * 1e6 / line.us
         part = {f"{line.name.strip()}_{key}": round(value, 3) for key, value in figures.items()}
-        found[list(found)[-1]] |= part
+        found.setdefault(line.case, {}).update(part)
     write(asked.name, {"device": torch.cuda.get_device_name(0), "width": asked.width, "tokens": found})
     return 0
 
