@@ -15,14 +15,14 @@ width, each would read the rows from shared memory once more, and shared memory 
 A tile with fewer rows runs at a height of 128 or 64; `route` cuts an expert's rows so that none is small
 next to the others. On an H200, E 128, N 768, hidden 2,048, 8 of 128, us of `gate_up` and `down`:
 
-    8,192 tokens   665 and 366   with tiles of 128 rows, gate and up apart   724 and 458
-    4,096          377 and 211                                               411 and 257
+    8,192 tokens   665 and 366   with tiles of 128 rows, gate and up apart,  724 and 458
+    4,096          377 and 211   on another card                             411 and 257
     2,048          245 and 136                                               254 and 149
 
 Inside a step of 8,192 tokens, at the power limit, 732 and 414: 68% of what the tensor cores can do there.
 Blocks of 256 rows in tiles of 256 x 192 read a seventh less from L2 at 4,096 tokens and were no gain: 388 and
-209 us where this took 369 and 208, for 128 and 64 columns ask more of shared memory than 256 do; with the
-weights on the left, 399 and 204.
+209 us where this took 369 and 208 on the same card, probably because 128 and 64 columns ask more of shared
+memory than 256 do; with the weights on the left, 399 and 204.
 """
 
 from __future__ import annotations

@@ -188,6 +188,7 @@ class GraphRunner:
                 marks=ticket.marks,
             )
         if ticket.surplus is not None:
+            # Copies: what comes from the scheduler is read-only, and torch shares no such memory.
             cells, pages, marks = (torch.tensor(each, device=self.device) for each in ticket.surplus)
             self._tables.page_table.view(-1).index_copy_(0, cells, pages)
             counts.mark(marks)
