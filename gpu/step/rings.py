@@ -59,7 +59,12 @@ class Rings:
 
     def clear(self) -> None:
         """Empty orders, and both sides at the first entry: around warm-up, which only the device counts.
-        No step may be under way."""
+
+        Waits for the device: a warm-up that it has still to run would take the first true order for its own,
+        whose rows lie outside of a smaller step.
+        """
+        if self.cursor.is_cuda:
+            torch.cuda.synchronize(self.cursor.device)
         self._orders.fill(0)
         self.cursor.zero_()
         self._turn = 0

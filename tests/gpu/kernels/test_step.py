@@ -3,6 +3,8 @@ tokens come back in order, and masks forbid what they should."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -130,6 +132,27 @@ def test_greedy_is_temperature_zero(device: torch.device) -> None:
     assert float(tables.temperature[2]) == 0.0
     assert int(tables.seed[2]) == 2**63 - 1
     assert view.counts.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_what_is_launched_reads_its_own_order(device: torch.device) -> None:
+    """Without graphs warm-ups were still under way when the first order was written in their place."""
+    tables = slot_tables(ROWS, PAGES, device)
+    rings = Rings(LIMITS, 2, device)
+    buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, (8, torch.float32))
+    view = buffers.view(ROWS, mixed=False)
+    busy: Any = torch.cuda._sleep  # untyped
+
+    def launch(seed: int) -> None:
+        new = NewSlot(2, SamplingParams(seed=seed), ints([]), ints([]), 3)
+        rings.write(StepPlan(1, ints([]), new_slots=(new,)))
+        begin_step(rings.orders, rings.cursor, rings.at, tables, view, buffers.samples, page_size=PAGE)
+
+    launch(5)  # compiles
+    busy(1_000_000_000)  # cycles, half a second
+    launch(7)
+    rings.clear()
+    assert int(tables.seed[2]) == 7
 
 
 def test_masks_forbid(device: torch.device, dtype: torch.dtype) -> None:
