@@ -131,7 +131,7 @@ def compile_variant(size: MoeSize, variant: Variant) -> None:
     """In a process of the pool: one variant into Triton's cache, on data that is never touched."""
     tokens, k = 16, size.top_k
     total = max_blocks(tokens, size.experts, k, variant.block_m)
-    tiles = Tiles(torch.empty(tokens * k, dtype=torch.int32), torch.empty(3, total, dtype=torch.int32))
+    tiles = Tiles(torch.empty(tokens * k, dtype=torch.int32), torch.empty(4, total, dtype=torch.int32))
     with compiling():
         if variant.up:
             w13 = torch.empty(size.experts, 2 * size.width, size.hidden, dtype=torch.bfloat16)

@@ -38,7 +38,7 @@ def _parts(
     tall, up, low = config.block_m, config.up, config.down
     if scales is None:
         hidden = gate_up(x, w13, tiles, tall, up, pdl=pdl)
-        return down(hidden, w2, tiles, tall, low, pdl=pdl), routing
+        return down(hidden, w2, tiles, tall, low, after=up, pdl=pdl), routing
     s13, s2 = scales
     numbers, rows = quantise_rows(x, num_rows=num_rows, pdl=pdl)
     hidden = gate_up(numbers, w13, tiles, tall, up, scales=(rows, s13), dtype=x.dtype, pdl=pdl)

@@ -15,6 +15,9 @@ on the tensor cores:
               empty on average.
     tma       weights come through tensor descriptors: one thread asks for a tile.
 
+A tile of `down` needs the outputs of its own rows alone: `gate_up` counts them in the table of tiles, and
+`down` begins where they are done (`gpu.kernels.handover`).
+
 In FP8 both operands are e4m3 with float32 scales, of `a` by row and of the weights by output, which meet
 the sums behind the loop.
 """
@@ -28,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpu.kernels.handover import await_count, finish, release, tell
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
 from gpu.kernels.moe_tall import TALL, tall_gemm
 from gpu.kernels.route import Tiles
@@ -186,6 +190,7 @@ def _grouped(
     SWAP: tl.constexpr,
     HALF: tl.constexpr,
     TMA: tl.constexpr,
+    AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     # Tiles of one block of rows follow each other, so that an expert's weights are read by programs
@@ -194,20 +199,32 @@ def _grouped(
     even: tl.constexpr = K % BLOCK_K == 0
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * BLOCK_N
-    begin(PDL)
-    count = tl.load(blocks + 2 * total + block)
+    if AFTER > 0:
+        release(PDL)
+    else:
+        begin(PDL)
+    count = tl.load(blocks + 2 * total + block, cache_modifier=".cg")
     if count == 0:
+        if AFTER > 0:
+            finish(PDL)
         return
-    expert = tl.load(blocks + block)
-    first = tl.load(blocks + total + block)
+    expert = tl.load(blocks + block, cache_modifier=".cg")
+    first = tl.load(blocks + total + block, cache_modifier=".cg")
+    done = blocks + 3 * total + block
     end = places - 1
     half: tl.constexpr = BLOCK_M // 2
+    if AFTER > 0:
+        await_count(done, AFTER, False)
     if HALF and count <= half:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
               half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
     else:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
               BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+    if GATED:
+        tell(done)
+    if AFTER > 0:
+        finish(PDL)
 
 
 def _launch(
@@ -221,12 +238,13 @@ def _launch(
     config: TileConfig,
     scales: Scales | None,
     pdl: bool,
+    after: int = 0,
 ) -> Tensor:
     if block_m == TALL:
         assert scales is None, "rows in e4m3 come in lower tiles"
         cut = {"block_n": config.block_n, "block_k": config.block_k}
         flow = {"warps": config.warps, "stages": config.stages}
-        return tall_gemm(a, w, out, tiles, **cut, **flow, gated=gated, pdl=pdl)
+        return tall_gemm(a, w, out, tiles, **cut, **flow, gated=gated, after=after, pdl=pdl)
     experts, rows, k = w.shape
     n = out.shape[1]
     a_scales, w_scales = scales if scales is not None else (None, None)
@@ -254,6 +272,7 @@ def _launch(
         SWAP=config.swap,
         HALF=config.half,
         TMA=config.tma,
+        AFTER=after,
         PDL=pdl,
         **options(config.warps, config.stages, pdl),
     )
@@ -294,10 +313,16 @@ def down(
     *,
     scales: Scales | None = None,
     dtype: torch.dtype | None = None,
+    after: TileConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """hidden · downᵀ for every pair: `hidden` [T * k, width] as `gate_up` made it, `w2`
     [experts, hidden_size, width], `scales` and `dtype` as there. Returns [T * k, hidden_size] in pair
-    order (row * k + j), rows of pairs that went nowhere not written."""
+    order (row * k + j), rows of pairs that went nowhere not written.
+
+    With `after` it is launched behind the `gate_up` of that config, with nothing between them, and a tile
+    waits for its own rows alone (`gpu.kernels.handover`).
+    """
     out = hidden.new_empty(len(hidden), w2.shape[1], dtype=dtype or hidden.dtype)
-    return _launch(hidden, w2, out, tiles, block_m, 1, False, config, scales, pdl)
+    parts = cdiv(hidden.shape[1], after.block_n) if after is not None else 0
+    return _launch(hidden, w2, out, tiles, block_m, 1, False, config, scales, pdl, parts)

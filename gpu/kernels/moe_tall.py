@@ -23,6 +23,12 @@ Inside a step of 8,192 tokens, at the power limit, 732 and 414: 68% of what the 
 Blocks of 256 rows in tiles of 256 x 192 read a seventh less from L2 at 4,096 tokens and were no gain: 388 and
 209 us where this took 369 and 208 on the same card, probably because 128 and 64 columns ask more of shared
 memory than 256 do; with the weights on the left, 399 and 204.
+
+Nor was a kernel by warp roles a gain, written in Gluon: 132 programs, in each a warpgroup that fetches the
+tiles one after the other and three that multiply 64 rows each. It hides how a tile begins, and took 466 and
+248 us at 4,096 tokens, 709 and 462 at 8,192, where this took 374 and 210, 654 and 361; with three stages or
+four, a tile of 128 rows as long as one of 192. A tile's beginning is not what costs. ncu shows L2 at 87%
+here: left to try is one fetch for two processors, a multicast, which Triton 3.6 does not have.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gpu.kernels.handover import await_count, finish, release, tell
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
 from gpu.kernels.route import Tiles
 
@@ -181,15 +188,22 @@ def _tall(
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * BLOCK_N
-    begin(PDL)
-    count = tl.load(blocks + 2 * total + block)
-    expert = tl.load(blocks + block)
-    first = tl.load(blocks + total + block)
+    if AFTER > 0:
+        release(PDL)
+    else:
+        begin(PDL)
+    count = tl.load(blocks + 2 * total + block, cache_modifier=".cg")
+    expert = tl.load(blocks + block, cache_modifier=".cg")
+    first = tl.load(blocks + total + block, cache_modifier=".cg")
+    done = blocks + 3 * total + block
+    if AFTER > 0 and count > 0:
+        await_count(done, AFTER, PDL)
     if count > 128:
         _tile(a, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
               128, True, BLOCK_N, BLOCK_K)  # fmt: skip
@@ -199,6 +213,10 @@ def _tall(
     elif count > 0:
         _tile(a_low, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
               64, False, BLOCK_N, BLOCK_K)  # fmt: skip
+    if GATED and count > 0:
+        tell(done)
+    if AFTER > 0:
+        finish(PDL)
 
 
 def tall_gemm(
@@ -212,6 +230,7 @@ def tall_gemm(
     warps: int,
     stages: int,
     gated: bool,
+    after: int = 0,
     pdl: bool = False,
 ) -> Tensor:
     """`gate_up` (`gated`) or `down` of `gpu.kernels.moe_gemm`, whose arguments these are, `tiles` cut with
@@ -240,6 +259,7 @@ def tall_gemm(
         GATED=gated,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        AFTER=after,
         PDL=pdl,
         **options(warps, stages, pdl),
     )

@@ -55,7 +55,8 @@ class Tiles(NamedTuple):
     """The pairs of a routing in the order in which the GEMMs take them.
 
     pairs   int32 [T * k]      pair number row * k + j of each place in the list
-    blocks  int32 [3, count]   expert, first place and rows of each tile; rows 0 behind the last tile
+    blocks  int32 [4, count]   expert, first place and rows of each tile, rows 0 behind the last tile; and 0,
+                               where `gate_up` counts what it has done of the tile's outputs
     """
 
     pairs: Tensor
@@ -187,6 +188,7 @@ def _write_blocks(
         tl.store(blocks + starts + i, e, mask=own)
         tl.store(blocks + total + starts + i, firsts + before, mask=own)
         tl.store(blocks + 2 * total + starts + i, tl.minimum(counts - before, height), mask=own)
+        tl.store(blocks + 3 * total + starts + i, 0, mask=own)
     for start in range(tl.sum(tiles, 0) + part * BLOCK_E, total, parts * BLOCK_E):
         b = start + e
         tl.store(blocks + b, 0, mask=b < total)
@@ -356,7 +358,7 @@ def route(
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
     found = torch.empty(rows, top_k, dtype=torch.int32, device=device)
     pairs = torch.empty(rows * top_k, dtype=torch.int32, device=device)
-    blocks = torch.empty(3, total, dtype=torch.int32, device=device)
+    blocks = torch.empty(4, total, dtype=torch.int32, device=device)
     best = {"E": experts, "K": top_k, "RENORM": renormalise, "BLOCK_K": max(pow2(top_k), 2)} | sizes
     if rows <= SMALL:
         _choose[(cdiv(rows, 4),)](

@@ -60,6 +60,31 @@ def test_fused_moe(
     assert error(found[:live], reference.moe(x[:live], logits[:live], w13, w2, SIZE.top_k)) < tolerance
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        (90, MoeConfig(False, 16, TileConfig(64, 128, 4, 3, True), TileConfig(64, 128, 4, 3, True))),
+        (
+            600,
+            MoeConfig(False, 64, TileConfig(64, 64, 4, 4, True), TileConfig(128, 64, 4, 4, True, tma=True)),
+        ),
+        (2500, MoeConfig(False, 192, TileConfig(128, 64, 8, 4, False), TileConfig(256, 64, 8, 4, False))),
+    ],
+    ids=["plain", "tma", "tall"],
+)
+def test_down_begins_where_gate_up_is_done(rows: int, config: MoeConfig, device: torch.device) -> None:
+    """Under dependent launch a tile waits for its own rows alone: none may read what a call before left."""
+    size = MoeSize(experts=64, width=768, hidden=2048, top_k=8)
+    steps = [moe_inputs(rows, size, torch.bfloat16, device) for _ in range(2)]
+    weights = steps[0].w13, steps[0].w2
+    expected = [fused_moe(x, logits, weights, size.top_k, config) for x, logits, *_ in steps]
+    for turn in range(60):
+        x, logits, *_ = steps[turn % 2]
+        found = fused_moe(x, logits, weights, size.top_k, config, pdl=True)
+        assert torch.equal(found, expected[turn % 2])
+
+
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize(
     ("size", "config"),
