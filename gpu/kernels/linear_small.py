@@ -7,6 +7,11 @@ launch and in a fixed order.
 
 At one to four rows a tensor core would be fed one row in sixteen to four, and a library's kernels, which
 wait before they load, leave the memory idle between one product and the next.
+
+What is ahead of the registers is best left alone. With 8, 16 and 32 MB of the weights behind attention asked
+into L2 before it began, a step of one row took 4.00, 4.02 and 4.05 ms on an H200 where it takes 3.97
+(Qwen3-8B, 200 keys; Qwen3-30B-A3B 2.26 to 2.29 for 2.23), and with the weights of programs that had no place
+yet, 6.70 (2.68).
 """
 
 from __future__ import annotations
