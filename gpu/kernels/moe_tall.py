@@ -235,6 +235,7 @@ def tall_gemm(
 ) -> Tensor:
     """`gate_up` (`gated`) or `down` of `gpu.kernels.moe_gemm`, whose arguments these are, `tiles` cut with
     TALL rows. Rows of `w`, and for `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each.
+    `after` is how many programs of `gate_up` a tile of `down` waits for; 0: for the kernels before.
     """
     experts, rows, k = w.shape
     n = out.shape[1]
