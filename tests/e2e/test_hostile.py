@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.process import Process, dummy_model, flags, serving
+from tests.e2e.process import PATIENCE, Process, dummy_model, flags, serving
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 GOOD = {"prompt": "The neighbours sing", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
@@ -118,11 +118,12 @@ async def figures(session: aiohttp.ClientSession, server: Process) -> dict[str, 
 
 async def at_rest(session: aiohttp.ClientSession, server: Process) -> dict[str, float]:
     """The figures once nothing runs; every page must be free or cached then."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while True:
             now = await figures(session, server)
             if not now["loom_requests_running"] and not now["loom_requests_waiting"]:
                 break
+            await asyncio.sleep(0.05)  # asked without a pause, it shares a core with what it waits for
     assert now["loom_cache_pages_free"] + now["loom_cache_pages_cached"] == now["loom_cache_pages"]
     assert now["loom_cache_pages_protected"] == 0
     return now
@@ -243,7 +244,7 @@ async def test_a_reader_that_sleeps_hinders_nobody_and_loses_nothing(
         assert all(status == 200 and stream.endswith(b"data: [DONE]\n\n") for status, stream in others)
         await at_rest(session, server)
         received = b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while part := await loop.sock_recv(sleeper, 65536):
                 received += part
     assert received.endswith(b"data: [DONE]\n\n")
@@ -332,7 +333,7 @@ async def test_what_is_hardly_http_gets_a_sane_status_and_the_nested_error(serve
     for request, status in WIRE:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(request)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             answer = await reader.read()
         writer.close()
         head, _, body = answer.partition(b"\r\n\r\n")
