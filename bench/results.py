@@ -27,10 +27,16 @@ def conditions() -> dict[str, Any]:
 
 def write(name: str, figures: dict[str, Any]) -> None:
     """Keep `figures` under bench/results/NAME.json and show them."""
+    print(keep(name, figures))
+
+
+def keep(name: str, figures: dict[str, Any]) -> str:
+    """The text that bench/results/NAME.json holds now. A long run calls it after each of its cases:
+    whatever cuts it off leaves those that were measured."""
     text = json.dumps({"name": name, "conditions": conditions(), **figures}, indent=1)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n")
-    print(text)
+    return text
 
 
 def _commit() -> str:

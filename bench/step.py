@@ -19,6 +19,7 @@ import statistics
 import threading
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import uvloop
 from app.cli import parse
 from bench.experts import ExpertWatch
 from bench.lag import Lag
-from bench.results import write
+from bench.results import keep
 from bench.trace import KernelTrace
 from core.cache.manager import CacheManager
 from core.clock import monotonic
@@ -235,9 +236,9 @@ def _windows(steps: list[tuple[float, float]], begun: float, wall: float) -> flo
 
 async def run(
     executor: Executor, config: Config, args: argparse.Namespace, look: Look
-) -> list[dict[str, Any]]:
+) -> AsyncIterator[dict[str, Any]]:
     """All cases, idle loop and loaded."""
-    driver, found = Driver(executor, config), []
+    driver = Driver(executor, config)
     loop = asyncio.get_running_loop()
 
     def wake() -> None:
@@ -254,11 +255,18 @@ async def run(
     try:
         for case in cases:
             for load in (0.0, args.per_row / 1e6):
-                found.append(await measure(driver, case, load, look))
-                show(found[-1])
+                yield await measure(driver, case, load, look)
     finally:
         executor.close()
-    return found
+
+
+async def tell(cases: AsyncIterator[dict[str, Any]], name: str, about: dict[str, Any]) -> None:
+    """Show and keep each as it comes."""
+    found = []
+    async for case in cases:
+        show(case)
+        found.append(case)
+        keep(name, about | {"cases": found})
 
 
 def show(found: dict[str, Any]) -> None:
@@ -298,8 +306,8 @@ def main() -> None:
         spec, source, config.model, config.cache, config.schedule, lambda stage, share: None
     )
     start = time.perf_counter() - begun
-    found = uvloop.run(run(executor, config, args, Look(args.seconds, args.trace, watch)))
-    write(args.name, {"device": executor.capabilities.device, "build_s": round(start, 2), "cases": found})
+    about = {"device": executor.capabilities.device, "build_s": round(start, 2)}
+    uvloop.run(tell(run(executor, config, args, Look(args.seconds, args.trace, watch)), args.name, about))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from bench.kernels.inputs import MoeSize, distinct_experts
 from bench.kernels.timing import BANDWIDTH, FLOPS, Row, microseconds
 from bench.kernels.tune import TOKENS, Bench, describe, row
-from bench.results import write
+from bench.results import keep
 from gpu.device import HOPPER
 from gpu.kernels.moe import fused_moe
 from gpu.kernels.moe_gemm import down, gate_up
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         figures["of_flops"] = line.flops / FLOPS * 1e6 / line.us
         part = {f"{line.name.strip()}_{key}": round(value, 3) for key, value in figures.items()}
         found.setdefault(line.case, {}).update(part)
-    write(asked.name, {"device": torch.cuda.get_device_name(0), "width": asked.width, "tokens": found})
+        keep(asked.name, {"device": torch.cuda.get_device_name(0), "width": asked.width, "tokens": found})
     return 0
 
 
