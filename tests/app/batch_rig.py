@@ -33,6 +33,7 @@ from core.schedule.scheduler import Scheduler
 from tests.app.conftest import CARD, until
 from tests.fakes.executor import FakeExecutor
 from tests.fakes.tokenizer import JoinTemplate
+from tests.patience import PATIENCE
 
 VOCAB = 300
 CONTEXT = 512
@@ -125,7 +126,7 @@ class Rig:
 
     async def ended(self, id: str) -> Batch:
         """The batch once nothing more happens to it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 batch = await self.client.batches.retrieve(id)
                 if batch.status in ("completed", "failed", "cancelled", "expired"):

@@ -18,6 +18,7 @@ from app.service import Loaded, ModelCard, Service
 from core.config import ServeConfig
 from tests.fakes.engine import CONTEXT, WIDTH, FakeEngine
 from tests.fakes.tokenizer import VOCAB, ByteTokenizer, JoinTemplate
+from tests.patience import PATIENCE
 
 CARD = ModelCard(
     name="org/tiny",
@@ -106,6 +107,6 @@ async def server(start: Start) -> Server:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop turn until `condition` holds. The bound is for a failing test only."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.001)

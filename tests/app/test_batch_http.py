@@ -12,6 +12,7 @@ import pytest
 from app.batch.work import Work
 from app.health import Health, Phase
 from tests.app.batch_rig import CHAT, CONTEXT, Rig, chat_line, jsonl, line, until
+from tests.patience import PATIENCE
 
 FAILED = Health(Phase.FAILED, "failed", 1.0, "the engine failed")
 
@@ -145,7 +146,7 @@ async def test_cancelling_ends_what_runs_and_keeps_what_is_done(tmp_path: Path) 
         quick, slow = [line(f"q{i}", 1) for i in range(3)], [line(f"s{i}", 400) for i in range(100)]
         batch = await rig.submit(quick + slow)
         await until(lambda: rig.engine.scheduler.running > 0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 3:  # type: ignore[union-attr]
                 await rig.step()
         assert rig.engine.scheduler.running > 0
@@ -180,7 +181,7 @@ async def test_a_restart_goes_on_where_the_last_one_stopped(tmp_path: Path) -> N
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit(lines)
         await until(lambda: rig.engine.scheduler.running > 0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 10:  # type: ignore[union-attr]
                 await rig.step()
     async with Rig(tmp_path) as again:
@@ -201,7 +202,7 @@ async def test_a_batch_that_ran_out_of_time_says_what_never_ran(
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line("a", 1), *[line(f"s{i}", 400) for i in range(30)]])
         await until(lambda: rig.engine.scheduler.running > 0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 1:  # type: ignore[union-attr]
                 await rig.step()
         monkeypatch.setattr(Work, "_late", property(lambda self: True))
@@ -245,6 +246,6 @@ async def test_a_lost_input_fails_its_batch_and_no_other(tmp_path: Path) -> None
         failed = await rig.ended(lost.id)
         assert failed.errors is not None and failed.errors.data
         assert (failed.status, failed.errors.data[0].code) == ("failed", "file_not_found")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(later.id)).status != "completed":
                 await rig.step()

@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from app.batch.room import BACKGROUND, PATIENCE
+from app.batch import room
+from app.batch.room import BACKGROUND
 from core.request import State
 from tests.app.batch_rig import Rig, line, settle, until
+from tests.patience import PATIENCE
 
 
 async def filled(rig: Rig, rows: int, max_tokens: int = 300, prompt: str = "hello") -> None:
     """A batch of many lines, as many of them running as may."""
     await rig.submit([line(f"l{i}", max_tokens, prompt=f"{prompt} {i}") for i in range(100)])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while rig.engine.scheduler.running < rows:
             await rig.step()
             await asyncio.sleep(0.001)
@@ -77,11 +79,11 @@ async def test_pages_held_by_lines_go_to_who_waits_for_them(tmp_path: Path) -> N
         await filled(rig, 3, max_tokens=60, prompt="z" * 50)
         run = await rig.interactive("client", prompt=320)
         steps = rig.engine.scheduler.counters.steps
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while run.requests[0].state is State.WAITING:
                 await rig.step()
                 await asyncio.sleep(0.02)  # two looks of the batch at who waits
-        assert rig.engine.scheduler.counters.steps - steps <= PATIENCE + 4
+        assert rig.engine.scheduler.counters.steps - steps <= room.PATIENCE + 4
         run.abort()
 
 
@@ -100,7 +102,7 @@ async def test_no_line_starts_while_somebody_waits(tmp_path: Path) -> None:
 async def test_lines_that_made_way_come_again(tmp_path: Path) -> None:
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line(f"l{i}", 30) for i in range(20)])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             for i in range(10):
                 while not rig.engine.scheduler.running:
                     await rig.step()
@@ -122,7 +124,7 @@ async def test_a_line_that_an_operator_ended_comes_again(tmp_path: Path) -> None
         batch = await rig.submit([line("a", 20)])
         await until(lambda: rig.engine.scheduler.running > 0)
         rig.submitter.abort_all()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (done := await rig.client.batches.retrieve(batch.id)).status != "completed":
                 await rig.step()
         assert done.error_file_id is None, await rig.records(done.error_file_id)

@@ -17,6 +17,7 @@ from core.errors import Overloaded
 from core.types import Finish, FinishReason
 from tests.app.conftest import Server, Start, until
 from tests.fakes.engine import FakeRun
+from tests.patience import PATIENCE
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -263,7 +264,7 @@ async def test_a_slow_reader_gets_merged_deltas_and_the_whole_text(start: Start,
         if at % 50 == 0:
             await asyncio.sleep(0)
     run.push(0, Piece("", [], None, STOP))
-    await asyncio.wait_for(run.wait(), 5)  # the engine was never held up
+    await asyncio.wait_for(run.wait(), PATIENCE)  # the engine was never held up
     reader, writer = await asyncio.open_connection(sock=slow)
     await reader.readuntil(b"\r\n\r\n")
     raw = b""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+from tests.patience import PATIENCE
 from tests.ratchet.tree import ROOT
 
 FLOOD = """
@@ -26,7 +27,7 @@ def test_a_pipe_that_nobody_reads_does_not_stop_the_writer() -> None:
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=write,
-            timeout=60,
+            timeout=PATIENCE,
             check=True,
         )
     finally:
@@ -44,7 +45,7 @@ def test_a_message_cannot_start_a_line_of_its_own() -> None:
     ]
     script = "\n".join(lines)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert done.stderr.count("\n") == 1
     assert "a\\nb\\x1b[1m" in done.stderr

@@ -17,6 +17,7 @@ from bench.load import server
 from bench.load.client import Target
 from bench.load.workloads import Workload
 from tests.bench.fake import Fake, serving
+from tests.patience import PATIENCE
 
 
 async def start(*args: str) -> Process:
@@ -84,7 +85,7 @@ async def test_ctrl_c_prints_what_was_measured() -> None:
 
     async with serving(Stuck()) as url:
         process = await start("--url", url, "--concurrency", "1", "--requests", "9", "--input-len", "4")
-        await asyncio.wait_for(stuck.wait(), 60)  # only so that a failure is no hang
+        await asyncio.wait_for(stuck.wait(), PATIENCE)  # only so that a failure is no hang
         process.send_signal(signal.SIGINT)
         code, out, err = await finish(process)
     assert code == 130, err

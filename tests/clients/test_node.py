@@ -19,11 +19,10 @@ from tests.app.batch_rig import Rig
 from tests.app.conftest import Server, until
 from tests.app.test_http_tools import know
 from tests.clients.conftest import refuse
+from tests.patience import PATIENCE
 
 HERE = Path(__file__).parent / "node"
 NODE = shutil.which("node")
-PATIENCE = 60.0
-"""Seconds for one case; all but a broken one take less than one."""
 
 pytestmark = [
     pytest.mark.skipif(NODE is None, reason="needs node"),

@@ -19,6 +19,7 @@ from core.errors import Overloaded, Unavailable
 from tests.app.conftest import Server, until
 from tests.app.test_http_tools import know
 from tests.clients.conftest import refuse
+from tests.patience import PATIENCE
 
 MODEL = "org/tiny"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -167,7 +168,11 @@ def _responses(client: openai.AsyncOpenAI) -> Any:
 async def test_a_time_limit_of_the_client_frees_the_row(client: openai.AsyncOpenAI, server: Server) -> None:
     server.engine.manual = True
     with pytest.raises(openai.APITimeoutError):
-        await client.chat.completions.create(model=MODEL, messages=HI, timeout=0.2)
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=HI,
+            timeout=openai.Timeout(PATIENCE, read=0.2),  # once the request is out
+        )
     await until(lambda: server.engine.runs[0].aborted)
 
 

@@ -26,7 +26,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.process import PATIENCE, free_port, serving
+from tests.e2e.process import free_port, serving
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120.0
-"""Seconds for a start, or for what a server has still to do: a bound for a failing test, not a promise. Torch
-alone takes several on a busy machine."""
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

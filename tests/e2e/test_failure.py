@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.process import Process, dummy_model, flags, serving
 from tests.e2e.test_lifecycle import read_events
+from tests.patience import PATIENCE
 
 WITHIN = 1.0
 """Seconds until health must tell."""
@@ -22,7 +23,7 @@ BODY = {"prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": Tr
 async def failing(server: Process) -> tuple[list[Any], list[Any], float]:
     """The events of a neighbour and of the request that breaks the device, and how long health took to
     say so after the neighbour's stream had ended."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
         await server.ready(session)
         url = f"{server.url}/v1/completions"
         async with session.post(url, json=BODY) as neighbour:

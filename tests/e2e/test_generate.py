@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.process import PATIENCE, ROOT, dummy_model, flags, run_to_end
+from tests.e2e.process import ROOT, dummy_model, flags, run_to_end
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")

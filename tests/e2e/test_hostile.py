@@ -17,7 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.process import PATIENCE, Process, dummy_model, flags, serving
+from tests.e2e.process import Process, dummy_model, flags, serving
+from tests.patience import PATIENCE
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 GOOD = {"prompt": "The neighbours sing", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
@@ -89,7 +90,7 @@ async def server(started: Process, session: aiohttp.ClientSession) -> Process:
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60), connector=connector) as opened:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE), connector=connector) as opened:
         yield opened
 
 

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from tests.e2e.process import Process, dummy_model, flags, run_to_end, serving
+from tests.patience import PATIENCE
 
 LONG = {"prompt": "x" * 50, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
@@ -25,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as opened:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as opened:
         yield opened
 
 
@@ -43,7 +44,7 @@ async def statistic(session: aiohttp.ClientSession, server: Process, name: str) 
 
 
 async def wait_for(session: aiohttp.ClientSession, server: Process, name: str, value: float) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         while await statistic(session, server, name) != value:
             await asyncio.sleep(0)
 
@@ -111,7 +112,7 @@ async def test_a_life_of_requests_clients_that_leave_and_a_drain(
         running = await session.post(f"{server.url}/v1/completions", json=LONG)
         await running.content.readany()
         server.signal(signal.SIGTERM)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while True:
                 async with session.get(f"{server.url}/health") as health:
                     if health.status == 503:

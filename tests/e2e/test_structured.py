@@ -23,6 +23,7 @@ from core.grammar import GrammarKind, GrammarSpec
 from core.request import SamplingParams
 from core.types import FinishReason
 from tests.e2e.process import Process, dummy_model, flags, serving
+from tests.patience import PATIENCE
 
 SCHEMA = {
     "type": "object",
@@ -175,7 +176,7 @@ def server(model: Path) -> Iterator[Process]:
 
 @pytest.fixture
 async def session(server: Process) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(120)) as opened:
+    async with aiohttp.ClientSession(server.url, timeout=aiohttp.ClientTimeout(PATIENCE)) as opened:
         await server.ready(opened)
         yield opened
 

@@ -16,11 +16,9 @@ from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
 from core.types import Floats, RootKey
+from tests.patience import PATIENCE
 
 Prompt = Sequence[int] | Floats
-
-PATIENCE = 120.0
-"""Seconds without a result after which a test gives up."""
 
 
 class Answer(NamedTuple):

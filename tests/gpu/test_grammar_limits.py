@@ -17,6 +17,7 @@ from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.helper import MAX_WAITING
 from gpu.grammar.stepper import Grammar
 from tests.gpu.grammars import decode, new_slot, table
+from tests.patience import PATIENCE
 
 WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(10_000)}})
 """Compiles for ten seconds."""
@@ -156,7 +157,7 @@ async def test_hostile_sources_are_refused_or_bounded(compiler: Compiler, name: 
     """Whatever compiles may fail while decoding, but only itself, and it says why."""
     kind, text = HOSTILE[name]
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             grammar = await compiler.compile(GrammarSpec(kind, text))
     except RequestError as error:
         assert error.message
