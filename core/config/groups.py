@@ -100,6 +100,14 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
             ge=0,
         ),
     ] = 0
+    mixed_tokens: Annotated[
+        int,
+        Meta(
+            description="tokens of a step that has decode rows and prompt chunks, unless more are needed to "
+            "keep up with the prompts that come; 0: as many as of any step",
+            ge=0,
+        ),
+    ] = 0
     max_running: Annotated[int, Meta(description="requests that run at once; 0: chosen by device", ge=0)] = 0
     order: Annotated[Order, Meta(description="which waiting request is admitted first")] = "fcfs"
     prefill_first: Annotated[bool, Meta(description="prompts get steps of their own, before any decode")] = (

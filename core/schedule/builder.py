@@ -23,10 +23,10 @@ class PlanBuilder:
         "_chunks",
         "_common",
         "_decode",
-        "_decode_slots",
         "_max_chunks",
         "_new",
         "_writes",
+        "decode_slots",
         "now",
         "room",
     )
@@ -38,7 +38,8 @@ class PlanBuilder:
         self.room = room
         """Tokens the step can still take."""
         self._decode: list[Request] = []
-        self._decode_slots: Ints = NO_TOKENS
+        self.decode_slots: Ints = NO_TOKENS
+        """Of the rows that decode in this step."""
         self._common = 0
         self._chunks: list[Chunk] = []
         self._chunk_requests: list[Request] = []
@@ -50,7 +51,7 @@ class PlanBuilder:
 
     def decode(self, requests: list[Request], slots: Ints, common: int = 0) -> None:
         """One token for each of `slots`, whose first `common` tokens stand in the same pages."""
-        self._decode, self._decode_slots, self._common = requests, slots, common
+        self._decode, self.decode_slots, self._common = requests, slots, common
         self.room -= len(slots)
 
     def chunk(self, request: Request, chunk: Chunk) -> None:
@@ -73,13 +74,13 @@ class PlanBuilder:
         """The frozen plan, and what the ledger must remember of it."""
         plan = StepPlan(
             step=step,
-            decode_slots=_frozen(self._decode_slots),
+            decode_slots=_frozen(self.decode_slots),
             chunks=tuple(self._chunks),
             new_slots=tuple(self._new),
             page_writes=self._page_writes(),
             common=self._common,
         )
-        rows, slots = self._decode, self._decode_slots
+        rows, slots = self._decode, self.decode_slots
         sampling = [r for r, c in zip(self._chunk_requests, self._chunks, strict=True) if c.samples]
         if sampling:
             rows = rows + sampling

@@ -6,12 +6,14 @@ import numpy as np
 
 from core.cache.hold import Hold
 from core.cache.manager import CacheManager
+from core.executor import Capabilities
 from core.plan import Chunk, NewSlot
 from core.request import Pinning, Request, State
 from core.request.params import Hidden
 from core.schedule.builder import PlanBuilder
 from core.schedule.growth import CLIP, GrowthRatio
 from core.schedule.order import Ordering
+from core.schedule.pace import Pace
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.types import Floats, Ints
@@ -37,6 +39,7 @@ class Prefills:
         "_waiting",
         "_whole",
         "admitted",
+        "pace",
     )
 
     def __init__(
@@ -46,17 +49,17 @@ class Prefills:
         waiting: Waiting,
         growth: GrowthRatio,
         order: Ordering,
-        count_rows: int,
-        whole: bool = False,
+        capabilities: Capabilities,
+        mixed_tokens: int,
     ) -> None:
-        """`whole`: a prompt is never split."""
-        self._whole = whole
+        self.pace = Pace(mixed_tokens, table)
+        self._whole = not capabilities.causal
         self._table = table
         self._cache = cache
         self._waiting = waiting
         self._growth = growth
         self._order = order
-        self._counts = CountRows(count_rows)
+        self._counts = CountRows(capabilities.count_rows)
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
@@ -64,12 +67,19 @@ class Prefills:
     def __len__(self) -> int:
         return len(self._under_way)
 
+    @property
+    def _backlog(self) -> int:
+        """Tokens of prompts that no step has taken; of those that wait it is not known what is cached."""
+        begun = sum(len(tokens) - int(self._table.length[r.slot]) for r, tokens in self._under_way)
+        return begun + self._waiting.tokens
+
     def remove(self, request: Request) -> None:
         """The request ran no further: aborted or retracted."""
         self._under_way = [(r, t) for r, t in self._under_way if r is not request]
 
     def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
+        builder.room = self.pace.room(builder.room, builder.decode_slots, self._backlog)
         done: list[Request] = []
         self.admitted = []
         remaining: list[tuple[Request, Ints]] = []

@@ -82,8 +82,8 @@ class Scheduler:
             self._waiting,
             self._growth,
             self._ordering(),
-            capabilities.count_rows,
-            whole=not capabilities.causal,
+            capabilities,
+            config.mixed_tokens,
         )
         self._draining: list[Request] = []
         self._finished: list[Request] = []
@@ -148,6 +148,7 @@ class Scheduler:
             self._give_slot(request)
         request.move(State.FINISHED)
         request.finish = finish
+        self._prefills.pace.ended(len(request.output))
         self.counters.finished[finish.reason.value] += 1
 
     def abort(self, request: Request, finish: Finish = ABORTED) -> None:
@@ -190,13 +191,12 @@ class Scheduler:
             self._preempt()
         builder = PlanBuilder(self._capabilities.max_step_tokens, now, self._capabilities.max_chunks)
         if self._config.prefill_first:
-            decoding = self._plan_prefills(builder)
+            self._plan_prefills(builder)
             if not builder:
                 self._decodes.plan(builder)
         else:
             self._decodes.plan(builder)
-            decoding = self._plan_prefills(builder)
-        self._decodes.add(decoding)
+            self._plan_prefills(builder)
         if not builder:
             if not self.running:
                 self._growth.idle()
@@ -206,15 +206,14 @@ class Scheduler:
         self._ledger.add(flight)
         return plan
 
-    def _plan_prefills(self, builder: PlanBuilder) -> list[Request]:
-        decoding = self._prefills.plan(builder)
+    def _plan_prefills(self, builder: PlanBuilder) -> None:
+        self._decodes.add(self._prefills.plan(builder))
         for request in self._prefills.admitted:
             for token in request.params.stop_ids:
                 self._stop_counts[token] += 1
             if not request.retractions:
                 self.counters.prompt_tokens += len(request.prompt)
                 self.counters.cached_tokens += request.cached
-        return decoding
 
     def apply(self, result: StepResult) -> Confirmed:
         """Take one step's answer, in the order of submission."""

@@ -9,11 +9,18 @@ import pytest
 from core.config import CacheConfig
 from core.config.groups import Eviction, Order
 from core.request import Request
+from core.schedule import pace
 from core.types import FinishReason, RootKey
 from tests.core.harness import VOCAB, Harness, prompts
 
 ORDERS: tuple[Order, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that prompts beside rows are held back in steps of 16 tokens too."""
+    monkeypatch.setattr(pace, "LEAST", 1)
 
 
 class Traffic:
@@ -31,6 +38,7 @@ class Traffic:
             count_rows=rng.randrange(1, 4),
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
+            mixed_tokens=rng.choice([0, 4, 24]),
             order=rng.choice(ORDERS),
             prefill_first=rng.random() < 0.3,
             conservativeness=rng.choice([0.01, 0.5, 1.0]),
