@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -130,17 +131,18 @@ class CallParser:
     def _answer(self, markers: tuple[str, ...], bare: Format | None) -> Steps[None]:
         if bare is not None:
             yield from self._attempt(bare)
-        while (yield from self._text(markers)):
+        # One search for all: one each would read to the text's end, again and again, for those not in it.
+        any_of = re.compile("|".join(map(re.escape, markers)) or "(?!)")
+        while (yield from self._text(markers, any_of)):
             yield from self._attempt(self._calls)
 
-    def _text(self, markers: tuple[str, ...]) -> Steps[bool]:
+    def _text(self, markers: tuple[str, ...], any_of: re.Pattern[str]) -> Steps[bool]:
         """Content up to a marker; False at the end."""
         cursor = self.cursor
         while True:
             text = cursor.text
-            found = [at for marker in markers if (at := text.find(marker, cursor.at)) >= 0]
-            if found:
-                self._content(cursor.take(min(found)))
+            if found := any_of.search(text, cursor.at):
+                self._content(cursor.take(found.start()))
                 return True
             keep = 0 if cursor.ended else held(text, cursor.at, markers)
             self._content(cursor.take(len(text) - keep))

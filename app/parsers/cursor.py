@@ -101,12 +101,11 @@ class Cursor:
 
     def until(self, mark: str, limit: int = NAME_CHARS) -> Steps[str]:
         """The text before `mark`, both taken. Raises `Malformed` when it is longer than `limit`."""
-        while (end := self.text.find(mark, self.at)) < 0:
-            if self.ended or len(self.text) - self.at > limit + len(mark):
+        # Not beyond the limit: where every call is malformed, each would read to the text's end.
+        while (end := self.text.find(mark, self.at, self.at + limit + len(mark))) < 0:
+            if self.ended or len(self.text) - self.at >= limit + len(mark):
                 raise Malformed
             yield
-        if end - self.at > limit:
-            raise Malformed
         before = self.take(end)
         self.take(end + len(mark))
         return before
