@@ -157,7 +157,7 @@ class Submitter:
 
     async def _encode(self, job: Job) -> Ints:
         if isinstance(job.prompt, str):
-            prompt = await encoded(job, self._tokenizer)
+            prompt = await encoded(job, self._tokenizer, self._limits.context_length)
         else:
             prompt = job.prompt
             if len(prompt) and not (int(prompt.min()) >= 0 and int(prompt.max()) < self._limits.vocab_size):

@@ -45,13 +45,17 @@ class RequestError(LoomError):
 
 
 class ContextExceeded(RequestError):
-    """The prompt plus the requested output is longer than the model's context."""
+    """The prompt plus the requested output is longer than the model's context. `counted` False: the prompt
+    has at least so many tokens."""
 
-    def __init__(self, limit: int, prompt: int, output: int, param: str = "messages") -> None:
+    def __init__(
+        self, limit: int, prompt: int, output: int, param: str = "messages", counted: bool = True
+    ) -> None:
         asked = f"{prompt} in the prompt" + (f" and {output} for the completion" if output else "")
+        total = f"{'' if counted else 'at least '}{prompt + output}"
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{prompt + output} tokens ({asked}). Shorten the prompt or lower max_tokens.",
+            f"{total} tokens ({asked}). Shorten the prompt or lower max_tokens.",
             param,
             "context_length_exceeded",
         )

@@ -42,11 +42,12 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
     _check(body)
     asked = ChatBody(**{field.name: getattr(body, field.name) for field in _SHARED})
     id = request_id(asked, "chatcmpl")
-    tasks = [
-        asyncio.ensure_future(_one(msgspec.structs.replace(asked, messages=each, rid=f"{id}-{i}"), i, loaded))
-        for i, each in enumerate(body.messages)
-    ]
+    tasks: list[asyncio.Future[dict[str, Any]]] = []
     try:
+        for i, each in enumerate(body.messages):
+            one = msgspec.structs.replace(asked, messages=each, rid=f"{id}-{i}")
+            tasks.append(asyncio.ensure_future(_one(one, i, loaded)))
+            await asyncio.sleep(0)  # a template and an encoding each: 2,000 in one slice were 0.9 s
         answers = await asyncio.gather(*tasks)
     finally:
         for task in tasks:

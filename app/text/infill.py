@@ -21,7 +21,9 @@ class Words(Protocol):
     """What is needed of a tokenizer."""
 
     def token_id(self, text: str) -> int | None: ...
-    async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints: ...
+    async def encode_async(
+        self, text: str, add_special: bool = True, param: str = "prompt", most: int = 0
+    ) -> Ints: ...
 
 
 class Family(NamedTuple):
@@ -79,12 +81,13 @@ def find_marks(words: Words) -> Marks | None:
     return None
 
 
-async def encoded(job: Job, words: Words) -> Ints:
+async def encoded(job: Job, words: Words, context: int) -> Ints:
     """A job's text, and its suffix where it has one, as ids. Raises `RequestError` where there are no
-    marks."""
+    marks, and for a text of far more than `context` tokens, unless it is to be cut."""
     assert isinstance(job.prompt, str)
+    most = context if job.truncate_prompt is None else 0
     if not job.suffix:
-        return await words.encode_async(job.prompt, job.add_special_tokens, job.prompt_param)
+        return await words.encode_async(job.prompt, job.add_special_tokens, job.prompt_param, most)
     marks = find_marks(words)
     if marks is None:
         raise RequestError(
@@ -94,8 +97,8 @@ async def encoded(job: Job, words: Words) -> Ints:
         )
     # Encoded apart, and the marks by id: that is how the models were trained.
     begin = await words.encode_async("", job.add_special_tokens)
-    before = await words.encode_async(job.prompt, False, job.prompt_param)
-    after = await _suffix(job.suffix, marks.family, words)
+    before = await words.encode_async(job.prompt, False, job.prompt_param, most)
+    after = await _suffix(job.suffix, marks.family, words, most)
     first, second = (marks.prefix, before), (marks.suffix, after)
     if marks.family.suffix_first:
         first, second = second, first
@@ -105,10 +108,10 @@ async def encoded(job: Job, words: Words) -> Ints:
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
 
-async def _suffix(text: str, family: Family, words: Words) -> Ints:
+async def _suffix(text: str, family: Family, words: Words, most: int) -> Ints:
     if family.glued:
         glue = await words.encode_async(_GLUE, False)
-        ids = await words.encode_async(_GLUE + text, False, "suffix")
+        ids = await words.encode_async(_GLUE + text, False, "suffix", most)
         if np.array_equal(ids[: len(glue)], glue):
             return ids[len(glue) :]
-    return await words.encode_async(text, False, "suffix")
+    return await words.encode_async(text, False, "suffix", most)

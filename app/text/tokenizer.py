@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
 
 from app.text.vocab import BYTE_ALPHABET, Family, Vocabulary
-from core.errors import ModelError, RequestError
+from core.errors import ContextExceeded, ModelError, RequestError
 from core.grammar import TokenTable
 from core.types import Ints
 
@@ -33,9 +33,19 @@ and DeepSeek-V3 with English and Chinese. Longer ones would pass 0.3 ms, the loo
 THREADS = 2
 """Long prompts encoded at once. More would take cores from the launch threads."""
 
+HUGE_CHARS = 256 * 1024
+"""Texts longer than this wait for each other in a thread of their own: 7 MB take up to 20 s, and two of them
+would hold up every prompt that is not short."""
+
+SPARSE_CHARS = 4
+"""Of a token, where text is not unusual: the first look at a text that may be too long takes so many for each
+token that there may be, the next four times as many."""
+
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>")
 """End an assistant's turn in ChatML, Llama 3, Gemma and Llama 4, whatever the files name as EOS:
 fine-tunes often keep the base model's."""
+
+T = TypeVar("T")
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -49,6 +59,7 @@ class Tokenizer:
     __slots__ = (
         "_added_bos",
         "_core",
+        "_huge",
         "_local",
         "_pool",
         "added_eos",
@@ -69,6 +80,7 @@ class Tokenizer:
         self._core = core
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
+        self._huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
         # A part's pickled state is its entry of tokenizer.json; writing all of that takes 0.3 s.
         decoder = json.loads(core.decoder.__getstate__()) if core.decoder is not None else None
         added = core.get_added_tokens_decoder().items()
@@ -132,6 +144,7 @@ class Tokenizer:
     def close(self) -> None:
         """Stop the pool threads; texts being encoded are finished first. Idempotent."""
         self._pool.shutdown()
+        self._huge.shutdown()
 
     @property
     def vocab_size(self) -> int:
@@ -153,23 +166,27 @@ class Tokenizer:
         check_text(text, param)
         return self._encode(self._core, text, add_special)
 
-    async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints:
-        """Like `encode`, in a pool thread when the text is long. Cancelling it drops the result."""
+    async def encode_async(
+        self, text: str, add_special: bool = True, param: str = "prompt", most: int = 0
+    ) -> Ints:
+        """Like `encode`, in a pool thread when the text is long. Cancelling it drops the result.
+
+        With `most` a text of clearly more tokens than that is refused by its beginning: `ContextExceeded`.
+        """
         if len(text) <= INLINE_CHARS:
             return self.encode(text, add_special, param)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._encode_apart, text, add_special, param
-        )
+        return await self._apart(len(text), lambda: self._encode_apart(text, add_special, param, most))
+
+    async def _apart(self, length: int, work: Callable[[], T]) -> T:
+        pool = self._pool if length <= HUGE_CHARS else self._huge
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
         """Where in `text` each of its tokens stands, (first character, one past the last); (0, 0) for
         those that were added. Aligned with `encode`; in a pool thread when long."""
         if len(text) <= INLINE_CHARS:
             return self._offsets(self._core, text, add_special)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, lambda: self._offsets(self._own_core(), text, add_special)
-        )
+        return await self._apart(len(text), lambda: self._offsets(self._own_core(), text, add_special))
 
     def _offsets(self, core: tokenizers.Tokenizer, text: str, add_special: bool) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = core.encode_batch([text], add_special_tokens=add_special)[0].offsets
@@ -180,16 +197,18 @@ class Tokenizer:
         position where the second begins. `params` name them in errors."""
         for text, param in zip(texts, params, strict=True):
             check_text(text, param)
-        if len(texts[0]) + len(texts[1]) <= INLINE_CHARS:
+        if (length := len(texts[0]) + len(texts[1])) <= INLINE_CHARS:
             ids, second = _pair(self._core, texts)
         else:
-            loop = asyncio.get_running_loop()
-            ids, second = await loop.run_in_executor(self._pool, lambda: _pair(self._own_core(), texts))
+            ids, second = await self._apart(length, lambda: _pair(self._own_core(), texts))
         return np.array([*self._added_bos, *ids], np.int32), second + len(self._added_bos)
 
-    def _encode_apart(self, text: str, add_special: bool, param: str) -> Ints:
+    def _encode_apart(self, text: str, add_special: bool, param: str, most: int) -> Ints:
         check_text(text, param)
-        return self._encode(self._own_core(), text, add_special)
+        core = self._own_core()
+        if most:
+            _check_beginning(core, text, param, most)
+        return self._encode(core, text, add_special)
 
     def _own_core(self) -> tokenizers.Tokenizer:
         """The calling thread's."""
@@ -249,6 +268,19 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         token: int | None = self._core.token_to_id(text) if text else None
         return token
+
+
+def _check_beginning(core: tokenizers.Tokenizer, text: str, param: str, most: int) -> None:
+    """Raise `ContextExceeded` for a text whose beginning alone has more tokens, without reading the rest.
+
+    A text that is cut anywhere differs in its last word: an eighth more, and 64, is more than that can be.
+    """
+    size = most * SPARSE_CHARS
+    while size < len(text):
+        found = len(core.encode_batch_fast([text[:size]], add_special_tokens=False)[0])
+        if found > most + most // 8 + 64:
+            raise ContextExceeded(most, found, 0, param, counted=False)
+        size *= 4
 
 
 def _pair(core: tokenizers.Tokenizer, texts: tuple[str, str]) -> tuple[list[int], int]:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.text.tokenizer import INLINE_CHARS, Tokenizer
-from core.errors import ModelError, RequestError
+from app.text.tokenizer import HUGE_CHARS, INLINE_CHARS, Tokenizer
+from core.errors import ContextExceeded, ModelError, RequestError
+from core.types import Ints
 from tests.app import vocabularies
 from tests.app.assets import asset
+from tests.patience import PATIENCE
 
 
 def test_a_directory_is_read_with_its_special_tokens(tmp_path: Path) -> None:
@@ -120,6 +125,63 @@ async def test_long_texts_encode_alike_in_pool_threads() -> None:
     assert all(len(text) > INLINE_CHARS for text in texts)
     apart = await asyncio.gather(*map(tokenizer.encode_async, texts))
     assert [ids.tolist() for ids in apart] == [tokenizer.encode(text).tolist() for text in texts]
+    tokenizer.close()
+
+
+async def test_a_text_that_is_far_too_long_is_refused_by_its_beginning() -> None:
+    tokenizer = Tokenizer(vocabularies.byte_level(), {})
+    with pytest.raises(ContextExceeded, match=r"is 1000 tokens.*at least 4000 tokens") as caught:
+        await tokenizer.encode_async("x" * 1_000_000, param="messages", most=1_000)
+    assert caught.value.param == "messages"
+    tokenizer.close()
+
+
+FRAGMENTS = (
+    " ",
+    "\n",
+    "a",
+    "1",
+    "word ",
+    "antidisestablishmentarianism ",
+    "é",
+    "e\u0301",
+    "🙂",
+    "漢字",
+    "{}",
+    "ﬁ",
+)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama3_1", "qwen3"])
+async def test_a_text_that_fits_is_not_refused_by_its_beginning(name: str) -> None:
+    tokenizer = Tokenizer.load(asset(f"tokenizers/{name}"), 200_000)
+    rng = random.Random(3)
+    for _ in range(60):
+        fragments = rng.sample(FRAGMENTS, rng.randrange(1, 4))
+        text = "".join(rng.choice(fragments) * rng.randrange(1, 200) for _ in range(rng.randrange(20, 60)))
+        ids = tokenizer.encode(text, add_special=False)
+        found = await tokenizer.encode_async(text, add_special=False, most=len(ids))
+        assert found.tolist() == ids.tolist(), fragments
+    tokenizer.close()
+
+
+async def test_a_huge_text_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three are more than there are threads for prompts that are only long."""
+    tokenizer = Tokenizer(vocabularies.byte_level(), {})
+    gate = threading.Event()
+    encode = tokenizer._encode
+
+    def held(core: Any, text: str, add_special: bool) -> Ints:
+        assert len(text) <= HUGE_CHARS or gate.wait(PATIENCE)
+        return encode(core, text, add_special)
+
+    monkeypatch.setattr(Tokenizer, "_encode", lambda self, *given: held(*given))
+    huge = [asyncio.ensure_future(tokenizer.encode_async("x" * (HUGE_CHARS + 1))) for _ in range(3)]
+    async with asyncio.timeout(PATIENCE):
+        assert len(await tokenizer.encode_async("x" * HUGE_CHARS)) == HUGE_CHARS
+    assert not any(one.done() for one in huge)
+    gate.set()
+    assert [len(ids) for ids in await asyncio.gather(*huge)] == [HUGE_CHARS + 1] * 3
     tokenizer.close()
 
 

@@ -32,7 +32,9 @@ class ByteTokenizer:
         ids = list(text.encode())
         return np.array([BOS, *ids] if add_special else ids, np.int32)
 
-    async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints:
+    async def encode_async(
+        self, text: str, add_special: bool = True, param: str = "prompt", most: int = 0
+    ) -> Ints:
         return self.encode(text, add_special)
 
     async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
