@@ -55,7 +55,7 @@ async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) ->
     ids, text, offsets = job.prompt, None, None
     if isinstance(ids, str):
         text = ids
-        ids = await encoded(job, loaded.tokenizer, 0)  # of any length: nothing runs
+        ids = await encoded(job, loaded.tokenizer)
         if body.return_token_offsets and not job.suffix:
             offsets = await loaded.tokenizer.offsets_async(text, job.add_special_tokens)
     assert isinstance(ids, np.ndarray)

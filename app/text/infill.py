@@ -81,9 +81,9 @@ def find_marks(words: Words) -> Marks | None:
     return None
 
 
-async def encoded(job: Job, words: Words, context: int) -> Ints:
+async def encoded(job: Job, words: Words, context: int = 0) -> Ints:
     """A job's text, and its suffix where it has one, as ids. Raises `RequestError` where there are no
-    marks, and for a text of far more than `context` tokens, unless it is to be cut."""
+    marks, and for a text of far more than `context` tokens (0: none is too long) that is not to be cut."""
     assert isinstance(job.prompt, str)
     most = context if job.truncate_prompt is None else 0
     if not job.suffix:
