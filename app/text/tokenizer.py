@@ -142,9 +142,10 @@ class Tokenizer:
         return cls(core, settings, ids, bos_id)
 
     def close(self) -> None:
-        """Stop the pool threads; texts being encoded are finished first. Idempotent."""
-        self._pool.shutdown()
-        self._huge.shutdown()
+        """Stop the pool threads; texts being encoded are finished first, those that wait are dropped.
+        Idempotent."""
+        for pool in (self._pool, self._huge):
+            pool.shutdown(cancel_futures=True)
 
     @property
     def vocab_size(self) -> int:

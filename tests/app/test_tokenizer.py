@@ -136,6 +136,25 @@ async def test_a_text_that_is_far_too_long_is_refused_by_its_beginning() -> None
     tokenizer.close()
 
 
+async def test_closing_waits_for_no_text_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(vocabularies.byte_level(), {})
+    begun, gate, encode = threading.Semaphore(0), threading.Event(), tokenizer._encode
+    monkeypatch.setattr(
+        Tokenizer,
+        "_encode",
+        lambda self, *given: (begun.release(), gate.wait(PATIENCE), encode(*given))[-1],
+    )
+    texts = [asyncio.ensure_future(tokenizer.encode_async("x" * (HUGE_CHARS + 1))) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert begun.acquire(timeout=PATIENCE)
+    closing = asyncio.ensure_future(asyncio.to_thread(tokenizer.close))
+    _, waiting = await asyncio.wait(texts[1:], timeout=PATIENCE)
+    assert not waiting and all(text.cancelled() for text in texts[1:])
+    gate.set()
+    await closing
+    assert len(await texts[0]) == HUGE_CHARS + 1
+
+
 FRAGMENTS = (
     " ",
     "\n",
