@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.plan import StepPlan
 from core.schedule.pace import LEAST
-from tests.core.harness import Harness
+from tests.core.harness import VOCAB, Harness
 
 STEP, MIXED = 400, 100
 
@@ -69,10 +69,9 @@ def test_as_many_rows_as_tokens_keep_nobody_waiting() -> None:
 
 
 def test_answers_that_ended_early_say_how_long_the_next_are() -> None:
-    """Clients ask for 4,000 tokens and stop at 6: prompts are through before the rows are."""
+    """Who may have 800 tokens and stops at the first: those that run are taken to be as short."""
     h = harness(rows=3)
-    stop = {"max_tokens": 800, "stop_ids": frozenset(range(97))}
-    h.request([1] * 4, **stop)  # type: ignore[arg-type]
+    h.request([1] * 4, 800, stop_ids=frozenset(range(VOCAB)))
     h.run()
     decoding(h, rows=2, max_tokens=800)
     h.request(range(1, 601), 4)
