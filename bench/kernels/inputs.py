@@ -45,17 +45,6 @@ class Heads(NamedTuple):
     dim: int = 128
 
 
-class Layout(NamedTuple):
-    """Where the pages of rows lie: `among` so many times their number, in random order; or, not `shuffled`, a
-    row's one after the other, as a server hands them out that has had little to do."""
-
-    among: int = 1
-    shuffled: bool = True
-
-
-TIGHT = Layout()
-
-
 class Pages(NamedTuple):
     """A layer's pages and who owns them. k, v [tokens, kv_heads, dim] are views of one allocation."""
 
@@ -92,22 +81,17 @@ def distinct_experts(tokens: int, size: MoeSize) -> float:
 
 
 def pages(
-    lengths: list[int],
-    page_size: int,
-    heads: Heads,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: Layout = TIGHT,
+    lengths: list[int], page_size: int, heads: Heads, dtype: torch.dtype, device: torch.device
 ) -> Pages:
-    """Pages of rows with `lengths`, handed out from page 1 on, slots in random order.
+    """Pages of rows with `lengths`, handed out in random order from page 1 on, slots in random order.
 
     Page 0 and everything past a length is NaN: a kernel that lets it through is found out.
     """
     counts = [-(-length // page_size) for length in lengths]
-    total, longest = sum(counts) * layout.among + 1, max([*counts, 1])
+    total, longest = sum(counts) + 1, max([*counts, 1])
     data = torch.empty(total * page_size, 2, heads.kv, heads.dim, dtype=dtype, device=device).normal_()
     data[:page_size] = float("nan")
-    order = (torch.randperm(total - 1) if layout.shuffled else torch.arange(total - 1)).to(torch.int32) + 1
+    order = (torch.randperm(total - 1) + 1).to(torch.int32)
     slots = torch.randperm(len(lengths)) + 1
     table = torch.full((len(lengths) + 1, longest), total - 1, dtype=torch.int32)
     by_slot = torch.zeros(len(lengths) + 1, dtype=torch.int64)

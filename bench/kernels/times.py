@@ -13,7 +13,7 @@ from bench.kernels import inputs, tune
 from bench.kernels.checks import DEVICE, DTYPE
 from bench.kernels.chunk_times import CHUNK_CUTS, chunks, compile_chunks, flashinfer
 from bench.kernels.compile import compiling
-from bench.kernels.inputs import LINEARS, TIGHT, Heads, Layout, MoeSize
+from bench.kernels.inputs import LINEARS, Heads, MoeSize
 from bench.kernels.timing import Row, microseconds
 from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, route, sample
 from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
@@ -56,17 +56,12 @@ def elementwise() -> Iterator[Row]:
 
 
 def _decode_calls(
-    heads: Heads,
-    page: int,
-    lengths: list[int],
-    config: decode.DecodeConfig,
-    sets: int,
-    layout: Layout = TIGHT,
+    heads: Heads, page: int, lengths: list[int], config: decode.DecodeConfig, sets: int
 ) -> list[Callable[[], Tensor]]:
     rows = len(lengths)
     calls: list[Callable[[], Tensor]] = []
     for _ in range(sets):
-        kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE, layout)
+        kept = inputs.pages(lengths, page, heads, DTYPE, DEVICE)
         plan = decode.plan_decode(kept.slots, kept.lengths[kept.slots], config)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         q = _randn(rows, heads.q, heads.dim)
@@ -88,18 +83,12 @@ def _decode_calls(
 
 
 def _decode_row(
-    name: str,
-    heads: Heads,
-    page: int,
-    lengths: list[int],
-    config: decode.DecodeConfig,
-    goal: str,
-    layout: Layout = TIGHT,
+    name: str, heads: Heads, page: int, lengths: list[int], config: decode.DecodeConfig, goal: str
 ) -> Row:
     moved = 2 * sum(lengths) * heads.kv * heads.dim * 2
     # Enough sets that together they pass the 50 MB of L2 several times over.
     sets = max(1, min(8, int(200e6 / moved)))
-    us = microseconds(_decode_calls(heads, page, lengths, config, sets, layout))
+    us = microseconds(_decode_calls(heads, page, lengths, config, sets))
     said = f"t{config.tile} w{config.warps} s{config.stages} p{config.programs} l{config.least}"
     shape = f"{len(lengths)} x ~{sum(lengths) // len(lengths)}"
     return Row(
@@ -121,11 +110,6 @@ def attention() -> Iterator[Row]:
     for heads in (Heads(32, 8, 128), Heads(16, 8, 256), Heads(14, 2, 64)):
         config = decode.decode_config(heads.dim, heads.kv, processors, group=heads.q // heads.kv)
         yield _decode_row("paged_decode", heads, 16, [1024] * 256, config, "")
-    # A layer of an 8B's step takes 346 us where a small pool's pages in random order take 300: which is it?
-    for layout in (TIGHT, Layout(1, False), Layout(3), Layout(3, False)):
-        heads = Heads(32, 8, 128)
-        config = decode.decode_config(heads.dim, heads.kv, processors, group=4)
-        yield _decode_row("decode pages", heads, 16, [1190] * 256, config, str(layout), layout)
     for lengths in ([1024] * 256, [8192] * 64, [1024]):
         rows = []
         for tile, warps, stages, resident in CUTS:

@@ -13,7 +13,8 @@ On an H200 the routed experts of a layer, E 128, N 768, hidden 2,048, 8 of 128, 
     waiting for all   124.6   186.9   250.7   305.6   352.2   416.1     653
     for its own       119.3   181.2   246.5   299.0   340.1   395.0     640
 
-and at 8,192, the power limit, 1,134 to 1,226 and 1,127 to 1,179.
+and at 8,192, the power limit, 1,134 to 1,226 and 1,127 to 1,179. Asked beside the loads that every program
+begins with, the count cost 7 us less at 4,096 rows and 3 at 2,048 than behind them.
 
 It can wait for no program that waits for its place: under dependent launch programs of the second kernel get
 one only when all of the first have begun, and without it when all have ended.
@@ -43,11 +44,18 @@ def release(PDL: tl.constexpr) -> None:
 
 
 @jit
-def await_count(counter: tl.tensor, least: tl.constexpr, TMA: tl.constexpr) -> None:
-    """Wait for `least` programs of the first kernel. With TMA what they wrote is fetched by descriptor, which
-    goes another way than a load: the fence has it see what loads see."""
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < least:
-        pass
+def have_come(counter: tl.tensor) -> tl.tensor:
+    """How many programs of the first kernel have told so far. Asked beside what else a program has to load
+    before it can begin, it costs no time of its own."""
+    return tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+
+
+@jit
+def await_count(counter: tl.tensor, come: tl.tensor, least: tl.constexpr, TMA: tl.constexpr) -> None:
+    """Wait for `least` programs of the first kernel, of which `come` had come. With TMA what they wrote is
+    fetched by descriptor, which goes another way than a load: the fence has it see what loads see."""
+    while come < least:
+        come = have_come(counter)
     if TMA:
         tl.inline_asm_elementwise(
             "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1

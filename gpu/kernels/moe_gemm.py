@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu.kernels.handover import await_count, finish, release, tell
+from gpu.kernels.handover import await_count, finish, have_come, release, tell
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
 from gpu.kernels.moe_tall import TALL, tall_gemm
 from gpu.kernels.route import Tiles
@@ -204,17 +204,19 @@ def _grouped(
     else:
         begin(PDL)
     count = tl.load(blocks + 2 * total + block, cache_modifier=".cg")
+    expert = tl.load(blocks + block, cache_modifier=".cg")
+    first = tl.load(blocks + total + block, cache_modifier=".cg")
+    done = blocks + 3 * total + block
+    if AFTER > 0:
+        come = have_come(done)
     if count == 0:
         if AFTER > 0:
             finish(PDL)
         return
-    expert = tl.load(blocks + block, cache_modifier=".cg")
-    first = tl.load(blocks + total + block, cache_modifier=".cg")
-    done = blocks + 3 * total + block
     end = places - 1
     half: tl.constexpr = BLOCK_M // 2
     if AFTER > 0:
-        await_count(done, AFTER, False)
+        await_count(done, come, AFTER, False)
     if HALF and count <= half:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
               half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
