@@ -182,7 +182,7 @@ def check(step: Step, backend: DeviceAttention, tolerance: float) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name: str, device: torch.device, tolerance: float) -> None:
     step = make(CASES[name], DTYPE, device)
-    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)))
+    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)), "triton")
     backend.bind([step.cache, step.cache])
     check(step, backend, tolerance)
 
@@ -281,7 +281,7 @@ def test_torch(name: str) -> None:
 def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """What the interpreter's one dtype and a GPU's first do not show."""
     step = make(CASES[name], dtype, device)
-    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)))
+    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)), "triton")
     backend.bind([step.cache, step.cache])
     check(step, backend, 2e-3 if dtype == torch.float16 else 1e-5)
 
@@ -294,7 +294,7 @@ def test_float8_pages(name: str, device: torch.device) -> None:
     coarse = [side.nan_to_num(0.0).to(torch.float8_e4m3fn) for side in cache]
     scales = ((k_scale, v_scale),) * 2
     options = AttentionOptions(cascade_rows=int(step.case.cascade))
-    backend = device_attention(step.facts._replace(kv_scales=scales), options)
+    backend = device_attention(step.facts._replace(kv_scales=scales), options, "triton")
     backend.bind([(coarse[0], coarse[1])] * 2)
     check(step, backend, 0.06)  # three bits behind the point
 
@@ -307,7 +307,7 @@ def test_a_captured_step_reads_what_the_device_says(name: str, pdl: bool, device
     """A graph captured over a step without any true row serves another, bitwise as without a graph."""
     step = make(CASES[name], torch.bfloat16, device)
     options = AttentionOptions(pdl=pdl, cascade_rows=int(step.case.cascade))
-    backend = device_attention(step.facts, options)
+    backend = device_attention(step.facts, options, "triton")
     backend.bind([step.cache, step.cache])
     backend.plan(step.view)
     expected = [backend.attend(layer, step.q, step.view) for layer in range(2)]
