@@ -39,11 +39,11 @@ class Pace:
     Owner: event loop.
     """
 
-    __slots__ = ("_most", "_table", "_usual")
+    __slots__ = ("_table", "_usual", "most")
 
     def __init__(self, most: int, table: SlotTable) -> None:
-        """`most` 0: as many as a step holds."""
-        self._most = most
+        """`most` 0: nothing is held back, and nobody need ask."""
+        self.most = most
         self._table = table
         self._usual: float | None = None
 
@@ -58,9 +58,9 @@ class Pace:
     def room(self, room: int, rows: Ints, backlog: int) -> int:
         """Of `room` tokens how many the step's prompts may take, `rows` slots decoding in it and `backlog`
         tokens of prompts waiting."""
-        if not self._most or not len(rows):
+        if not len(rows):
             return room
-        beside = max(self._most - len(rows), LEAST)
+        beside = max(self.most - len(rows), LEAST)
         if beside >= min(room, backlog):
             return room
         return min(room, max(beside, math.ceil(backlog / self._steps(rows))))

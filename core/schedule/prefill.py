@@ -79,7 +79,8 @@ class Prefills:
 
     def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
-        builder.room = self.pace.room(builder.room, builder.decode_slots, self._backlog)
+        if self.pace.most:
+            builder.room = self.pace.room(builder.room, builder.decode_slots, self._backlog)
         done: list[Request] = []
         self.admitted = []
         remaining: list[tuple[Request, Ints]] = []
