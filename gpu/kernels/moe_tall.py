@@ -20,8 +20,9 @@ next to the others. On an H200, E 128, N 768, hidden 2,048, 8 of 128, us of `gat
     2,048          233 and 136                                               254 and 149
 
 Rows that a tile does not have are zeros and not fetched, half a unit of the 12 or 13 that 256 rows read: 637
-to 631 us a layer at 4,096 tokens on one card. Weights asked for before the rows, whose addresses take a load
-more to be known, cost 6 us in either product.
+to 631 us a layer at 4,096 tokens on one card, nothing that could be seen at 8,192. Weights asked for before
+the rows, whose addresses take a load more to be known, cost 6 us in either product
+(bench/results/history/h200-experts-variants-*).
 
 Inside a step of 8,192 tokens, at the power limit, 732 and 414: 68% of what the tensor cores can do there.
 Blocks of 256 rows in tiles of 256 x 192 read a seventh less from L2 at 4,096 tokens and were no gain: 388 and
@@ -84,7 +85,7 @@ def _rows(
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of ROWS rows of a tile from OFFSET on: which there are, where their results go, and, where they are
-    gathered, where they lie. Those behind `count` are computed on row 0 and dropped."""
+    gathered, where they lie. What is computed on those behind `count` is dropped."""
     m = OFFSET + tl.arange(0, ROWS)
     inside = m < count
     place = first + m
@@ -109,7 +110,8 @@ def _some(
     GATED: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """A step over K of the rows: gathered from `at`, or those from `first` on of the descriptor `a`."""
+    """A step over K of the rows: gathered from `at`, zeros where not `inside`, or, whosever they are, those
+    from `first` on of the descriptor `a`."""
     if not GATED:
         x = a.load([first, k])
     elif K % BLOCK_K == 0:
