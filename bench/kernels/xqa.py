@@ -1,0 +1,107 @@
+"""FlashInfer's decode that needs no plan, XQA, beside ours: `python -m bench.kernels.xqa`.
+
+Written to bench/results/decode-xqa.json, the figure behind `gpu.attention.device.KNOWN`. Both read the same
+pages, in graphs; `apart` is the largest difference of their outputs. The two last cases hold as many keys,
+once with a row that is as long as all others together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.kernels import inputs
+from bench.kernels.inputs import Heads, Pages
+from bench.kernels.timing import BANDWIDTH, Row, microseconds
+from bench.results import keep
+from gpu.kernels.decode import decode_config, decode_workspace, paged_decode, plan_decode
+
+PAGE = 16
+
+CASES = {
+    "1 x 1,024": [1024],
+    "32 x 1,024": [1024] * 32,
+    "256 x 1,024": [1024] * 256,
+    "64 x 8,192": [8192] * 64,
+    "64 x 1,024": [1024] * 64,
+    "63 x 512, 1 x 32,768": [32_768] + [512] * 63,
+}
+"""Rows and their keys."""
+
+SCRATCH = 256 << 20
+"""Bytes for XQA's parts of rows, more than it asks for at any of these."""
+
+
+def xqa_call(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
+    """A call of XQA over `kept`, by the kernel that it takes for bfloat16 itself; returns its output
+    [n, heads, dim]."""
+    from flashinfer.xqa import xqa
+
+    rows = len(q)
+    k, v = (part.view(-1, PAGE, heads.kv, heads.dim) for part in (kept.k, kept.v))
+    # It takes pages in the order of rows; ours are found by slot.
+    table = kept.table[kept.slots].contiguous()
+    lengths = kept.lengths[kept.slots].to(torch.int32).view(torch.uint32)[:, None]
+    out = torch.empty_like(q)
+    scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=q.device)
+    semaphores = torch.zeros(rows * heads.kv * 8, dtype=torch.int32, device=q.device).view(torch.uint32)
+
+    def call() -> torch.Tensor:
+        xqa(q[:, None], k, v, table, lengths, out[:, None], scratch, semaphores, heads.kv, PAGE)
+        return out
+
+    return call
+
+
+def ours(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
+    """Likewise by `paged_decode`."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    config = decode_config(heads.dim, heads.kv, processors, len(q), group=heads.q // heads.kv)
+    plan = plan_decode(kept.slots, kept.lengths[kept.slots], config)
+    space = decode_workspace(len(q), heads.q, heads.kv, heads.dim, config, q.device)
+    sizes = {"page_size": PAGE, "scale": heads.dim**-0.5}
+    return partial(paged_decode, q, (kept.k, kept.v), kept.table, plan, space, config, **sizes)
+
+
+def measure(heads: Heads, lengths: list[int]) -> dict[str, float]:
+    """Microseconds of both, terabytes a second, and how far apart their outputs are."""
+    device = torch.device("cuda")
+    moved = 2 * sum(lengths) * heads.kv * heads.dim * 2
+    sets = max(1, min(4, int(200e6 / moved)))  # together past the L2 cache
+    kept = [inputs.pages(lengths, PAGE, heads, torch.bfloat16, device) for _ in range(sets)]
+    for each in kept:  # XQA multiplies what stands behind a row's end by zero: NaN would stay
+        for part in (each.k, each.v):
+            part.nan_to_num_(0.0)
+    q = torch.randn(len(lengths), heads.q, heads.dim, device=device).to(torch.bfloat16)
+    found: dict[str, float] = {}
+    outputs = []
+    for name, make in (("ours", ours), ("xqa", xqa_call)):
+        calls = [make(each, q, heads) for each in kept]
+        outputs.append(calls[0]().float().view_as(q))
+        us = microseconds(calls)
+        found |= {f"{name}_us": round(us, 1), f"{name}_tb_s": round(moved / us / 1e6, 3)}
+        print(Row(name, f"{len(lengths)} x ~{sum(lengths) // len(lengths)}", us, moved).line(), flush=True)
+    found["apart"] = round(float((outputs[0] - outputs[1]).abs().max()), 5)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print and keep."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--name", default="decode-xqa")
+    asked = parser.parse_args(argv)
+    told: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "bandwidth": BANDWIDTH}
+    for heads in (Heads(), Heads(32, 8, 128)):
+        by_case = told[f"{heads.q} heads, {heads.kv} of keys"] = {}
+        for case, lengths in CASES.items():
+            by_case[case] = measure(heads, lengths)
+            keep(asked.name, told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
