@@ -13,7 +13,7 @@ import torch
 from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
-from core.models import ModelSpec, PoolingSpec, read_spec, sentence_pooling
+from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
 from gpu.attention import AttentionBackend, TorchAttention, WholeAttention
 from gpu.attention.device import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
@@ -104,7 +104,7 @@ def build_executor(
     """
     target = _target(spec, model)
     schedule = _with_budget(schedule, target.device)
-    spec = msgspec.structs.replace(spec, fp8=holds_fp8(spec, model, target))
+    spec = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
     check_pages(spec, target, cache)
     device, dtype = target.device, target.dtype
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
@@ -194,20 +194,28 @@ def _target(spec: ModelSpec, model: ModelConfig) -> Target:
     return target
 
 
-def holds_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> bool:
-    """Whether the layers' matrices run in FP8. Raises `ConfigError` where they were asked to and cannot."""
+def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
+    """How the layers' matrices run in FP8. Raises `ConfigError` where they were asked to and cannot."""
     reason = ""
     if not target.captures(spec):
         reason = "it is there on a GPU (--device cuda), for models that generate or embed causally"
     elif target.facts.capability < HOPPER:
-        reason = "products with a scale for each row need compute capability 9.0, {} has {}.{}".format(
+        reason = "products of scaled rows need compute capability 9.0, {} has {}.{}".format(
             target.facts.name, *target.facts.capability
         )
     elif target.dtype != torch.bfloat16:
         reason = "it computes in --dtype bfloat16 alone"
-    if model.quantization == "fp8" and reason:
-        raise ConfigError(f"--quantization fp8 is refused: {reason}.")
-    return not reason and (model.quantization == "fp8" or (model.quantization == "auto" and spec.stored_fp8))
+    match model.quantization:
+        case "auto" if not reason:
+            return spec.stored_fp8
+        case "none" | "auto":
+            return ""
+        case asked if reason:
+            raise ConfigError(f"--quantization {asked} is refused: {reason}.")
+        case "fp8":
+            return spec.stored_fp8 or "rows"
+        case "fp8-blocks":
+            return "blocks"
 
 
 def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:

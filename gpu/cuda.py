@@ -12,8 +12,9 @@ from gpu.attention.device import AttentionOptions, Caches, attention_facts, devi
 from gpu.device import HOPPER, CudaFacts
 from gpu.kernels.cublas import products
 from gpu.kernels.linear_mid import mid_counters
-from gpu.kernels.tuned import FP8_NAME, MoeConfigs, MoeShape
+from gpu.kernels.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kv.pool import KvPool
+from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
 from gpu.models.base import CausalModel
 from gpu.ops.fused import Kernels
@@ -69,6 +70,6 @@ def captured_runner(
 def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfigs | None:
     if (moe := spec.moe) is None:
         return None
-    name = FP8_NAME if spec.fp8 else str(dtype).removeprefix("torch.")
+    name = weight_name(spec.fp8 if expert_scales(spec, moe) else "", str(dtype).removeprefix("torch."))
     shape = MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, name, facts.name)
     return MoeConfigs(shape, deep=facts.capability == HOPPER)

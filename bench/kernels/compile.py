@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,11 +27,13 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
+from core.models import Fp8
 from gpu.kernels import (
     cascade,
     decode,
     embed,
     gated,
+    linear_block,
     linear_mid,
     linear_small,
     merge,
@@ -43,8 +46,8 @@ from gpu.kernels import (
     sample,
 )
 from gpu.kernels.moe_gemm import TileConfig
-from gpu.kernels.tuned import FP8_NAME, MoeConfig, MoeShape, rule
-from gpu.quant import FP8
+from gpu.kernels.tuned import MoeConfig, MoeShape, rule, weight_name
+from gpu.quant import FP8, scale_shape
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
@@ -102,8 +105,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         q, cache = empty(128, heads.q, heads.dim), (both[:, 0], both[:, 1])
         cascade.prefix_attention(q, cache, table, slots, n, config, page_size=16, scale=0.1, pdl=pdl)
 
-    def experts(tokens: int, config: MoeConfig | None = None, fp8: bool = False) -> None:
-        name = FP8_NAME if fp8 else "bfloat16"
+    def experts(tokens: int, config: MoeConfig | None = None, fp8: Fp8 = "") -> None:
+        name = weight_name(fp8, "bfloat16")
         shape = MoeShape(SIZE.experts, SIZE.width, SIZE.hidden, SIZE.top_k, name, "H200")
         kind = FP8 if fp8 else DTYPE
         x, logits = empty(tokens, SIZE.hidden), empty(tokens, SIZE.experts, dtype=torch.float32)
@@ -111,11 +114,20 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             empty(SIZE.experts, 2 * SIZE.width, SIZE.hidden, dtype=kind),
             empty(SIZE.experts, SIZE.hidden, SIZE.width, dtype=kind),
         )
-        scales = tuple(empty(*each.shape[:2], dtype=torch.float32) for each in weights)
+        sizes = ([SIZE.width] * 2, SIZE.hidden), ([SIZE.hidden], SIZE.width)
+        shapes = [scale_shape(fp8 or "rows", *size) or () for size in sizes]
+        scales = [empty(SIZE.experts, *each, dtype=torch.float32) for each in shapes]
         after = empty(tokens, SIZE.hidden), empty(SIZE.hidden), 1e-6
         use = config or rule(shape, tokens)
         used = (scales[0], scales[1]) if fp8 else None
         moe.fused_moe_add_norm(x, logits, weights, SIZE.top_k, use, after, scales=used, num_rows=n, pdl=pdl)
+
+    def block_product(rows: int, name: str) -> None:
+        outputs, size, _ = inputs.LINEARS[name]
+        x, weight = empty(rows, size, dtype=FP8), empty(outputs, size, dtype=FP8)
+        scales = (empty(n, size // 128, dtype=torch.float32) for n in (rows, outputs // 128))
+        config = linear_block.block_linear_config(rows)
+        linear_block.block_linear(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
     def product(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
@@ -169,6 +181,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "mid 32 gated": lambda: mid_product(32, "8B gate_up"),
         "mid 64 split": lambda: mid_product(64, "30B-A3B o"),
         "mid 64 gated": lambda: mid_product(64, "8B gate_up"),
+        "block 8": lambda: block_product(8, "8B qkv"),
+        "block 64": lambda: block_product(64, "8B qkv"),
+        "block 128": lambda: block_product(128, "8B qkv"),
+        "block 4096": lambda: block_product(4096, "8B qkv"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
         "embed": lambda: embed.embed(x, ints, ints, n, ints, pdl=pdl),
         "qkv": fused_qkv,
@@ -193,12 +209,11 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 4096": lambda: experts(4096),
         "moe 4096 tall": lambda: experts(4096, MoeConfig(False, 192, tall, tall._replace(block_n=256))),
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
-        "moe fp8 1": lambda: experts(1, fp8=True),
-        "moe fp8 32": lambda: experts(32, fp8=True),
-        "moe fp8 256": lambda: experts(256, fp8=True),
-        "moe fp8 512": lambda: experts(512, fp8=True),
-        "moe fp8 2048": lambda: experts(2048, fp8=True),
-        "moe fp8 4096": lambda: experts(4096, fp8=True),
+        **{
+            f"moe fp8 {kind} {n}": partial(experts, n, fp8=kind)
+            for kind in ("rows", "blocks")
+            for n in (1, 32, 256, 512, 2048, 4096)
+        },
         "moe 4096 swap": lambda: experts(4096, MoeConfig(False, 128, swapped, swapped)),
     }
 

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from bench.kernels.compile import compiling, report
-from core.models import ModelSpec
+from core.models import Fp8, ModelSpec
 from gpu.attention.device import AttentionOptions, Caches, PhasedAttention, attention_facts
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.linear_mid import mid_counters
 from gpu.kernels.penalty import start_counts
-from gpu.kernels.tuned import FP8_NAME, MoeConfigs, MoeShape
+from gpu.kernels.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.ops.fused import Kernels
@@ -48,6 +48,9 @@ from gpu.weights import load_model
 CPU = torch.device("cpu")
 PAGES = 64
 DEVICE = "NVIDIA H200"
+
+FP8_KINDS: dict[str, Fp8] = {"none": "", "fp8": "rows", "fp8-blocks": "blocks"}
+"""By what --quantization says."""
 
 
 class Share:
@@ -102,7 +105,7 @@ class Steps(NamedTuple):
     """Of the pages, where not the model's."""
 
 
-def cut(model: Path, layers: int, dtype: str, fp8: bool) -> ModelSpec:
+def cut(model: Path, layers: int, dtype: str, fp8: Fp8) -> ModelSpec:
     """The first layers of the model of a directory with a config.json."""
     spec = spec_of(model)
     windows = frozenset(layer for layer in spec.window_layers if layer < layers)
@@ -123,7 +126,7 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
     moe = None
     if (experts := spec.moe) is not None:
         sizes = experts.experts, experts.intermediate, spec.hidden, experts.per_token
-        moe = MoeConfigs(MoeShape(*sizes, FP8_NAME if spec.fp8 else spec.dtype, DEVICE))
+        moe = MoeConfigs(MoeShape(*sizes, weight_name(spec.fp8, spec.dtype), DEVICE))
 
     def kernels(caches: Caches) -> Kernels:
         counters = mid_counters(CPU) if options.pdl else None
@@ -160,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cascade-rows", type=int, default=CASCADE_ROWS)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--dtype", default="", help="the model's own by default")
-    parser.add_argument("--quantization", default="none", choices=("none", "fp8"))
+    parser.add_argument("--quantization", default="none", choices=FP8_KINDS)
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
@@ -171,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
         for model in asked.models:
             began = time.monotonic()
-            spec = cut(model, asked.layers, asked.dtype, asked.quantization == "fp8")
+            spec = cut(model, asked.layers, asked.dtype, FP8_KINDS[asked.quantization])
             work = partial(compile_share, spec, steps, of=asked.jobs)
             every = {
                 name: line for found in pool.map(work, range(asked.jobs)) for name, line in found.items()

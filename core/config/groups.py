@@ -33,10 +33,11 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Meta(description="auto: float32 on a CPU, the checkpoint's on a GPU"),
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "none", "fp8"],
+        Literal["auto", "none", "fp8", "fp8-blocks"],
         Meta(
-            description="of the layers' matrices on a GPU; auto: FP8 where the checkpoint has it by tensor "
-            "or channel; fp8: whatever it has; none: dequantised"
+            description="of the layers' matrices on a GPU; auto: FP8 where the checkpoint has it, scaled as "
+            "there; fp8: whatever it has, by channel if it has no scales; fp8-blocks: by 128 x 128; none: "
+            "dequantised"
         ),
     ] = "auto"
     device: Annotated[

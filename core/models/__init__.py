@@ -5,6 +5,7 @@ from core.models.sentence import sentence_pooling
 from core.models.spec import (
     Activation,
     EncoderSpec,
+    Fp8,
     ModelSpec,
     MoeSpec,
     Pooling,
@@ -18,6 +19,7 @@ __all__ = [
     "Activation",
     "EncoderSpec",
     "Family",
+    "Fp8",
     "ModelSpec",
     "MoeSpec",
     "Pooling",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.models.fields import Config
+from core.models.spec import Fp8
 
 BLOCK = 128
 """Rows and columns that share a scale in block-scaled checkpoints (DeepSeek V3, Qwen3-FP8)."""
@@ -24,12 +25,12 @@ def readable(config: Config) -> bool:
             return False
 
 
-def row_scaled(config: Config) -> bool:
-    """Whether what is `readable` has one scale a tensor or an output, not blocks."""
+def scaling(config: Config) -> Fp8:
+    """Of what is `readable`. One scale for a whole tensor is one for each of its outputs, too."""
     groups = config.get("config_groups")
     schemes = groups.values() if isinstance(groups, Mapping) else ()
     blocks = any(group["weights"]["strategy"] == "block" for group in schemes)
-    return config.get("weight_block_size") is None and not blocks
+    return "blocks" if blocks or config.get("weight_block_size") is not None else "rows"
 
 
 def _is_fp8(group: object) -> bool:

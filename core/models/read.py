@@ -10,7 +10,7 @@ import msgspec
 
 from core.errors import ModelError
 from core.models.fields import Fields
-from core.models.quant import readable, row_scaled
+from core.models.quant import readable, scaling
 from core.models.rope import read_rope
 from core.models.spec import ModelSpec, MoeSpec
 
@@ -107,7 +107,7 @@ def _common(
         dtype=dtype_of(fields),
         bos=bos[0] if bos else None,
         eos=fields.ids("eos_token_id"),
-        stored_fp8=fields.has("quantization_config") and row_scaled(fields.group("quantization_config")),
+        stored_fp8=scaling(fields.group("quantization_config")) if fields.has("quantization_config") else "",
     )
 
 

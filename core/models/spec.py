@@ -13,6 +13,9 @@ Pooling = Literal["first", "last", "mean"]
 
 Activation = Literal["none", "sigmoid", "softmax"]
 
+Fp8 = Literal["", "rows", "blocks"]
+"""How e4m3 matrices are scaled: by a number for each output, or for each block of 128 x 128; "": not e4m3."""
+
 RopeKind = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -103,9 +106,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingSpec = PoolingSpec()
     max_position: int
     dtype: str = "float32"
-    stored_fp8: bool = False
-    """The checkpoint's matrices are e4m3, with one scale or one for each output."""
-    fp8: bool = False
+    stored_fp8: Fp8 = ""
+    """How the checkpoint's matrices are scaled, where they are e4m3."""
+    fp8: Fp8 = ""
     """The layers' matrices run so, routers excepted: chosen by device, not read."""
     bos: int | None = None
     eos: tuple[int, ...] = ()

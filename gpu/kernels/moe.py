@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from core.models.quant import BLOCK
 from gpu.kernels.moe_gemm import down, gate_up
 from gpu.kernels.moe_small import small_moe
 from gpu.kernels.moe_sum import moe_sum, moe_sum_add_norm
@@ -40,10 +41,11 @@ def _parts(
         hidden = gate_up(x, w13, tiles, tall, up, pdl=pdl)
         return down(hidden, w2, tiles, tall, low, after=up, pdl=pdl), routing
     s13, s2 = scales
-    numbers, rows = quantise_rows(x, num_rows=num_rows, pdl=pdl)
+    group = BLOCK if s13.dim() == w13.dim() else 0
+    numbers, rows = quantise_rows(x, group=group, num_rows=num_rows, pdl=pdl)
     hidden = gate_up(numbers, w13, tiles, tall, up, scales=(rows, s13), dtype=x.dtype, pdl=pdl)
     # Places are sorted: those of true rows come first, top_k of each.
-    numbers, rows = quantise_rows(hidden, per=top_k, num_rows=num_rows, pdl=pdl)
+    numbers, rows = quantise_rows(hidden, group=group, per=top_k, num_rows=num_rows, pdl=pdl)
     return down(numbers, w2, tiles, tall, low, scales=(rows, s2), dtype=x.dtype, pdl=pdl), routing
 
 
@@ -65,7 +67,8 @@ def fused_moe(
     logits    [T, experts], contiguous: the router's
     weights   w13 [experts, 2 * width, hidden] (gate over up) and w2 [experts, hidden, width]
     config    from `gpu.kernels.tuned`, for T rows
-    scales    of e4m3 weights: float32 [experts, 2 * width] and [experts, hidden]
+    scales    of e4m3 weights: float32 [experts, 2 * width] and [experts, hidden], or those of blocks,
+              [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   [T, hidden] in x's dtype
     """

@@ -19,7 +19,8 @@ A tile of `down` needs the outputs of its own rows alone: `gate_up` counts them 
 `down` begins where they are done (`gpu.kernels.handover`).
 
 In FP8 both operands are e4m3 with float32 scales, of `a` by row and of the weights by output, which meet
-the sums behind the loop.
+the sums behind the loop; or of `a` by groups of 128 inputs and of the weights by blocks of 128 x 128, which
+meet the sums of each step over K.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from core.models.quant import BLOCK
 from gpu.kernels.handover import await_count, finish, have_come, release, tell
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
 from gpu.kernels.moe_tall import TALL, tall_gemm
@@ -51,7 +53,10 @@ class TileConfig(NamedTuple):
 
 
 Scales = tuple[Tensor, Tensor]
-"""float32 scales of e4m3 rows [n] and of weights [experts, outputs]."""
+"""float32 scales of e4m3 rows [n] and of weights [experts, outputs], or of their groups [n, inputs / 128] and
+blocks [experts, outputs / 128, inputs / 128]."""
+
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @jit
@@ -109,6 +114,24 @@ def _scaled(
 
 
 @jit
+def _add_scaled(
+    acc: tl.tensor,
+    x: tl.tensor,
+    w: tl.tensor,
+    by_row: tl.tensor,
+    by_block: tl.tensor,
+    SWAP: tl.constexpr,
+) -> tl.tensor:
+    """`acc` and this step's products, scaled by the rows' [BLOCK_M] and the weights' own number."""
+    scale = by_row * by_block
+    if SWAP:
+        acc += tl.dot(w, tl.trans(x), out_dtype=tl.float32) * scale[None, :]
+    else:
+        acc += tl.dot(x, tl.trans(w), out_dtype=tl.float32) * scale[:, None]
+    return acc
+
+
+@jit
 def _tile(
     a: tl.tensor,
     w: tl.tensor,
@@ -131,6 +154,7 @@ def _tile(
     EVEN: tl.constexpr,
     SWAP: tl.constexpr,
     TMA: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ) -> None:
     m = tl.arange(0, BLOCK_M)
     inside = m < count
@@ -148,10 +172,21 @@ def _tile(
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
         x = tl.load(a_at + k) if EVEN else tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
-        acc = _multiply(x, _weight_tile(w, w_row, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA), acc, SWAP)
+        tile = _weight_tile(w, w_row, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA)
+        if BLOCKS:
+            by_group = tl.load(a_scales + row * (K // _BLOCK) + k // _BLOCK)
+            at = w_scales + (w_row + n) // _BLOCK * (K // _BLOCK) + k // _BLOCK
+            acc = _add_scaled(acc, x, tile, by_group, tl.load(at), SWAP)
+        else:
+            acc = _multiply(x, tile, acc, SWAP)
         if GATED:
-            up = _multiply(x, _weight_tile(w, w_row + N, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA), up, SWAP)
-    if a_scales is not None:
+            tile = _weight_tile(w, w_row + N, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA)
+            if BLOCKS:
+                by_block = tl.load(at + N // _BLOCK * (K // _BLOCK))
+                up = _add_scaled(up, x, tile, by_group, by_block, SWAP)
+            else:
+                up = _multiply(x, tile, up, SWAP)
+    if a_scales is not None and not BLOCKS:
         by_row = tl.load(a_scales + row)
         acc = _scaled(acc, by_row, w_scales + w_row, n, N, BLOCK_N, SWAP)
         if GATED:
@@ -190,6 +225,7 @@ def _grouped(
     SWAP: tl.constexpr,
     HALF: tl.constexpr,
     TMA: tl.constexpr,
+    BLOCKS: tl.constexpr,
     AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -219,10 +255,10 @@ def _grouped(
         await_count(done, come, AFTER, False)
     if HALF and count <= half:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-              half, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+              half, BLOCK_N, BLOCK_K, even, SWAP, TMA, BLOCKS)  # fmt: skip
     else:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-              BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA)  # fmt: skip
+              BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA, BLOCKS)  # fmt: skip
     if GATED:
         tell(done)
     if AFTER > 0:
@@ -250,6 +286,9 @@ def _launch(
     experts, rows, k = w.shape
     n = out.shape[1]
     a_scales, w_scales = scales if scales is not None else (None, None)
+    blocks = w_scales is not None and w_scales.dim() == w.dim()
+    if blocks:  # a tile lies within blocks, and a step over K in one
+        assert config.block_k == BLOCK and BLOCK % config.block_n == 0 and not (n % BLOCK or k % BLOCK)
     total = tiles.blocks.shape[1]
     weights: Any = w
     if config.tma:
@@ -274,6 +313,7 @@ def _launch(
         SWAP=config.swap,
         HALF=config.half,
         TMA=config.tma,
+        BLOCKS=blocks,
         AFTER=after,
         PDL=pdl,
         **options(config.warps, config.stages, pdl),

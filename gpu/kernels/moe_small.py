@@ -20,9 +20,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from core.models.quant import BLOCK
 from gpu.kernels.jit import begin, cdiv, jit, options, pow2
 from gpu.kernels.linear_small import WIDE, chunk, dots, tiles
 from gpu.kernels.route import Routing
+
+_BLOCK = tl.constexpr(BLOCK)
 
 RESIDENT = 1056
 """Programs of two warps and 128 registers a thread that the 132 processors of an H200 hold at once."""
@@ -97,6 +100,16 @@ def _row(x: tl.tensor, K: tl.constexpr, WARPS: tl.constexpr, BLOCK_K: tl.constex
 
 
 @jit
+def _by_block(
+    scales: tl.tensor, row: tl.tensor, k: tl.tensor, inside: tl.tensor, K: tl.constexpr
+) -> tl.tensor:
+    """What weights of `row` and input `k`, of one shape when broadcast, are scaled by: those of their
+    blocks, 0 where not `inside`."""
+    at = scales + row // _BLOCK * (K // _BLOCK) + k // _BLOCK
+    return tl.load(at, mask=inside & (k < K), other=0.0)
+
+
+@jit
 def _both(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return a + c, b + d
 
@@ -122,6 +135,7 @@ def _small_up(
     BLOCK_E: tl.constexpr,
     BLOCK_J: tl.constexpr,
     KEEP: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     pair = tl.program_id(1)
@@ -154,10 +168,17 @@ def _small_up(
         up = tl.zeros([WARPS, BLOCK_K // WIDE], tl.float32)
         for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
             some = held[i].to(tl.float32)
-            gate += dots(gate_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
-            up += dots(up_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
+            by_gate = dots(gate_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
+            by_up = dots(up_tiles[i].to(tl.float32), some, WARPS, BLOCK_K)
+            if BLOCKS:
+                k = i * BLOCK_K + tl.arange(0, BLOCK_K // WIDE)[None, :] * WIDE
+                w_row, there = chosen * (2 * N) + cols[:, None], (cols < N)[:, None]
+                by_gate *= _by_block(s13, w_row, k, there, K)
+                by_up *= _by_block(s13, w_row + N, k, there, K)
+            gate += by_gate
+            up += by_up
         gate, up = tl.reduce((gate, up), 1, _both)
-        if s13 is not None:
+        if s13 is not None and not BLOCKS:
             scale = s13 + chosen * (2 * N) + cols
             gate *= tl.load(scale, mask=cols < N, other=0.0)
             up *= tl.load(scale + N, mask=cols < N, other=0.0)
@@ -190,6 +211,7 @@ def _small_down(
     BLOCK_E: tl.constexpr,
     BLOCK_J: tl.constexpr,
     WARPS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(1)
@@ -216,9 +238,14 @@ def _small_down(
         d = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         x = tl.load(hidden + pair[:, None] * K + d, mask=(j < TOP_K)[:, None] & (d < K), other=0.0)
         product = held[i].to(tl.float32) * x.to(tl.float32)[:, None, :]
-        total += tl.sum(tl.reshape(product, [BLOCK_J, SPAN, BLOCK_K // WIDE, WIDE]), 3)
+        some = tl.sum(tl.reshape(product, [BLOCK_J, SPAN, BLOCK_K // WIDE, WIDE]), 3)
+        if BLOCKS:
+            k = i * BLOCK_K + tl.arange(0, BLOCK_K // WIDE)[None, None, :] * WIDE
+            w_row = (expert * N)[:, None, None] + cols[None, :, None]
+            some *= _by_block(s2, w_row, k, inside, K)
+        total += some
     weight = tl.load(weights + pair, mask=j < TOP_K, other=0.0)[:, None]
-    if s2 is not None:
+    if s2 is not None and not BLOCKS:
         scale = s2 + expert[:, None] * N + cols[None, :]
         weight *= tl.load(scale, mask=(j < TOP_K)[:, None] & (cols < N)[None, :], other=0.0)
     found = tl.sum(tl.sum(total, 2) * weight, 0)
@@ -252,7 +279,7 @@ def small_moe(
     """The whole expert MLP of `x` [T, hidden], from router `logits` [T, experts].
 
     `w13` [experts, 2 * width, hidden], `w2` [experts, hidden, width], all contiguous; sums are float32.
-    `scales` float32 [experts, 2 * width] and [experts, hidden] are those of e4m3 weights; `x` stays as it is.
+    `scales` are those of e4m3 weights, as in `gpu.kernels.moe.fused_moe`; `x` stays as it is.
     Every row reads its experts anew, so above about four rows the tiles of `route` read less.
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
     written, and the routing.
@@ -267,6 +294,7 @@ def small_moe(
     hidden = x.new_empty(rows * top_k, width)
     out = torch.empty_like(x)
     blocks = {"BLOCK_E": max(pow2(experts), 16), "BLOCK_J": max(pow2(top_k), 2)}
+    blocked = s13 is not None and s13.dim() == w13.dim()
     keep = size * x.element_size() <= 4096  # 32 registers
     _small_up[(cdiv(width, use.up_warps * use.up_steps), rows * top_k)](
         x,
@@ -286,6 +314,7 @@ def small_moe(
         STEPS=use.up_steps,
         BLOCK_K=chunk(size, 256),
         KEEP=keep,
+        BLOCKS=blocked,
         PDL=pdl,
         **blocks,
         **options(use.up_warps, pdl=pdl),
@@ -306,6 +335,7 @@ def small_moe(
         SPAN=use.down_columns,
         BLOCK_K=chunk(width, 256 * max(use.down_warps // blocks["BLOCK_J"], 1)),
         WARPS=use.down_warps,
+        BLOCKS=blocked,
         PDL=pdl,
         **blocks,
         **options(use.down_warps, pdl=pdl),

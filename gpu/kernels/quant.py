@@ -1,4 +1,5 @@
-"""Activations to e4m3 with a scale for each row, what products of FP8 weights take."""
+"""Activations to e4m3 with a scale for each row or for each group of a row: what products of FP8 weights
+take."""
 
 from __future__ import annotations
 
@@ -19,37 +20,41 @@ def _quantise(
     scales: tl.tensor,
     num_rows: tl.tensor,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     PER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
+    group = tl.arange(0, GROUPS)
+    cols = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = cols < WIDTH
     begin(PDL)
     if padding(row // PER, num_rows):
         return
     f = tl.load(x + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(f), 0), _LEAST) / _TOP
+    scale = tl.maximum(tl.max(tl.abs(f), 1), _LEAST) / _TOP
     # The division's last bit may lift the largest number over the format's, which must not become NaN.
-    f = tl.clamp(f / scale, -_TOP, _TOP, propagate_nan=tl.PropagateNan.ALL)
+    f = tl.clamp(f / scale[:, None], -_TOP, _TOP, propagate_nan=tl.PropagateNan.ALL)
     tl.store(numbers + row * WIDTH + cols, f.to(numbers.dtype.element_ty), mask=mask)
-    tl.store(scales + row, scale)
+    some: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+    tl.store(scales + row * some + group, scale, mask=group < some)
 
 
 def quantise_rows(
-    x: Tensor, *, per: int = 1, num_rows: Tensor | None = None, pdl: bool = False
+    x: Tensor, *, group: int = 0, per: int = 1, num_rows: Tensor | None = None, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """e4m3 [n, width] of `x` contiguous [n, width] and scales float32 [n]; see `gpu.quant.quantise`.
+    """e4m3 [n, width] of `x` contiguous [n, width] and scales float32 [n]; with `group`, a power of two that
+    divides the width, [n, width / group]. See `gpu.quant`.
 
     `num_rows` int32 [1] on the device: rows from `per` times that on are neither read nor written.
     """
     rows, width = x.shape
     numbers = torch.empty(rows, width, dtype=FP8, device=x.device)
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    scales = torch.empty((rows, width // group) if group else rows, dtype=torch.float32, device=x.device)
     block = pow2(width)
+    size = group or block
     warps = min(max(block // 1024, 1), 16)
-    _quantise[(rows,)](
-        x, numbers, scales, num_rows, WIDTH=width, BLOCK=block, PER=per, PDL=pdl, **options(warps, pdl=pdl)
-    )
+    cut = {"WIDTH": width, "GROUP": size, "GROUPS": block // size}
+    _quantise[(rows,)](x, numbers, scales, num_rows, **cut, PER=per, PDL=pdl, **options(warps, pdl=pdl))
     return numbers, scales

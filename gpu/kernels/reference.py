@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.quant import quantise, restore
+from gpu.quant import quantise, quantise_groups, restore
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -77,8 +77,12 @@ def moe(
     if scales is not None:
         w13, w2 = restore(w13, scales[0]), restore(w2, scales[1])
 
+    by_group = scales is not None and scales[0].dim() == w13.dim()
+
     def given(rows: Tensor) -> Tensor:
-        return restore(*quantise(rows)) if coarse else rows.float()
+        if not coarse:
+            return rows.float()
+        return restore(*(quantise_groups(rows) if by_group else quantise(rows)))
 
     weights, experts = route(logits, top_k, renormalise)
     width = w2.shape[2]

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from core.models import Fp8
 from gpu.ops.base import Ops
-from gpu.quant import ALIGN, FP8
+from gpu.quant import FP8, scale_shape
 
 Places = dict[str, torch.Tensor]
 """Checkpoint name to the view its tensor is copied into."""
@@ -22,8 +23,9 @@ class Linear:
     """y = x Wᵀ + b, with the parts of W stacked along the output.
 
     `parts` maps each part's checkpoint name (`q_proj`) to its output size, in order.
-    `weight` [sum of outputs, inputs], `bias` [sum of outputs] or None. In FP8 `scale` float32
-    [sum of outputs] is what the weight's rows are multiplied by, otherwise None.
+    `weight` [sum of outputs, inputs], `bias` [sum of outputs] or None. In FP8 `scale` is what the weight's
+    rows are multiplied by, float32 [sum of outputs], or its blocks, [sum of outputs / 128, inputs / 128];
+    otherwise None.
     """
 
     __slots__ = ("_packed", "_parts", "bias", "scale", "weight")
@@ -35,15 +37,15 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         bias: bool = False,
-        fp8: bool = False,
+        fp8: Fp8 = "",
     ) -> None:
         """`fp8`: hold the weight so, if its sides allow."""
         outputs = sum(parts.values())
-        fp8 = fp8 and inputs % ALIGN == 0 and outputs % ALIGN == 0
+        scales = scale_shape(fp8, list(parts.values()), inputs)
         self._packed = False
         self._parts = dict(parts)
-        self.weight = torch.empty(outputs, inputs, dtype=FP8 if fp8 else dtype, device=device)
-        self.scale = torch.empty(outputs, dtype=torch.float32, device=device) if fp8 else None
+        self.weight = torch.empty(outputs, inputs, dtype=FP8 if scales else dtype, device=device)
+        self.scale = torch.empty(scales, dtype=torch.float32, device=device) if scales else None
         self.bias = torch.empty(outputs, dtype=dtype, device=device) if bias else None
 
     def __call__(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
@@ -88,11 +90,12 @@ class Linear:
     def places(self, prefix: str) -> Places:
         """`{prefix}{part}.weight`, `.weight_scale` and `.bias` of every part."""
         found: Places = {}
-        first = 0
+        first, outputs = 0, len(self.weight)
         for name, size in self._parts.items():
             found[f"{prefix}{name}.weight"] = self.weight[first : first + size]
             if self.scale is not None:
-                found[f"{prefix}{name}.weight_scale"] = self.scale[first : first + size]
+                each = outputs // len(self.scale)
+                found[f"{prefix}{name}.weight_scale"] = self.scale[first // each : (first + size) // each]
             if self.bias is not None:
                 found[f"{prefix}{name}.bias"] = self.bias[first : first + size]
             first += size

@@ -8,7 +8,14 @@ from core.models import ModelSpec, MoeSpec
 from gpu.context import ForwardContext
 from gpu.layers.linear import Linear, Places
 from gpu.ops.base import Experts, Part
-from gpu.quant import ALIGN, FP8
+from gpu.quant import FP8, scale_shape
+
+
+def expert_scales(spec: ModelSpec, moe: MoeSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Shapes of the scales of w13 and w2, [experts, ...], where these are held in FP8 (`spec.fp8`)."""
+    up = scale_shape(spec.fp8, [moe.intermediate] * 2, spec.hidden)
+    down = scale_shape(spec.fp8, [spec.hidden], moe.intermediate)
+    return ((moe.experts, *up), (moe.experts, *down)) if up and down else None
 
 
 class SparseMlp:
@@ -22,13 +29,10 @@ class SparseMlp:
     def __init__(self, spec: ModelSpec, moe: MoeSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._router = Linear(spec.hidden, {"gate": moe.experts}, dtype, device)
         width = moe.intermediate
-        fp8 = spec.fp8 and spec.hidden % ALIGN == 0 and width % ALIGN == 0
-        kind = FP8 if fp8 else dtype
-        scales = None
-        if fp8:
-            sizes = (2 * width, spec.hidden)
-            s13, s2 = (torch.empty(moe.experts, n, dtype=torch.float32, device=device) for n in sizes)
-            scales = s13, s2
+        kind, scales = dtype, None
+        if shapes := expert_scales(spec, moe):
+            s13, s2 = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+            kind, scales = FP8, (s13, s2)
         self._experts = Experts(
             w13=torch.empty(moe.experts, 2 * width, spec.hidden, dtype=kind, device=device),
             w2=torch.empty(moe.experts, spec.hidden, width, dtype=kind, device=device),
@@ -61,7 +65,8 @@ class SparseMlp:
             found[f"{name}down_proj.weight"] = w2[expert]
             if self._experts.scales is not None:
                 s13, s2 = self._experts.scales
-                found[f"{name}gate_proj.weight_scale"] = s13[expert, :width]
-                found[f"{name}up_proj.weight_scale"] = s13[expert, width:]
+                half = s13.shape[1] // 2
+                found[f"{name}gate_proj.weight_scale"] = s13[expert, :half]
+                found[f"{name}up_proj.weight_scale"] = s13[expert, half:]
                 found[f"{name}down_proj.weight_scale"] = s2[expert]
         return found

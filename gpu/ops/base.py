@@ -26,7 +26,8 @@ class Experts(NamedTuple):
     w13          [experts, 2 * width, hidden], gate over up
     w2           [experts, hidden, width]
     renormalise  a row's chosen weights are scaled to sum to 1
-    scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden]
+    scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden], or
+                 [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
     """
 
     w13: Tensor
@@ -87,8 +88,9 @@ class Ops(Protocol):
         ...
 
     def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype: `x` quantised by row, `weight` e4m3
-        [outputs, inputs] with `scale` float32 [outputs] (`gpu.quant`)."""
+        """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype, `weight` e4m3 [outputs, inputs]: with
+        `scale` float32 [outputs] `x` is quantised by row, with [outputs / 128, inputs / 128] by groups of
+        128 (`gpu.quant`)."""
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

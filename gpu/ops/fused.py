@@ -23,7 +23,8 @@ layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `linear_mi
 159 and 147 at 32, 193 and 186 at 64; of Qwen3-30B-A3B, without experts, 34 and 30, 47 and 43, 61 and 60.
 
 With FP8 weights each product is preceded by a launch that quantises its rows: 4 more in a dense layer
-or one of experts, 2 more in one of experts up to 4 rows.
+or one of experts, 2 more in one of experts up to 4 rows. Scaled by rows they are cuBLAS's, by blocks
+`linear_block`'s; what all of them take: `bench/results/fp8-h200.json`.
 
 Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
 one that sums, adds and norms. Above 64 rows route is two.
@@ -41,8 +42,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import ModelError
+from core.models.quant import BLOCK
 from gpu.kernels.cublas import Products
 from gpu.kernels.gated import silu_mul
+from gpu.kernels.linear_block import block_linear, block_linear_config
 from gpu.kernels.linear_mid import mid_gated, mid_linear, mid_linear_config
 from gpu.kernels.linear_small import small_gated, small_linear, small_linear_config
 from gpu.kernels.moe import fused_moe_add_norm
@@ -157,8 +160,13 @@ class TritonOps:
 
     def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """See `Ops.product`."""
-        numbers, rows = quantise_rows(x, num_rows=self._rows, pdl=self._kernels.pdl)
-        return scaled_product(numbers, rows, weight, scale, bias, x.dtype)
+        pdl = self._kernels.pdl
+        if scale.dim() == 1:
+            numbers, rows = quantise_rows(x, num_rows=self._rows, pdl=pdl)
+            return scaled_product(numbers, rows, weight, scale, bias, x.dtype)
+        numbers, rows = quantise_rows(x, group=BLOCK, num_rows=self._rows, pdl=pdl)
+        config = block_linear_config(len(x))
+        return block_linear(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Ops.linear`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu.attention.base import AttentionBackend
 from gpu.ops.base import Experts, HeadNorms, Part, Rotation
-from gpu.quant import quantise, restore
+from gpu.quant import quantise, quantise_groups, restore
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -94,8 +94,9 @@ class TorchOps:
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b with `x` [n, inputs] quantised by row, and `weight` e4m3 with `scale` by output."""
-    out = F.linear(restore(*quantise(x)), restore(weight, scale))
+    """See `Ops.product`."""
+    numbers, by = quantise(x) if scale.dim() == 1 else quantise_groups(x)
+    out = F.linear(restore(numbers, by), restore(weight, scale))
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu.layers.linear import Places
-from gpu.quant import FP8, quantise
+from gpu.quant import FP8, quantise_like
 
 
 def fill_dummy(places: Places, device: torch.device) -> None:
@@ -14,9 +14,10 @@ def fill_dummy(places: Places, device: torch.device) -> None:
     for name, place in places.items():
         if place.dtype == FP8:
             weight = torch.empty(place.shape, dtype=torch.bfloat16, device=device)
-            numbers, scales = quantise(weight.normal_(0.0, 0.02, generator=generator))
+            scale = places[name + "_scale"]
+            numbers, scales = quantise_like(weight.normal_(0.0, 0.02, generator=generator), scale)
             place.copy_(numbers)
-            places[name + "_scale"].copy_(scales)
+            scale.copy_(scales)
         elif name.endswith("weight_scale"):
             continue  # its weight's
         elif name.lower().endswith("norm.weight"):

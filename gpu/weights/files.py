@@ -15,7 +15,7 @@ from core.errors import ModelError
 from gpu.quant import FP8
 from gpu.thread import device_thread
 from gpu.weights.fill import Filler
-from gpu.weights.fp8 import SCALES, dequantise, is_scale, row_scale
+from gpu.weights.fp8 import SCALES, dequantise, fitting, is_scale
 from gpu.weights.stage import readers
 
 _RUN = 32
@@ -90,10 +90,11 @@ def _reader(filler: Filler, path: Path, names: list[str], holders: Mapping[str, 
 
 
 def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """As it is, where its place is FP8 and has a scale for each row."""
-    rows = row_scale(weight, scale)
-    if rows is not None and filler.holds_fp8(name):
-        filler.put(name, weight, rows)
+    """As it is, where its place is FP8 and scaled as it is."""
+    place = filler.scale(name)
+    kept = fitting(scale, tuple(place.shape)) if place is not None else None
+    if kept is not None:
+        filler.put(name, weight, kept)
     else:
         filler.put(name, dequantise(name, weight, scale))
 

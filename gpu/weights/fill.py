@@ -58,15 +58,16 @@ class Filler:
             return False
         return True
 
-    def holds_fp8(self, name: str) -> bool:
-        """Whether the place of `name`, which is wanted, is e4m3 with a scale for each row."""
-        return self._places[self._own(name)].dtype == FP8
+    def scale(self, name: str) -> torch.Tensor | None:
+        """The place of the scale of `name`, which is wanted, where its own is e4m3."""
+        own = self._own(name)
+        return self._places[own + "_scale"] if self._places[own].dtype == FP8 else None
 
     def put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Copy `tensor` into the place of `name`, converting its dtype. Once per name.
 
-        `scale` float32 [out] comes with an FP8 tensor for a place that is one; any other tensor is
-        quantised on its way there.
+        `scale`, of the shape of `scale(name)`, comes with an FP8 tensor for a place that is one; any other
+        tensor is quantised on its way there.
         """
         name = self._own(name)
         if name in self._filled:

@@ -5,9 +5,9 @@ Checkpoints store e4m3 with a scale beside it, named after the weight:
     weight_scale_inv   [out / 128, in / 128]   DeepSeek V3, Qwen3-FP8: a weight is number × scale
     weight_scale       one, [out] or [out, 1], or blocks as above    compressed-tensors, FBGEMM
 
-A model that holds its matrices in FP8 (`ModelSpec.fp8`) takes numbers and scales as they are, one a row.
-For any other, and where they are blocks, weights are dequantised while they are read: the reference for
-kernels that multiply in FP8.
+A model that holds its matrices in FP8 (`ModelSpec.fp8`) takes numbers and scales as they are, where they fit
+its own. For any other weights are dequantised while they are read, and quantised anew if need be: the
+reference for kernels that multiply in FP8.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from core.errors import ModelError
 from core.models.quant import BLOCK
-from gpu.quant import quantise
+from gpu.quant import quantise_like
 from gpu.weights.stage import Copy
 
 SCALES = ("_scale_inv", "_scale")
@@ -33,32 +33,33 @@ def is_scale(name: str) -> bool:
     return name.rpartition(".")[2] in _BESIDE
 
 
-def row_scale(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
-    """float32 [out] of a scale that is one, or one for each row of `weight` [out, in]; None otherwise."""
-    rows = len(weight)
-    if tuple(scale.shape) in ((), (1,), (1, 1), (rows,), (rows, 1)):
-        return scale.float().reshape(-1).expand(rows).contiguous()
+def fitting(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """`scale` as float32 of `shape`, [out] or [out / 128, in / 128]; None where it scales otherwise."""
+    if scale.numel() == 1:
+        return scale.float().reshape(-1)[0].expand(shape).contiguous()
+    if tuple(scale.shape) in (shape, (*shape, 1)):
+        return scale.float().reshape(shape)
     return None
 
 
 def store(place: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, copy: Copy) -> None:
-    """Quantise `weight` [out, in] into e4m3 `place` and `scale` float32 [out], on their device, where it
-    takes a slab at a time."""
-    step = max(SLAB // weight.shape[1], 1)
-    for first in range(0, len(weight), step):
-        part = slice(first, first + step)
+    """Quantise `weight` [out, in] into e4m3 `place` and `scale`, float32 [out] or [out / 128, in / 128], on
+    their device, where it takes a slab at a time."""
+    each = len(weight) // len(scale)
+    step = max(SLAB // weight.shape[1] // each, 1)
+    for first in range(0, len(scale), step):
+        part = slice(first * each, (first + step) * each)
         slab = torch.empty_like(weight[part], device=place.device)
         copy(slab, weight[part])
-        numbers, scales = quantise(slab)
+        numbers, scales = quantise_like(slab, scale)
         place[part].copy_(numbers)
-        scale[part].copy_(scales)
+        scale[first : first + step].copy_(scales)
 
 
 def dequantise(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 [out, in] of e4m3 `weight` and its scale. Raises `ModelError` for a scale that does not fit."""
     rows, columns = weight.shape
-    scale = scale.float()
-    if (each := row_scale(weight, scale)) is not None:
+    if (each := fitting(scale, (rows,))) is not None:
         return weight.float().mul_(each[:, None])
     if tuple(scale.shape) != (-(-rows // BLOCK), -(-columns // BLOCK)):
         raise ModelError(
@@ -66,7 +67,7 @@ def dequantise(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Te
             f"nor one for {BLOCK} x {BLOCK}."
         )
     out = torch.empty(rows, columns, dtype=torch.float32)
-    for block, row in enumerate(scale):
+    for block, row in enumerate(scale.float()):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         torch.mul(weight[part].float(), row.repeat_interleave(BLOCK)[:columns], out=out[part])
     return out

@@ -67,6 +67,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
+    # Sides that 128 divides: what FP8 in blocks needs.
+    "qwen3-moe-wide": (
+        "Qwen3Moe",
+        {
+            **_MOE,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 128,
+            "head_dim": 32,
+            "num_key_value_heads": 4,
+            "mlp_only_layers": [0],
+        },
+    ),
 }
 """Name to (family, what differs from `_SIZES`)."""
 

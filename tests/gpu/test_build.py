@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from core.models.spec import EncoderSpec
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.types import NO_TOKENS
-from gpu.build import build_executor, check_pages, holds_fp8, spec_of
+from gpu.build import build_executor, check_pages, choose_fp8, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
 from gpu.parts import Target
@@ -102,18 +102,18 @@ def test_fp8_weights_are_a_gpus_choice(path: Path) -> None:
     with pytest.raises(ConfigError, match="--quantization fp8 is refused: it is there on a GPU"):
         build(path, quantization="fp8")
     spec = spec_of(path)
-    stored = msgspec.structs.replace(spec, stored_fp8=True)
+    stored = msgspec.structs.replace(spec, stored_fp8="blocks")
     hopper = Target(torch.device("cuda"), torch.bfloat16, CudaFacts("", "NVIDIA H200", (9, 0)))
     ada = hopper._replace(facts=CudaFacts("", "NVIDIA L4", (8, 9)))
     half = hopper._replace(dtype=torch.float16)
-    auto, asked = ModelConfig(), ModelConfig(quantization="fp8")
-    assert (holds_fp8(spec, auto, hopper), holds_fp8(stored, auto, hopper)) == (False, True)
-    assert holds_fp8(spec, asked, hopper)
-    assert not holds_fp8(stored, ModelConfig(quantization="none"), hopper)
+    auto, asked, blocks = (ModelConfig(quantization=name) for name in ("auto", "fp8", "fp8-blocks"))
+    assert [choose_fp8(spec, given, hopper) for given in (auto, asked, blocks)] == ["", "rows", "blocks"]
+    assert [choose_fp8(stored, given, hopper) for given in (auto, asked, blocks)] == ["blocks"] * 3
+    assert not choose_fp8(stored, ModelConfig(quantization="none"), hopper)
     for target, reason in ((ada, r"9\.0, NVIDIA L4 has 8\.9"), (half, "--dtype bfloat16")):
-        assert not holds_fp8(stored, auto, target)  # dequantised, as on a CPU
+        assert not choose_fp8(stored, auto, target)  # dequantised, as on a CPU
         with pytest.raises(ConfigError, match=reason):
-            holds_fp8(stored, asked, target)
+            choose_fp8(stored, asked, target)
 
 
 def test_rows_fit_the_step_budget(path: Path) -> None:

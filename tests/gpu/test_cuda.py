@@ -169,6 +169,16 @@ def test_bfloat16_is_within_its_own_error(path: Path) -> None:
 def test_fp8_is_near_and_graphs_change_nothing(path: Path, chosen: dict[str, str]) -> None:
     if not spec_of(path).causal:
         pytest.skip("it keeps no pages, and runs in plain torch")
+    check_fp8(path, chosen)
+
+
+def test_blocks_are_near_and_graphs_change_nothing(tmp_path: Path) -> None:
+    """In a model whose matrices have whole blocks: in others these would stay as they are."""
+    path = tiny_model.build("qwen3-moe-wide", tmp_path).path
+    check_fp8(path, {"quantization": "fp8-blocks"})
+
+
+def check_fp8(path: Path, chosen: dict[str, str]) -> None:
     graphs = msgspec.structs.replace(SCHEDULE, overlap_depth=0)
     plain = msgspec.structs.replace(graphs, cuda_graphs=False)
     got = answers(path, "cuda", "bfloat16", GREEDY, schedule=graphs, **chosen)

@@ -14,18 +14,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from core.errors import ModelError
-from core.models import ModelSpec, read_spec
+from core.models import Fp8, ModelSpec, read_spec
 from gpu.build import spec_of
 from gpu.context import ForwardContext
 from gpu.inputs import StepInputs
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
+from gpu.layers.moe import expert_scales
 from gpu.ops import TorchOps
-from gpu.quant import FP8, quantise, restore
+from gpu.quant import FP8, quantise, quantise_blocks, restore
 from gpu.thread import device_thread
 from gpu.weights import load_model
 from gpu.weights.fill import Filler
-from gpu.weights.fp8 import dequantise, row_scale, store
+from gpu.weights.fp8 import dequantise, fitting, store
 from tests.fakes import tiny_model
 from tests.gpu.rig import CPU
 
@@ -113,6 +114,9 @@ class Causal:
         return out.transpose(0, 1).flatten(1)
 
 
+BLOCKS = {
+    "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+}
 CHANNEL = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
 
 
@@ -141,7 +145,7 @@ def copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def held(path: Path) -> ModelSpec:
-    return msgspec.structs.replace(spec_of(path), fp8=True)
+    return msgspec.structs.replace(spec_of(path), fp8=spec_of(path).stored_fp8 or "rows")
 
 
 @pytest.mark.parametrize(
@@ -149,15 +153,17 @@ def held(path: Path) -> ModelSpec:
     [
         (per_tensor, "_scale", {"quant_method": "fp8", "activation_scheme": "dynamic"}),
         (per_channel, "_scale", {"quant_method": "compressed-tensors", "config_groups": {"g": CHANNEL}}),
+        (per_block, "_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+        (per_block, "_scale", {"quant_method": "compressed-tensors", "config_groups": {"g": BLOCKS}}),
     ],
-    ids=["tensor", "channel"],
+    ids=["tensor", "channel", "block", "block, compressed-tensors"],
 )
 def test_a_model_in_fp8_takes_numbers_and_scales_as_they_are(
     of: Quantise, suffix: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = tiny_model.build("qwen3-moe-mixed", tmp_path).path
+    path = tiny_model.build("qwen3-moe-wide", tmp_path).path
     meant = quantised(path, of, suffix, config)
-    assert spec_of(path).stored_fp8
+    assert spec_of(path).stored_fp8 == ("blocks" if of is per_block else "rows")
     places = load_model(held(path), path, torch.float32, CPU).places()
     kept = [name for name in meant if places[name].dtype == FP8]
     assert len(kept) == len(meant)
@@ -169,18 +175,51 @@ def test_a_model_in_fp8_takes_numbers_and_scales_as_they_are(
 
 
 def test_blocks_have_no_scale_for_a_row() -> None:
-    """They are dequantised, and quantised anew where a model is held in FP8."""
+    """They are dequantised, and quantised anew where a place is scaled by rows."""
     weight = torch.randn(300, 200)
     scale = per_block(weight)
     stored = (weight / spread(scale, weight.shape)).to(FP8)
-    assert row_scale(stored, scale) is None
+    assert fitting(scale, (300,)) is None
     places = {"w": torch.empty(300, 200, dtype=FP8), "w_scale": torch.empty(300)}
     filler = Filler(places, copy)
-    assert filler.wants("w", (300, 200)) and filler.holds_fp8("w")
+    assert filler.wants("w", (300, 200)) and filler.scale("w") is places["w_scale"]
     filler.put("w", dequantise("w", stored, scale))
     filler.finish("nowhere")
     numbers, scales = quantise(dequantise("w", stored, scale))
     assert torch.equal(places["w"].float(), numbers.float()) and torch.equal(places["w_scale"], scales)
+
+
+def test_one_scale_is_every_blocks() -> None:
+    found = fitting(torch.tensor([0.5], dtype=torch.bfloat16), (2, 3))
+    assert found is not None and torch.equal(found, torch.full((2, 3), 0.5))
+    assert fitting(torch.ones(256, 1), (2, 3)) is None
+
+
+def test_blocks_of_numbers() -> None:
+    """Each block's largest number becomes the format's; what is restored is within its step."""
+    weight = torch.randn(2, 256, 384) * torch.rand(2, 256, 1)
+    numbers, scale = quantise_blocks(weight)
+    assert numbers.dtype == FP8 and scale.shape == (2, 2, 3)
+    for each in range(2):
+        torch.testing.assert_close(scale[each], per_block(weight[each]))
+    torch.testing.assert_close(restore(numbers, scale), weight, rtol=1 / 16, atol=float(scale.max()) / 2**9)
+    assert float(numbers[1, 128:, 256:].float().abs().max()) == TOP
+
+
+def test_blocks_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(384, 256)
+    numbers, scales = torch.empty(384, 256, dtype=FP8), torch.empty(3, 2)
+    monkeypatch.setattr("gpu.weights.fp8.SLAB", 40_000)
+    store(numbers, scales, weight, copy)
+    whole = quantise_blocks(weight)
+    assert torch.equal(numbers.float(), whole[0].float()) and torch.equal(scales, whole[1])
+
+
+@pytest.mark.parametrize("parts", [{"a": 128, "b": 64}, {"a": 64, "b": 64}])
+def test_a_block_of_two_parts_is_nobodys(parts: dict[str, int]) -> None:
+    """Such a matrix stays as it is, and so does one whose inputs end within a block."""
+    assert Linear(256, parts, torch.float32, CPU, fp8="blocks").scale is None
+    assert Linear(200, {"a": 128}, torch.float32, CPU, fp8="blocks").scale is None
 
 
 def test_slabs_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +231,11 @@ def test_slabs_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(numbers.float(), whole[0].float()) and torch.equal(scales, whole[1])
 
 
-def test_a_layer_in_fp8_is_near_the_plain_one() -> None:
-    plain, coarse = (
-        Linear(256, {"a": 128, "b": 64}, torch.float32, CPU, bias=True, fp8=f) for f in (False, True)
-    )
+@pytest.mark.parametrize("fp8", ["rows", "blocks"])
+def test_a_layer_in_fp8_is_near_the_plain_one(fp8: Fp8) -> None:
+    sizes = {"a": 128, "b": 256}
+    kinds: tuple[Fp8, Fp8] = ("", fp8)
+    plain, coarse = (Linear(256, sizes, torch.float32, CPU, bias=True, fp8=kind) for kind in kinds)
     names = plain.places("")
     assert coarse.places("").keys() == {*names, "a.weight_scale", "b.weight_scale"}
     filler = Filler(coarse.places(""), copy)
@@ -204,15 +244,17 @@ def test_a_layer_in_fp8_is_near_the_plain_one() -> None:
     x = torch.randn(50, 256)
     want, got = plain(x), coarse(x, TorchOps(Causal()))
     assert 0.01 < (got - want).norm() / want.norm() < 0.05  # three bits on either side
-    assert Linear(256, {"a": 24}, torch.float32, CPU, fp8=True).scale is None, "no product takes 24 outputs"
+    assert Linear(256, {"a": 24}, torch.float32, CPU, fp8=fp8).scale is None, "no product takes 24 outputs"
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe-mixed"])
-def test_a_plain_checkpoint_in_fp8_stays_near(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("variant", "fp8"), [("qwen2", "rows"), ("qwen3-moe-mixed", "rows"), ("qwen3-moe-wide", "blocks")]
+)
+def test_a_plain_checkpoint_in_fp8_stays_near(variant: str, fp8: Fp8, tmp_path: Path) -> None:
     """Quantised while it is read, computed by the twin: hidden states keep their direction."""
     path = tiny_model.build(variant, tmp_path).path
     found = []
-    for spec in (spec_of(path), held(path)):
+    for spec in (spec_of(path), msgspec.structs.replace(spec_of(path), fp8=fp8)):
         model = load_model(spec, path, torch.float32, CPU)
         model.seal()
         ids = torch.arange(3, 23)
@@ -223,9 +265,11 @@ def test_a_plain_checkpoint_in_fp8_stays_near(variant: str, tmp_path: Path) -> N
     assert 0.95 < near.median() < 1.0, near
 
 
-def test_dummy_weights_in_fp8(tmp_path: Path) -> None:
-    path = tiny_model.build("qwen3-moe", tmp_path).path
-    places = load_model(held(path), None, torch.float32, CPU).places()
+@pytest.mark.parametrize("fp8", ["rows", "blocks"])
+def test_dummy_weights_in_fp8(fp8: Fp8, tmp_path: Path) -> None:
+    path = tiny_model.build("qwen3-moe-wide", tmp_path).path
+    spec = msgspec.structs.replace(spec_of(path), fp8=fp8)
+    places = load_model(spec, None, torch.float32, CPU).places()
     some = [name for name, place in places.items() if place.dtype == FP8]
     assert some
     for name in some:
@@ -253,3 +297,11 @@ def test_other_quantisations_are_refused(config: dict[str, Any], tmp_path: Path)
     told = json.loads((path / "config.json").read_text())
     with pytest.raises(ModelError, match="only FP8 is supported"):
         read_spec({**told, "quantization_config": config})
+
+
+def test_experts_of_other_sides_stay_as_they_are(tmp_path: Path) -> None:
+    """Their width ends within a block: tiles for FP8 would not fit what they then are."""
+    spec = msgspec.structs.replace(spec_of(tiny_model.build("qwen3-moe", tmp_path).path), fp8="blocks")
+    assert spec.moe is not None and expert_scales(spec, spec.moe) is None
+    places = load_model(spec, None, torch.float32, CPU).places()
+    assert all(place.dtype == torch.float32 for place in places.values())

@@ -151,7 +151,7 @@ def test_fp8_pages_take_half_and_say_so() -> None:
 
 
 def test_fp8_weights_take_half_of_all_but_the_tables() -> None:
-    spec = msgspec.structs.replace(QWEN3_30B, fp8=True)
+    spec = msgspec.structs.replace(QWEN3_30B, fp8="rows")
     plan = plan_memory(spec, torch.bfloat16, CacheConfig(), H200, 512 * 40_960, NEEDS)
     tables = 2 * 151_936 * 2048
     assert plan.weights == tables * 2 + spec.num_parameters() - tables

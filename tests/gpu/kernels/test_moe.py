@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from gpu.kernels.moe import fused_moe, fused_moe_add_norm
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.moe_small import SmallConfig, small_moe
 from gpu.kernels.tuned import MoeConfig
-from gpu.quant import quantise
+from gpu.quant import quantise, quantise_blocks
 
 SIZE = MoeSize(experts=6, width=48, hidden=96, top_k=2)
 PLAIN = TileConfig(32, 32, 4, 2, False)
@@ -134,22 +136,11 @@ def test_whatever_the_logits_no_expert_is_out_of_bounds(device: torch.device, dt
 Scaled = tuple[MoeInputs, tuple[torch.Tensor, torch.Tensor]]
 
 
-def coarse(inputs: MoeInputs) -> Scaled:
+def coarse(inputs: MoeInputs, how: Callable[..., tuple[torch.Tensor, torch.Tensor]] = quantise) -> Scaled:
     """The same with e4m3 weights, and their scales."""
-    w13, s13 = quantise(inputs.w13)
-    w2, s2 = quantise(inputs.w2)
+    w13, s13 = how(inputs.w13)
+    w2, s2 = how(inputs.w2)
     return inputs._replace(w13=w13, w2=w2), (s13, s2)
-
-
-@pytest.fixture
-def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds to e4m3 wrongly where the exponent must grow: there the twin does it."""
-
-    def twin(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return quantise(x)
-
-    if device.type == "cpu":
-        monkeypatch.setattr("gpu.kernels.moe.quantise_rows", twin)
 
 
 @pytest.mark.usefixtures("rounding")
@@ -178,6 +169,40 @@ def test_fp8_experts(
         x[:live], logits[:live], w13, w2, SIZE.top_k, scales=scales, coarse=not config.small
     )
     assert found.dtype == dtype
+    assert error(found[:live], expected) < (tolerance if config.small else 1e-2)
+
+
+WHOLE_BLOCKS = MoeSize(4, 128, 256, 2)
+
+BY_BLOCK = TileConfig(64, 128, 4, 2, False)
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize(
+    ("rows", "live", "config"),
+    [
+        (3, 2, MoeConfig(True, 16, PLAIN, PLAIN)),
+        (11, 9, MoeConfig(False, 16, BY_BLOCK, BY_BLOCK._replace(block_n=128))),
+        (11, 11, MoeConfig(False, 16, BY_BLOCK._replace(swap=True), BY_BLOCK._replace(swap=True))),
+        (70, 66, MoeConfig(False, 64, BY_BLOCK._replace(half=True, tma=True), BY_BLOCK)),
+    ],
+    ids=["small", "plain", "swap", "half, tma"],
+)
+def test_experts_scaled_by_blocks(
+    rows: int, live: int, config: MoeConfig, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    made = moe_inputs(rows, WHOLE_BLOCKS, dtype, device)
+    made.w13[:, 128:, :128] *= 4.0  # blocks that differ
+    inputs, scales = coarse(made, quantise_blocks)
+    inputs.x[live:] = float("nan")
+    inputs.logits[live:] = float("nan")
+    x, logits, w13, w2 = inputs
+    found = fused_moe(
+        x, logits, (w13, w2), WHOLE_BLOCKS.top_k, config, scales=scales, num_rows=scalar(live, device)
+    )
+    expected = reference.moe(
+        x[:live], logits[:live], w13, w2, WHOLE_BLOCKS.top_k, scales=scales, coarse=not config.small
+    )
     assert error(found[:live], expected) < (tolerance if config.small else 1e-2)
 
 

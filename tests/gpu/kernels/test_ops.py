@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from core.models import Fp8
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.types import NO_TOKENS
 from gpu.attention import TorchAttention
@@ -27,7 +28,6 @@ from gpu.kernels.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.plain import TorchOps
-from gpu.quant import quantise
 from gpu.state.slots import SlotState
 from gpu.state.view import StepView
 from gpu.thread import device_thread
@@ -115,7 +115,7 @@ def ints_of(values: Sequence[int]) -> torch.Tensor:
 class Both:
     """A model with two pools, one per set of operations, under one page table."""
 
-    def __init__(self, variant: str, folder: Path, fp8: bool = False) -> None:
+    def __init__(self, variant: str, folder: Path, fp8: Fp8 = "") -> None:
         path = tiny_model.build(variant, folder).path
         spec = self.spec = msgspec.structs.replace(spec_of(path), fp8=fp8)
         self.model = load_model(spec, path, torch.float32, CPU)
@@ -233,14 +233,14 @@ def test_products_of_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not counters.any()
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3-moe-mixed"])
+@pytest.mark.parametrize(
+    ("variant", "fp8"), [("qwen2", "rows"), ("qwen3-moe-mixed", "rows"), ("qwen3-moe-wide", "blocks")]
+)
 @pytest.mark.parametrize("count", [2, 20])
-def test_fp8_weights(variant: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("rounding")
+def test_fp8_weights(variant: str, fp8: Fp8, count: int, tmp_path: Path) -> None:
     """As the plain operations, but for inputs that lie between two numbers of e4m3 and fall to either."""
-    for place in ("gpu.ops.fused", "gpu.kernels.moe"):
-        # The interpreter rounds to e4m3 wrongly where the exponent must grow.
-        monkeypatch.setattr(f"{place}.quantise_rows", lambda x, **_: quantise(x))
-    both = Both(variant, tmp_path, fp8=True)
+    both = Both(variant, tmp_path, fp8)
     plan = begins(1, 1, count)
     with device_thread(CPU):
         both.slots.apply(plan)

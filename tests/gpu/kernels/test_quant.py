@@ -36,6 +36,16 @@ def test_rows_with_their_scales(per: int, device: torch.device, dtype: torch.dty
     torch.testing.assert_close(found[1], scales[:live])
 
 
+def test_groups_with_their_scales(device: torch.device, dtype: torch.dtype) -> None:
+    x = exact(12, 16).view(3, 64)  # the largest number in each group of 16
+    power = 2.0 ** torch.arange(-6, 6).view(3, 4)
+    given = (x.view(3, 4, 16) * power[..., None]).view(3, 64).to(device, dtype)
+    given[2:] = float("nan")
+    numbers, scales = quantise_rows(given, group=16, num_rows=scalar(2, device))
+    assert torch.equal(numbers[:2].float().cpu(), x[:2])
+    torch.testing.assert_close(scales[:2].cpu(), power[:2])
+
+
 @pytest.mark.parametrize("biased", [True, False])
 def test_products_of_rows(biased: bool, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
     x, weight = exact(5, 64).to(device, dtype), exact(32, 64).to(device).to(torch.float8_e4m3fn)

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from gpu.kernels.tuned import FOLDER, FP8_NAME, MoeConfigs, MoeShape, nearest, parse, rule
+from core.models import Fp8
+from gpu.kernels.tuned import (
+    FOLDER,
+    FP8_NAME,
+    MoeConfigs,
+    MoeShape,
+    nearest,
+    parse,
+    rule,
+    weight_name,
+)
 
 SHAPE = MoeShape(128, 768, 2048, 8, "bfloat16", "NVIDIA H200")
 
@@ -43,14 +53,16 @@ def test_a_file_of_many_rows_leaves_a_handful_to_the_rule(tmp_path: Path) -> Non
     assert [configs.at(tokens).block_m for tokens in (5, 8)] == [64, 64]
 
 
-def test_fp8_gets_as_many_bytes_and_no_wide_tiles() -> None:
-    """A step's own sums need registers too: at 256 columns they spilled."""
-    coarse = SHAPE._replace(dtype=FP8_NAME)
-    for tokens in (1, 32, 256, 512, 8192):
-        one, other = rule(SHAPE, tokens), rule(coarse, tokens)
-        assert (other.small, other.block_m) == (one.small, one.block_m)
-        for mine, theirs in ((other.up, one.up), (other.down, one.down)):
-            assert mine.block_k == 2 * theirs.block_k and mine.block_n <= 128
+@pytest.mark.parametrize("fp8", ["rows", "blocks"])
+def test_fp8_has_its_own_tiles(fp8: Fp8) -> None:
+    """A step over K has one scale a block, and columns lie within one."""
+    coarse = SHAPE._replace(dtype=weight_name(fp8, SHAPE.dtype))
+    for tokens in (1, 32, 256, 512, 1024, 8192):
+        config = rule(coarse, tokens, deep=True)
+        assert config.small == rule(SHAPE, tokens).small
+        assert config.block_m in (16, 32, 64, 128)
+        assert all(tile.block_k == 128 and 128 % tile.block_n == 0 for tile in (config.up, config.down))
+    assert rule(coarse, 8192).block_m == (64 if fp8 == "blocks" else 128), "sums of a step need registers"
 
 
 def test_only_what_can_be_fetched_and_held_comes_in_tall_tiles(tmp_path: Path) -> None:

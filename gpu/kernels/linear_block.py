@@ -1,0 +1,135 @@
+"""y = x Wᵀ of e4m3 rows and weights that are scaled by blocks.
+
+`x` comes with a scale for each row and 128 inputs, the weights with one for each 128 x 128. A step over K is
+128 inputs: its products are summed by the tensor cores, scaled, and added to float32 sums, so that no sum of
+more than 128 products is rounded as Hopper's e4m3 products are (to 14 bits: DeepSeek-V3's report, 3.3.2).
+
+Up to 64 rows the weights are the left operand and the rows its narrow right side, as in `linear_mid`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from core.models.quant import BLOCK
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+
+_BLOCK = tl.constexpr(BLOCK)
+
+TOGETHER: tl.constexpr = tl.constexpr(16)
+"""Tiles of rows whose programs run side by side over one tile of weights: what they share comes from L2."""
+
+
+class BlockLinear(NamedTuple):
+    """How a product is cut: rows and outputs of a program, whether the weights are on the left."""
+
+    block_m: int
+    block_n: int
+    swap: bool
+    warps: int
+    stages: int
+
+
+@jit
+def _find(
+    pid: tl.tensor, rows: int, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The first row and the first output of a program's tile."""
+    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    first = pid // (TOGETHER * tiles_n) * TOGETHER
+    height = tl.minimum(tiles_m - first, TOGETHER)
+    inner = pid % (TOGETHER * tiles_n)
+    return (first + inner % height) * BLOCK_M, inner // height * BLOCK_N
+
+
+@jit_loose("rows")
+def _linear_block(
+    x: tl.tensor,
+    x_scales: tl.tensor,
+    w: tl.tensor,
+    w_scales: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: int,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    first, n = _find(tl.program_id(0), rows, N, BLOCK_M, BLOCK_N)
+    begin(PDL)
+    m = first + tl.arange(0, BLOCK_M)
+    cols = n + tl.arange(0, BLOCK_N)
+    groups: tl.constexpr = K // _BLOCK
+    by_row = x_scales + tl.minimum(m, rows - 1) * groups
+    by_block = w_scales + n // _BLOCK * groups
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(groups):
+        some = x.load([first, k * _BLOCK])
+        tile = w.load([n, k * _BLOCK])
+        scale = tl.load(by_row + k) * tl.load(by_block + k)
+        if SWAP:
+            acc += tl.dot(tile, tl.trans(some), out_dtype=tl.float32) * scale[None, :]
+        else:
+            acc += tl.dot(some, tl.trans(tile), out_dtype=tl.float32) * scale[:, None]
+    if SWAP:
+        acc = tl.trans(acc)
+    if bias is not None:
+        acc += tl.load(bias + cols)[None, :].to(tl.float32)
+    at = out + m.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None])
+
+
+def block_linear_config(rows: int) -> BlockLinear:
+    """For a product of so many rows. Measured on an H200 at 6,144 outputs of 4,096 inputs, us, the best of
+    six or eight cuts and cuBLAS in bfloat16: 11.0 and 15.5 (1 row), 13.4 and 16.3 (32), 15.7 and 16.7 (128),
+    32 and 36 (512), 239 and 261 (4,096)."""
+    if rows <= 64:
+        return BlockLinear(max(pow2(rows), 16), 64, True, 4, 6)
+    if rows <= 1024:
+        return BlockLinear(64, 128, False, 4, 5 if rows <= 128 else 3)
+    return BlockLinear(128, 128, False, 8, 4)
+
+
+def block_linear(
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    config: BlockLinear,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """x Wᵀ + b of e4m3 `x` [n, inputs] with float32 `x_scales` [n, inputs / 128] and e4m3 `weight`
+    [outputs, inputs] with `scale` [outputs / 128, inputs / 128], all contiguous: a new [n, outputs]."""
+    rows, size = x.shape
+    outputs = len(weight)
+    assert not (outputs % BLOCK or size % BLOCK or BLOCK % config.block_n)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    _linear_block[(cdiv(rows, config.block_m) * cdiv(outputs, config.block_n),)](
+        TensorDescriptor.from_tensor(x, [config.block_m, BLOCK]),
+        x_scales,
+        TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK]),
+        scale,
+        bias,
+        out,
+        rows,
+        N=outputs,
+        K=size,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        SWAP=config.swap,
+        PDL=pdl,
+        **options(config.warps, config.stages, pdl),
+    )
+    return out
