@@ -108,7 +108,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what runs (with `Unavailable`), then every thread. Idempotent."""
+        """End what runs (with `Unavailable`), then every thread; the device's memory is free for another.
+        Idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.call_soon_threadsafe(self._stop.set)

@@ -60,11 +60,14 @@ def line(*names):
     print(*(f"'tests/gpu/test_cuda.py::test_{name}'" for name in names))
 
 line("every_graph_is_its_work_bit_by_bit", "padding_changes_nothing")
+line("blocks_are_near_and_graphs_change_nothing")
+line("a_closed_executor_gives_its_memory_back", "graphs_that_nobody_holds_disturb_no_capture")
 for depth in (0, 1, 2):
     line(f"graphs_change_nothing[{depth}]")
 for name in VARIANTS:
     line(*(f"{test}[{name}]" for test in ("every_family_as_on_a_cpu", "sampling_as_on_a_cpu",
                                           "bfloat16_is_within_its_own_error")))
+    line(*(f"fp8_is_near_and_graphs_change_nothing[{name}-{what}]" for what in ("pages", "weights")))
 for name in CONFIGURATIONS:
     line(f"text_is_the_same_in_every_configuration[{name}]")
 EOF

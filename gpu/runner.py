@@ -173,6 +173,11 @@ class ModelRunner:
             return OrderDone(order.id, "this runner takes no orders")
         return self._upkeep.carry_out(order, self)
 
+    def close(self) -> None:
+        """See `gpu.worker.Runner`."""
+        self.use_model(None)
+        self.use_pool(None)
+
     def use_model(self, model: CausalModel | None) -> None:
         """See `gpu.upkeep.Replaceable`."""
         self._model = model

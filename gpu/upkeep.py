@@ -84,6 +84,7 @@ class Upkeep:
             runner.use_model(self._load(self._path) if awake else None)
         if "kv_cache" in order.tags:
             runner.use_pool(self._make_pool() if awake else None)
+        torch.cuda.empty_cache()  # what was given up is for other processes, too; nothing without a GPU
 
     def _start_profile(self) -> None:
         if self._profile is not None:

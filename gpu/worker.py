@@ -48,6 +48,10 @@ class Runner(Protocol):
         """Do what an operator asked, between steps, from the same thread."""
         ...
 
+    def close(self) -> None:
+        """Give back weights, pages and graphs. Called last, by whoever closes, when no thread is left."""
+        ...
+
 
 class Worker:
     """Plans in, results out, in order.
@@ -87,13 +91,19 @@ class Worker:
         self._plans.put(plan)
 
     def close(self) -> None:
-        """Finish what was submitted, then join. Idempotent, and fine before `start`."""
+        """Finish what was submitted, join, and give the device's memory back: another executor may need it in
+        this process. Idempotent, and fine before `start`."""
         self._plans.close()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(CLOSING)
                 if thread.is_alive():
                     log.error("%s does not end: what it waits for is left behind", thread.name)
+        # After a failure the device may take no call; the process ends soon, and its memory with it.
+        if not self._failed.is_set() and not any(thread.is_alive() for thread in self._threads):
+            with device_thread(self._runner.device):
+                self._runner.close()
+            torch.cuda.empty_cache()  # does nothing where no GPU is in use
 
     def _launch(self) -> None:
         """Launch thread: until the plans end, launch them, or drop them after a failure."""

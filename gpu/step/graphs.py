@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -29,6 +31,19 @@ class Plain:
         return work
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage within: what is destroyed, an older graph say, may call the device, and a capture
+    does not survive that."""
+    held = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if held:
+            gc.enable()
+
+
 class CudaGraphs:
     """All graphs share one memory pool: they run one at a time, and what one leaves in it no other reads.
 
@@ -49,7 +64,7 @@ class CudaGraphs:
         warm()  # compiles kernels and lets libraries choose theirs, which a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with no_collection(), torch.cuda.stream(self._stream):
             # Not torch.cuda.graph(): it collects garbage and empties the allocator around every capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -7,6 +7,7 @@ and exactly between graphs and plain launches of the same shape.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.order import Order
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
@@ -165,7 +167,7 @@ def test_bfloat16_is_within_its_own_error(path: Path) -> None:
     assert (apart > 0.15).sum() <= (spec_of(path).moe is not None), apart
 
 
-@pytest.mark.parametrize("chosen", [{"kv_dtype": "fp8"}, {"quantization": "fp8"}], ids=str)
+@pytest.mark.parametrize("chosen", [{"kv_dtype": "fp8"}, {"quantization": "fp8"}], ids=["pages", "weights"])
 def test_fp8_is_near_and_graphs_change_nothing(path: Path, chosen: dict[str, str]) -> None:
     if not spec_of(path).causal:
         pytest.skip("it keeps no pages, and runs in plain torch")
@@ -187,6 +189,40 @@ def check_fp8(path: Path, chosen: dict[str, str]) -> None:
     want = answers(path, "cuda", "bfloat16", GREEDY)
     apart = [abs(mine.logprobs[0] - theirs.logprobs[0]) for mine, theirs in zip(got, want, strict=True)]
     assert np.median(apart) < 0.5, apart  # tiny models of large random weights; most of an answer's is noise
+
+
+# -- one executor after another ---------------------------------------------------------------------
+
+
+def test_a_closed_executor_gives_its_memory_back(moe: Path) -> None:
+    """To the device, though somebody still holds it; so does one that sleeps."""
+    executor(moe, "cuda", "bfloat16").close()  # what a process takes once
+    free = torch.cuda.mem_get_info()[0]
+    made = executor(moe, "cuda", "bfloat16", kv_tokens=4 << 20)
+    taken = free - torch.cuda.mem_get_info()[0]
+    assert taken > 1 << 30
+    runner = made._worker._runner
+    with device_thread(torch.device("cuda")):
+        runner.carry_out(Order(id=1, action="sleep", tags=("kv_cache",)))
+    assert free - torch.cuda.mem_get_info()[0] < taken / 4
+    made.close()
+    assert free - torch.cuda.mem_get_info()[0] < taken / 4
+
+
+def test_graphs_that_nobody_holds_disturb_no_capture(moe: Path) -> None:
+    """They call the device when they are collected, which must not happen within another's capture."""
+    kept = gc.get_threshold()
+    try:
+        gc.disable()
+        for _ in range(2):  # runners are garbage in circles
+            made = executor(moe, "cuda", "bfloat16")
+            del made
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        executor(moe, "cuda", "bfloat16").close()
+    finally:
+        gc.set_threshold(*kept)
+        gc.enable()
 
 
 # -- graphs, bit by bit ----------------------------------------------------------------------------

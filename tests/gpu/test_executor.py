@@ -47,6 +47,11 @@ class ScriptedRunner:
         self.third = threading.Event()
         self.launched: list[int] = []
         self.threads: list[str] = []
+        self.closed_among: list[threading.Thread] | None = None
+
+    def close(self) -> None:
+        assert_device_thread(CPU)
+        self.closed_among = threading.enumerate()
 
     def launch(self, plan: StepPlan) -> Step:
         assert_device_thread(CPU)
@@ -139,6 +144,20 @@ def test_close_is_idempotent_and_fine_before_start() -> None:
     assert executor.capabilities is CAPS
 
 
+def test_a_runner_is_closed_when_no_thread_is_left_that_could_use_it() -> None:
+    runner = ScriptedRunner()
+    run(runner, 3)
+    assert runner.closed_among is not None
+    assert not any(thread.name.startswith("loom-") for thread in runner.closed_among)
+
+
+def test_a_runner_that_failed_is_left_alone() -> None:
+    """Its device may take no call any more."""
+    runner = ScriptedRunner(fail_launch=1)
+    run(runner, 3)
+    assert runner.closed_among is None
+
+
 def test_a_thread_that_did_not_enter_is_refused() -> None:
     with pytest.raises(RuntimeError, match="device_thread"):
         assert_device_thread(CPU)
@@ -167,4 +186,5 @@ def test_a_step_that_never_ends_does_not_keep_the_process(
     executor.submit(StepPlan(0, NO_TOKENS))
     executor.close()
     assert "loom-wait-0 does not end" in caplog.text
+    assert runner.closed_among is None
     runner.gate.set()
