@@ -36,6 +36,7 @@ from gpu.kernels.penalty import start_counts
 from gpu.kernels.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
+from gpu.layers.moe import expert_scales
 from gpu.ops.fused import Kernels
 from gpu.sample.sampler import Sampler
 from gpu.state.entry import CASCADE_ROWS, Limits
@@ -126,7 +127,8 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
     moe = None
     if (experts := spec.moe) is not None:
         sizes = experts.experts, experts.intermediate, spec.hidden, experts.per_token
-        moe = MoeConfigs(MoeShape(*sizes, weight_name(spec.fp8, spec.dtype), DEVICE))
+        held = spec.fp8 if expert_scales(spec, experts) else ""
+        moe = MoeConfigs(MoeShape(*sizes, weight_name(held, spec.dtype), DEVICE))
 
     def kernels(caches: Caches) -> Kernels:
         counters = mid_counters(CPU) if options.pdl else None
