@@ -126,7 +126,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         outputs, size, _ = inputs.LINEARS[name]
         x, weight = empty(rows, size, dtype=FP8), empty(outputs, size, dtype=FP8)
         scales = (empty(n, size // 128, dtype=torch.float32) for n in (rows, outputs // 128))
-        config = linear_block.block_linear_config(rows)
+        config = linear_block.block_linear_config(rows, outputs)
         linear_block.block_linear(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
     def product(rows: int, name: str) -> None:
@@ -184,6 +184,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "block 8": lambda: block_product(8, "8B qkv"),
         "block 64": lambda: block_product(64, "8B qkv"),
         "block 128": lambda: block_product(128, "8B qkv"),
+        "block 512": lambda: block_product(512, "8B qkv"),
         "block 4096": lambda: block_product(4096, "8B qkv"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
         "embed": lambda: embed.embed(x, ints, ints, n, ints, pdl=pdl),

@@ -87,9 +87,11 @@ def products(name: str, pdl: bool) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for kind in KINDS:
         made = matrices(name, kind)
+        outputs, inputs = made[0].weight.shape
         for n in ROWS:
-            x = torch.randn(n, made[0].weight.shape[1], device="cuda").bfloat16()
-            calls = [partial(multiply, x, each, block_linear_config(n), pdl) for each in made]
+            x = torch.randn(n, inputs, device="cuda").bfloat16()
+            config = block_linear_config(n, outputs)
+            calls = [partial(multiply, x, each, config, pdl) for each in made]
             us = microseconds(calls, replays=5)
             found.setdefault(str(n), {})[kind or "bfloat16"] = round(us, 1)
     return found
@@ -125,7 +127,7 @@ def cuts(name: str, pdl: bool) -> None:
     made = matrices(name, "blocks")
     for n in ROWS:
         x = torch.randn(n, made[0].weight.shape[1], device="cuda").bfloat16()
-        rule = block_linear_config(n)
+        rule = block_linear_config(n, len(made[0].weight))
         others = next(every for most, every in sorted(CUTS.items()) if n <= most)
         for config in (rule, *(each._replace(block_m=each.block_m or rule.block_m) for each in others)):
             calls = [partial(multiply, x, each, config, pdl) for each in made]

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+from gpu.kernels.linear_mid import PROCESSORS
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -88,14 +89,20 @@ def _linear_block(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None])
 
 
-def block_linear_config(rows: int) -> BlockLinear:
-    """For a product of so many rows. Measured on an H200 at 6,144 outputs of 4,096 inputs, us, the best of
-    six or eight cuts and cuBLAS in bfloat16: 11.0 and 15.5 (1 row), 13.4 and 16.3 (32), 15.7 and 16.7 (128),
-    32 and 36 (512), 239 and 261 (4,096)."""
+def block_linear_config(rows: int, outputs: int) -> BlockLinear:
+    """For a product of so many rows, on a device with 132 multiprocessors. Measured on an H200 at 6,144
+    outputs of 4,096 inputs, us, the best of six or eight cuts and cuBLAS in bfloat16: 11.0 and 15.5 (1 row),
+    13.4 and 16.3 (32), 15.7 and 16.7 (128), 32 and 36 (512), 239 and 261 (4,096).
+
+    Tiles of 128 rows that are a few more than there are multiprocessors would run in two waves, the second
+    nearly empty; of 64 rows three run at once. At 512 rows, us with tiles of 64 and of 128: 32 and 41 at
+    6,144 outputs (192 tiles of 128), 27 and 24 at 4,096 (128), 124 and 118 at 24,576 (768)."""
     if rows <= 64:
         return BlockLinear(max(pow2(rows), 16), 64, True, 4, 6)
-    if rows <= 1024:
-        return BlockLinear(64, 128, False, 4, 5 if rows <= 128 else 3)
+    if rows <= 128:
+        return BlockLinear(64, 128, False, 4, 5)
+    if PROCESSORS < cdiv(rows, 128) * cdiv(outputs, 128) <= 3 * PROCESSORS // 2:
+        return BlockLinear(64, 128, False, 4, 3)
     return BlockLinear(128, 128, False, 8, 4)
 
 

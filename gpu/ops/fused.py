@@ -165,7 +165,7 @@ class TritonOps:
             numbers, rows = quantise_rows(x, num_rows=self._rows, pdl=pdl)
             return scaled_product(numbers, rows, weight, scale, bias, x.dtype)
         numbers, rows = quantise_rows(x, group=BLOCK, num_rows=self._rows, pdl=pdl)
-        config = block_linear_config(len(x))
+        config = block_linear_config(len(x), len(weight))
         return block_linear(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -38,6 +38,11 @@ def test_every_tile_has_one_program(tiles: int, device: torch.device) -> None:
 
 
 def test_few_rows_have_the_weights_on_the_left() -> None:
-    configs = [block_linear_config(rows) for rows in (1, 16, 17, 64, 65, 4096)]
+    configs = [block_linear_config(rows, 6144) for rows in (1, 16, 17, 64, 65, 4096)]
     assert [config.swap for config in configs] == [True, True, True, True, False, False]
     assert [config.block_m for config in configs] == [16, 16, 32, 64, 64, 128]
+
+
+def test_no_second_wave_for_a_few_tiles() -> None:
+    found = [block_linear_config(512, outputs).block_m for outputs in (4096, 6144, 24_576)]
+    assert found == [128, 64, 128], "128, 192 and 768 tiles of 128 rows for 132 multiprocessors"
