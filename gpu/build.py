@@ -14,6 +14,7 @@ from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
 from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
+from core.models.quant import BLOCK
 from gpu.attention import AttentionBackend, TorchAttention, WholeAttention
 from gpu.attention.device import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
@@ -215,7 +216,23 @@ def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
         case "fp8":
             return spec.stored_fp8 or "rows"
         case "fp8-blocks":
+            _check_blocks(spec)
             return "blocks"
+
+
+def _check_blocks(spec: ModelSpec) -> None:
+    """Raises `ConfigError` for a model some of whose matrices would stay as they are, however large."""
+    sizes = {"hidden_size": spec.hidden, "queries": spec.q_size, "keys": spec.kv_size}
+    moe = spec.moe
+    if moe is not None:
+        sizes["moe_intermediate_size"] = moe.intermediate
+    if moe is None or len(moe.layers) < spec.layers:
+        sizes["intermediate_size"] = spec.intermediate
+    if odd := [f"{name} ({size})" for name, size in sizes.items() if size % BLOCK]:
+        raise ConfigError(
+            f"--quantization fp8-blocks is refused: {BLOCK} does not divide {', '.join(odd)}. "
+            "Use --quantization fp8, scaled by channel."
+        )
 
 
 def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:

@@ -107,8 +107,12 @@ def test_fp8_weights_are_a_gpus_choice(path: Path) -> None:
     ada = hopper._replace(facts=CudaFacts("", "NVIDIA L4", (8, 9)))
     half = hopper._replace(dtype=torch.float16)
     auto, asked, blocks = (ModelConfig(quantization=name) for name in ("auto", "fp8", "fp8-blocks"))
-    assert [choose_fp8(spec, given, hopper) for given in (auto, asked, blocks)] == ["", "rows", "blocks"]
-    assert [choose_fp8(stored, given, hopper) for given in (auto, asked, blocks)] == ["blocks"] * 3
+    assert [choose_fp8(spec, given, hopper) for given in (auto, asked)] == ["", "rows"]
+    assert [choose_fp8(stored, given, hopper) for given in (auto, asked)] == ["blocks", "blocks"]
+    with pytest.raises(ConfigError, match=r"128 does not divide hidden_size \(64\), queries .* fp8, scaled"):
+        choose_fp8(spec, blocks, hopper)
+    wide = msgspec.structs.replace(spec, hidden=128, head_dim=32, kv_heads=4, intermediate=256)
+    assert choose_fp8(wide, blocks, hopper) == "blocks"
     assert not choose_fp8(stored, ModelConfig(quantization="none"), hopper)
     for target, reason in ((ada, r"9\.0, NVIDIA L4 has 8\.9"), (half, "--dtype bfloat16")):
         assert not choose_fp8(stored, auto, target)  # dequantised, as on a CPU
