@@ -26,7 +26,7 @@ class Filler:
     are dictionary and list appends. `finish` comes after all of them.
     """
 
-    __slots__ = ("_base", "_copy", "_filled", "_misshapen", "_places", "_unexpected", "_unused")
+    __slots__ = ("_base", "_copy", "_filled", "_misshapen", "_places", "_unexpected", "_unused", "quantised")
 
     def __init__(self, places: Places, copy: Copy, base: str = "", unused: tuple[str, ...] = ()) -> None:
         """`copy` is how a tensor gets into its place, `base` what a checkpoint may leave out before a
@@ -38,6 +38,8 @@ class Filler:
         self._filled: dict[str, None] = {}
         self._misshapen: list[str] = []
         self._unexpected: list[str] = []
+        self.quantised: list[str] = []
+        """Matrices whose places are FP8, and that were not, or were scaled otherwise."""
 
     def wants(self, name: str, shape: Sequence[int]) -> bool:
         """Whether to read the tensor `name`; a name or shape that does not fit is noted."""
@@ -77,6 +79,7 @@ class Filler:
             scales = self._places[name + "_scale"]
             if scale is None:
                 store(place, scales, tensor, self._copy)
+                self.quantised.append(name)
             else:
                 self._copy(place, tensor)
                 self._copy(scales, scale)

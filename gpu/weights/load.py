@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from gpu.weights.files import Progress, fill_from_safetensors
 from gpu.weights.fill import Filler
 from gpu.weights.gguf import fill_from_gguf
 from gpu.weights.stage import copier
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -41,6 +44,13 @@ def load_model(
         else:
             fill_from_safetensors(filler, source, device, progress)
         filler.finish(str(source))
+        if filler.quantised and spec.fp8 == spec.stored_fp8:  # nobody asked for it
+            log.warning(
+                "%d matrices are not in FP8 as the others of this checkpoint, or not scaled so, and were "
+                "quantised while loading (%s, ...); --quantization none runs all of them in 16 bits",
+                len(filler.quantised),
+                sorted(filler.quantised)[0],
+            )
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the last pieces are still on the bus
             torch.cuda.empty_cache()  # what was quantised in passing

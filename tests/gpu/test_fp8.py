@@ -73,6 +73,25 @@ def test_numbers_times_scales(of: Quantise, shape: tuple[int, int]) -> None:
     torch.testing.assert_close(found, weight, rtol=1 / 16, atol=float(scale.max()) / 2**9)
 
 
+def test_what_a_checkpoint_left_in_16_bits_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tiny_model.build("qwen3-moe-wide", tmp_path).path
+    left = "model.layers.0.mlp.down_proj.weight"
+    plain = load_file(path / "model.safetensors")[left]
+    quantised(path, per_block, "_scale_inv", {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    load_model(held(path), path, torch.float32, CPU)
+    assert not caplog.messages
+    weights = load_file(path / "a.safetensors")
+    save_file({**weights, left: plain}, path / "a.safetensors", metadata={"format": "pt"})
+    places = load_model(held(path), path, torch.float32, CPU).places()
+    (told,) = caplog.messages
+    assert told.startswith("1 matrices") and left in told
+    found = restore(places[left], places[left + "_scale"])
+    torch.testing.assert_close(found, plain, rtol=1 / 16, atol=float(plain.abs().max()) / TOP)
+    caplog.clear()
+    load_model(msgspec.structs.replace(held(path), fp8="rows"), path, torch.float32, CPU)
+    assert not caplog.messages, "asked for"
+
+
 def test_a_scale_that_does_not_fit() -> None:
     with pytest.raises(ModelError, match=r"w \[300, 200\] has scales \[3, 3\]"):
         dequantise("w", torch.zeros(300, 200).to(FP8), torch.ones(3, 3))
