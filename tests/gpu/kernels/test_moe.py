@@ -181,7 +181,7 @@ BY_BLOCK = TileConfig(64, 128, 4, 2, False)
 @pytest.mark.parametrize(
     ("rows", "live", "config"),
     [
-        (3, 2, MoeConfig(True, 16, PLAIN, PLAIN)),
+        (2, 1, MoeConfig(True, 16, PLAIN, PLAIN)),
         (11, 9, MoeConfig(False, 16, BY_BLOCK, BY_BLOCK._replace(block_n=128))),
         (11, 11, MoeConfig(False, 16, BY_BLOCK._replace(swap=True), BY_BLOCK._replace(swap=True))),
         (70, 66, MoeConfig(False, 64, BY_BLOCK._replace(half=True, tma=True), BY_BLOCK)),
