@@ -101,9 +101,16 @@ class Worker:
                     log.error("%s does not end: what it waits for is left behind", thread.name)
         # After a failure the device may take no call; the process ends soon, and its memory with it.
         if not self._failed.is_set() and not any(thread.is_alive() for thread in self._threads):
+            self._give_back()
+
+    def _give_back(self) -> None:
+        try:
             with device_thread(self._runner.device):
                 self._runner.close()
             torch.cuda.empty_cache()  # does nothing where no GPU is in use
+        except RuntimeError:
+            # A device lost since its last step. Whoever closes has streams to end, which need no device.
+            log.exception("the device's memory was not given back")
 
     def _launch(self) -> None:
         """Launch thread: until the plans end, launch them, or drop them after a failure."""

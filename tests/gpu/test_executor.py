@@ -37,12 +37,12 @@ class Step:
 
 
 class ScriptedRunner:
-    """Fails in launch or wait at the given steps; records who called."""
+    """Fails in launch or wait at the given steps, or when closed; records who called."""
 
     device = CPU
 
-    def __init__(self, fail_launch: int = -1, fail_wait: int = -1) -> None:
-        self.fail_launch, self.fail_wait = fail_launch, fail_wait
+    def __init__(self, fail_launch: int = -1, fail_wait: int = -1, fail_close: bool = False) -> None:
+        self.fail_launch, self.fail_wait, self.fail_close = fail_launch, fail_wait, fail_close
         self.gate = threading.Event()
         self.third = threading.Event()
         self.launched: list[int] = []
@@ -52,6 +52,8 @@ class ScriptedRunner:
     def close(self) -> None:
         assert_device_thread(CPU)
         self.closed_among = threading.enumerate()
+        if self.fail_close:
+            raise RuntimeError("the device is lost")
 
     def launch(self, plan: StepPlan) -> Step:
         assert_device_thread(CPU)
@@ -156,6 +158,15 @@ def test_a_runner_that_failed_is_left_alone() -> None:
     runner = ScriptedRunner(fail_launch=1)
     run(runner, 3)
     assert runner.closed_among is None
+
+
+def test_a_device_that_was_lost_meanwhile_does_not_keep_others_from_closing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = ScriptedRunner(fail_close=True)
+    assert len(run(runner, 3)) == 3
+    assert runner.closed_among is not None
+    assert "not given back" in caplog.text and "lost" in caplog.text
 
 
 def test_a_thread_that_did_not_enter_is_refused() -> None:
