@@ -9,6 +9,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import openai
 import pytest
 from aiohttp import web
 
@@ -103,6 +104,13 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 async def server(start: Start) -> Server:
     """A ready server with the default settings."""
     return await start()
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The client that everybody uses, of `server`, whichever that is."""
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 async def until(condition: Callable[[], bool]) -> None:

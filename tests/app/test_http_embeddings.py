@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -45,12 +44,6 @@ def serves(server: Server, **card: Any) -> None:
     loaded = server.service.loaded
     made = msgspec.structs.replace(CARD, **card)
     server.service.ready(Loaded(made, loaded.tokenizer, loaded.template, server.engine))
-
-
-@pytest.fixture
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def numbers(answer: dict[str, Any]) -> list[np.ndarray]:

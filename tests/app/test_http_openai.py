@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import openai
 import pytest
 
 from core.config import ServeConfig
 from core.errors import Overloaded, Unavailable
 from tests.app.conftest import Server, Start
-
-
-@pytest.fixture
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
 
 HI: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,6 @@ STOP = Finish(FinishReason.STOP)
 @pytest.fixture
 async def server(start: Start, tmp_path: Path) -> Server:
     return await start(ServeConfig(data_dir=str(tmp_path)))
-
-
-@pytest.fixture
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def frames(server: Server, method: str, url: str, body: object = None) -> list[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -21,17 +20,6 @@ from app.responses import Record, Store
 from core.config import ServeConfig
 from tests.app.conftest import Server, Start, until
 from tests.app.test_http_responses import STOP, URL, events, frames, split
-
-
-@pytest.fixture
-async def server(start: Start, tmp_path: Path) -> Server:
-    return await start(ServeConfig(data_dir=str(tmp_path)))
-
-
-@pytest.fixture
-async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def test_in_the_background(client: openai.AsyncOpenAI, server: Server) -> None:
