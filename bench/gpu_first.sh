@@ -113,7 +113,7 @@ names = [f"test_real_model.py::test_float32_says_what_a_cpu_says[{name}]" for na
 line("test_failure.py::test_a_step_that_fails[cuda]")
 line(*names[0::2])
 line(*names[1::2])
-line(*(f"test_real_model.py::test_bfloat16_makes_sense[{prefill}]" for prefill in ("triton", "flashinfer")))
+line(*(f"test_real_model.py::test_bfloat16_makes_sense[{name}]" for name in ("triton", "flashinfer")))
 EOF
   cut -c 1-160 "$LOGS/pytest.txt"
 }

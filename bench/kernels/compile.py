@@ -47,6 +47,7 @@ from gpu.kernels import (
 )
 from gpu.kernels.moe_gemm import TileConfig
 from gpu.kernels.tuned import MoeConfig, MoeShape, rule, weight_name
+from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.quant import FP8, scale_shape
 
 CPU = torch.device("cpu")
@@ -129,6 +130,15 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         config = linear_block.block_linear_config(rows, outputs)
         linear_block.block_linear(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
+    def fp8_product(rows: int, name: str, by_block: bool) -> None:
+        outputs, size, both = inputs.LINEARS[name]
+        shape = (outputs // 128, size // 128) if by_block else (outputs,)
+        scale = empty(*shape, dtype=torch.float32)
+        counters = linear_mid.mid_counters(CPU)
+        weight = empty(outputs, size, dtype=FP8)
+        assert linear_mid.mid_fp8_config(rows, weight, by_block, both) is not None
+        fp8_linear(empty(rows, size), Fp8Weight(weight, scale), counters, gated=both, num_rows=n, pdl=pdl)
+
     def product(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
         weight = empty(outputs, size)
@@ -181,8 +191,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "mid 32 gated": lambda: mid_product(32, "8B gate_up"),
         "mid 64 split": lambda: mid_product(64, "30B-A3B o"),
         "mid 64 gated": lambda: mid_product(64, "8B gate_up"),
-        "block 8": lambda: block_product(8, "8B qkv"),
-        "block 64": lambda: block_product(64, "8B qkv"),
+        **{
+            f"fp8 {'blocks' if by_block else 'rows'} {n} {name}": partial(fp8_product, n, name, by_block)
+            for by_block in (False, True)
+            for n in (8, 64)
+            for name in ("8B o", "8B gate_up")
+        },
         "block 128": lambda: block_product(128, "8B qkv"),
         "block 512": lambda: block_product(512, "8B qkv"),
         "block 4096": lambda: block_product(4096, "8B qkv"),

@@ -2,55 +2,59 @@
 
 Written to bench/results/fp8.json: microseconds of Qwen3-8B's four products and of Qwen3-30B-A3B's experts, in
 bfloat16, scaled by rows and by blocks, what quantises the rows included; over several matrices, together past
-the L2 cache. `--cuts NAME` times ways to cut a product by blocks instead, without keeping them.
+the L2 cache. `share` is of the device's peak: of the time that the weights take to come or, at many rows,
+that the products take, at twice bfloat16's rate in e4m3. gate_up and the experts include silu. `--cuts NAME`
+times ways to cut a product instead, without keeping them.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench.kernels import tune
+from bench.kernels.compile import compiling
 from bench.kernels.inputs import LINEARS, MoeSize, moe_weights
-from bench.kernels.timing import microseconds
+from bench.kernels.timing import BANDWIDTH, FLOPS, microseconds
 from bench.results import keep
 from core.models import Fp8
 from core.models.quant import BLOCK
 from gpu.device import HOPPER
+from gpu.kernels.gated import silu_mul
 from gpu.kernels.linear_block import BlockLinear, block_linear, block_linear_config
+from gpu.kernels.linear_mid import MidLinear, Scales, mid_counters, mid_fp8_config, mid_gated, mid_linear
 from gpu.kernels.moe import fused_moe
 from gpu.kernels.quant import quantise_rows
 from gpu.kernels.tuned import MoeConfigs, MoeShape, weight_name
-from gpu.ops.fused import library_product, scaled_product
-from gpu.quant import quantise, quantise_blocks
+from gpu.ops.fp8 import Fp8Weight, fp8_linear
+from gpu.ops.fused import library_product
+from gpu.quant import FP8, quantise, quantise_blocks, scale_shape
 
-ROWS = (1, 8, 32, 128, 512, 4096)
+ROWS = (1, 8, 32, 64, 128, 512, 4096)
 
 KINDS: tuple[Fp8, ...] = ("", "rows", "blocks")
 
-CUTS = {
-    64: [
-        BlockLinear(0, width, True, warps, stages)
-        for width, warps, stages in ((64, 4, 4), (64, 4, 8), (128, 4, 4), (128, 4, 6), (128, 8, 6))
-    ],
-    1 << 20: [
-        BlockLinear(height, width, False, warps, stages)
-        for height, width, warps, stages in (
-            (64, 64, 4, 4),
-            (64, 128, 4, 3),
-            (64, 128, 4, 5),
-            (128, 64, 4, 4),
-            (128, 128, 4, 4),
-            (128, 128, 8, 3),
-            (128, 128, 8, 5),
-        )
-    ],
-}
-"""By the most rows they are for; height 0: that of the rule."""
+BLOCK_CUTS = [
+    BlockLinear(64, 64, 4, 4), BlockLinear(64, 128, 4, 3), BlockLinear(64, 128, 4, 5),
+    BlockLinear(128, 64, 4, 4), BlockLinear(128, 128, 4, 4), BlockLinear(128, 128, 8, 3),
+    BlockLinear(128, 128, 8, 4), BlockLinear(128, 128, 8, 5),
+]  # fmt: skip
+
+MID_CUTS = [
+    MidLinear(block_n, block_k, 1, 4 * block_n // 64, stages)
+    for block_n, block_k, stages in (
+        (64, 128, 4), (64, 128, 8), (64, 128, 12), (64, 256, 4), (64, 256, 6), (128, 128, 4), (128, 128, 6),
+        (128, 256, 3),
+    )
+]  # fmt: skip
+"""Of a product that is not gated each also in 2 and 4 parts; only those of 128 inputs can be by blocks."""
 
 
 class Matrix(NamedTuple):
@@ -60,15 +64,13 @@ class Matrix(NamedTuple):
     scale: Tensor | None
 
 
-def multiply(x: Tensor, matrix: Matrix, cut: BlockLinear, pdl: bool) -> Tensor:
-    """The product, its rows quantised first where the weight is; `cut` is for blocks."""
+def multiply(x: Tensor, matrix: Matrix, counters: Tensor, gated: bool, pdl: bool) -> Tensor:
+    """The product as a step has it, its rows quantised first where the weight is."""
     weight, scale = matrix
-    if scale is None:
-        return library_product(x, weight, None)
-    if scale.dim() == 1:
-        return scaled_product(*quantise_rows(x, pdl=pdl), weight, scale, None, x.dtype)
-    numbers, rows = quantise_rows(x, group=BLOCK, pdl=pdl)
-    return block_linear(numbers, rows, weight, scale, None, x.dtype, cut, pdl=pdl)
+    if scale is not None:
+        return fp8_linear(x, Fp8Weight(weight, scale), counters, gated=gated, pdl=pdl)
+    out = library_product(x, weight, None)
+    return silu_mul(out, pdl=pdl) if gated else out
 
 
 def matrices(name: str, kind: Fp8) -> list[Matrix]:
@@ -82,25 +84,39 @@ def matrices(name: str, kind: Fp8) -> list[Matrix]:
     return [Matrix(numbers.clone(), scale.clone()) for _ in copies]
 
 
-def products(name: str, pdl: bool) -> dict[str, dict[str, float]]:
-    """By rows, then kind, microseconds."""
-    found: dict[str, dict[str, float]] = {}
+def share(us: float, weights: float, flops: float, kind: Fp8) -> float:
+    """Of the peak: `weights` is how many numbers of them come."""
+    moved = weights * (1 if kind else 2)
+    return round(1e6 * max(moved / BANDWIDTH, flops / (FLOPS * (2 if kind else 1))) / us, 3)
+
+
+Found = dict[str, dict[str, float]]
+"""By rows, then kind."""
+
+
+def products(name: str, pdl: bool) -> tuple[Found, Found]:
+    """Microseconds and shares of the peak."""
+    took: Found = {}
+    shares: Found = {}
+    outputs, inputs, gated = LINEARS[name]
     for kind in KINDS:
-        made = matrices(name, kind)
-        outputs, inputs = made[0].weight.shape
+        made, counters = matrices(name, kind), mid_counters(torch.device("cuda"))
         for n in ROWS:
             x = torch.randn(n, inputs, device="cuda").bfloat16()
-            config = block_linear_config(n, outputs)
-            calls = [partial(multiply, x, each, config, pdl) for each in made]
-            us = microseconds(calls, replays=5)
-            found.setdefault(str(n), {})[kind or "bfloat16"] = round(us, 1)
-    return found
+            us = microseconds([partial(multiply, x, each, counters, gated, pdl) for each in made], replays=5)
+            told = kind or "bfloat16"
+            took.setdefault(str(n), {})[told] = round(us, 1)
+            size = outputs * inputs
+            shares.setdefault(str(n), {})[told] = share(us, size, 2.0 * n * size, kind)
+    return took, shares
 
 
-def experts(pdl: bool) -> dict[str, dict[str, float]]:
-    """The same for a layer of experts."""
+def experts(pdl: bool) -> tuple[Found, Found]:
+    """The same for a layer of experts, at what is drawn: at few rows not all are hit."""
     size, device = MoeSize(), torch.device("cuda")
-    found: dict[str, dict[str, float]] = {}
+    took: Found = {}
+    shares: Found = {}
+    each = 3.0 * size.width * size.hidden
     w13, w2 = moe_weights(size, torch.bfloat16, device)
     for kind in KINDS:
         how = quantise if kind == "rows" else quantise_blocks
@@ -118,20 +134,80 @@ def experts(pdl: bool) -> dict[str, dict[str, float]]:
             x = torch.randn(n, size.hidden, device=device).bfloat16()
             calls = [partial(run, x, torch.randn(n, size.experts, device=device)) for _ in range(4)]
             us = microseconds(calls, replays=7)
-            found.setdefault(str(n), {})[kind or "bfloat16"] = round(us, 1)
-    return found
+            told = kind or "bfloat16"
+            took.setdefault(str(n), {})[told] = round(us, 1)
+            hit = size.experts * (1 - (1 - size.top_k / size.experts) ** n)
+            shares.setdefault(str(n), {})[told] = share(us, hit * each, 2.0 * n * size.top_k * each, kind)
+    return took, shares
+
+
+def ways(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple[Any, Callable[..., Tensor]]]:
+    """How a product of `n` rows could be cut: the rule's cut first; each with what multiplies so."""
+    by_block, gated, counters = kind == "blocks", LINEARS[name][2], mid_counters(weight.device)
+    rule = mid_fp8_config(n, weight, by_block, gated)
+    if rule is None:
+        for other in (block_linear_config(n, len(weight)), *BLOCK_CUTS) if by_block else ():
+            yield other, partial(block_linear, config=other, bias=None, dtype=torch.bfloat16)
+        return
+    splits = (1,) if gated else (1, 2, 4)
+    more = [cut._replace(split=split) for split, cut in product(splits, MID_CUTS)]
+    for cut in (rule, *(cut for cut in more if cut.block_k == BLOCK or not by_block)):
+        run: Callable[..., Tensor] = mid_gated if gated else partial(mid_linear, counters=counters)
+
+        def multiply(
+            x: Tensor,
+            rows: Tensor,
+            w: Tensor,
+            scale: Tensor,
+            pdl: bool,
+            run: Callable[..., Tensor] = run,
+            cut: MidLinear = cut,
+        ) -> Tensor:
+            scales = Scales(rows, scale)
+            return run(x, w, None, config=cut, scales=scales, dtype=torch.bfloat16, pdl=pdl)
+
+        yield cut, multiply
+
+
+def compile_way(name: str, kind: Fp8, n: int, at: int, pdl: bool) -> None:
+    """For the pool of `tune.compile_all`: one of the ways."""
+    outputs, inputs, _ = LINEARS[name]
+    weight, x = (torch.empty(rows, inputs, dtype=FP8) for rows in (outputs, n))
+    scale = torch.empty(scale_shape(kind, [outputs], inputs) or ())
+    rows = torch.empty(n, *scale.shape[1:])
+    _, run = list(ways(name, kind, n, weight))[at]
+    with compiling():
+        run(x, rows, weight, scale, pdl=pdl)
+
+
+def tasks(name: str, pdl: bool) -> list[partial[None]]:
+    """All of them."""
+    weight = torch.empty(LINEARS[name][:2], dtype=FP8)
+    return [
+        partial(compile_way, name, kind, n, at, pdl)
+        for kind, n in product(KINDS[1:], ROWS)
+        for at, _ in enumerate(ways(name, kind, n, weight))
+    ]
 
 
 def cuts(name: str, pdl: bool) -> None:
-    """Print what each way to cut a product takes."""
-    made = matrices(name, "blocks")
-    for n in ROWS:
-        x = torch.randn(n, made[0].weight.shape[1], device="cuda").bfloat16()
-        rule = block_linear_config(n, len(made[0].weight))
-        others = next(every for most, every in sorted(CUTS.items()) if n <= most)
-        for config in (rule, *(each._replace(block_m=each.block_m or rule.block_m) for each in others)):
-            calls = [partial(multiply, x, each, config, pdl) for each in made]
-            print(f"{name:14} {n:5} {microseconds(calls, replays=5):8.1f} us  {tuple(config)}", flush=True)
+    """Print what each way to cut a product takes, the quickest first, of the product alone."""
+    tune.compile_all(tasks(name, pdl))
+    for kind in KINDS[1:]:
+        made = matrices(name, kind)
+        for n in ROWS:
+            x = torch.randn(n, made[0].weight.shape[1], device="cuda").bfloat16()
+            numbers, rows = quantise_rows(x, group=BLOCK if kind == "blocks" else 0)
+            found = []
+            for at, (cut, run) in enumerate(ways(name, kind, n, made[0].weight)):
+                try:
+                    us = microseconds([partial(run, numbers, rows, *each, pdl=pdl) for each in made], 5)
+                except Exception as error:  # more shared memory than there is
+                    print(type(error).__name__, tuple(cut))
+                    continue
+                found.append((us, "rule" if at == 0 else "", tuple(cut)))
+            for us, rule, cut in [each for at, each in enumerate(sorted(found)) if at < 4 or each[1]]:
+                print(f"{name:12} {kind:6} {n:5} {us:8.1f} us  {cut} {rule}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -144,9 +220,9 @@ def main(argv: list[str] | None = None) -> int:
     if asked.cuts:
         cuts(asked.cuts, pdl)
         return 0
-    told: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "us": {}}
+    told: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "us": {}, "share": {}}
     for name in [*(name for name in LINEARS if name.startswith("8B")), "30B-A3B experts"]:
-        told["us"][name] = products(name, pdl) if name in LINEARS else experts(pdl)
+        told["us"][name], told["share"][name] = products(name, pdl) if name in LINEARS else experts(pdl)
         print(name, told["us"][name], flush=True)
         keep(asked.name, told)
     return 0

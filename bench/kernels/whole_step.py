@@ -90,7 +90,7 @@ def _no_products() -> Iterator[None]:
         mock.patch.object(Linear, "seal", lambda self: None),  # a GPU's weights are not packed
         mock.patch.object(Linear, "wide", _wide),
         mock.patch("gpu.ops.fused.library_product", _library_product),
-        mock.patch("gpu.ops.fused.scaled_product", _scaled_product),
+        mock.patch("gpu.ops.fp8.scaled_product", _scaled_product),
     ):
         yield
 

@@ -1,6 +1,6 @@
 """FlashInfer's decode that needs no plan, XQA, beside ours: `python -m bench.kernels.xqa`.
 
-Written to bench/results/decode-xqa.json, the figure behind `gpu.attention.device.KNOWN`. Both read the same
+Written to bench/results/decode-xqa.json, the figure behind `gpu.attention.device.BEST`. Both read the same
 pages, in graphs; `apart` is the largest difference of their outputs. The two last cases hold as many keys,
 once with a row that is as long as all others together.
 """
@@ -73,9 +73,6 @@ def measure(heads: Heads, lengths: list[int]) -> dict[str, float]:
     moved = 2 * sum(lengths) * heads.kv * heads.dim * 2
     sets = max(1, min(4, int(200e6 / moved)))  # together past the L2 cache
     kept = [inputs.pages(lengths, PAGE, heads, torch.bfloat16, device) for _ in range(sets)]
-    for each in kept:  # XQA multiplies what stands behind a row's end by zero: NaN would stay
-        for part in (each.k, each.v):
-            part.nan_to_num_(0.0)
     q = torch.randn(len(lengths), heads.q, heads.dim, device=device).to(torch.bfloat16)
     found: dict[str, float] = {}
     outputs = []

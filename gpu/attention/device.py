@@ -161,8 +161,8 @@ def _triton(phase: Phase, facts: AttentionFacts, options: AttentionOptions) -> P
     return TritonDecode(facts, options)
 
 
-def _flashinfer(phase: Phase, facts: AttentionFacts, options: AttentionOptions) -> PhaseAttention:
-    """FlashInfer's FA3. Raises `ConfigError` where it cannot run."""
+def _fa3(phase: Phase, facts: AttentionFacts, options: AttentionOptions) -> PhaseAttention:
+    """FlashInfer's prefill. Raises `ConfigError` where it cannot run."""
     from gpu.attention.flashinfer_fa3 import FlashInferPrefill, refusal
 
     if reason := refusal(facts):
@@ -170,10 +170,20 @@ def _flashinfer(phase: Phase, facts: AttentionFacts, options: AttentionOptions) 
     return FlashInferPrefill(facts, options)
 
 
+def _xqa(phase: Phase, facts: AttentionFacts, options: AttentionOptions) -> PhaseAttention:
+    """FlashInfer's decode. Raises `ConfigError` where it cannot run."""
+    from gpu.attention.flashinfer_xqa import FlashInferDecode, refusal
+
+    if reason := refusal(facts):
+        raise ConfigError(reason)
+    return FlashInferDecode(facts, options)
+
+
 BACKENDS: Mapping[tuple[Phase, str], Maker] = {
     ("prefill", "triton"): _triton,
-    ("prefill", "flashinfer"): _flashinfer,
+    ("prefill", "flashinfer"): _fa3,
     ("decode", "triton"): _triton,
+    ("decode", "flashinfer"): _xqa,
 }
 
 AUTO = "auto"
@@ -181,17 +191,15 @@ AUTO = "auto"
 BEST: Mapping[Phase, tuple[str, ...]] = {"prefill": ("flashinfer", "triton"), "decode": ("triton",)}
 """By phase the backends to try, the quickest first. On an H200, 32 query and 8 KV heads of 128, TFLOP/s of
 FA3 and of our prefill: 550 and 386 (2 x 4,096), 511 and 403 (1 x 8,192), 448 and 376 (4 x 2,048 behind
-2,048), 371 and 238 (8 x 1,024)."""
+2,048), 371 and 238 (8 x 1,024). TB/s of XQA and of our decode: 3.68 and 4.16 (256 rows of 1,024 keys), 3.69
+and 4.33 (64 of 8,192), 3.24 and 3.29 (32 of 1,024; with 4 KV heads 3.05 and 2.78, the one size of twelve
+where it is ahead), and 333 and 41 us for a long row beside 63 short ones: `decode-xqa-h200.json`."""
 
 KNOWN: Mapping[tuple[Phase, str], str] = {
-    ("decode", "flashinfer"): "its decode is planned on the host or, where it is not (XQA), has no "
-    "log-sum-exp for cascade, and takes 333 us for one long row beside 63 short ones, ours 41.",
     ("prefill", "torch"): "it is that of --device cpu.",
     ("decode", "torch"): "it is that of --device cpu.",
 }
-"""Names that people try, and why they are not to be had on a GPU. XQA beside ours on an H200, TB/s at 8 KV
-heads: 3.68 and 4.16 (256 rows of 1,024 keys), 3.69 and 4.33 (64 of 8,192), 3.24 and 3.29 (32 of 1,024; at 4
-heads 3.05 and 2.78, the one size where it is ahead): `bench/results/decode-xqa-h200.json`."""
+"""Names that people try, and why they are not to be had on a GPU."""
 
 FLAG = "--attention-backend"
 

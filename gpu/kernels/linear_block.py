@@ -3,8 +3,7 @@
 `x` comes with a scale for each row and 128 inputs, the weights with one for each 128 x 128. A step over K is
 128 inputs: its products are summed by the tensor cores, scaled, and added to float32 sums, so that no sum of
 more than 128 products is rounded as Hopper's e4m3 products are (to 14 bits: DeepSeek-V3's report, 3.3.2).
-
-Up to 64 rows the weights are the left operand and the rows its narrow right side, as in `linear_mid`.
+Up to 64 rows are `linear_mid`'s where it takes them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
 from gpu.kernels.linear_mid import PROCESSORS
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -27,11 +26,10 @@ TOGETHER: tl.constexpr = tl.constexpr(16)
 
 
 class BlockLinear(NamedTuple):
-    """How a product is cut: rows and outputs of a program, whether the weights are on the left."""
+    """How a product is cut: rows and outputs of a program."""
 
     block_m: int
     block_n: int
-    swap: bool
     warps: int
     stages: int
 
@@ -62,7 +60,6 @@ def _linear_block(
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     first, n = _find(tl.program_id(0), rows, N, BLOCK_M, BLOCK_N)
@@ -72,17 +69,12 @@ def _linear_block(
     groups: tl.constexpr = K // _BLOCK
     by_row = x_scales + tl.minimum(m, rows - 1) * groups
     by_block = w_scales + n // _BLOCK * groups
-    acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(groups):
         some = x.load([first, k * _BLOCK])
         tile = w.load([n, k * _BLOCK])
         scale = tl.load(by_row + k) * tl.load(by_block + k)
-        if SWAP:
-            acc += tl.dot(tile, tl.trans(some), out_dtype=tl.float32) * scale[None, :]
-        else:
-            acc += tl.dot(some, tl.trans(tile), out_dtype=tl.float32) * scale[:, None]
-    if SWAP:
-        acc = tl.trans(acc)
+        acc += tl.dot(some, tl.trans(tile), out_dtype=tl.float32) * scale[:, None]
     if bias is not None:
         acc += tl.load(bias + cols)[None, :].to(tl.float32)
     at = out + m.to(tl.int64)[:, None] * N + cols[None, :]
@@ -91,19 +83,20 @@ def _linear_block(
 
 def block_linear_config(rows: int, outputs: int) -> BlockLinear:
     """For a product of so many rows, on a device with 132 multiprocessors. Measured on an H200 at 6,144
-    outputs of 4,096 inputs, us, the best of six or eight cuts and cuBLAS in bfloat16: 11.0 and 15.5 (1 row),
-    13.4 and 16.3 (32), 15.7 and 16.7 (128), 32 and 36 (512), 239 and 261 (4,096).
+    outputs of 4,096 inputs, us, the best of eight cuts and cuBLAS in bfloat16: 14.2 and 16.7 (128 rows), 32
+    and 36 (512), 223 and 261 (4,096).
 
     Tiles of 128 rows that are a few more than there are multiprocessors would run in two waves, the second
     nearly empty; of 64 rows three run at once. At 512 rows, us with tiles of 64 and of 128: 32 and 41 at
-    6,144 outputs (192 tiles of 128), 27 and 24 at 4,096 (128), 124 and 118 at 24,576 (768)."""
-    if rows <= 64:
-        return BlockLinear(max(pow2(rows), 16), 64, True, 4, 6)
+    6,144 outputs (192 tiles of 128), 27 and 24 at 4,096 (128), 124 and 118 at 24,576 (768). At 128 rows
+    of 24,576 outputs 35 with three tiles of inputs on their way, 43 with five, which fewer programs have room
+    for."""
+    tiles = cdiv(rows, 128) * cdiv(outputs, 128)
     if rows <= 128:
-        return BlockLinear(64, 128, False, 4, 5)
-    if PROCESSORS < cdiv(rows, 128) * cdiv(outputs, 128) <= 3 * PROCESSORS // 2:
-        return BlockLinear(64, 128, False, 4, 3)
-    return BlockLinear(128, 128, False, 8, 4)
+        return BlockLinear(64, 128, 4, 3 if tiles > PROCESSORS else 5)
+    if PROCESSORS < tiles <= 3 * PROCESSORS // 2:
+        return BlockLinear(64, 128, 4, 3)
+    return BlockLinear(128, 128, 8, 4)
 
 
 def block_linear(
@@ -135,7 +128,6 @@ def block_linear(
         K=size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        SWAP=config.swap,
         PDL=pdl,
         **options(config.warps, config.stages, pdl),
     )

@@ -14,6 +14,10 @@ What counts, as measured on an H200:
     no launch behind the product: neither for the parts of K nor for silu
     under programmatic dependent launch the first weights are asked for before the wait. Half a microsecond
     behind attention, nothing elsewhere: it is done where K is split, as behind attention it is
+
+Rows and weights of e4m3 come with scales (`gpu.quant`). Those of rows multiply the sums at the end; those of
+blocks the sum of each 128 products, which then are never rounded as Hopper's e4m3 sums of more are (to 14
+bits: DeepSeek-V3's report, 3.3.2). Where rows have the scales, what 128 products gave is added in float32.
 """
 
 from __future__ import annotations
@@ -24,17 +28,23 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from core.models.quant import BLOCK
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+
+_BLOCK = tl.constexpr(BLOCK)
 
 COUNTERS = 1024
 """Tiles that a product may split K of."""
 
-AHEAD: tl.constexpr = tl.constexpr(256)
-"""Inputs of each output asked for before the wait. At 512 and more they drive each other out of L2."""
+AHEAD: tl.constexpr = tl.constexpr(512)
+"""Bytes of each output asked for before the wait. At 1,024 and more they drive each other out of L2."""
 
 LEAST_ROWS, MOST_ROWS = 3, 64
 """At 128 rows Qwen3-8B's four products, each behind its norm and by the best of 16 cuts, took 148 µs where
 cuBLAS takes 137; at 96 143 and 134."""
+
+MOST_SCALED_ROWS = 128
+"""Where e4m3 rows have the scales."""
 
 LEAST_WEIGHTS = 1 << 23
 """Elements of the smallest weight that was measured."""
@@ -60,6 +70,14 @@ class MidLinear(NamedTuple):
     split: int
     warps: int
     stages: int
+
+
+class Scales(NamedTuple):
+    """Of e4m3 rows and weights: float32 [n] and [outputs], or [n, inputs / 128] and [outputs / 128,
+    inputs / 128]. See `gpu.quant`."""
+
+    x: Tensor
+    weight: Tensor
 
 
 def mid_counters(device: torch.device) -> Tensor:
@@ -99,6 +117,24 @@ def _weights(
 
 
 @jit
+def _add(
+    acc: tl.tensor,
+    weights: tl.tensor,
+    some: tl.tensor,
+    x_scales: tl.tensor,
+    w_scales: tl.tensor,
+    group: tl.tensor,
+    BY: tl.constexpr,
+) -> tl.tensor:
+    """`acc` and the product of two tiles, for blocks by their scales."""
+    if BY == "blocks":
+        scale = tl.load(x_scales + group) * tl.load(w_scales + group)
+        return acc + tl.dot(weights, some, out_dtype=tl.float32) * scale[None, :]
+    most: tl.constexpr = _BLOCK if BY == "rows" else None
+    return tl.dot(weights, some, acc, input_precision="ieee", max_num_imprecise_acc=most)
+
+
+@jit
 def _whole(parts: tl.tensor, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
     """The sum of a tile's `parts` [SPLIT, BLOCK_N, BLOCK_M], in their order."""
     own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -116,9 +152,12 @@ def _linear_mid(
     out: tl.tensor,
     parts: tl.tensor,
     counters: tl.tensor,
+    x_scales: tl.tensor,
+    w_scales: tl.tensor,
     rows: int,
     N: int,
     K: int,
+    BY: tl.constexpr,
     GATED: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -135,10 +174,16 @@ def _linear_mid(
     steps = K // BLOCK_K * (part + 1) // SPLIT - start // BLOCK_K
     shift = tile % steps
     if PDL and SPLIT > 1:
-        first = start + tl.minimum(shift * BLOCK_K, steps * BLOCK_K - AHEAD)
-        _ask(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, 2 * AHEAD)
+        ahead: tl.constexpr = AHEAD * 8 // w.dtype.element_ty.primitive_bitwidth
+        first = start + tl.minimum(shift * BLOCK_K, steps * BLOCK_K - ahead)
+        _ask(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, AHEAD)
     begin(PDL)
     inside = m < rows
+    of_rows, of_block, of_up = x_scales, w_scales, w_scales
+    if BY == "blocks":
+        of_rows += tl.minimum(m, rows - 1) * (K // _BLOCK)
+        of_block += n // _BLOCK * (K // _BLOCK)
+        of_up += (N + n) // _BLOCK * (K // _BLOCK)
     x_at = x + m[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -146,10 +191,11 @@ def _linear_mid(
         step = i + shift
         k = start + tl.where(step < steps, step, step - steps) * BLOCK_K
         some = tl.trans(tl.load(x_at + k, mask=inside[:, None], other=0.0))
-        acc = tl.dot(_weights(w, n, k, N - 1, K, BLOCK_N, BLOCK_K), some, acc, input_precision="ieee")
+        these = _weights(w, n, k, N - 1, K, BLOCK_N, BLOCK_K)
+        acc = _add(acc, these, some, of_rows, of_block, k // _BLOCK, BY)
         if GATED:
             those = _weights(w, N + n, k, 2 * N - 1, K, BLOCK_N, BLOCK_K)
-            up = tl.dot(those, some, up, input_precision="ieee")
+            up = _add(up, those, some, of_rows, of_up, k // _BLOCK, BY)
     if SPLIT > 1:
         whole: tl.constexpr = BLOCK_N * BLOCK_M
         held = parts + tile * (SPLIT * whole)
@@ -159,6 +205,11 @@ def _linear_mid(
             return
         tl.store(counters + tile, 0)
         acc = _whole(held, SPLIT, BLOCK_N, BLOCK_M)
+    if BY == "rows":
+        by_row = tl.load(x_scales + m, mask=inside, other=0.0)[None, :]
+        acc *= tl.load(w_scales + cols, mask=cols < N, other=0.0)[:, None] * by_row
+        if GATED:
+            up *= tl.load(w_scales + N + cols, mask=cols < N, other=0.0)[:, None] * by_row
     if bias is not None:
         acc += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -176,13 +227,17 @@ def _launch(
     gated: bool,
     config: MidLinear,
     counters: Tensor | None,
+    scales: Scales | None,
+    dtype: torch.dtype | None,
     pdl: bool,
 ) -> Tensor:
     rows, size = x.shape
     width = len(weight) // 2 if gated else len(weight)
     block_m, tiles = max(pow2(rows), 16), cdiv(width, config.block_n)
-    assert rows <= MOST_ROWS and size % config.block_k == 0 and x.is_contiguous()
-    out = x.new_empty(rows, width)
+    assert rows <= MOST_SCALED_ROWS and size % config.block_k == 0 and x.is_contiguous()
+    by = "" if scales is None else "rows" if scales.x.dim() == 1 else "blocks"
+    assert by != "blocks" or (config.block_k == BLOCK and not (width % BLOCK or BLOCK % config.block_n))
+    out = x.new_empty(rows, width, dtype=dtype or x.dtype)
     parts = None
     if config.split > 1:
         assert not gated and counters is not None and tiles <= len(counters)
@@ -194,9 +249,11 @@ def _launch(
         out,
         parts,
         counters if config.split > 1 else None,
+        *(scales or (None, None)),
         rows,
         width,
         size,
+        BY=by,
         GATED=gated,
         SPLIT=config.split,
         BLOCK_M=block_m,
@@ -209,20 +266,36 @@ def _launch(
 
 
 def mid_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: MidLinear, counters: Tensor, *, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: MidLinear,
+    counters: Tensor,
+    *,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
 ) -> Tensor:
-    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, `weight` contiguous [outputs, inputs], `bias`
-    [outputs]: a new [n, outputs] in x's dtype. A kernel serves 16, 32 or 64 rows and fewer. `config` from
-    `mid_linear_config`, `counters` from `mid_counters`."""
-    return _launch(x, weight, bias, False, config, counters, pdl)
+    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, `weight` contiguous [outputs, inputs], both of 16
+    bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs] of `dtype`, or x's. A kernel serves 16,
+    32 or 64 rows and fewer. `config` from `mid_linear_config` or `mid_fp8_config`, `counters` from
+    `mid_counters`."""
+    return _launch(x, weight, bias, False, config, counters, scales, dtype, pdl)
 
 
 def mid_gated(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: MidLinear, *, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: MidLinear,
+    *,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """silu(g) · u with g and u the halves of `mid_linear`, which are not rounded between: a new
     [n, outputs / 2]."""
-    return _launch(x, weight, bias, True, config, None, pdl)
+    return _launch(x, weight, bias, True, config, None, scales, dtype, pdl)
 
 
 def _cut(rows: int, outputs: int, inputs: int) -> MidLinear | None:
@@ -253,3 +326,28 @@ def mid_linear_config(rows: int, weight: Tensor, gated: bool = False) -> MidLine
     if inputs % 128 or outputs * inputs < LEAST_WEIGHTS:
         return None
     return _gated_cut(rows, outputs // 2) if gated else _cut(rows, outputs, inputs)
+
+
+def mid_fp8_config(rows: int, weight: Tensor, by_block: bool, gated: bool = False) -> MidLinear | None:
+    """The same for `weight` of e4m3, scaled by blocks or by rows: the quickest of 8 to 24 cuts on an H200,
+    but for 0.3 us, at 1, 8, 32 and 64 rows of Qwen3-8B's products. us by rows, by blocks and of bfloat16:
+    qkv 9, 11 and 15 (1 row), 11, 15 and 16 (64), o 7, 9 and 13, down 15, 17 and 32 (1 row), 17, 26 and 31
+    (64), gate_up with silu 26, 26 and 48 (1 row), 32, 33 and 52 (64)."""
+    outputs, inputs = weight.shape
+    if rows > (MOST_ROWS if by_block else MOST_SCALED_ROWS) or outputs * inputs < LEAST_WEIGHTS:
+        return None
+    if inputs % BLOCK or (by_block and gated and outputs // 2 % BLOCK):
+        return None
+    if gated:
+        return MidLinear(64, 128, 1, 4, 4) if FILLED <= cdiv(outputs // 2, 64) <= 2 * PROCESSORS else None
+    return _fp8_cut(rows, outputs, inputs, by_block)
+
+
+def _fp8_cut(rows: int, outputs: int, inputs: int, by_block: bool) -> MidLinear | None:
+    # What scales each sum is done between two tiles: of blocks two programs hide it from each other.
+    wanted = 2 * FILLED if by_block and rows <= 32 else FILLED
+    tiles = cdiv(outputs, 64)
+    split = next((parts for parts in (1, 2) if tiles * parts >= wanted), 4)
+    if tiles * split < FILLED or inputs // split < 512:
+        return None
+    return MidLinear(64, 128, split, 4, 12 if split > 1 and rows <= 32 and not by_block else 8)

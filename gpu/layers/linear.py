@@ -50,21 +50,19 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
         """[n, inputs] to [n, outputs], by this step's operations where they are given."""
-        if self.scale is not None:
-            assert ops is not None, "products of FP8 need this step's operations"
-            return ops.product(x, self.weight, self.scale, self.bias)
         if self._packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return out
         if ops is None:
+            assert self.scale is None, "products of FP8 need this step's operations"
             return F.linear(x, self.weight, self.bias)
-        return ops.linear(x, self.weight, self.bias)
+        return ops.linear(x, self.weight, self.bias, self.scale)
 
     def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
         """activation(first half) · second half of the product: [n, inputs] to [n, outputs / 2]."""
-        if self._packed or self.scale is not None:
+        if self._packed:
             return ops.gated(self(x, ops), activation)
-        return ops.gated_linear(x, self.weight, self.bias, activation)
+        return ops.gated_linear(x, self.weight, self.bias, activation, self.scale)
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [n, outputs]. On a GPU the product's own sums: a pass over 512 × 152,000 logits to

@@ -87,17 +87,21 @@ class Ops(Protocol):
         """
         ...
 
-    def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype, `weight` e4m3 [outputs, inputs]: with
-        `scale` float32 [outputs] `x` is quantised by row, with [outputs / 128, inputs / 128] by groups of
-        128 (`gpu.quant`)."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b of `x` contiguous [n, inputs] and `weight` [outputs, inputs], in x's dtype: [n, outputs].
+
+        With a `scale` the weight is e4m3: with float32 [outputs] `x` is quantised by row, with
+        [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`)."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b of `x` contiguous [n, inputs] and `weight` [outputs, inputs]: [n, outputs]."""
-        ...
-
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         """`gated` of `linear`: `weight` [2 * width, inputs] to [n, width]."""
         ...
 

@@ -22,9 +22,8 @@ measured to be quicker, or of thousands of rows to take less power: `gpu.kernels
 layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `linear_mid`, 139 and 121 at 8 rows,
 159 and 147 at 32, 193 and 186 at 64; of Qwen3-30B-A3B, without experts, 34 and 30, 47 and 43, 61 and 60.
 
-With FP8 weights each product is preceded by a launch that quantises its rows: 4 more in a dense layer
-or one of experts, 2 more in one of experts up to 4 rows. Scaled by rows they are cuBLAS's, by blocks
-`linear_block`'s; what all of them take: `bench/results/fp8-h200.json`.
+With FP8 weights each product (`gpu.ops.fp8`) is preceded by a launch that quantises its rows: 4 more in a
+dense layer or one of experts, 2 more in one of experts up to 4 rows.
 
 Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, route, gate_up, down, and
 one that sums, adds and norms. Above 64 rows route is two.
@@ -42,19 +41,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import ModelError
-from core.models.quant import BLOCK
 from gpu.kernels.cublas import Products
 from gpu.kernels.gated import silu_mul
-from gpu.kernels.linear_block import block_linear, block_linear_config
 from gpu.kernels.linear_mid import mid_gated, mid_linear, mid_linear_config
 from gpu.kernels.linear_small import small_gated, small_linear, small_linear_config
 from gpu.kernels.moe import fused_moe_add_norm
 from gpu.kernels.norm import add_rms_norm, rms_norm
 from gpu.kernels.qkv import norm_rope_store
-from gpu.kernels.quant import quantise_rows
 from gpu.kernels.rope import rope_rows
 from gpu.kernels.tuned import MoeConfigs
 from gpu.ops.base import Experts, HeadNorms, Part, PendingExperts, Rotation
+from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.ops.plain import ACTIVATIONS, gate
 from gpu.state.view import StepView
 
@@ -158,18 +155,10 @@ class TritonOps:
         )
         return kernels.attention.attend(layer, q, view)
 
-    def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Ops.product`."""
-        pdl = self._kernels.pdl
-        if scale.dim() == 1:
-            numbers, rows = quantise_rows(x, num_rows=self._rows, pdl=pdl)
-            return scaled_product(numbers, rows, weight, scale, bias, x.dtype)
-        numbers, rows = quantise_rows(x, group=BLOCK, num_rows=self._rows, pdl=pdl)
-        config = block_linear_config(len(x), len(weight))
-        return block_linear(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
+        if scale is not None:
+            return self._fp8(x, Fp8Weight(weight, scale, bias))
         few = small_linear_config(len(x), weight)
         if few is not None:
             return small_linear(x, weight, bias, few, pdl=self._kernels.pdl)
@@ -179,10 +168,19 @@ class TritonOps:
             return library_product(x, weight, bias, self._kernels.many)
         return mid_linear(x, weight, bias, some, counters, pdl=self._kernels.pdl)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         """See `Ops.gated_linear`; up to 64 rows in one kernel."""
         if activation != "silu":
-            return self.gated(self.linear(x, weight, bias), activation)
+            return self.gated(self.linear(x, weight, bias, scale), activation)
+        if scale is not None:
+            return self._fp8(x, Fp8Weight(weight, scale, bias), gated=True)
         few = small_linear_config(len(x), weight, gated=True)
         if few is not None:
             return small_gated(x, weight, bias, few, pdl=self._kernels.pdl)
@@ -196,6 +194,10 @@ class TritonOps:
         if activation != "silu":
             return gate(both, ACTIVATIONS[activation])
         return silu_mul(both, num_rows=self._rows, pdl=self._kernels.pdl)
+
+    def _fp8(self, x: Tensor, by: Fp8Weight, gated: bool = False) -> Tensor:
+        counters, pdl = self._kernels.counters, self._kernels.pdl
+        return fp8_linear(x, by, counters, gated=gated, num_rows=self._rows, pdl=pdl)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`. Raises `ModelError` for an activation the grouped kernels do not have."""
@@ -213,13 +215,3 @@ def library_product(x: Tensor, weight: Tensor, bias: Tensor | None, many: Produc
     """x Wᵀ + b by cuBLAS."""
     found = many.run(x, weight) if many is not None and bias is None else None
     return F.linear(x, weight, bias) if found is None else found
-
-
-def scaled_product(
-    x: Tensor, rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """x Wᵀ + b of e4m3 `x` [n, inputs] and `weight` [outputs, inputs], scaled by `rows` [n] and `scale`
-    [outputs] behind sums that stay float32 (without cuBLAS's fast accumulation, which rounds them)."""
-    return torch._scaled_mm(
-        x, weight.t(), rows[:, None], scale[None, :], bias=bias, out_dtype=dtype, use_fast_accum=False
-    )

@@ -68,17 +68,20 @@ class TorchOps:
         rotate(x[:, :turned], rotation)
         return self._attention.run(layer, x[:, :q_heads], x[:, q_heads:].view(n, 2, kv_heads, -1))
 
-    def product(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Ops.product`."""
-        return product(x, weight, scale, bias)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if scale is None else product(x, weight, scale, bias)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+        scale: Tensor | None = None,
+    ) -> Tensor:
         """See `Ops.gated_linear`."""
-        return gate(F.linear(x, weight, bias), ACTIVATIONS[activation])
+        return gate(self.linear(x, weight, bias, scale), ACTIVATIONS[activation])
 
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""
@@ -94,7 +97,7 @@ class TorchOps:
 
 
 def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `Ops.product`."""
+    """See `Ops.linear`: with a scale."""
     numbers, by = quantise(x) if scale.dim() == 1 else quantise_groups(x)
     out = F.linear(restore(numbers, by), restore(weight, scale))
     return (out if bias is None else out + bias.float()).to(x.dtype)

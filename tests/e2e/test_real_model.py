@@ -72,9 +72,9 @@ def same_text(got: Output, want: Output) -> None:
     assert got.finish_reason == want.finish_reason
 
 
-@pytest.mark.parametrize("prefill", ["triton", "flashinfer"])
-def test_bfloat16_makes_sense(prefill: str) -> None:
-    answers = told("cuda", "bfloat16", attention_backend=f"prefill={prefill}")
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_bfloat16_makes_sense(backend: str) -> None:
+    answers = told("cuda", "bfloat16", attention_backend=backend)
     assert "Paris" in answers[0].text
     assert answers[3].text == answers[0].text
     assert all(len(answer.text.split()) >= 5 for answer in (answers[1], answers[2], answers[4]))

@@ -27,6 +27,7 @@ from gpu.attention.device import (
     device_attention,
     parse_backends,
 )
+from gpu.attention.flashinfer_xqa import refusal
 from gpu.attention.triton_paged import TritonDecode
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.kernels import reference
@@ -235,6 +236,29 @@ def test_flashinfer_packs_keys_where_it_pays(
     check(step._replace(expected=[step.expected[0]] * 2), backend, tolerance)
 
 
+XQA_CASES = {
+    name: CASES[name]._replace(heads=Heads(16, 2, 128))
+    for name in ("decode", "decode, padded", "mixed, padded", "mixed graph without chunks", "cascade, mixed")
+} | {
+    "many rows, many keys": Case(Heads(16, 2, 128), decode=(1, 16, 17, 700, 64, 65) * 12, pad=(5, 5, 0)),
+    "pages of 64": Case(Heads(16, 2, 128), page=64, decode=(130, 64, 65, 700), window=70),
+}
+"""Heads of 128 in eights alone: every other width, group, page or window is a quarter of a minute of its
+compiler. A row of 700 keys is divided among processors where rows are few, and not where they are many."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", XQA_CASES)
+def test_xqa(name: str, device: torch.device, tolerance: float) -> None:
+    pytest.importorskip("flashinfer")
+    step = make(XQA_CASES[name], torch.bfloat16, device)
+    options = AttentionOptions(cascade_rows=int(step.case.cascade))
+    backend = device_attention(step.facts, options, "prefill=triton,decode=flashinfer")
+    backend.bind([step.cache, step.cache])
+    for _ in range(2):  # the second finds the counters as the first left them
+        check(step, backend, tolerance)
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.cap])
 def test_torch(name: str) -> None:
     cpu = torch.device("cpu")
@@ -302,12 +326,22 @@ def test_float8_pages(name: str, device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("name", ["mixed, padded", "cascade, mixed", "few queries, many keys"])
-def test_a_captured_step_reads_what_the_device_says(name: str, pdl: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("name", "backends"),
+    [
+        *((name, "triton") for name in ("mixed, padded", "cascade, mixed", "few queries, many keys")),
+        ("mixed, padded", "prefill=triton,decode=flashinfer"),
+    ],
+)
+def test_a_captured_step_reads_what_the_device_says(
+    name: str, backends: str, pdl: bool, device: torch.device
+) -> None:
     """A graph captured over a step without any true row serves another, bitwise as without a graph."""
-    step = make(CASES[name], torch.bfloat16, device)
+    if "flashinfer" in backends:
+        pytest.importorskip("flashinfer")
+    step = make((CASES if backends == "triton" else XQA_CASES)[name], torch.bfloat16, device)
     options = AttentionOptions(pdl=pdl, cascade_rows=int(step.case.cascade))
-    backend = device_attention(step.facts, options, "triton")
+    backend = device_attention(step.facts, options, backends)
     backend.bind([step.cache, step.cache])
     backend.plan(step.view)
     expected = [backend.attend(layer, step.q, step.view) for layer in range(2)]
@@ -354,11 +388,28 @@ def test_a_refused_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         ("triton", facts, "needs a GPU"),
         ("triton", facts._replace(page_size=48), "no power of two"),
         ("triton", facts._replace(head_dim=512), "wider than 256"),
-        ("flashinfer", facts, "planned on the host"),
         ("torch", facts, "that of --device cpu"),
         ("fastest", facts, "no such backend"),
     ):
         with pytest.raises(ConfigError, match=f"decode={name} is refused: .*{reason}"):
             choose("decode", name, changed, AttentionOptions())
-    with pytest.raises(ConfigError, match=r"is refused: (flashinfer is not installed|FA3 runs on)"):
-        choose("prefill", "flashinfer", facts, AttentionOptions())
+    for phase, runs in (("prefill", "FA3 runs on"), ("decode", "XQA was tried on")):
+        with pytest.raises(ConfigError, match=f"is refused: (flashinfer is not installed|{runs})"):
+            choose(phase, "flashinfer", facts, AttentionOptions())
+
+
+def test_what_xqa_is_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine: a GPU that it runs on is made believe."""
+    monkeypatch.setattr("gpu.attention.flashinfer_xqa.find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    made = AttentionFacts(32, 8, 128, (0,), 16, 8, torch.bfloat16, torch.device("cuda"), 0.1)
+    assert refusal(made) == ""
+    for changed, reason in (
+        (made._replace(page_size=1), "pages of 16, 32, 64, 128 tokens, not of 1"),
+        (made._replace(head_dim=72), "multiples of 16 up to 256, not of 72"),
+        (made._replace(kv_heads=8, heads=1024), "at most 64 query heads to a KV head, not 128"),
+        (made._replace(dtype=torch.float32), "in bfloat16 and float16, not in torch.float32"),
+        (made._replace(cap=30.0), "no soft cap"),
+        (made._replace(kv_scales=((1.0, 1.0),)), "one scale for K and V"),
+    ):
+        assert reason in refusal(changed)

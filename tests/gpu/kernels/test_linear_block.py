@@ -10,7 +10,7 @@ from gpu.kernels.linear_block import BlockLinear, block_linear, block_linear_con
 from gpu.ops.plain import product
 from gpu.quant import quantise_blocks, quantise_groups
 
-LOW, HIGH = BlockLinear(16, 64, True, 4, 3), BlockLinear(32, 128, False, 4, 3)
+LOW, HIGH = BlockLinear(16, 64, 4, 3), BlockLinear(32, 128, 4, 3)
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -35,12 +35,6 @@ def test_every_tile_has_one_program(tiles: int, device: torch.device) -> None:
     weight, scale = quantise_blocks(torch.randn(256, 128, device=device))
     found = block_linear(*quantise_groups(x), weight, scale, None, torch.float32, LOW)
     assert error(found, product(x, weight, scale)) < 1e-3
-
-
-def test_few_rows_have_the_weights_on_the_left() -> None:
-    configs = [block_linear_config(rows, 6144) for rows in (1, 16, 17, 64, 65, 4096)]
-    assert [config.swap for config in configs] == [True, True, True, True, False, False]
-    assert [config.block_m for config in configs] == [16, 16, 32, 64, 64, 128]
 
 
 def test_no_second_wave_for_a_few_tiles() -> None:

@@ -7,7 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels.inputs import LINEARS, error, linear
-from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
+from gpu.kernels.linear_mid import (
+    MidLinear,
+    Scales,
+    mid_counters,
+    mid_fp8_config,
+    mid_gated,
+    mid_linear,
+    mid_linear_config,
+)
+from gpu.ops.plain import product
+from gpu.quant import quantise, quantise_blocks, quantise_groups
 
 # (rows, outputs, inputs, cut): outputs that a tile does not divide and that end within one, inputs in one
 # part and in several, parts of unequal length, rows that fill what they are padded to and that do not
@@ -58,6 +68,49 @@ def test_gated(
     assert error(found, F.silu(gate) * up) < tolerance
 
 
+# As SHAPES, the sides whole blocks; a tile ends at every 128 inputs where blocks have the scales
+FP8_SHAPES = [
+    (1, 128, 256, MidLinear(64, 128, 1, 4, 3)),
+    (13, 256, 768, MidLinear(128, 128, 2, 4, 3)),
+    (33, 384, 1024, MidLinear(64, 128, 4, 4, 3)),
+    (64, 256, 512, MidLinear(64, 256, 1, 4, 2)),
+    (100, 128, 256, MidLinear(64, 128, 1, 4, 2)),
+]
+
+
+@pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), FP8_SHAPES)
+def test_scaled(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    cut: MidLinear,
+    by_block: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    made, _, bias = linear(outputs, rows, inputs, device, dtype)
+    made[128:, :128] *= 8.0  # blocks that differ
+    bias = torch.randn(outputs, device=device).to(dtype)
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    weight, scale = (quantise_blocks if by_block else quantise)(made)
+    numbers, of_rows = (quantise_groups if by_block else quantise)(x)
+    scales, counters = Scales(of_rows, scale), mid_counters(device)
+    if by_block:
+        cut = cut._replace(block_k=128)
+    for b in (bias, None):
+        found = mid_linear(numbers, weight, b, cut, counters, scales=scales, dtype=dtype)
+        expected = product(x.double(), weight, scale, None if b is None else b.double())
+        assert (found.dtype, found.shape) == (dtype, (rows, outputs))
+        assert error(found, expected) < tolerance
+        if outputs // 2 % 128 == 0 or not by_block:
+            gate, up = expected.chunk(2, dim=1)
+            found = mid_gated(numbers, weight, b, cut._replace(split=1), scales=scales, dtype=dtype)
+            assert error(found, F.silu(gate) * up) < tolerance
+    assert not counters.any()
+
+
 def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
     """Whatever lies behind the rows, and in those that are padded; and a second run gives the same bits."""
     rows, outputs, inputs, cut = SPLIT
@@ -91,6 +144,24 @@ def test_cut(name: str, rows: int, cut: MidLinear | None) -> None:
     outputs, inputs, gated = LINEARS[name]
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
     assert mid_linear_config(rows, weight, gated) == cut
+
+
+@pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
+def test_cuts_of_scaled_weights(by_block: bool) -> None:
+    """Every program has whole tiles, and of blocks none has two in a tile."""
+    for name, (outputs, inputs, gated) in LINEARS.items():
+        weight = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device="meta")
+        cuts = [mid_fp8_config(rows, weight, by_block, gated) for rows in (1, 16, 17, 32, 64)]
+        if name.endswith("router"):
+            assert cuts == [None] * 5
+            continue
+        for cut in cuts:
+            assert cut is not None
+            assert inputs // cut.block_k >= cut.split and not (gated and cut.split > 1)
+            assert not by_block or (cut.block_k == 128 and 128 % cut.block_n == 0)
+        assert mid_fp8_config(65 if by_block else 129, weight, by_block, gated) is None
+    odd = torch.empty(2 * 12_224, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    assert (mid_fp8_config(8, odd, by_block, gated=True) is None) == by_block
 
 
 @pytest.mark.parametrize(

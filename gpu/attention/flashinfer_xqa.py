@@ -1,0 +1,131 @@
+"""Decode of captured steps by FlashInfer's XQA kernel, which needs no plan.
+
+It divides a graph's rows and KV heads among the multiprocessors evenly, whatever their lengths: a long row
+beside short ones is a few programs' alone. It tells no log-sum-exp: in a graph that is `shared` each row
+attends to all of its keys itself. Behind a row's last key it fetches nothing and multiplies zeros.
+
+Written against FlashInfer 0.6.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from core.errors import ConfigError
+from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
+from gpu.state.view import StepView
+
+PAGES = (16, 32, 64, 128)
+
+SCRATCH = 8 << 20
+"""Bytes for the parts of rows: at most one a multiprocessor, of 64 query heads of 256 in 16 bits and two sums
+of each, 4.4 MB on 132."""
+
+SEMAPHORES = 2
+"""Of a row's KV head: one per 32 query heads that share it. The kernel leaves them at zero."""
+
+
+def refusal(facts: AttentionFacts) -> str:
+    """Why XQA cannot do it; empty where it can."""
+    if find_spec("flashinfer") is None:
+        return "flashinfer is not installed: pip install 'loom-serve[cuda]'."
+    if facts.device.type != "cuda" or torch.cuda.get_device_capability(facts.device) != (9, 0):
+        return "XQA was tried on compute capability 9.0 alone."
+    if facts.page_size not in PAGES:
+        return f"XQA has pages of {', '.join(map(str, PAGES))} tokens, not of {facts.page_size}."
+    if facts.head_dim % 16 or facts.head_dim > 256:
+        return f"XQA has heads of multiples of 16 up to 256, not of {facts.head_dim}."
+    if facts.heads // facts.kv_heads > 64:
+        return f"XQA has at most 64 query heads to a KV head, not {facts.heads // facts.kv_heads}."
+    if facts.dtype not in (torch.bfloat16, torch.float16):
+        return f"XQA computes in bfloat16 and float16, not in {facts.dtype}."
+    if facts.cap:
+        return "XQA has no soft cap."
+    if facts.kv_scales:
+        return "XQA has one scale for K and V of float8 pages, not one for each."
+    return ""
+
+
+class FlashInferDecode:
+    """`PhaseAttention` of decode rows. Owner: launch thread.
+
+    Making one compiles the kernel where no cache has it (half a minute), loads it, and synchronises: it must
+    exist before the first graph.
+    """
+
+    __slots__ = ("_caches", "_facts", "_processors", "_run", "_scratch", "_semaphores", "_table")
+
+    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
+        """`options` change nothing: the kernel's dependent launch is one setting for all threads."""
+        del options
+        device = facts.device
+        for windowed in sorted({window > 0 for window in facts.windows}):
+            self._run = _kernel(facts, windowed)
+        self._facts = facts
+        self._processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+        self._scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
+        counters = facts.max_rows * facts.kv_heads * SEMAPHORES
+        self._semaphores = torch.zeros(counters, dtype=torch.int32, device=device).view(torch.uint32)
+        self._caches: Caches = ()
+        self._table: Tensor | None = None
+
+    def bind(self, caches: Caches | None) -> None:
+        """See `PhaseAttention.bind`."""
+        self._caches = caches or ()
+
+    def plan(self, view: StepView) -> None:
+        """See `PhaseAttention.plan`: XQA finds a row's pages by its place in the batch, ours are by slot."""
+        self._table = view.page_table.index_select(0, view.decode_slots)
+
+    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+        """See `PhaseAttention.attend`. Writes padded rows too: chunks' rows among them come later."""
+        assert self._table is not None, "plan() comes first"
+        facts, rows = self._facts, view.max_decode
+        k, v = (torch.unflatten(side, 0, (-1, facts.page_size)) for side in self._caches[layer])
+        self._run(
+            q[:rows, None],
+            k,
+            v,
+            self._table,
+            view.decode_lengths.view(torch.uint32)[:, None],
+            out[:rows].view(rows, 1, facts.heads, facts.head_dim),
+            self._scratch,
+            self._semaphores,
+            facts.kv_heads,
+            facts.page_size,
+            q_scale=facts.scale * facts.head_dim**0.5,  # it multiplies by 1/√head_dim itself
+            sliding_win_size=facts.windows[layer],
+            sm_count=self._processors,
+            enable_pdl=False,
+        )
+
+
+def _kernel(facts: AttentionFacts, windowed: bool) -> Callable[..., None]:
+    """FlashInfer's `xqa`, its library for these types and sizes loaded; the call finds it by them. Raises
+    `ConfigError`."""
+    group = facts.heads // facts.kv_heads
+    here = facts.device.index if facts.device.index is not None else torch.cuda.current_device()
+    try:
+        run, device = _library(facts.dtype, facts.page_size, facts.head_dim, group, windowed)
+    except (OSError, RuntimeError) as error:  # no compiler, no ninja, sizes that the kernel's asserts refuse
+        raise ConfigError(f"FlashInfer could not build XQA: {str(error)[-300:]}") from error
+    if device != here:
+        raise ConfigError(f"XQA's library was loaded for GPU {device} and launches on no other.")
+    return run
+
+
+@functools.cache
+def _library(
+    dtype: torch.dtype, page_size: int, head_dim: int, group: int, windowed: bool
+) -> tuple[Callable[..., None], int]:
+    """The device is the one that is current: as it is loaded a library asks for its shared memory there
+    alone."""
+    from flashinfer.xqa import get_xqa_module, xqa
+
+    get_xqa_module(dtype, dtype, page_size, head_dim, group, windowed, dtype, 1)
+    return xqa, torch.cuda.current_device()

@@ -1,0 +1,64 @@
+"""Products of FP8 weights over a captured step: who multiplies what.
+
+Up to 64 rows `linear_mid`, at the speed at which the weights come; above, scaled by rows cuBLAS, by blocks
+`linear_block`. What all of them take: `bench/results/fp8-h200.json`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core.models.quant import BLOCK
+from gpu.kernels.gated import silu_mul
+from gpu.kernels.linear_block import block_linear, block_linear_config
+from gpu.kernels.linear_mid import Scales, mid_fp8_config, mid_gated, mid_linear
+from gpu.kernels.quant import quantise_rows
+
+
+class Fp8Weight(NamedTuple):
+    """e4m3 [outputs, inputs], its scales by rows or by blocks (`gpu.quant`), and what is added."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None = None
+
+
+def fp8_linear(
+    x: Tensor,
+    by: Fp8Weight,
+    counters: Tensor | None,
+    *,
+    gated: bool = False,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """x Wᵀ + b as `Ops.linear` with a scale; `gated`: silu(first half) · second half of it. `counters` and
+    `pdl` as in `Kernels`; `num_rows` int32 [1] on the device, how many rows are true."""
+    weight, scale, bias = by
+    by_block = scale.dim() == 2
+    numbers, rows = quantise_rows(x, group=BLOCK if by_block else 0, num_rows=num_rows, pdl=pdl)
+    cut = None if counters is None else mid_fp8_config(len(x), weight, by_block, gated)
+    if counters is not None and cut is not None:
+        scales = Scales(rows, scale)
+        if gated:
+            return mid_gated(numbers, weight, bias, cut, scales=scales, dtype=x.dtype, pdl=pdl)
+        return mid_linear(numbers, weight, bias, cut, counters, scales=scales, dtype=x.dtype, pdl=pdl)
+    if by_block:
+        config = block_linear_config(len(x), len(weight))
+        out = block_linear(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
+    else:
+        out = scaled_product(numbers, rows, weight, scale, bias, x.dtype)
+    return silu_mul(out, num_rows=num_rows, pdl=pdl) if gated else out
+
+
+def scaled_product(
+    x: Tensor, rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """x Wᵀ + b of e4m3 `x` [n, inputs] and `weight` [outputs, inputs], scaled by `rows` [n] and `scale`
+    [outputs] behind sums that stay float32 (without cuBLAS's fast accumulation, which rounds them)."""
+    return torch._scaled_mm(
+        x, weight.t(), rows[:, None], scale[None, :], bias=bias, out_dtype=dtype, use_fast_accum=False
+    )
