@@ -2,6 +2,6 @@
 
 `python -m bench.kernels.check_and_time` on a machine with a GPU does both and prints one table;
 `python -m bench.kernels.tune` searches tile sizes; `python -m bench.kernels.compile` needs no GPU and
-says what the compiler made of each kernel. Nothing but torch, triton and numpy is imported, save by
-`python -m bench.kernels.whole_step`, which compiles what the steps of a server launch.
+says what the compiler made of each kernel; `python -m bench.kernels.whole_step` needs none either and
+compiles what the steps of a server launch.
 """

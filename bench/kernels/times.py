@@ -13,7 +13,9 @@ from bench.kernels import inputs, tune
 from bench.kernels.checks import DEVICE, DTYPE
 from bench.kernels.chunk_times import CHUNK_CUTS, chunks, compile_chunks, flashinfer
 from bench.kernels.compile import compiling
+from bench.kernels.end_times import ends
 from bench.kernels.inputs import LINEARS, Heads, MoeSize
+from bench.kernels.part_times import parts
 from bench.kernels.timing import Row, microseconds
 from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, route, sample
 from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
@@ -347,6 +349,8 @@ ALL: dict[str, Callable[[], Iterator[Row]]] = {
     "chunks": chunks,
     "shared_prefix": shared_prefix,
     "sampling": sampling,
+    "ends": ends,
+    "parts": parts,
     "small": small,
     "linears": linears,
     "some_linears": some_linears,

@@ -1,0 +1,186 @@
+"""Times of the kernels at a step's ends: an order in, what penalties and masks do to logits, tokens out.
+
+Orders, answers and masks lie in pinned host memory, as they do in serving, so these kernels wait for the bus
+where the peak beside them is the device memory's. Bytes are counted alike on either side of it, and a lone
+number by its own size, though memory moves 32 bytes for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.kernels.checks import DEVICE
+from bench.kernels.inputs import scalar
+from bench.kernels.timing import Row, microseconds
+from core.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.request import SamplingParams
+from core.types import Ints
+from gpu.cuda import MAX_CHUNKS
+from gpu.kernels.penalty import count_tokens, penalise, start_counts
+from gpu.kernels.step import begin_step, emit, mask_rows
+from gpu.sample.penalties import Counts
+from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits
+from gpu.state.tables import slot_tables
+from gpu.state.view import StepView
+from gpu.step.buffers import StepBuffers
+from gpu.step.rings import Rings
+from gpu.step.runner import ENTRIES, PAGE_WRITES
+
+COPIES = 4
+"""Input sets: logits and counts of 32 rows pass the L2 cache with them; those of fewer are there in a step
+too, since the product before has just written them."""
+
+VOCAB = 151_936
+ROWS = (1, 32, 256, 512)
+SLOTS, TOKENS = 512, 2048
+PAGE, PAGES = 16, 2560
+"""Of the page table: 40,960 tokens a slot, the context of both models."""
+
+KNOWN = 1024
+"""Tokens of a row that decodes: its length, and what its penalties have seen."""
+
+STEPS = ((1, 0, 0), (32, 0, 0), (256, 0, 0), (512, 0, 0), (0, 1, 2048), (0, 32, 64), (256, 7, 256))
+"""Decode rows, chunks, and tokens of each."""
+
+STARTS = ((1, 2048), (1, 8192), (32, 64), (32, 256))
+"""New slots with penalties, and tokens of each one's prompt."""
+
+
+def _ints(*args: int) -> Ints:
+    return np.arange(*args, dtype=np.int32)
+
+
+def _rings() -> Rings:
+    return Rings(Limits(SLOTS, MAX_CHUNKS, TOKENS, PAGE_WRITES, PAGES), ENTRIES, DEVICE)
+
+
+def _plan(rows: int, chunks: int, tokens: int) -> StepPlan:
+    """Every 16th decode row needs a page, a chunk all of its; chunks are whole prompts of new slots."""
+    fresh = range(rows + 1, rows + 1 + chunks)
+    first, pages = _ints(1, rows + 1, PAGE), -(-tokens // PAGE)
+    slots = np.concatenate([first, np.repeat(np.array(fresh, np.int32), pages)])
+    places = np.concatenate([np.full(len(first), KNOWN // PAGE, np.int32), np.tile(_ints(pages), chunks)])
+    return StepPlan(
+        0,
+        _ints(1, rows + 1),
+        tuple(Chunk(slot, 0, _ints(tokens), True) for slot in fresh),
+        tuple(NewSlot(slot, SamplingParams(), _ints(tokens), _ints(0), 0) for slot in fresh),
+        PageWrites(slots, places, _ints(1, len(slots) + 1)),
+    )
+
+
+def _words(plan: StepPlan, view: StepView, room: int) -> int:
+    """Of the order what `begin_step` reads but its head, of the tables what it reads or writes; then the view
+    and the samples, which are written up to their padding."""
+    rows, chunks, news = len(plan.decode_slots), len(plan.chunks), len(plan.new_slots)
+    taken = (
+        (rows, 1 + 4),  # length both ways, last token, page
+        (chunks, CHUNK + 1),
+        (plan.num_samples, SAMPLE + 1),
+        (news, NEW + NEW),
+        (len(plan.page_writes.slots), WRITE + 1),
+        (plan.num_tokens - rows, TOKEN + 1),
+    )
+    made = 3 * view.tokens + 2 * view.max_decode + 3 * view.max_chunks + 3 * room
+    return sum(count * words for count, words in taken) + made
+
+
+def _orders() -> Iterator[Row]:
+    for rows, chunks, tokens in STEPS:
+        plan, calls = _plan(rows, chunks, tokens), []
+        for _ in range(COPIES):
+            tables, rings = slot_tables(SLOTS, PAGES, DEVICE), _rings()
+            tables.length.fill_(KNOWN)
+            for _ in range(ENTRIES):  # each call takes the next
+                rings.write(plan)
+            buffers = StepBuffers(tables, TOKENS, SLOTS, MAX_CHUNKS, (1, torch.float32))
+            view = buffers.view(plan.num_tokens, mixed=chunks > 0)
+            samples = buffers.samples.first(min(view.tokens, SLOTS))
+            args = rings.orders, rings.cursor, rings.at, tables, view, samples
+            calls.append(partial(begin_step, *args, page_size=PAGE))
+        case = f"{rows} rows" + f", {chunks} x {tokens} tokens" * (chunks > 0)
+        yield Row("begin_step", case, microseconds(calls), 4 * _words(plan, view, len(samples.rows)))
+
+
+def _answers() -> Iterator[Row]:
+    turned = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    for rows in ROWS:
+        sets = [torch.arange(rows, device=DEVICE) for _ in range(COPIES)]
+        calls = [partial(emit, tokens, turned, scalar(rows, DEVICE), _rings().answers) for tokens in sets]
+        yield Row("emit", f"{rows} rows", microseconds(calls), rows * (8 + 4))
+
+
+def _starts() -> Iterator[Row]:
+    """Every row is cleared whole; a token of the prompt is a mark read and a flag set."""
+    params = SamplingParams(repetition_penalty=1.1)
+    for slots, tokens in STARTS:
+        calls = []
+        for _ in range(COPIES):
+            rings, draw = _rings(), np.random.default_rng(7)
+            prompts = draw.integers(0, VOCAB, (slots, tokens), np.int32)
+            new = [NewSlot(i + 1, params, each, _ints(0), 0, i) for i, each in enumerate(prompts)]
+            marks = rings.write(StepPlan(0, _ints(0), new_slots=tuple(new))).marks
+            args = rings.orders, rings.cursor, rings.at, Counts(slots, VOCAB, DEVICE)
+            calls.append(partial(start_counts, *args, new_slots=slots, marks=marks))
+        moved = slots * VOCAB * (4 + 1) + marks * (MARK * 4 + 1)
+        yield Row("start_counts", f"{slots} x {tokens} tokens", microseconds(calls), moved)
+
+
+def _counts(rows: int) -> Counts:
+    counts = Counts(rows, VOCAB, DEVICE)
+    generated, seen = counts.tables
+    seen.scatter_(1, torch.randint(VOCAB, (rows, KNOWN), device=DEVICE), True)
+    generated.copy_(seen)
+    return counts
+
+
+def _penalties(rows: int, logits: list[Tensor]) -> Iterator[Row]:
+    """All flags of a row are read; count and logit, this both ways, of known tokens alone. "none": no row
+    has penalties."""
+    tables, live = slot_tables(SLOTS, 1, DEVICE), scalar(rows, DEVICE)
+    for penalty, value in ((tables.repetition, 1.1), (tables.frequency, 0.5), (tables.presence, 0.5)):
+        penalty.fill_(value)
+    slots = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)
+    pool = [_counts(rows) for _ in logits]
+    known = int(pool[0].tables[1].sum())
+    sets = list(zip(logits, pool, strict=True))
+    calls = [partial(penalise, x, slots, tables, counts, live) for x, counts in sets]
+    yield Row("penalise", f"{rows} x {VOCAB}, none", microseconds(calls), rows * (4 + 4))
+    tables.count_row[1 : rows + 1] = slots - 1
+    yield Row("penalise", f"{rows} x {VOCAB}", microseconds(calls), rows * VOCAB + known * (4 + 2 * 4))
+    tokens = torch.randint(VOCAB, (rows,), device=DEVICE)
+    us = microseconds([partial(count_tokens, tokens, slots, tables, counts, live) for counts in pool])
+    # Token, slot and its row; the count both ways, and a flag.
+    yield Row("count_tokens", f"{rows} rows", us, rows * (8 + 4 + 4 + 2 * 4 + 1))
+
+
+def _masks(rows: int, logits: list[Tensor]) -> Iterator[Row]:
+    """A grammar allows one token: bits are read, and all other logits both ways. Also with the masks on the
+    device, to see what the bus costs, and with a grammar for none of the rows."""
+    live, words = scalar(rows, DEVICE), -(-VOCAB // 32)
+    which, bits = torch.arange(rows, dtype=torch.int32), torch.zeros(rows, words, dtype=torch.int32)
+    bits[:, 0] = 1
+    moved = rows * (4 + 4 * words + 2 * 4 * (VOCAB - 1))
+    for name, one, masks, cost in (
+        ("", which.pin_memory(), bits.pin_memory(), moved),
+        (", on device", which.to(DEVICE), bits.to(DEVICE), moved),
+        (", none", torch.full_like(which, -1).pin_memory(), bits.pin_memory(), rows * 4),
+    ):
+        calls = [partial(mask_rows, x, one, masks, live) for x in logits]
+        yield Row("mask_rows", f"{rows} x {VOCAB}{name}", microseconds(calls), cost)
+
+
+def ends() -> Iterator[Row]:
+    """Order, answer, counts of new slots; penalties and masks."""
+    yield from _orders()
+    yield from _answers()
+    yield from _starts()
+    for rows in ROWS:
+        logits = [torch.randn(rows, VOCAB, device=DEVICE) for _ in range(COPIES)]
+        yield from _penalties(rows, logits)
+        yield from _masks(rows, logits)

@@ -1,0 +1,157 @@
+"""Times of small kernels between a step's products: rotation, packed keys, parts of attention and of experts
+put together, numbers made FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bench.kernels import inputs
+from bench.kernels.checks import DEVICE, DTYPE
+from bench.kernels.inputs import Heads, MoeSize
+from bench.kernels.timing import Row, microseconds
+from core.models.quant import BLOCK
+from gpu.attention.flashinfer_fa3 import KEYS_PER_TOKEN, PACK_TILE, PAIRS_PER_KEY
+from gpu.cuda import MAX_CHUNKS
+from gpu.kernels.moe_sum import moe_sum_add_norm
+from gpu.kernels.packing import pack, plan_packing
+from gpu.kernels.prefill_join import join_parts, prefill_space
+from gpu.kernels.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
+from gpu.kernels.quant import quantise_rows
+from gpu.kernels.rope import rope_rows
+from gpu.kernels.route import Routing
+
+COPIES = 4
+"""Input sets: what one kernel reads here the kernel before has just written in a step, mostly to L2."""
+
+TOKENS = (32, 256, 512, 2048)
+HEADS = (Heads(), Heads(32, 8, 128))
+"""Of Qwen3-30B-A3B and Qwen3-8B."""
+
+PACKED = {
+    "1 x 2048": [(0, 2048)],
+    "2 x 1024": [(0, 1024)] * 2,
+    "1 x 2048 at 2048": [(2048, 2048)],
+    "32 x 64": [(0, 64)] * 32,
+}
+"""(start, tokens) of chunks; those of the last are not worth it."""
+
+JOINED = {
+    "16 at 2048": [(2048, 16)],
+    "128 at 2048": [(2048, 128)],
+    "256 at 8192": [(8192, 256)],
+    "4 x 64 at 2048": [(2048, 64)] * 4,
+}
+"""Likewise: of graphs that cut their chunks' keys."""
+
+QUANTISED = {"2048": (2048, 1), "4096": (4096, 1), "12288": (12_288, 1), "768, 8 a token": (768, 8)}
+"""Width and rows a token: inputs of the products of both models, and of the experts' second."""
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(DTYPE)
+
+
+def _chunks(sizes: list[tuple[int, int]], kept: inputs.Pages) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots, starts and first rows, with the room that a graph has."""
+    slots, starts, firsts, _ = inputs.chunks(sizes, kept, 0, DEVICE)
+    slots, starts, firsts = (pad(each, (0, MAX_CHUNKS - len(slots))) for each in (slots, starts, firsts))
+    return slots, starts, firsts
+
+
+def _rotations() -> Iterator[Row]:
+    """A position read; cosines and sines of a head written."""
+    half = Heads().dim // 2
+    turns = 1e6 ** (-torch.arange(half, device=DEVICE) / half)
+    for rows in (1, *TOKENS):
+        positions = [torch.randint(40_960, (rows,), device=DEVICE).int() for _ in range(COPIES)]
+        calls = [partial(rope_rows, each, turns, 1.0, DTYPE) for each in positions]
+        yield Row("rope_rows", f"{rows} x {2 * half}", microseconds(calls), rows * (4 + 2 * 2 * half * 2))
+
+
+def _packings() -> Iterator[Row]:
+    """Keys and values read from pages and written side by side, the zeros behind them too."""
+    for (name, sizes), heads in product(PACKED.items(), HEADS):
+        lengths, rows = [sum(size) for size in sizes], sum(tokens for _, tokens in sizes)
+        room, pairs = KEYS_PER_TOKEN * rows, PAIRS_PER_KEY * heads.kv / heads.q
+        side = [torch.zeros(room, heads.kv, heads.dim, dtype=DTYPE, device=DEVICE) for _ in range(2)]
+        calls = []
+        for _ in range(COPIES):
+            kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
+            cut = _chunks(sizes, kept)
+            count = inputs.scalar(len(sizes), DEVICE)
+            places = plan_packing(*cut[1:], count, pairs, room, PACK_TILE)
+            cache = kept.k, kept.v
+            calls.append(partial(pack, cache, (side[0], side[1]), places, cut, kept.table, 16, PACK_TILE))
+        keys = sum(length + -(-length // PACK_TILE) * PACK_TILE for length in lengths)
+        moved, said = (keys * 2 * heads.kv * heads.dim * 2, "") if int(places[0]) >= 0 else (0, "(all stay)")
+        yield Row("pack", f"{name}, {heads.kv} x {heads.dim}", microseconds(calls), moved, 0.0, said)
+
+
+def _join_bytes(plan: PrefillPlan, config: PrefillConfig, heads: Heads) -> float:
+    """float32 results and a log-sum-exp of each query from each part that its block has, then one result.
+    How many parts that are is `prefill_plan.reach`."""
+    group = heads.q // heads.kv
+    _, _, start, tokens, at, _, part, parts = plan.items.long().unbind(1)
+    end = start + torch.minimum((at + config.queries - 1) // group + 1, tokens)
+    pieces = torch.minimum(parts, -(-end // config.tile) // config.least)
+    queries = torch.clamp(tokens * group - at, max=config.queries) * (tokens > 0) * (pieces > 1)
+    read, made = int(queries[part < pieces].sum()), int(queries[part == 0].sum())
+    return heads.kv * (read * (heads.dim + 1) * 4 + made * heads.dim * 2)
+
+
+def _joins() -> Iterator[Row]:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for (name, sizes), heads in product(JOINED.items(), HEADS):
+        rows, group = sum(tokens for _, tokens in sizes), heads.q // heads.kv
+        config = prefill_config(heads.dim, DTYPE, heads.kv, processors)
+        kept = inputs.pages([sum(size) for size in sizes], 16, heads, DTYPE, DEVICE)
+        count = inputs.scalar(len(sizes), DEVICE)
+        plan = plan_prefill(*_chunks(sizes, kept), count, rows, group, config)
+        calls = []
+        for _ in range(COPIES):
+            space = prefill_space(config, heads.kv, heads.dim, DEVICE)
+            assert space is not None
+            space.found.normal_()
+            space.lse.normal_()
+            out = torch.empty(rows, heads.q * heads.dim, dtype=DTYPE, device=DEVICE)
+            calls.append(partial(join_parts, plan, space, config, out, group))
+        moved = _join_bytes(plan, config, heads)
+        yield Row("join_parts", f"{name}, {heads.q}/{heads.kv}/{heads.dim}", microseconds(calls), moved)
+
+
+def _sums() -> Iterator[Row]:
+    """Experts' outputs and their weights and numbers read, the residual both ways, its norm written."""
+    size = MoeSize()
+    for rows in TOKENS:
+        calls = []
+        for _ in range(COPIES):
+            chosen = torch.randn(rows, size.experts, device=DEVICE).topk(size.top_k)
+            routing = Routing(chosen.values.softmax(-1), chosen.indices.int())
+            found, residual = _randn(rows * size.top_k, size.hidden), _randn(rows, size.hidden)
+            calls.append(partial(moe_sum_add_norm, found, routing, residual, _randn(size.hidden), 1e-6))
+        moved = rows * ((size.top_k + 3) * size.hidden * 2 + size.top_k * (4 + 4))
+        yield Row("moe_sum_add_norm", f"{rows} x {size.top_k} x {size.hidden}", microseconds(calls), moved)
+
+
+def _numbers() -> Iterator[Row]:
+    for (name, (width, per)), group, tokens in product(QUANTISED.items(), (0, BLOCK), (32, 512, 2048)):
+        rows = tokens * per
+        calls = [partial(quantise_rows, _randn(rows, width), group=group) for _ in range(COPIES)]
+        scales = width // group if group else 1
+        case = f"{tokens} x {name}" + ", groups" * (group > 0)
+        yield Row("quantise_rows", case, microseconds(calls), rows * (width * (2 + 1) + scales * 4))
+
+
+def parts() -> Iterator[Row]:
+    """Rotation, packing, joining, experts' sum, FP8."""
+    yield from _rotations()
+    yield from _packings()
+    yield from _joins()
+    yield from _sums()
+    yield from _numbers()
