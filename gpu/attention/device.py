@@ -191,9 +191,9 @@ AUTO = "auto"
 BEST: Mapping[Phase, tuple[str, ...]] = {"prefill": ("flashinfer", "triton"), "decode": ("triton",)}
 """By phase the backends to try, the quickest first. On an H200, 32 query and 8 KV heads of 128, TFLOP/s of
 FA3 and of our prefill: 550 and 386 (2 x 4,096), 511 and 403 (1 x 8,192), 448 and 376 (4 x 2,048 behind
-2,048), 371 and 238 (8 x 1,024). TB/s of XQA and of our decode: 3.68 and 4.16 (256 rows of 1,024 keys), 3.69
-and 4.33 (64 of 8,192), 3.24 and 3.29 (32 of 1,024; with 4 KV heads 3.05 and 2.78, the one size of twelve
-where it is ahead), and 333 and 41 us for a long row beside 63 short ones: `decode-xqa-h200.json`."""
+2,048), 371 and 238 (8 x 1,024). TB/s of XQA and of our decode: 3.66 and 4.13 (256 rows of 1,024 keys), 3.66
+and 4.32 (64 of 8,192), 3.23 and 3.32 (32 of 1,024; with 4 KV heads 3.04 and 2.77, the one size of twelve
+where it is ahead), and 328 and 78 us for a long row beside 63 short ones: `decode-xqa-h200.json`."""
 
 KNOWN: Mapping[tuple[Phase, str], str] = {
     ("prefill", "torch"): "it is that of --device cpu.",
