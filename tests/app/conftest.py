@@ -37,13 +37,20 @@ class Server:
     """What a test holds: the engine to steer, the service, a client session with the base address."""
 
     def __init__(
-        self, url: str, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession
+        self, runner: Runner, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession
     ) -> None:
-        self.url = url
+        self.url = f"http://127.0.0.1:{port}"
         self.port = port
         self.service = service
         self.engine = engine
         self.http = http
+        self._runner = runner
+
+    @property
+    def connections(self) -> int:
+        """How many clients the server thinks it has."""
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
 
     async def post(self, path: str, body: object = None, data: bytes | None = None) -> tuple[int, dict]:
         """Status and decoded body."""
@@ -86,11 +93,10 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
-        url = f"http://127.0.0.1:{port}"
-        session = aiohttp.ClientSession(base_url=url)
+        session = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{port}")
         runners.append(runner)
         sessions.append(session)
-        return Server(url, port, service, engine, session)
+        return Server(runner, port, service, engine, session)
 
     yield start
     for session in sessions:

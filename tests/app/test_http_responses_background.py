@@ -155,7 +155,7 @@ async def test_a_client_gone_before_it_knew_leaves_nothing_running(server: Serve
     post.cancel()
     with pytest.raises(asyncio.CancelledError):
         await post
-    await asyncio.sleep(0.05)  # the server sees the closed connection; nothing here tells when
+    await until(lambda: not server.connections)
     server.engine.gate.set()
     await until(lambda: not server.engine.live)
 
