@@ -1,6 +1,6 @@
 """y = x Wᵀ for some rows, 3 to 64, at the speed at which the weights come.
 
-The weights are the left operand of the tensor cores and the rows, padded to 16, 32 or 64, their narrow
+The weights are the left operand of the tensor cores and the rows, padded to 16, 32, 64 or 128, their narrow
 right side. A program multiplies some outputs over all of K, or over a part of it where the outputs are too
 few to fill the device: then each leaves float32 partial sums, and whoever is last of a tile (a counter per
 tile) adds them in the order of K, whoever that was: the same rows give the same bits.
@@ -277,10 +277,10 @@ def mid_linear(
     dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, `weight` contiguous [outputs, inputs], both of 16
-    bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs] of `dtype`, or x's. A kernel serves 16,
-    32 or 64 rows and fewer. `config` from `mid_linear_config` or `mid_fp8_config`, `counters` from
-    `mid_counters`."""
+    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, or 128 where e4m3 rows have the scales, `weight`
+    contiguous [outputs, inputs], both of 16 bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs]
+    of `dtype`, or x's. A kernel serves 16, 32, 64 or 128 rows and fewer. `config` from `mid_linear_config` or
+    `mid_fp8_config`, `counters` from `mid_counters`."""
     return _launch(x, weight, bias, False, config, counters, scales, dtype, pdl)
 
 

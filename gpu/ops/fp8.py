@@ -1,7 +1,8 @@
 """Products of FP8 weights over a captured step: who multiplies what.
 
-Up to 64 rows `linear_mid`, at the speed at which the weights come; above, scaled by rows cuBLAS, by blocks
-`linear_block`. What all of them take: `bench/results/fp8-h200.json`.
+Few rows are `linear_mid`'s (up to 64, of some sizes scaled by rows up to 128), at the speed at which the
+weights come; more are cuBLAS's, scaled by rows, or `linear_block`'s, by blocks. What all of them take:
+`bench/results/fp8-h200.json`.
 """
 
 from __future__ import annotations
