@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from bench.kernels import tune
 from bench.kernels.compile import compiling
@@ -202,8 +203,8 @@ def cuts(name: str, pdl: bool) -> None:
             for at, (cut, run) in enumerate(ways(name, kind, n, made[0].weight)):
                 try:
                     us = microseconds([partial(run, numbers, rows, *each, pdl=pdl) for each in made], 5)
-                except Exception as error:  # more shared memory than there is
-                    print(type(error).__name__, tuple(cut))
+                except OutOfResources as error:  # more shared memory than there is
+                    print(f"{name:12} {kind:6} {n:5} {tuple(cut)}: {error}")
                     continue
                 found.append((us, "rule" if at == 0 else "", tuple(cut)))
             for us, rule, cut in [each for at, each in enumerate(sorted(found)) if at < 4 or each[1]]:
