@@ -41,7 +41,7 @@ class DeviceAttention(Protocol):
 
     def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
         """`q` [N, heads, head_dim], rotated, to [N, heads * head_dim]. Rows behind the true ones are
-        not written."""
+        arbitrary."""
         ...
 
 
@@ -57,7 +57,8 @@ class PhaseAttention(Protocol):
         ...
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
-        """As `DeviceAttention.attend`, of this phase's rows alone, into `out` [N, heads * head_dim]."""
+        """As `DeviceAttention.attend`, of this phase's rows alone, into `out` [N, heads * head_dim]. Decode
+        may write all rows that the graph has for it; prefill comes after and writes those of chunks alone."""
         ...
 
 
@@ -138,7 +139,7 @@ class PhasedAttention:
     def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
         """See `DeviceAttention.attend`."""
         out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
-        if view.max_decode:
+        if view.max_decode:  # before the chunks, whose rows it may write
             self._decode.attend(layer, q, view, out)
         if view.max_chunks:
             self._prefill.attend(layer, q, view, out)

@@ -83,7 +83,7 @@ class FlashInferDecode:
         self._table = view.page_table.index_select(0, view.decode_slots)
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
-        """See `PhaseAttention.attend`. Writes padded rows too: chunks' rows among them come later."""
+        """See `PhaseAttention.attend`. Writes all rows that the graph has for it."""
         assert self._table is not None, "plan() comes first"
         facts, rows = self._facts, view.max_decode
         k, v = (torch.unflatten(side, 0, (-1, facts.page_size)) for side in self._caches[layer])

@@ -22,13 +22,14 @@ from gpu.attention.device import (
     AttentionOptions,
     DeviceAttention,
     Phase,
+    PhasedAttention,
     check_cpu_backends,
     choose,
     device_attention,
     parse_backends,
 )
 from gpu.attention.flashinfer_xqa import refusal
-from gpu.attention.triton_paged import TritonDecode
+from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.kernels import reference
 from gpu.kernels.decode import DecodeConfig, decode_config
@@ -184,6 +185,24 @@ def check(step: Step, backend: DeviceAttention, tolerance: float) -> None:
 def test_triton(name: str, device: torch.device, tolerance: float) -> None:
     step = make(CASES[name], DTYPE, device)
     backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)), "triton")
+    backend.bind([step.cache, step.cache])
+    check(step, backend, tolerance)
+
+
+class CarelessDecode(TritonDecode):
+    """Writes all rows that the graph has for it, as XQA does."""
+
+    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+        out[: view.max_decode] = float("nan")
+        super().attend(layer, q, view, out)
+
+
+@pytest.mark.parametrize("name", ["mixed, padded", "mixed graph without decode"])
+def test_chunks_keep_their_rows(name: str, device: torch.device, tolerance: float) -> None:
+    step = make(CASES[name], DTYPE, device)
+    options = AttentionOptions()
+    decode = CarelessDecode(step.facts, options)
+    backend = PhasedAttention(TritonPrefill(step.facts, options), decode)
     backend.bind([step.cache, step.cache])
     check(step, backend, tolerance)
 
