@@ -220,10 +220,15 @@ def test_graphs_that_nobody_holds_disturb_no_capture(moe: Path) -> None:
             del made
         gc.set_threshold(1, 1, 1)
         gc.enable()
-        executor(moe, "cuda", "bfloat16").close()
+        driver = Driver(executor(moe, "cuda", "bfloat16"), SCHEDULE)
     finally:
         gc.set_threshold(*kept)
         gc.enable()
+    try:
+        (found,) = driver.run(PROMPTS[:1], GREEDY[:1])
+    finally:
+        driver.close()
+    assert found.tokens, "captured, and whole"
 
 
 # -- graphs, bit by bit ----------------------------------------------------------------------------
