@@ -130,13 +130,11 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         config = linear_block.block_linear_config(rows, outputs)
         linear_block.block_linear(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
-    def fp8_product(rows: int, name: str, by_block: bool) -> None:
+    def fp8_product(rows: int, name: str, fp8: Fp8) -> None:
         outputs, size, both = inputs.LINEARS[name]
-        shape = (outputs // 128, size // 128) if by_block else (outputs,)
-        scale = empty(*shape, dtype=torch.float32)
-        counters = linear_mid.mid_counters(CPU)
-        weight = empty(outputs, size, dtype=FP8)
-        assert linear_mid.mid_fp8_config(rows, weight, by_block, both) is not None
+        weight, counters = empty(outputs, size, dtype=FP8), linear_mid.mid_counters(CPU)
+        scale = empty(*scale_shape(fp8, [outputs], size) or (), dtype=torch.float32)
+        assert linear_mid.mid_fp8_config(rows, weight, fp8 == "blocks", both) is not None
         fp8_linear(empty(rows, size), Fp8Weight(weight, scale), counters, gated=both, num_rows=n, pdl=pdl)
 
     def product(rows: int, name: str) -> None:
@@ -192,8 +190,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "mid 64 split": lambda: mid_product(64, "30B-A3B o"),
         "mid 64 gated": lambda: mid_product(64, "8B gate_up"),
         **{
-            f"fp8 {'blocks' if by_block else 'rows'} {n} {name}": partial(fp8_product, n, name, by_block)
-            for by_block in (False, True)
+            f"fp8 {kind} {n} {name}": partial(fp8_product, n, name, kind)
+            for kind in ("rows", "blocks")
             for n in (8, 64)
             for name in ("8B o", "8B gate_up")
         },
