@@ -51,6 +51,8 @@ class ContextExceeded(RequestError):
     def __init__(
         self, limit: int, prompt: int, output: int, param: str = "messages", counted: bool = True
     ) -> None:
+        self.limit = limit
+        self.prompt = prompt
         asked = f"{prompt} in the prompt" + (f" and {output} for the completion" if output else "")
         total = f"{'' if counted else 'at least '}{prompt + output}"
         super().__init__(

@@ -39,6 +39,11 @@ def version() -> str:
 VERSION = version()
 
 
+async def root(request: web.Request) -> web.StreamResponse:
+    """That there is a server, and where it describes itself: Claude Code and Ollama ask before all else."""
+    return json_response({"name": "loom", "health": "/health", "openapi": "/openapi.json"})
+
+
 async def health(request: web.Request) -> web.StreamResponse:
     """What the server says of itself; asks nobody, so it answers at any load."""
     state = request.app[SERVICE].health

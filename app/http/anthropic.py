@@ -23,7 +23,7 @@ from app.http.sse import EventStream
 from app.job import Job
 from app.service import Loaded
 from app.watch import Watch, WatchedRun, Watcher
-from core.errors import RequestError
+from core.errors import ContextExceeded, RequestError
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -34,6 +34,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
         raise RequestError("'max_tokens' is missing.", "max_tokens")
     try:
         return await _run(request, body, loaded)
+    except ContextExceeded as error:
+        raise too_long(error) from error
     except RequestError as error:
         rename_fields(error, NAMES, INNER)
         raise
@@ -68,6 +70,12 @@ async def _stream(request: web.Request, telling: Telling, watcher: Watcher, job:
         async with EventStream(request, dialect=DIALECT) as stream:
             await delivery.run(stream, MessageFrames(telling, run))
         return stream.response
+
+
+def too_long(error: ContextExceeded) -> RequestError:
+    """The same in Anthropic's words, by which Claude Code knows that it is to sum up its conversation."""
+    most = min(error.limit, error.prompt - 1)  # a prompt that fills the context leaves no room for an answer
+    return RequestError(f"prompt is too long: {error.prompt} tokens > {most} maximum", "messages", error.code)
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:

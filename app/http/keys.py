@@ -14,3 +14,5 @@ BATCHES = web.AppKey("batches", Batches)
 BURST = web.AppKey("burst", Burst)
 SERVE = web.AppKey("serve", ServeConfig)
 REQUEST_ID = web.RequestKey("request_id", str)
+WARNINGS = web.RequestKey("warnings", list[str])
+"""What `app.http.warning.warn` was told."""

@@ -14,15 +14,17 @@ from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler, Middleware
 
 from app.errors import HttpError, fault
-from app.http.keys import REQUEST_ID
+from app.http.keys import REQUEST_ID, WARNINGS
 from app.http.reply import error_response
+from app.http.warning import HEADER, header_value, warnings
 from core.errors import LoomError
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""The only routes that need no key: probes and scrapers cannot send one. All else is refused first
-and looked up afterwards, so that a new route is never open by accident."""
+OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
+"""The only routes that need no key: probes and scrapers cannot send one, nor do clients that ask whether
+there is a server at all. All else is refused first and looked up afterwards, so that a new route is never
+open by accident."""
 
 QUIET_PATHS = OPEN_PATHS
 """Asked several times a second by probes: logged at debug only."""
@@ -49,7 +51,7 @@ ALLOWED_HEADERS = (
     "X-Stainless-Retry-Count, X-Stainless-Runtime, X-Stainless-Runtime-Version, X-Stainless-Timeout, "
     "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access"
 )
-EXPOSED_HEADERS = "X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry"
+EXPOSED_HEADERS = f"X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Should-Retry, {HEADER}"
 
 
 def sent_key(request: web.Request) -> str:
@@ -100,7 +102,8 @@ def make_edge(api_key: str) -> Middleware:
         request[REQUEST_ID] = _request_id(request)
         status = CLIENT_GONE
         try:
-            response = await _answer(request, handler, guard)
+            with warnings() as request[WARNINGS]:
+                response = await _answer(request, handler, guard)
             status = response.status
             return response
         finally:
@@ -182,6 +185,8 @@ async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "loom"
     response.headers["Access-Control-Allow-Origin"] = "*"
     response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
+    if said := request.get(WARNINGS):
+        response.headers[HEADER] = header_value(said)
 
 
 async def expect(request: web.Request) -> web.StreamResponse | None:

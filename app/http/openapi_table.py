@@ -169,6 +169,7 @@ ABOUT: Mapping[Handler, About] = {
     models.model: About(has=("id", "object", "created", "owned_by"), errors=_MODEL),
     models.model_info: About(has=("model_path", "tokenizer_path", "served_model_name")),
     models.tokenizer_info: About(has=("tokenizer_class",)),
+    admin.root: About(has=("name", "health", "openapi")),
     admin.health: About(has=("status",)),
     admin.health_generate: About(has=("status",), errors=(429,)),
     admin.metrics: About(media=CONTENT_TYPE.partition(";")[0]),

@@ -59,6 +59,8 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/detokenize", detokenize),
     ("GET", "/v1/models", models.models),
     ("GET", "/v1/models/{id:.+}", models.model),
+    ("GET", "/", admin.root),
+    ("HEAD", "/", admin.root),
     ("GET", "/health", admin.health),
     ("HEAD", "/health", admin.health),
     ("GET", "/ping", admin.health),

@@ -335,8 +335,20 @@ async def test_an_answer_is_cut_to_the_context(server: Server) -> None:
     assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == CONTEXT
     told = events(await stream(server, max_tokens=32_000))
     assert told[-2]["delta"]["stop_reason"] == "model_context_window_exceeded"
-    status, answer = await server.post(URL, body(messages=[{**HI[0], "content": "x" * CONTEXT}]))
-    assert status == 400 and "maximum context length" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_does_not_fit_is_refused_in_the_words_on_which_claude_code_compacts(
+    server: Server, stream: bool
+) -> None:
+    extra = len("user: \nassistant: ")
+    for size, most in ((CONTEXT + 88, CONTEXT), (CONTEXT, CONTEXT - 1)):
+        messages = [{**HI[0], "content": "x" * (size - extra)}]
+        status, answer = await server.post(URL, body(messages=messages, stream=stream))
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert answer["error"]["message"] == f"prompt is too long: {size} tokens > {most} maximum"
+    _, answer = await server.post("/v1/chat/completions", {"messages": messages})
+    assert "maximum context length" in answer["error"]["message"]
 
 
 async def test_blocks_nobody_knows_are_passed_over(server: Server) -> None:

@@ -20,7 +20,7 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/gener
 ON_DISK = ("/v1/files", "/v1/batches", "/v1/responses/")
 """Kept without a model: answered from the first second."""
 
-ALWAYS_THERE = ("/health", "/ping", "/metrics", "/version", "/api/version", "/openapi.json")
+ALWAYS_THERE = ("/", "/health", "/ping", "/metrics", "/version", "/api/version", "/openapi.json")
 """They speak of the server, not of the model."""
 
 
@@ -374,7 +374,7 @@ async def test_health_generate_runs_a_token_within_a_deadline(
 # -- around every handler ----------------------------------------------------------------------------
 
 
-async def test_without_the_key_every_route_is_closed_but_two(start: Start) -> None:
+async def test_without_the_key_every_route_is_closed_but_the_open_ones(start: Start) -> None:
     server = await start(ServeConfig(api_key="s3cret"))
     wrong: list[dict[str, str]] = [
         {},
@@ -391,7 +391,7 @@ async def test_without_the_key_every_route_is_closed_but_two(start: Start) -> No
     for method, path in paths:
         for headers in wrong:
             async with server.http.request(method, path, headers=headers) as response:
-                if path in ("/health", "/metrics"):
+                if path in ("/", "/health", "/metrics"):
                     assert response.status == 200
                 else:
                     assert response.status == 401, path
@@ -514,3 +514,12 @@ async def test_a_body_in_a_hundred_thousand_chunks(server: Server) -> None:
     writer.write(b"0\r\n\r\n")
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
     writer.close()
+
+
+async def test_whoever_asks_whether_there_is_a_server_is_told(start: Start) -> None:
+    """Claude Code and Ollama send HEAD / before anything else, without a key."""
+    server = await start(ServeConfig(api_key="secret"))
+    async with server.http.head("/") as response:
+        assert response.status == 200 and not await response.read()
+    async with server.http.get("/") as response:
+        assert response.status == 200 and (await response.json())["openapi"] == "/openapi.json"
