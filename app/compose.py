@@ -14,6 +14,7 @@ import msgspec
 
 from app.checkpoint import Checkpoint, resolve
 from app.engine import Engine
+from app.helper.process import HelperProcess
 from app.operator import Operator
 from app.parsers.registry import reasoning_family, tool_family
 from app.service import Loaded, ModelCard
@@ -84,7 +85,8 @@ def load(config: Config, progress: Progress) -> Parts:
 def _grammars(tokenizer: Tokenizer, width: int) -> Compiler | None:
     """2 to 4 s, most of them with the GIL held, so never while serving."""
     try:
-        return Compiler(tokenizer.token_table(width), min((os.cpu_count() or 2) // 2, MASK_THREADS) or 1)
+        threads = min((os.cpu_count() or 2) // 2, MASK_THREADS) or 1
+        return Compiler(tokenizer.token_table(width), HelperProcess(), threads)
     except Refused as error:
         log.warning("constraints are not available: %s", error)
         return None

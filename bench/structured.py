@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 
 from app.compose import Live, assemble, load
+from app.helper.process import HelperProcess
 from app.job import Job, Piece
 from app.parsers.grammar import Wanted, constraint
 from app.parsers.registry import REASONING, TOOLS
@@ -144,7 +145,7 @@ def _percentiles(values: list[float], scale: float) -> dict[str, float]:
 async def measure(arguments: argparse.Namespace) -> Tally:
     """Every schema, or as many as fit into the time."""
     tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
-    compiler = Compiler(tokenizer.token_table(WIDTH), cache_bytes=2**24)
+    compiler = Compiler(tokenizer.token_table(WIDTH), HelperProcess(), cache_bytes=2**24)
     before = tokenizer.encode(f"{THINKING}</think>\n\n", add_special=False).tolist()
     tally = Tally(before if arguments.behind else None)
     deadline = time.monotonic() + arguments.seconds

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
 from bench.results import write
 from bench.structured import DATA, ENDS, WIDTH, cases
@@ -133,7 +134,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     table = tokenizer.token_table(WIDTH)
     figures: dict[str, Any] = {"rows": arguments.rows, "width": WIDTH}
     for threads in map(int, arguments.threads.split(",")):
-        compiler = Compiler(table, threads)
+        compiler = Compiler(table, HelperProcess(), threads)
         listed = await texts(compiler, tokenizer, arguments.data, 2 * arguments.rows)
         for name, some in (("own", listed), ("shared", [max(listed, key=lambda each: len(each[1]))])):
             drive(some, arguments.rows, 50)  # lexers fill their tables

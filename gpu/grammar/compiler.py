@@ -7,18 +7,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import msgspec
+
 from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
+from core.helper import Exceeded, Helper
 from gpu.grammar.cache import GrammarCache, Key, Refusal
-from gpu.grammar.helper import SECONDS, Helper
 from gpu.grammar.lark import Unwritten
 from gpu.grammar.llg import LlgBackend
 from gpu.grammar.rules import Ruled, RuleStepper
 from gpu.grammar.schema import Refused
 from gpu.grammar.sizes import WIDE, check_text, runs_away
 from gpu.grammar.stepper import Grammar
+from gpu.grammar.trial import Trials
 from gpu.grammar.xgr import XgrBackend
 
+SECONDS = 5.0
+"""Wall time of one compile in the helper."""
 CACHE_BYTES = 256 * 2**20
 THREADS = 2
 """Grammars compiled at once. More would take cores from the launch threads."""
@@ -38,24 +43,36 @@ class Compiler:
     Owner: event loop.
     """
 
-    __slots__ = ("_cache", "_helper", "_llguidance", "_pending", "_pool", "_rules", "_xgrammar")
+    __slots__ = (
+        "_cache",
+        "_helper",
+        "_llguidance",
+        "_pending",
+        "_pool",
+        "_rules",
+        "_seconds",
+        "_trials",
+        "_xgrammar",
+    )
 
     def __init__(
         self,
         table: TokenTable,
+        helper: Helper,
         threads: int = 1,
         cache_bytes: int = CACHE_BYTES,
         helper_seconds: float = SECONDS,
     ) -> None:
         """Takes 2 to 4 s for 150,000 tokens, mostly with the GIL held: call it before serving.
 
-        `threads` is how many the launch thread may use to fill masks. Raises `Refused` for a
-        vocabulary that cannot be constrained.
+        `helper` is closed with this. `threads` is how many the launch thread may use to fill masks.
+        Raises `Refused` for a vocabulary that cannot be constrained.
         """
         self._llguidance, self._xgrammar = LlgBackend(table, threads), XgrBackend(table, threads)
         self._cache = GrammarCache(cache_bytes)
         self._rules = RuleStepper(table.width)
-        self._helper = Helper(table, helper_seconds)
+        self._helper, self._seconds = helper, helper_seconds
+        self._trials = Trials(table)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._pending: dict[Key, _Shared] = {}
 
@@ -133,9 +150,20 @@ class Compiler:
     async def _made(self, key: Key) -> Grammar:
         short = len(key.text) <= WIDE and key.kind != "structural_tag"  # looked at in 20 µs
         if _checked(key) if short else await self._in_thread(lambda: _checked(key)):
-            await self._helper.probe(key.kind, key.text)
+            await self._try(key)
         backend = self._xgrammar if key.kind == "structural_tag" else self._llguidance
         return await self._in_thread(lambda: backend.compile(key.kind, key.text))
+
+    async def _try(self, key: Key) -> None:
+        """Compile in the helper. Raises `Refused` for what it answers or when it passes its limits."""
+        try:
+            refusal = await self._helper.run(
+                self._trials.task(key.kind), msgspec.msgpack.encode(key), self._seconds
+            )
+        except Exceeded as error:
+            raise Refused(f"The constraint {error} to compile.") from error
+        if refusal:
+            raise Refused(refusal.decode())
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

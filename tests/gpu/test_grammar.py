@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from app.helper.process import HelperProcess
 from core.errors import RequestError
 from core.grammar import GrammarKind, GrammarSpec
 from gpu.grammar import Compiler
@@ -35,7 +36,7 @@ MARKS = {END, TURN, THINK, UNTHINK, TOOL}
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[Compiler]:
-    made = Compiler(table())
+    made = Compiler(table(), HelperProcess())
     yield made
     made.close()
 

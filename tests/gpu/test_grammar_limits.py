@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.helper.process import MAX_WAITING, HelperProcess
 from core.errors import Overloaded, RequestError
 from core.grammar import GrammarSpec
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.cache import GrammarCache, Key, Refusal
-from gpu.grammar.helper import MAX_WAITING
 from gpu.grammar.stepper import Grammar
 from tests.gpu.grammars import decode, new_slot, table
 from tests.patience import PATIENCE
@@ -25,7 +25,7 @@ WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} 
 
 @pytest.fixture
 async def compiler() -> AsyncIterator[Compiler]:
-    made = Compiler(table(), cache_bytes=2**20, helper_seconds=0.5)
+    made = Compiler(table(), HelperProcess(), cache_bytes=2**20, helper_seconds=0.5)
     yield made
     made.close()
 
@@ -33,7 +33,7 @@ async def compiler() -> AsyncIterator[Compiler]:
 @pytest.fixture
 async def patient() -> AsyncIterator[Compiler]:
     """Its helper gives nothing up: what waits for it waits until the test ends, on a slow machine too."""
-    made = Compiler(table(), helper_seconds=600)
+    made = Compiler(table(), HelperProcess(), helper_seconds=600)
     yield made
     made.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
@@ -114,7 +115,7 @@ def test_what_was_said_before_a_retraction_counts() -> None:
 async def test_under_a_grammar(rules: TokenRules, expected: set[int]) -> None:
     vocabulary, stop = 300, 258
     tokenizer = Tokenizer.load(None, vocabulary, [stop])
-    compiler = Compiler(tokenizer.token_table(vocabulary))
+    compiler = Compiler(tokenizer.token_table(vocabulary), HelperProcess())
     try:
         grammar = compiler.restrict(await compiler.compile(GrammarSpec("regex", "b[ab]{3}")), rules)
         assert follow(grammar, [ord("b")], vocabulary) == expected

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
 from core.grammar import GrammarKind, GrammarSpec
 from core.plan import Chunk, NewSlot
@@ -33,7 +34,7 @@ STOP = 3
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[dict[str, Grammar]]:
     """The model has 256 tokens and they are all bytes."""
-    compiler = Compiler(Tokenizer.load(None, VOCAB, [STOP]).token_table(VOCAB))
+    compiler = Compiler(Tokenizer.load(None, VOCAB, [STOP]).token_table(VOCAB), HelperProcess())
     sources: dict[str, tuple[GrammarKind, str]] = {
         "digits": ("regex", "[0-9]{5}"),
         "letters": ("regex", "[a-z]*"),

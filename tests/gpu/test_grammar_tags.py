@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.helper.process import HelperProcess
 from core.errors import RequestError
 from core.grammar import BROKEN, GrammarSpec, TokenRules
 from gpu.grammar import Compiler, Matchers
@@ -191,7 +192,7 @@ def test_what_llguidance_would_mix_up_is_not_written(name: str) -> None:
 
 @pytest.fixture
 async def compiler() -> AsyncIterator[Compiler]:
-    compiler = Compiler(TABLE)
+    compiler = Compiler(TABLE, HelperProcess())
     yield compiler
     compiler.close()
 

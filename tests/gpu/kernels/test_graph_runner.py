@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
 from core.executor import Capabilities
 from core.grammar import GrammarSpec
@@ -246,7 +247,8 @@ def test_a_step_without_samples(both: Both) -> None:
 @pytest.fixture(scope="module")
 def digits() -> Grammar:
     """Five digits, then the end. The model has 256 tokens and they are all bytes."""
-    compiler = Compiler(Tokenizer.load(None, tiny_model.VOCAB, [3]).token_table(tiny_model.VOCAB))
+    table = Tokenizer.load(None, tiny_model.VOCAB, [3]).token_table(tiny_model.VOCAB)
+    compiler = Compiler(table, HelperProcess())
     try:
         return asyncio.run(compiler.compile(GrammarSpec("regex", "[0-9]{5}")))
     finally:

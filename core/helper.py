@@ -1,0 +1,54 @@
+"""Work that may never end or take all memory: the protocol by which it is done in a process that can be
+killed. A native thread cannot be stopped, and cannot be kept from taking the GIL or the memory."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from core.errors import LoomError
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What the helper does with a payload.
+
+    `target` names a class as `package.module:Class`. The helper makes it once with `state` and calls it with
+    each payload; both, and its answer, are bytes. Names come from the program, never from a request.
+    """
+
+    target: str
+    state: bytes = b""
+
+
+class Worker(Protocol):
+    """An instance of a task's class. Owner: the helper's only thread."""
+
+    def __call__(self, payload: bytes) -> bytes:
+        """One job. Faults that a client is to be told belong into the answer: what is raised ends the
+        job with `Failed`."""
+        ...
+
+
+class Helper(Protocol):
+    """A queue in front of one process: jobs run one by one, in the order they came. Owner: event loop."""
+
+    async def run(self, task: Task, payload: bytes, seconds: float) -> bytes:
+        """The answer to `payload`. Raises `Exceeded` when the job passes `seconds` or its memory, `Failed`
+        when it raises, and `Overloaded` when too many wait or the process does not start.
+
+        Cancelling a job that runs kills the process; the next job starts another.
+        """
+        ...
+
+    def close(self) -> None:
+        """Kill the process. Idempotent."""
+        ...
+
+
+class Exceeded(LoomError):
+    """The job was killed. The message ends a sentence: "takes longer than 5 s", "takes more than 1 GB"."""
+
+
+class Failed(LoomError):
+    """The job raised: a fault of the program."""

@@ -1,0 +1,54 @@
+"""A compile whose result is thrown away: what the helper process does before a thread repeats it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from core.grammar import TokenTable
+from core.helper import Task
+from gpu.grammar.llg import LlgBackend
+from gpu.grammar.schema import Refused
+from gpu.grammar.xgr import XgrBackend
+
+
+class Trials:
+    """The helper's tasks for one vocabulary."""
+
+    __slots__ = ("_rest", "_tags")
+
+    def __init__(self, table: TokenTable) -> None:
+        state = msgspec.msgpack.encode(table)
+        self._tags = Task(f"{__name__}:{TagTrial.__name__}", state)
+        self._rest = Task(f"{__name__}:{Trial.__name__}", state)
+
+    def task(self, kind: str) -> Task:
+        """Its payload is the msgpack of (kind, text), its answer the refusal, or nothing."""
+        return self._tags if kind == "structural_tag" else self._rest
+
+
+class Trial:
+    """What llguidance makes of a constraint: `core.helper.Worker`."""
+
+    def __init__(self, state: bytes) -> None:
+        self._backend = self._load(msgspec.msgpack.decode(state, type=TokenTable))
+
+    def __call__(self, payload: bytes) -> bytes:
+        """Why it is refused, or nothing."""
+        kind, text = msgspec.msgpack.decode(payload, type=tuple[str, str])
+        try:
+            self._backend.compile(kind, text)
+        except Refused as error:
+            return str(error).encode()
+        return b""
+
+    @staticmethod
+    def _load(table: TokenTable) -> LlgBackend | XgrBackend:
+        return LlgBackend(table, 1)
+
+
+class TagTrial(Trial):
+    """What xgrammar makes of a structural tag."""
+
+    @staticmethod
+    def _load(table: TokenTable) -> LlgBackend | XgrBackend:
+        return XgrBackend(table, 1)
