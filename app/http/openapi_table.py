@@ -237,6 +237,12 @@ ABOUT: Mapping[Handler, About] = {
         streams=True,
         errors=_RUN,
     ),
+    responses.input_tokens: About(
+        body=ResponsesBody,
+        example={"input": "Hello"},
+        has=("object", "input_tokens"),
+        errors=_MODEL,
+    ),
     responses.retrieve: About(
         has=(*_RECORD, "status", "output"),
         streams=True,

@@ -19,7 +19,7 @@ from app.http.responses_events import Doc, ResponseEvents, ending
 from app.http.responses_live import DIALECT, RESPONSES, Live, Responses
 from app.http.responses_schema import RESPONSES as BODY
 from app.http.responses_turn import Turn, make_turn
-from app.http.sampling import ready
+from app.http.sampling import check_model, ready
 from app.http.sse import EventStream
 from app.job import Piece
 from app.responses import Record
@@ -211,8 +211,22 @@ async def cancel(request: web.Request) -> web.StreamResponse:
     return json_response(await request.app[RESPONSES].cancel(owner(request), request.match_info["id"]))
 
 
+async def input_tokens(request: web.Request) -> web.StreamResponse:
+    """Tokens of the prompt that the same body would be run with; nothing is run or kept."""
+    body = decode(BODY, await read_body(request))
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, body.model)
+    asked = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)
+    turn = await make_turn(asked, owner(request), request.app[RESPONSES].store, loaded)
+    prompt = turn.job.prompt
+    if isinstance(prompt, str):
+        prompt = await loaded.tokenizer.encode_async(prompt, turn.job.add_special_tokens, "input")
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+
 TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses", create),
+    ("POST", "/v1/responses/input_tokens", input_tokens),
     ("GET", "/v1/responses/{id}", retrieve),
     ("DELETE", "/v1/responses/{id}", delete),
     ("GET", "/v1/responses/{id}/input_items", input_items),

@@ -126,6 +126,7 @@ def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) ->
         "background": body.background is True,
         "completed_at": None,
         "error": None,
+        "frequency_penalty": body.frequency_penalty or 0.0,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -134,6 +135,7 @@ def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) ->
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
         "previous_response_id": body.previous_response_id or None,
         "prompt_cache_key": body.prompt_cache_key,
         "prompt_cache_retention": body.prompt_cache_retention,
@@ -144,10 +146,18 @@ def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) ->
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": text,
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": body.tools or [],
+        "tools": [_told_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+_FUNCTION = {"description": None, "parameters": None, "strict": None}
+"""Fields that a function tool has in a response, whether the request gave them or not."""
+
+
+def _told_tool(tool: Item) -> Item:
+    return {**_FUNCTION, **tool} if tool.get("type") == "function" and "name" in tool else tool

@@ -194,13 +194,17 @@ class Disk:
         )
 
     def history(self, owner: str, id: str) -> list[Item]:
-        """Every item up to the end of response `id`, oldest first. Raises `RequestError`."""
+        """Every item up to the end of response `id`, oldest first. Raises `RequestError`, also for a
+        response that is not kept: a 400 as in OpenAI's API, not a 404."""
         param = "previous_response_id"
         turns: list[list[Item]] = []
         size = 0
         following: str | None = id
         while following is not None:
-            record = self.get(owner, following, param)
+            try:
+                record = self.get(owner, following, param)
+            except NotFound:
+                raise no_previous(following) from None
             if record.status not in ("completed", "incomplete"):
                 raise RequestError(f"The response '{record.id}' is {record.status}.", param)
             size += len(record.doc) + len(record.input) + ROW_BYTES
@@ -223,3 +227,12 @@ class Disk:
         """Raises `NotFound`."""
         self.get(owner, id, "response_id")
         self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
+
+
+def no_previous(id: str) -> RequestError:
+    """The error for a `previous_response_id` that names no kept response."""
+    return RequestError(
+        f"Previous response with id '{id[:100]}' not found.",
+        "previous_response_id",
+        "previous_response_not_found",
+    )

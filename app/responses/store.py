@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from app.responses.disk import Disk, Item, Record
+from app.responses.disk import Disk, Item, Record, no_previous
 from core.errors import NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Store:
         """Items of the conversation up to the end of response `id`, oldest first. Raises
         `RequestError`."""
         if not self.keeps:
-            raise NotFound("This server keeps no responses.", "previous_response_id")
+            raise no_previous(id)
         return await self._submit(lambda: self._run(lambda disk: disk.history(owner, id)))
 
     async def item(self, owner: str, response: str, id: str, param: str) -> Item:

@@ -266,12 +266,13 @@ async def test_another_key_sees_nothing(client: openai.AsyncOpenAI) -> None:
     other = client.with_options(api_key="other")
     for ask in (
         other.responses.retrieve(made.id),
-        other.responses.create(model="org/tiny", input="hi", previous_response_id=made.id),
         other.responses.cancel(made.id),
         other.responses.delete(made.id),
     ):
         with pytest.raises(openai.NotFoundError):
             await ask
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        await other.responses.create(model="org/tiny", input="hi", previous_response_id=made.id)
 
 
 async def test_not_stored(client: openai.AsyncOpenAI, start: Start, tmp_path: Path) -> None:
@@ -389,9 +390,9 @@ async def test_errors(client: openai.AsyncOpenAI, server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         await client.responses.create(model="gpt-5", input="hi")
     assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError) as before:
+    with pytest.raises(openai.BadRequestError) as before:
         await client.responses.create(model="org/tiny", input="hi", previous_response_id="resp_0")
-    assert before.value.param == "previous_response_id"
+    assert (before.value.code, before.value.param) == ("previous_response_not_found", "previous_response_id")
     server.engine.refusal = Overloaded("full")
     for more in ({}, {"stream": True}, {"background": True}):
         with pytest.raises(openai.RateLimitError):

@@ -69,12 +69,13 @@ async def test_another_owner_sees_nothing(opened: Open) -> None:
     await store.put(record("a"))
     for ask in (
         store.get("you", "a"),
-        store.history("you", "a"),
         store.delete("you", "a"),
         store.item("you", "a", "in-a", "x"),
     ):
         with pytest.raises(NotFound):
             await ask
+    with pytest.raises(RequestError, match="not found"):
+        await store.history("you", "a")
     assert await ids(store, "a") == ["a"]
 
 
@@ -93,8 +94,9 @@ async def test_history_goes_back_to_the_first(opened: Open) -> None:
 async def test_history_with_a_gap_is_none(opened: Open) -> None:
     store = opened()
     await store.put(record("b", previous="a"))
-    with pytest.raises(NotFound) as missing:
+    with pytest.raises(RequestError) as missing:
         await store.history("me", "b")
+    assert missing.value.code == "previous_response_not_found"
     assert missing.value.param == "previous_response_id"
     await store.put(record("c", "failed"))
     with pytest.raises(RequestError, match="is failed"):
