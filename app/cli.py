@@ -41,6 +41,7 @@ class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
     input: str
     output: str
     concurrency: int = 0
+    model_name: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,7 +69,7 @@ def _generate(argv: Sequence[str]) -> int:
     config, flags = parse_generate(argv)
     from app.generate import run  # deferred: the same
 
-    return run(config, flags.input, flags.output, flags.concurrency)
+    return run(config, **msgspec.structs.asdict(flags))
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -144,13 +145,19 @@ def make_generate_parser() -> Parser:
     parser = Parser(
         prog="python -m app generate",
         description="Answer every line of a JSONL file: OpenAI batch lines, or objects with a prompt or "
-        "messages. Started again with the same output it does what is left.",
+        "messages. Started again with the same output it does what is left or has failed.",
         allow_abbrev=False,
     )
     parser.add_argument("--input", required=True, metavar="FILE", help="JSONL with one request a line")
     parser.add_argument("--output", required=True, metavar="FILE", help="JSONL that results are added to")
     parser.add_argument(
         "--concurrency", type=int, default=0, metavar="INT", help="requests at once; 0: what keeps it busy"
+    )
+    parser.add_argument(
+        "--model-name",
+        default="",
+        metavar="NAME",
+        help="name that lines may give for the model besides its own; any: whatever they name",
     )
     _add_groups(parser, ENGINE_GROUPS)
     parsers = parser.add_argument_group("parsers")

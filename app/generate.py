@@ -13,7 +13,7 @@ import msgspec
 from tqdm import tqdm
 
 from app import logs
-from app.batch.journal import Journal, Tally
+from app.batch.journal import Journal, Tally, drop_failed
 from app.batch.lines import BadLine, Line, answered, bad, failed, parse_line, read_lines, unanswered
 from app.http.whole import ANSWERS
 from app.offline import CHAT_URL, COMPLETION_URL, LLM
@@ -35,24 +35,32 @@ class _Plain(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Plain).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def run(config: Config, input: str, output: str, concurrency: int = 0) -> int:
-    """Answer every line of `input` that `output` has no result for. Returns the exit code: 1 when any
-    line of `output` is an error. Raises `ConfigError`."""
+ANY_MODEL = "any"
+"""`--model-name` for files written for other models: what their lines name is left out."""
+
+
+def run(config: Config, input: str, output: str, concurrency: int = 0, model_name: str = "") -> int:
+    """Answer every line of the input that the output has no answer for; lines that failed are tried again.
+    Returns the exit code: 1 when any line of the output is an error. Raises `ConfigError`."""
     logs.set_up("warning")
-    source = Path(input).expanduser()
+    source, results = Path(input).expanduser(), Path(output).expanduser()
     tally = Tally()
     try:
         total = sum(1 for _ in read_lines(source))
-        journal = Journal(Path(output).expanduser(), tally)
+        if retried := drop_failed(results):
+            print(f"{retried} lines that failed are tried again", file=sys.stderr)
+        journal = Journal(results, tally)
     except OSError as error:
         raise ConfigError(f"cannot use {error.filename}: {error.strerror}.") from error
     try:
         if tally.ids:
             print(f"{len(tally.ids)} of {total} lines are done already", file=sys.stderr)
         with LLM.from_config(config) as llm:
-            return asyncio.run(Generation(llm, journal, tally).run(source, total, concurrency))
+            generation = Generation(llm, journal, tally, model_name)
+            return asyncio.run(generation.run(source, total, concurrency))
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
         return INTERRUPTED
@@ -63,8 +71,9 @@ def run(config: Config, input: str, output: str, concurrency: int = 0) -> int:
 class Generation:
     """One run over a file. Owner: event loop of its own."""
 
-    def __init__(self, llm: LLM, journal: Journal, tally: Tally) -> None:
+    def __init__(self, llm: LLM, journal: Journal, tally: Tally, model_name: str) -> None:
         self._llm = llm
+        self._model_name = model_name
         self._journal = journal
         self._tally = tally
         self._seen: set[str] = set()
@@ -110,7 +119,8 @@ class Generation:
         self._seen.add(line.custom_id)
         if line.custom_id in self._tally.ids:
             return None
-        work = asyncio.wrap_future(self._llm.submit(line.url, line.body))
+        body = for_model(line.body, self._model_name) if self._model_name else line.body
+        work = asyncio.wrap_future(self._llm.submit(line.url, body))
         try:
             await asyncio.wait((work,))
         finally:
@@ -137,6 +147,18 @@ def read_request(number: int, text: bytes) -> Line:
         raise bad(number, "invalid_line", message)
     url = CHAT_URL if _given(plain.messages) else COMPLETION_URL
     return Line(number, plain.custom_id or f"line-{number}", url, text)
+
+
+def for_model(body: bytes, name: str) -> bytes:
+    """A request's body without its `model` where that is `name`; whatever it is for `ANY_MODEL`."""
+    try:
+        fields = _fields(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body  # answered with what is wrong
+    model = bytes(fields.get("model", b""))
+    if name == ANY_MODEL or model == msgspec.json.encode(name):
+        fields.pop("model", None)
+    return msgspec.json.encode(fields)
 
 
 def _given(value: msgspec.Raw) -> bool:

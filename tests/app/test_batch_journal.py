@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from app.batch import lines
-from app.batch.journal import Journal, Tally
+from app.batch.journal import Journal, Tally, drop_failed
 from app.batch.lines import answered, check_input, failed, read_lines, unanswered
+from app.generate import for_model
 from core.errors import ContextExceeded, Overloaded, RequestError
 
 BODY = {
@@ -101,3 +102,27 @@ def test_a_batch_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert check_input(path, "/v1/completions") == (3, [])
     path.write_text("".join(text.format(i) for i in range(4)))
     assert check_input(path, "/v1/completions")[1][0].code == "too_many_lines"
+
+
+def test_failed_records_leave_the_journal_and_answers_stay(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    assert drop_failed(path) == 0 and not path.exists()
+    bad, refused = unanswered("b", "invalid_line", "No."), failed("c", RequestError("No."))
+    good = [answered("a", 200, {}), answered("d", 200, {"usage": None})]
+    path.write_bytes(good[0] + bad + refused + good[1] + b"torn")
+    assert drop_failed(path) == 2
+    assert path.read_bytes() == good[0] + good[1] + b"torn"
+    assert drop_failed(path) == 0 and path.read_bytes() == good[0] + good[1] + b"torn"
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("any", False), ("gpt-4o", False), ("other", True)],
+)
+def test_a_name_that_may_be_given_for_the_model(name: str, kept: bool) -> None:
+    body = b'{"model": "gpt-4o", "prompt": [1e999, "\\ud83d\\ude00"]}'
+    made = for_model(body, name)
+    assert (b'"gpt-4o"' in made) is kept
+    assert b'[1e999, "\\ud83d\\ude00"]' in made  # the rest stays as it was written
+    assert for_model(b"{oops", name) == b"{oops"

@@ -66,15 +66,22 @@ def test_lines_of_every_kind_and_a_second_run(model: Path, tmp_path: Path) -> No
     assert "3 lines answered, 4 failed" in ended.stderr
     assert "Traceback" not in ended.stderr
 
-    # More lines, and a torn last record: what is there stays, what is missing is made.
-    good = output.read_bytes()
-    output.write_bytes(good + b'{"id": "batch_req_1", "custom_id": "new"')
-    source.write_text("\n".join([*texts, json.dumps(batch_line("new", prompt="c"))]))
-    ended, found = generate(model, source, output)
+    # More lines, one that is mended, and a torn last record: answers stay as they are, what is missing or has
+    # failed is run again, and a file written for another model is taken.
+    first = output.read_bytes().splitlines(keepends=True)
+    good = [line for line in first if json.loads(line)["error"] is None and b'"status_code":200' in line]
+    assert len(good) == 3
+    output.write_bytes(b"".join(first) + b'{"id": "batch_req_1", "custom_id": "new"')
+    texts[-1] = json.dumps(batch_line("wrong", prompt="a", temperature=0))
+    source.write_text("\n".join([*texts, json.dumps(batch_line("new", prompt="c", model="gpt-4o-mini"))]))
+    ended, found = generate(model, source, output, "--model-name", "any")
     assert ended.returncode == 1
-    assert output.read_bytes().startswith(good)
+    assert "4 lines that failed are tried again" in ended.stderr
+    assert "5 lines answered, 3 failed" in ended.stderr
+    assert output.read_bytes().startswith(b"".join(good))
     assert output.read_bytes().count(b"\n") == 8
-    assert found["new"]["response"]["status_code"] == 200
+    assert [found[id]["response"]["status_code"] for id in ("new", "wrong")] == [200, 200]
+    assert not output.with_name("out.jsonl.retry").exists()
 
 
 def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
