@@ -63,6 +63,7 @@ _TOOLS = {
 _REASONING = dict.fromkeys(("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45"), "think")
 VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": _HALF,
+    "--generation-config": {"vllm": "none"},
     "--kv-dtype": {"fp8_e4m3": "fp8"},
     "--tool-parser": _TOOLS,
     "--reasoning-parser": _REASONING,

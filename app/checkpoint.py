@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,19 +15,25 @@ from app.fetch import DEFAULT, Progress, default_model
 from app.text.convert import from_gguf, from_slow
 from core.config import ModelConfig
 from core.env import read
-from core.errors import ConfigError, ModelError
+from core.errors import ConfigError, ModelError, RequestError
+from core.models import check_supported
+from core.request import SamplingParams
+from core.request.params import check
+
+log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_HUB_CONFIG = ["config.json", "modules.json"]
+_HUB_WEIGHTS = "*.safetensors"
+_HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.txt", "*.model", "*.jinja"]
 """Never pickles and never Python."""
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Of generation_config.json, what becomes the default of requests: vLLM's and SGLang's choice."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything known of a model before a weight is read.
-
-    `generation_config.json` contributes ids only: its sampling defaults are not applied, so a
-    request means the same whatever the model.
-    """
+    """Everything known of a model before a weight is read."""
 
     name: str
     """What clients call it."""
@@ -42,6 +49,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Directory with tokenizer.json; None (dummy weights only): bytes are tokens."""
     chat_template: str | None = None
     """Replaces the tokenizer's own."""
+    sampling: SamplingParams = SamplingParams()
+    """Defaults of requests: what generation_config.json says, over the API's own."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files with the weights."""
+        files = [self.path] if self.path.is_file() else self.path.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +81,8 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
     if path.is_file():
         return _from_gguf(path, path.stem, config, progress)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        return _from_directory(_from_hub(name, offline, progress), name, config, progress)
+        found = _from_hub(name, offline, progress, config.load_format == "dummy")
+        return _from_directory(found, name, config, progress)
     raise ModelError(
         f"there is no {name!r}. --model takes a directory with config.json, a .gguf file "
         "or a hub id like org/name."
@@ -79,6 +95,8 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f" Name the file: --model {path / ggufs[0]}." if ggufs else ""
         raise ModelError(f"{path} has no config.json, so it is no Hugging Face model directory.{hint}")
+    # First: nobody should download 200 GB, or look for a missing file, of a model that cannot be served.
+    _check_supported(path, facts)
     dummy = config.load_format == "dummy"
     if not dummy:
         _check_weights(path)
@@ -91,6 +109,7 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
         bos_id=facts.get("bos_token_id"),
         tokenizer=_tokenizer(path, config, progress),
         chat_template=_chat_template(config),
+        sampling=_sampling(path, facts, config),
     )
 
 
@@ -117,14 +136,23 @@ def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -
     )
 
 
-def _from_hub(name: str, offline: bool, progress: Progress) -> Path:
-    """Directory of a hub id, downloaded when it is not in the hub's own cache."""
-    import huggingface_hub
-
+def _from_hub(name: str, offline: bool, progress: Progress, dummy: bool) -> Path:
+    """Directory of a hub id, downloaded when it is not in the hub's own cache: its configuration first,
+    and the rest only when that can be served."""
     if not offline:
         progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
+    found = _download(name, offline, _HUB_CONFIG)
+    if (facts := _read_json(found / "config.json")) is not None:
+        _check_supported(found, facts)
+    wanted = [pattern for pattern in _HUB_FILES if not (dummy and pattern == _HUB_WEIGHTS)]
+    return _download(name, offline, wanted)
+
+
+def _download(name: str, offline: bool, patterns: list[str]) -> Path:
+    import huggingface_hub
+
     try:
-        found = huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=offline)
+        found = huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
     except (OSError, ValueError, RuntimeError) as error:  # its HTTP and cache errors are all of these
         if offline:
             raise ModelError(
@@ -137,6 +165,14 @@ def _from_hub(name: str, offline: bool, progress: Progress) -> Path:
             "Check the name, the network and, for a gated model, your hub login."
         ) from error
     return Path(found)
+
+
+def _check_supported(path: Path, facts: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for an architecture or a quantisation that nothing here runs."""
+    try:
+        check_supported(facts, embeds=(path / "modules.json").is_file())
+    except ModelError as error:
+        raise ModelError(f"{path.name} cannot be served: {error}") from error
 
 
 def _check_weights(path: Path) -> None:
@@ -181,6 +217,25 @@ def _chat_template(config: ModelConfig) -> str | None:
         return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read --chat-template {config.chat_template}: {error}.") from error
+
+
+def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> SamplingParams:
+    """Raises `ModelError` for a value that no request could have."""
+    if config.generation_config == "none":
+        return SamplingParams()
+    told = _read_json(path / "generation_config.json") or {}
+    given = {name: told[name] for name in _SAMPLING if told.get(name) is not None}
+    try:
+        params = msgspec.convert(given, SamplingParams)
+        check(params, int(facts.get("vocab_size") or 0))
+    except (msgspec.ValidationError, RequestError) as error:
+        raise ModelError(
+            f"{path / 'generation_config.json'}: {error} Mend it, or start with --generation-config none."
+        ) from error
+    if given:
+        listed = ", ".join(f"{name} {value}" for name, value in given.items())
+        log.info("defaults of requests, from generation_config.json: %s", listed)
+    return params
 
 
 def _eos_ids(path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from app.job import Generator
 from app.parsers.registry import ReasoningFamily, ToolFamily
 from core.errors import Overloaded, RequestError, Unavailable
 from core.models import PoolingSpec, Task
+from core.request import SamplingParams
 from core.stats import EngineStatistics
 
 if TYPE_CHECKING:
@@ -36,6 +37,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Of the layers' matrices; `dtype` is what is computed in."""
     kv_dtype: str = ""
     """Of keys and values in the pool."""
+    device: str = "cpu"
+    format: str = "safetensors"
+    """Of the files with the weights, or `gguf`."""
+    size: int = 0
+    """Bytes of those files."""
+    sampling: SamplingParams = SamplingParams()
+    """What a request gets for parameters that it does not name."""
     hidden_size: int = 0
     routed: tuple[int, int] = (0, 0)
     """Layers, and experts that a token takes in one; zeros where there are no experts."""

@@ -159,7 +159,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     root = root_key(body.cache_salt, body.extra_key)
     sampling = sampling_params(
         body,
-        loaded.card.vocab_size,
+        loaded.card,
         min_tokens=body.min_tokens or 0,
         logprobs=_logprobs_wanted(body),
         prompt_logprobs=prompt_logprobs_wanted(body),

@@ -169,7 +169,7 @@ def completion_jobs(
         prompt="",
         sampling=sampling_params(
             body,
-            vocab_size,
+            loaded.card,
             min_tokens=body.min_tokens or 0,
             logprobs=logprobs,
             prompt_logprobs=max(prompt_logprobs_wanted(body), logprobs if body.echo else -1),

@@ -159,7 +159,7 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: Given | None = None) ->
         prompt="",
         sampling=sampling_params(
             asked,
-            vocab_size,
+            loaded.card,
             _IN,
             min_tokens=asked.min_new_tokens or 0,
             **_logprobs(body),

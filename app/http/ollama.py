@@ -45,6 +45,9 @@ def _error(fault: Fault, id: str) -> bytes:
     return fault.plain_body() + b"\n"
 
 
+NEVER = "2318-01-01T00:00:00Z"
+"""`expires_at` of a model that stays loaded: Ollama's clients parse a date, and have no word for none."""
+
 LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
 
 
@@ -101,21 +104,38 @@ def _details(loaded: Loaded) -> dict[str, object]:
     family = loaded.card.architecture.removesuffix("ForCausalLM").lower()
     return {
         "parent_model": "",
-        "format": "safetensors",
+        "format": loaded.card.format,
         "family": family,
         "families": [family],
         "parameter_size": "",
-        "quantization_level": loaded.card.dtype,
+        "quantization_level": loaded.card.weight_dtype or loaded.card.dtype,
+    }
+
+
+def _entry(loaded: Loaded) -> dict[str, object]:
+    card = loaded.card
+    return {
+        "name": card.name,
+        "model": card.name,
+        "size": card.size,
+        "digest": "",
+        "details": _details(loaded),
     }
 
 
 async def tags(request: web.Request) -> web.StreamResponse:
     """The list with the one model, after Ollama."""
     loaded = request.app[SERVICE].loaded
-    card = loaded.card
-    made = datetime.fromtimestamp(card.created, UTC).isoformat()
-    entry = {"name": card.name, "model": card.name, "modified_at": made, "size": 0, "digest": ""}
-    return json_response({"models": [{**entry, "details": _details(loaded)}]})
+    made = datetime.fromtimestamp(loaded.card.created, UTC).isoformat()
+    return json_response({"models": [{**_entry(loaded), "modified_at": made}]})
+
+
+async def running_models(request: web.Request) -> web.StreamResponse:
+    """The models in memory, after Ollama: the one model, which stays there."""
+    loaded = request.app[SERVICE].loaded
+    on_device = loaded.card.size if loaded.card.device != "cpu" else 0
+    told = {"expires_at": NEVER, "size_vram": on_device, "context_length": loaded.card.context_length}
+    return json_response({"models": [{**_entry(loaded), **told}]})
 
 
 async def show(request: web.Request) -> web.StreamResponse:
@@ -152,6 +172,7 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/api/chat", chat),
     ("POST", "/api/generate", generate),
     ("GET", "/api/tags", tags),
+    ("GET", "/api/ps", running_models),
     ("POST", "/api/show", show),
     ("GET", "/api/version", version),
 )

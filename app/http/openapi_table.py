@@ -348,6 +348,7 @@ ABOUT: Mapping[Handler, About] = {
         errors=_RUN,
     ),
     ollama.tags: About(has=("models",)),
+    ollama.running_models: About(has=("models",)),
     ollama.show: About(
         body=ollama_schema.OllamaShowBody,
         optional=False,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
 
 import msgspec
 
@@ -16,6 +15,7 @@ from app.http.responses_schema import (
     THINKING,
     Item,
     ResponsesBody,
+    TextFormat,
     chat_body,
     check_body,
     logprobs_wanted,
@@ -25,7 +25,7 @@ from app.http.sampling import stream_interval
 from app.http.schema import ChatBody
 from app.job import Job
 from app.responses import Record, Store
-from app.service import Loaded
+from app.service import Loaded, ModelCard
 from app.watch import Watch
 from core.errors import RequestError
 
@@ -79,7 +79,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         rename(error)
         raise
     telling = Telling(
-        head=_head(body, id, created, kept, loaded.card.name),
+        head=_head(body, id, created, kept, loaded.card),
         reading=watch.reading,
         namer=Namer(loaded.tokenizer) if logprobs_wanted(body) else None,
         streamed=body.stream is True,
@@ -113,10 +113,8 @@ async def _job(chat: ChatBody, loaded: Loaded, shorten: bool) -> tuple[Job, Watc
         chat = msgspec.structs.replace(chat, messages=shorter)
 
 
-def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) -> Doc:
-    text: dict[str, Any] = {"format": {"type": "text"}}
-    if body.text is not None:
-        text = {"format": body.text.format or {"type": "text"}, "verbosity": body.text.verbosity}
+def _head(body: ResponsesBody, id: str, created: int, kept: bool, card: ModelCard) -> Doc:
+    sampling = card.sampling
     effort = body.reasoning.effort if body.reasoning is not None else None
     return {
         "id": id,
@@ -132,7 +130,7 @@ def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) ->
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
-        "model": model,
+        "model": card.name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "presence_penalty": body.presence_penalty or 0.0,
@@ -143,16 +141,26 @@ def _head(body: ResponsesBody, id: str, created: int, kept: bool, model: str) ->
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": kept,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": text,
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "temperature": _set(body.temperature, sampling.temperature),
+        "text": _told_text(body.text),
+        "tool_choice": _set(body.tool_choice, "auto"),
         "tools": [_told_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": _set(body.top_p, sampling.top_p),
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+def _set(value: object, default: object) -> object:
+    return default if value is None else value
+
+
+def _told_text(text: TextFormat | None) -> Doc:
+    if text is None:
+        return {"format": {"type": "text"}}
+    return {"format": text.format or {"type": "text"}, "verbosity": text.verbosity}
 
 
 _FUNCTION = {"description": None, "parameters": None, "strict": None}

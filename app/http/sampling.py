@@ -11,7 +11,7 @@ from app.http.body import check_depth
 from app.http.prompts import check_ids
 from app.http.schema import Generation, NativeSampling, Refused, RepetitionDetection
 from app.job import Keep, Repetition, TextOptions
-from app.service import Loaded, Service
+from app.service import Loaded, ModelCard, Service
 from app.text.repetition import MAX_LENGTH
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
@@ -71,9 +71,9 @@ def choices(n: int | None, prompts: int = 1, prefix: str = "") -> int:
 
 
 def sampling_params(
-    body: Generation | NativeSampling, vocab_size: int, prefix: str = "", **extra: int | str | tuple[int, ...]
+    body: Generation | NativeSampling, card: ModelCard, prefix: str = "", **extra: int | str | tuple[int, ...]
 ) -> SamplingParams:
-    """Fields that are set, over the defaults. `extra` are the fields whose names differ by route.
+    """Fields that are set, over the model's defaults. `extra` are the fields whose names differ by route.
 
     Ranges are the engine's to check (`core.request.params.check`), once everything is known.
     """
@@ -90,14 +90,14 @@ def sampling_params(
     if body.logit_bias:
         fields["logit_bias"] = _bias(body.logit_bias, prefix)
     if body.stop_token_ids:
-        check_ids(body.stop_token_ids, vocab_size, prefix + "stop_token_ids")
+        check_ids(body.stop_token_ids, card.vocab_size, prefix + "stop_token_ids")
         fields["stop_ids"] = frozenset(body.stop_token_ids)
     named = getattr(body, "logprob_token_ids", None)
     if named:
         if fields.get("logprobs", -1) == -1:
             raise RequestError("'logprob_token_ids' needs 'logprobs'.", "logprob_token_ids")
         fields["logprob_ids"] = tuple(named)
-    return msgspec.structs.replace(SamplingParams(), **fields)
+    return msgspec.structs.replace(card.sampling, **fields)
 
 
 _TOLD = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))

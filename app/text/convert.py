@@ -252,7 +252,7 @@ def _read_tokenizer(directory: Path, gguf_file: str | None) -> tuple[str, dict[s
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         settings = {name: str(token) for name in names if (token := getattr(tokenizer, name, None))}
         return tokenizer.backend_tokenizer.to_str(), settings
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except Exception as error:  # a damaged file meets several libraries, each with its own errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(
             f"cannot read the tokenizer of {directory / (gguf_file or '')}: {reason}. "

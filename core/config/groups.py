@@ -25,6 +25,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     chat_template: Annotated[
         str, Meta(description="file with a Jinja chat template that replaces the model's")
     ] = ""
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(
+            description="auto: temperature, top_k, top_p, min_p and repetition_penalty of the model's "
+            "generation_config.json are what requests get that name none; none: the API's own defaults"
+        ),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, only config.json is needed")
     ] = "auto"

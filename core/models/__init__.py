@@ -1,6 +1,6 @@
 """Facts about models: sizes and switches read from a checkpoint's config, never a tensor."""
 
-from core.models.registry import FAMILIES, Family, family_of, read_spec
+from core.models.registry import FAMILIES, Family, check_supported, family_of, read_spec
 from core.models.sentence import sentence_pooling
 from core.models.spec import (
     Activation,
@@ -26,6 +26,7 @@ __all__ = [
     "PoolingSpec",
     "RopeSpec",
     "Task",
+    "check_supported",
     "family_of",
     "read_spec",
     "sentence_pooling",

@@ -67,6 +67,14 @@ def family_of(architecture: str) -> Family:
     return FAMILIES[architecture]
 
 
+def check_supported(config: Config, embeds: bool = False) -> None:
+    """Raise `ModelError` for a config.json whose architecture or quantisation is not supported, before its
+    weights are looked for. `embeds`: it lies in a sentence-transformers directory."""
+    fields = Fields(pooled.headless(config) if embeds else config)
+    family_of(read.architecture_of(fields))
+    read.refuse_quantised(fields)
+
+
 def read_spec(
     config: Config, generation: Config | None = None, pooling: PoolingSpec | None = None
 ) -> ModelSpec:

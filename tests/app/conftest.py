@@ -28,6 +28,7 @@ CARD = ModelCard(
     context_length=CONTEXT,
     vocab_size=VOCAB,
     dtype="float32",
+    size=1_000_000,
     created=1_700_000_000,
     hidden_size=WIDTH,
 )

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import gguf
@@ -18,6 +19,7 @@ from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.config import ModelConfig
 from core.errors import ConfigError, ModelError
+from core.request import SamplingParams
 from tests.app import vocabularies
 from tests.app.assets import asset
 
@@ -58,6 +60,48 @@ def test_a_directory(directory: Path) -> None:
 def test_generation_config_names_the_ends(directory: Path) -> None:
     (directory / "generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.1}')
     assert find(directory).eos_ids == (5, 6)
+
+
+def test_sampling_defaults_are_those_of_the_generation_config(directory: Path) -> None:
+    told = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "do_sample": True, "max_length": 5}
+    (directory / "generation_config.json").write_text(json.dumps(told))
+    assert find(directory).sampling == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
+    assert find(directory, generation_config="none").sampling == SamplingParams()
+    for wrong in ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 2}, {"top_k": 1.5}):
+        (directory / "generation_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ModelError, match=rf"generation_config\.json: .*{next(iter(wrong))}.*none"):
+            find(directory)
+        assert find(directory, generation_config="none").sampling == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["Mamba2ForCausalLM"]}, "Mamba2ForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_weights_are_looked_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], says: str
+) -> None:
+    remove("model.safetensors", directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG | change))
+    with pytest.raises(ModelError, match=f"tiny cannot be served: .*{says}"):
+        find(directory)
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append(allow_patterns)
+        return str(directory)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelError, match=says):
+        find("org/name")
+    assert asked == [["config.json", "modules.json"]]
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "model.safetensors").write_bytes(b"12345")
+    assert find("org/name").size == 5
+    assert len(asked) == 3 and "*.safetensors" in asked[2]
 
 
 def test_dummy_weights_need_only_the_configuration(tmp_path: Path) -> None:
@@ -286,3 +330,34 @@ def test_a_missing_field_is_named() -> None:
 def test_a_real_directory() -> None:
     found = find(asset("models/stories260K"))
     assert (found.vocab_size, found.eos_ids, found.bos_id) == (512, (1, 2), 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_gguf_is_one_line(tmp_path: Path, seed: int) -> None:
+    write_gguf(tmp_path / "whole.gguf")
+    whole, random = (tmp_path / "whole.gguf").read_bytes(), Random(seed)
+    for number in range(5):
+        damaged = bytearray(whole[: random.randrange(8, len(whole))] if number % 2 else whole)
+        for _ in range(8):
+            damaged[random.randrange(4, min(len(damaged), 900))] = random.randrange(256)
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(damaged)
+        try:
+            find(path)
+        except ModelError as error:  # and nothing else
+            assert "\n" not in str(error) and str(path) in str(error)
+
+
+@pytest.mark.parametrize("error", [Exception("one\ntwo"), AssertionError(), StopIteration(5)])
+def test_whatever_a_tokenizer_of_a_gguf_file_raises_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    write_gguf(tmp_path / "x.gguf")
+
+    def refuse(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    with pytest.raises(ModelError, match="cannot read the tokenizer of") as caught:
+        find(tmp_path / "x.gguf")
+    assert "\n" not in str(caught.value)

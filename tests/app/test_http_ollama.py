@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 from typing import Any
 
 import aiohttp
@@ -143,6 +144,13 @@ async def test_what_there_is(server: Server) -> None:
     async with server.http.get("/api/tags") as response:
         (model,) = (await response.json())["models"]
     assert model["name"] == model["model"] == "org/tiny" and model["details"]["family"] == "llama"
+    assert (model["details"]["format"], model["details"]["quantization_level"]) == ("safetensors", "float32")
+    assert model["size"] == 1_000_000
+    async with server.http.get("/api/ps") as response:
+        (loaded,) = (await response.json())["models"]
+    assert loaded["name"] == "org/tiny" and loaded["context_length"] == 512
+    assert (loaded["size"], loaded["size_vram"]) == (1_000_000, 0)
+    assert datetime.fromisoformat(loaded["expires_at"]).year > 2100
     shown = await ask(server, "/api/show", {"model": model["name"] + ":latest"})
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llama.context_length"] == 512

@@ -29,6 +29,7 @@ from app.http.schema import (
     TokenizeBody,
 )
 from app.http.score import ScoreBody
+from core.request import SamplingParams
 from tests.app.conftest import Server
 from tests.app.tensors import tensor
 from tests.app.test_http_tools import know
@@ -524,3 +525,40 @@ def test_what_is_declared_is_tested(struct: type[msgspec.Struct], table: dict[st
 async def test_an_unknown_field_is_no_error(able: Server) -> None:
     for path, _, _, base, _ in ROUTES:
         assert (await answer(able, path, {**base, "no_such_field": {"a": 1}}))[0] == 200
+
+
+DEFAULTS = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05)
+INSIDE = {"/generate": "sampling_params", "/inference/v1/generate": "sampling_params", "/api/chat": "options"}
+"""Where a route takes sampling parameters, if not beside the prompt."""
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/generate", {"text": "hi"}),
+        ("/v1/responses", {"input": "hi", "store": False}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}),
+        ("/v2/chat", {"messages": HI}),
+        ("/api/chat", {"messages": HI, "stream": False}),
+        ("/inference/v1/generate", {"token_ids": [5]}),
+    ],
+)
+async def test_the_models_sampling_defaults_hold_where_nothing_is_asked(
+    able: Server, path: str, base: dict[str, Any]
+) -> None:
+    loaded = able.service.loaded
+    card = msgspec.structs.replace(loaded.card, sampling=DEFAULTS)
+    able.service.ready(msgspec.structs.replace(loaded, card=card))
+
+    async def used(**asked: object) -> SamplingParams:
+        body = {**base, INSIDE[path]: asked} if path in INSIDE else {**base, **asked}
+        status, _, message = await answer(able, path, body)
+        assert status == 200, message
+        return able.engine.runs[-1].job.sampling
+
+    default, greedy = await used(), await used(temperature=0)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        assert getattr(default, name) == getattr(DEFAULTS, name)
+        assert getattr(greedy, name) == (0 if name == "temperature" else getattr(DEFAULTS, name))
