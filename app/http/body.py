@@ -11,6 +11,7 @@ from aiohttp import web
 
 from app.errors import HttpError
 from app.http.keys import SERVE
+from app.http.warning import warn_of_near_fields
 from core.errors import BodyTooLarge, RequestError
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     if not body:
         raise RequestError("The request body is empty; send a JSON object.")
     try:
-        return decoder.decode(body)
+        decoded = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except msgspec.DecodeError as error:
@@ -72,6 +73,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise RequestError("The request body is not valid UTF-8.") from None
     except RecursionError:
         raise RequestError("The request body is nested too deeply.") from None
+    warn_of_near_fields(decoder.type, body)
+    return decoded
 
 
 def _reason(message: str) -> str:

@@ -5,9 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
-from app.http.warning import HEADER, MAX_CHARS, MAX_WARNINGS, header_value, warn, warnings
+from app.http.body import decode
+from app.http.schema import COMPLETION
+from app.http.warning import (
+    HEADER,
+    MAX_BODY,
+    MAX_CHARS,
+    MAX_UNKNOWN,
+    MAX_WARNINGS,
+    header_value,
+    warn,
+    warnings,
+)
 from app.job import Job, Sink
 from tests.app.conftest import Server
 
@@ -64,3 +76,38 @@ def test_warnings_are_bounded() -> None:
             warn(f"{at} " + "é" * 5_000)
             warn(f"{at} " + "é" * 5_000)
     assert len(said) == MAX_WARNINGS and len(header_value(said)) <= MAX_WARNINGS * (MAX_CHARS + 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_token": 5}, ["max_token", "max_tokens"]),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "topP": 0.5}, ["topP", "top_p"]),
+        ("/v1/completions", {"prompt": "x", "temprature": 0}, ["temprature", "temperature"]),
+        (
+            "/generate",
+            {"text": "x", "sampling_params": {"max_new_token": 5}},
+            ["sampling_params.max_new_token", "sampling_params.max_new_tokens"],
+        ),
+        ("/v1/responses", {"input": "x", "max_output_token": 5}, ["max_output_token", "max_output_tokens"]),
+        ("/v1/completions", {"prompt": "x", "client_metadata": {}, "no_such_field": 1}, []),
+        ("/v1/completions", {"prompt": "x", "x" * 65: 1}, []),
+    ],
+)
+async def test_a_field_that_is_nearly_a_known_one(
+    server: Server, path: str, body: dict[str, Any], said: list[str]
+) -> None:
+    async with server.http.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+        value = response.headers.get(HEADER, "")
+    assert all(f"'{name}'" in value for name in said) and bool(value) == bool(said)
+
+
+def test_many_unknown_fields_cost_no_more_than_a_few() -> None:
+    body = msgspec.json.encode({"prompt": "x", **{f"max_token{at}": 1 for at in range(500)}})
+    with warnings() as said:
+        decode(COMPLETION, body)
+    assert len(said) == MAX_UNKNOWN
+    with warnings() as said:
+        decode(COMPLETION, body + b" " * MAX_BODY)
+    assert said == []
