@@ -1,4 +1,5 @@
-"""openai for Node: each case of `node/cases.mjs` is one run of it against a server steered from here.
+"""openai and the AI SDK for Node: each case of `node/cases.mjs` is one run against a server steered from
+here.
 
 Needs `node`, and `npm install` in `tests/clients/node`.
 """
@@ -27,7 +28,8 @@ NODE = shutil.which("node")
 pytestmark = [
     pytest.mark.skipif(NODE is None, reason="needs node"),
     pytest.mark.skipif(
-        not (HERE / "node_modules" / "openai").is_dir(), reason="needs npm install in tests/clients/node"
+        not all((HERE / "node_modules" / name).is_dir() for name in ("openai", "ai", "@ai-sdk")),
+        reason="needs npm install in tests/clients/node",
     ),
 ]
 
@@ -81,6 +83,14 @@ async def test_tools(server: Server) -> None:
     server.engine.scripts = [CALL, ["2"]]
     await run("tools", server.url)
     assert str(server.engine.runs[1].job.prompt).endswith("assistant: Sure.\ntool: two\nassistant: ")
+
+
+async def test_the_ai_sdk(server: Server) -> None:
+    know(server)
+    hello = ["Hello", " there", "."]
+    server.engine.scripts = [hello, hello, CALL, ["2"], ADA] * 3
+    await run("aiSdk", server.url)
+    assert not server.engine.scripts
 
 
 async def test_errors(server: Server) -> None:

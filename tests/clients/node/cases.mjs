@@ -4,6 +4,9 @@ import assert from "node:assert/strict";
 import OpenAI, { toFile } from "openai";
 import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
+import { createOpenAI } from "@ai-sdk/openai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { APICallError, Output, generateText, stepCountIs, streamText, tool } from "ai";
 
 const [name, url] = process.argv.slice(2);
 const model = "org/tiny";
@@ -12,6 +15,12 @@ const said = "Hello wörld 😀!";
 const Person = z.object({ name: z.string(), age: z.number().int() });
 const Add = z.object({ a: z.number() });
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
+const settings = { name: "loom", baseURL: `${url}/v1`, apiKey: "none" };
+const aiModels = [
+  createOpenAI(settings).responses(model),
+  createOpenAI(settings).chat(model),
+  createOpenAICompatible({ ...settings, supportsStructuredOutputs: true })(model),
+];
 const chat = (more = {}, options = {}) => client.chat.completions.create({ model, messages, ...more }, options);
 
 const cases = {
@@ -71,6 +80,25 @@ const cases = {
     const runner = client.chat.completions.runTools({ model, messages, tools: [add], stream: true });
     assert.equal(await runner.finalContent(), "2");
     assert.deepEqual(called, [1]);
+  },
+
+  // Vercel's AI SDK, by both of its providers.
+  async aiSdk() {
+    for (const one of aiModels) {
+      const prompt = "hi";
+      assert.equal((await generateText({ model: one, prompt, maxRetries: 0 })).text, "Hello there.");
+      const pieces = [];
+      for await (const piece of streamText({ model: one, prompt }).textStream) pieces.push(piece);
+      assert.deepEqual(pieces, ["Hello", " there", "."]);
+      const called = [];
+      const add = tool({ inputSchema: Add, execute: async ({ a }) => (called.push(a), "two") });
+      const answer = await generateText({ model: one, prompt, tools: { add }, stopWhen: stepCountIs(2) });
+      assert.deepEqual([called, answer.text], [[1], "2"]);
+      const object = await generateText({ model: one, prompt, output: Output.object({ schema: Person }) });
+      assert.deepEqual(object.output, { name: "Ada", age: 36 });
+      const refused = (e) => APICallError.isInstance(e) && e.statusCode === 400 && /temperature/.test(e.message);
+      await assert.rejects(generateText({ model: one, prompt, temperature: -1, maxRetries: 0 }), refused);
+    }
   },
 
   async errors() {
