@@ -18,32 +18,26 @@ POSITIONS = 256
 
 def score_prompts(
     model: CausalModel, hidden: torch.Tensor, plan: StepPlan, rows: Sequence[ChunkRow]
-) -> tuple[PromptLogprobs, ...]:
-    """Of every asking chunk, in order, with ascending `start`; `hidden` [n, hidden] is the step's, and
-    `rows` say where in it the chunks lie."""
-    return tuple(
-        piece
+) -> dict[int, PromptLogprobs]:
+    """Of every asking chunk, by its slot; `hidden` [n, hidden] is the step's, and `rows` say where in it
+    the chunks lie."""
+    return {
+        chunk.slot: _score(model, hidden, chunk, row)
         for chunk, row in zip(plan.chunks, rows, strict=True)
         if chunk.logprobs >= 0
-        for piece in _score(model, hidden, chunk, row)
-    )
+    }
 
 
-def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, row: ChunkRow) -> list[PromptLogprobs]:
+def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, row: ChunkRow) -> PromptLogprobs:
     # Positions:  start   start+1 ... end-1   end
     # tokens:     t0      t1      ... tn-1    target, or none
     # The token at p is scored by the hidden state at p - 1, so t0 was the chunk before's business.
     end = chunk.start + row.tokens
     first = max(chunk.start + 1, chunk.logprobs_start)
     last = end if chunk.target >= 0 else end - 1
-    known = np.append(chunk.tokens, chunk.target)
-    pieces = []
-    for begin in range(first, last + 1, POSITIONS):
-        stop = min(begin + POSITIONS, last + 1)
-        at = row.first + begin - 1 - chunk.start
-        logits = model.logits(hidden[at : at + stop - begin])
-        targets = torch.tensor(
-            known[begin - chunk.start : stop - chunk.start], dtype=torch.int64, device=hidden.device
-        )
-        pieces.append(prompt_logprobs(chunk.slot, begin, logits, targets, chunk.logprobs, chunk.logprob_ids))
-    return pieces
+    known = np.append(chunk.tokens, chunk.target)[first - chunk.start : last + 1 - chunk.start]
+    targets = torch.tensor(known, dtype=torch.int64, device=hidden.device)
+    at = row.first + first - 1 - chunk.start
+    scored = hidden[at : at + len(known)]
+    logits = (model.logits(scored[i : i + POSITIONS]) for i in range(0, max(len(known), 1), POSITIONS))
+    return prompt_logprobs(first, logits, targets, chunk.logprobs, chunk.logprob_ids)

@@ -66,7 +66,7 @@ class Pending:
         step: int,
         tokens: torch.Tensor,
         logprobs: dict[int, RowLogprobs],
-        prompt: tuple[PromptLogprobs, ...],
+        prompt: dict[int, PromptLogprobs],
         seconds: float,
         failed: dict[int, str],
         given: Given,

@@ -48,11 +48,13 @@ class Namer:
 
 
 class Entry(NamedTuple):
-    """One position: its token, that token's log-probability, the best (token, value) pairs."""
+    """One position: its token, that token's log-probability, the best (token, value) pairs. `rank` is where
+    the token stands in the vocabulary, 1 for the most likely; told of prompts, else 0."""
 
     token: int
     value: float | None
     top: list[tuple[int, float]]
+    rank: int = 0
 
 
 def finite(value: float) -> float:
@@ -77,12 +79,12 @@ def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
     tokens: list[int] = run.prompt.tolist()
     entries = [Entry(token, None, []) for token in tokens[start:]]
     for chunk in run.prompt_logprobs():
-        tops = zip(chunk.top_ids.tolist(), _finite(chunk.top_values).tolist(), strict=True)
-        for at, (value, (ids, values)) in enumerate(
-            zip(_finite(chunk.values).tolist(), tops, strict=True), chunk.start
+        told = (_finite(chunk.values), chunk.ranks, chunk.top_ids, _finite(chunk.top_values))
+        for at, (value, rank, ids, values) in enumerate(
+            zip(*(each.tolist() for each in told), strict=True), chunk.start
         ):
             if start <= at < len(tokens):
-                entries[at - start] = Entry(tokens[at], value, list(zip(ids, values, strict=True)))
+                entries[at - start] = Entry(tokens[at], value, list(zip(ids, values, strict=True)), rank)
     return entries
 
 
@@ -158,10 +160,7 @@ class CompletionLogprobs:
 
 
 def vllm_prompt_logprobs(run: Run, namer: Namer) -> list[dict[str, dict[str, object]] | None]:
-    """`prompt_logprobs` as vLLM spells it: per position a map from token id, None for the first.
-
-    `rank` of the prompt's own token is known only when it is among the best.
-    """
+    """`prompt_logprobs` as vLLM spells it: per position a map from token id, None for the first."""
     listed: list[dict[str, dict[str, object]] | None] = []
     for entry in prompt_entries(run):
         if entry.value is None:
@@ -172,7 +171,7 @@ def vllm_prompt_logprobs(run: Run, namer: Namer) -> list[dict[str, dict[str, obj
             ranked[str(token)] = {"logprob": value, "rank": rank, "decoded_token": namer.text(token)}
         ranked.setdefault(
             str(entry.token),
-            {"logprob": entry.value, "rank": None, "decoded_token": namer.text(entry.token)},
+            {"logprob": entry.value, "rank": entry.rank, "decoded_token": namer.text(entry.token)},
         )
         listed.append(ranked)
     return listed

@@ -31,14 +31,15 @@ class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Log-probabilities of prompt tokens `start` ... `start + n - 1` of one slot.
+    """Log-probabilities of prompt tokens `start` ... `start + n - 1` of one chunk.
 
-    `values` [n]; `top_ids`, `top_values` [n, k], those that the request named after the most likely.
+    `values` [n]; `ranks` [n], 1 for the most likely token of the vocabulary; `top_ids`, `top_values`
+    [n, k], those that the request named after the most likely.
     """
 
-    slot: int
     start: int
     values: Floats
+    ranks: Ints
     top_ids: Ints
     top_values: Floats
 
@@ -47,15 +48,15 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Tokens of the rows that sampled, int32 [num_samples], in plan order; -1 where logits were
     not finite. `logprobs` maps a row's index in `tokens` to its log-probabilities, for the rows
     that asked; `failed` maps the index of a row that cannot go on (its token is -1) to the reason, for
-    its client. `hidden` maps a slot to the hidden states that its chunk or row gives back, float32
-    [n, width]: one row for a sum or a single token. `experts` does the same for the experts that a router
-    chose, int32 [n, layers, experts per token], best first, zeros in layers without. `seconds` is the
-    time the device spent on the step."""
+    its client. `prompt_logprobs` maps a slot to those of its chunk, where it asked. `hidden` maps a slot to
+    the hidden states that its chunk or row gives back, float32 [n, width]: one row for a sum or a single
+    token. `experts` does the same for the experts that a router chose, int32 [n, layers, experts per
+    token], best first, zeros in layers without. `seconds` is the time the device spent on the step."""
 
     step: int
     tokens: Ints
     logprobs: dict[int, RowLogprobs] = {}
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
     seconds: float = 0.0
     failed: dict[int, str] = {}
     hidden: dict[int, Floats] = {}

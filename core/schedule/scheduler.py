@@ -27,7 +27,7 @@ from core.schedule.table import SlotTable
 from core.stats import SchedulerStatistics
 from core.types import NAN_TOKEN, Finish, FinishReason, Floats, Ints
 
-V = TypeVar("V", Floats, Ints)
+V = TypeVar("V")
 
 SHUFFLE_SEED = 0
 ABORTED = Finish(FinishReason.ABORT)
@@ -47,7 +47,7 @@ class Confirmed(NamedTuple):
     tokens: list[int]
     ends: dict[int, Finish]
     logprobs: dict[int, RowLogprobs]
-    prompt_logprobs: list[tuple[Request, PromptLogprobs]]
+    prompt_logprobs: Sequence[tuple[Request, PromptLogprobs]]
     finished: list[Request]
     hidden: Sequence[tuple[Request, Floats]] = ()
     experts: Sequence[tuple[Request, Ints]] = ()
@@ -221,7 +221,8 @@ class Scheduler:
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = self._owned(flight, result.hidden) if result.hidden else ()
         experts = self._owned(flight, result.experts) if result.experts else ()
-        prompt_logprobs, finished = self._apply_chunks(flight, result)
+        prompt_logprobs = self._owned(flight, result.prompt_logprobs) if result.prompt_logprobs else ()
+        finished = self._apply_chunks(flight)
         table, requests, slots, tokens = self._table, flight.rows, flight.slots, result.tokens
         logprobs, failed = result.logprobs, result.failed
         alive = table.epoch[slots] == flight.epochs
@@ -264,22 +265,17 @@ class Scheduler:
                 self.finish(request, finish)
         return ends
 
-    def _apply_chunks(
-        self, flight: Flight, result: StepResult
-    ) -> tuple[list[tuple[Request, PromptLogprobs]], list[Request]]:
-        owed = {p.slot: p for p in result.prompt_logprobs}
-        logprobs: list[tuple[Request, PromptLogprobs]] = []
+    def _apply_chunks(self, flight: Flight) -> list[Request]:
+        """Requests that end with their prompt."""
         finished: list[Request] = []
         for request, slot, epoch, ends in flight.chunks:
             if self._table.epoch[slot] != epoch:
                 continue
             self._table.in_flight[slot] -= 1
-            if slot in owed:
-                logprobs.append((request, owed[slot]))
             if ends:
                 self.finish(request, Finish(FinishReason.LENGTH))
                 finished.append(request)
-        return logprobs, finished
+        return finished
 
     def _owned(self, flight: Flight, given: Mapping[int, V]) -> list[tuple[Request, V]]:
         """Whose they are: a slot has one row or one chunk in a step, and a chunk that samples is both."""

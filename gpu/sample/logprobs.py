@@ -4,7 +4,7 @@ penalties and temperature, and what these and the filters left to choose from.""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -109,33 +109,41 @@ def _with(answer: RowLogprobs, raw: Tensor, named: Sequence[int]) -> RowLogprobs
 
 
 def prompt_logprobs(
-    slot: int, start: int, logits: Tensor, targets: Tensor, k: int, named: Sequence[int] = ()
+    start: int, logits: Iterable[Tensor], targets: Tensor, k: int, named: Sequence[int] = ()
 ) -> PromptLogprobs:
-    """Of the prompt tokens `targets` int64 [n], each predicted by its row of `logits` [n, vocab].
+    """Of the prompt tokens `targets` int64 [n], each predicted by its row of `logits`, which come in
+    slices [any, vocab], in order: all of a long chunk at once would be gigabytes.
 
     `start` is the position of the first target. `k` = 0 gives the targets' values only. The tokens
     `named` come after the `k` best of every row. Rows that are not finite give NaN.
     """
-    values, ids, best = [], [], []
-    more = torch.tensor(named, dtype=torch.int64, device=logits.device)
-    for first in range(0, max(len(targets), 1), _BLOCK):
-        raw = raw_logprobs(logits[first : first + _BLOCK])
-        wanted = targets[first : first + _BLOCK].unsqueeze(1)
-        values.append(raw.gather(1, wanted).squeeze(1).cpu().numpy())
+    parts: list[tuple[Floats, Ints, Ints, Floats]] = []
+    more = torch.tensor(named, dtype=torch.int64, device=targets.device)
+    blocks = (piece[at : at + _BLOCK] for piece in logits for at in range(0, max(len(piece), 1), _BLOCK))
+    first = 0
+    for raw in map(raw_logprobs, blocks):
+        wanted = targets[first : first + len(raw)].unsqueeze(1)
+        first += len(raw)
+        value = raw.gather(1, wanted)
         ranked = rank(raw, k)
         told, worth = ranked.ids, ranked.values
         if named:
             told = np.concatenate([told, np.tile(np.array(named, np.int32), (len(raw), 1))], axis=1)
             worth = np.concatenate([worth, raw[:, more].cpu().numpy()], axis=1)
-        ids.append(told)
-        best.append(worth)
-    return PromptLogprobs(
-        slot,
-        start,
-        _frozen(np.concatenate(values)),
-        _frozen(np.concatenate(ids)),
-        _frozen(np.concatenate(best)),
-    )
+        parts.append((value.squeeze(1).cpu().numpy(), _places(raw, wanted, value), told, worth))
+    values, ranks, ids, best = zip(*parts, strict=True)
+    return PromptLogprobs(start, _joined(values), _joined(ranks), _joined(ids), _joined(best))
+
+
+def _places(raw: Tensor, tokens: Tensor, values: Tensor) -> Ints:
+    """Where in the order of `rank` the `tokens` [n, 1] of `values` [n, 1] stand, from 1: int32 [n]."""
+    ids = torch.arange(raw.shape[1], device=raw.device)
+    before = (raw > values) | ((raw == values) & (ids < tokens))
+    return (before.sum(1) + 1).int().cpu().numpy()
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    return _frozen(np.concatenate(parts))
 
 
 def _frozen(array: Array) -> Array:

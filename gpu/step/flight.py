@@ -78,7 +78,7 @@ class Answer:
     def __init__(self) -> None:
         self.logprobs: dict[int, RowLogprobs] = {}
         self.failed: dict[int, str] = {}
-        self.prompt: tuple[PromptLogprobs, ...] = ()
+        self.prompt: dict[int, PromptLogprobs] = {}
         self.given: Given = NOTHING
         self.masks: Masks | None = None
 

@@ -175,7 +175,7 @@ async def test_prompt_logprobs_as_vllm_spells_them(server: Server) -> None:
     assert listed[1] == {"115": {"logprob": 0.0, "rank": 1, "decoded_token": "s"}}
     _, answer = await server.post(COMPLETIONS, {"prompt": "ab", "prompt_logprobs": 0, "max_tokens": 1})
     assert answer["choices"][0]["prompt_logprobs"][1] == {
-        "97": {"logprob": pytest.approx(-0.97), "rank": None, "decoded_token": "a"}
+        "97": {"logprob": pytest.approx(-0.97), "rank": 1, "decoded_token": "a"}
     }
 
 

@@ -88,9 +88,9 @@ class FakeRun:
         rows = [row(int(token), k) for token in self.prompt[start:]]
         return [
             PromptLogprobs(
-                slot=1,
                 start=start,
                 values=np.array([r.chosen for r in rows], np.float32),
+                ranks=np.arange(1, len(rows) + 1, dtype=np.int32),
                 top_ids=np.array([r.top_ids for r in rows], np.int32).reshape(len(rows), k),
                 top_values=np.array([r.top_values for r in rows], np.float32).reshape(len(rows), k),
             )

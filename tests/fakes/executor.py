@@ -129,7 +129,7 @@ class FakeExecutor:
             for row, slot in enumerate(slots)
             if self.logprob_slots.get(slot, -1) >= 0
         }
-        prompt = tuple(_prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0)
+        prompt = {chunk.slot: _prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0}
         return StepResult(
             plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan),
             experts=self._experts(plan),
@@ -207,4 +207,5 @@ def _prompt_logprobs(chunk: Chunk) -> PromptLogprobs:
     start = max(chunk.start + 1, chunk.logprobs_start)
     targets = chunk.tokens.tolist()[start - chunk.start :] + ([chunk.target] if chunk.target >= 0 else [])
     named = np.tile(np.array(chunk.logprob_ids, np.int32), (len(targets), 1))
-    return PromptLogprobs(chunk.slot, start, np.asarray(targets, np.float32), named, named.astype(np.float32))
+    values, ranks = np.asarray(targets, np.float32), np.ones(len(targets), np.int32)
+    return PromptLogprobs(start, values, ranks, named, named.astype(np.float32))

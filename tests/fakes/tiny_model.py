@@ -91,10 +91,11 @@ class Tiny(NamedTuple):
     reference: transformers.PreTrainedModel
 
 
-def build(name: str, directory: Path, max_shard_size: str = "1GB") -> Tiny:
-    """Make variant `name` and save it under `directory`. The same weights every time."""
+def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: int) -> Tiny:
+    """Make variant `name` and save it under `directory`; `more` are other sizes for its config. The same
+    weights every time."""
     family, changes = VARIANTS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes, **more})
     torch.manual_seed(7)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

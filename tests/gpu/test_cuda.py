@@ -61,9 +61,19 @@ def answers(
     schedule: ScheduleConfig = SCHEDULE,
     **cache: Any,
 ) -> list[Answer]:
-    driver = Driver(executor(path, device, dtype, schedule, **cache), schedule, radix)
+    return driven(executor(path, device, dtype, schedule, **cache), PROMPTS, params, schedule, radix)
+
+
+def driven(
+    made: LocalExecutor,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    schedule: ScheduleConfig,
+    radix: bool = True,
+) -> list[Answer]:
+    driver = Driver(made, schedule, radix)
     try:
-        return driver.run(PROMPTS, params)
+        return driver.run(prompts, params)
     finally:
         driver.close()
 
@@ -113,6 +123,33 @@ def test_sampling_as_on_a_cpu(path: Path) -> None:
     want = answers(path, "cpu", "float32", MIXED)
     equal = sum(mine.tokens == theirs.tokens for mine, theirs in zip(got, want, strict=True))
     assert equal >= len(MIXED) - 1, [(a.tokens, b.tokens) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_long_prompts_are_scored_as_on_a_cpu(tmp_path: Path, graphs: bool) -> None:
+    """Chunks of more positions than are scored at once, one prompt behind the cached beginning of another."""
+    path = tiny_model.build("llama", tmp_path, max_position_embeddings=2048).path
+    schedule = ScheduleConfig(step_tokens=600, max_running=8, cuda_graphs=graphs)
+    prompts = [[int(i * 37 % 251) + 3 for i in range(n)] for n in (1, 255, 256, 257, 700, 1500)]
+    prompts.append([*prompts[-1][:1000], 9, 8, 7])
+    starts = [0] * 6 + [900]
+    params = [
+        SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_start=start) for start in starts
+    ]
+    got, want = (
+        driven(executor(path, device, "float32", schedule, kv_tokens=8192), prompts, params, schedule)
+        for device in ("cuda", "cpu")
+    )
+    for prompt, start, mine, theirs in zip(prompts, starts, got, want, strict=True):
+        for told in (mine.prompt, theirs.prompt):
+            places = [piece.start + i for piece in told for i in range(len(piece.values))]
+            assert places == list(range(max(start, 1), len(prompt)))
+        for at, (one, other) in enumerate(zip(scored(mine), scored(theirs), strict=True)):
+            assert one == pytest.approx(other, abs=2e-2), (len(prompt), at)
+
+
+def scored(answer: Answer) -> list[float]:
+    return [value for piece in answer.prompt for value in piece.values.tolist()]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -98,19 +98,20 @@ def test_prompt_logprobs_in_chunks(
 ) -> None:
     monkeypatch.setattr("gpu.prompt.POSITIONS", 6)
     new = [rig.new(1, PROMPT)]
-    pieces: list[PromptLogprobs] = []
+    told: list[PromptLogprobs] = []
     at = 0
     for cut in cuts:
         target = PROMPT[cut] if cut < len(PROMPT) else -1
         chunk = Chunk(1, at, ints(PROMPT[at:cut]), cut == 30, logprobs=2, logprobs_start=start, target=target)
-        pieces += rig.step(chunks=[chunk], new=new).prompt_logprobs
+        found = rig.step(chunks=[chunk], new=new).prompt_logprobs
+        assert set(found) <= {1}
+        told += found.values()
         new, at = [], cut
-    places = [p for piece in pieces for p in range(piece.start, piece.start + len(piece.values))]
+    places = [p for each in told for p in range(each.start, each.start + len(each.values))]
     assert places == list(range(max(start, 1), 30))
-    assert all(len(piece.values) <= 6 and piece.slot == 1 for piece in pieces)
-    values = np.concatenate([piece.values for piece in pieces])
+    values = np.concatenate([each.values for each in told])
     np.testing.assert_allclose(values, scores(tiny)[max(start, 1) :], atol=1e-4)
-    assert all(piece.top_ids.shape == (len(piece.values), 2) for piece in pieces)
+    assert all(each.top_ids.shape == (len(each.values), 2) for each in told)
 
 
 def test_only_the_chunk_that_asks_is_scored(rig: Rig) -> None:
@@ -118,8 +119,10 @@ def test_only_the_chunk_that_asks_is_scored(rig: Rig) -> None:
     result = rig.step(
         chunks=[Chunk(1, 0, ints(PROMPT), True), asks], new=[rig.new(1, PROMPT), rig.new(2, PROMPT)]
     )
-    assert [(piece.slot, piece.start, len(piece.values)) for piece in result.prompt_logprobs] == [(2, 1, 29)]
-    assert result.prompt_logprobs[0].top_ids.tolist() == [[7, 3]] * 29
+    assert {slot: (told.start, len(told.values)) for slot, told in result.prompt_logprobs.items()} == {
+        2: (1, 29)
+    }
+    assert result.prompt_logprobs[2].top_ids.tolist() == [[7, 3]] * 29
 
 
 def test_sampling_does_not_depend_on_the_batch(rig: Rig) -> None:

@@ -56,30 +56,35 @@ def test_prompt_logprobs_row_by_row(n: int, k: int) -> None:
     logits = logits_like_bfloat16(n, 300)
     targets = torch.arange(n) * 7 % 300
     before = logits.clone()
-    answer = prompt_logprobs(5, 11, logits, targets, k)
+    answer = prompt_logprobs(11, [logits], targets, k)
     expected = logits.double().log_softmax(-1)
-    assert (answer.slot, answer.start) == (5, 11)
+    assert answer.start == 11
     assert answer.values == pytest.approx(expected[torch.arange(n), targets].numpy(), abs=1e-5)
     assert answer.top_ids.shape == answer.top_values.shape == (n, k)
     order = expected.sort(dim=-1, descending=True, stable=True)
     assert np.array_equal(answer.top_ids, order.indices[:, :k].numpy())
     assert answer.top_values == pytest.approx(order.values[:, :k].numpy(), abs=1e-5)
+    assert [order.indices[row, rank - 1] for row, rank in enumerate(answer.ranks)] == targets.tolist()
     assert torch.equal(logits, before)
 
 
 def test_prompt_logprobs_do_not_depend_on_the_chunking() -> None:
     logits, targets = logits_like_bfloat16(130, 300), torch.arange(130)
-    whole = prompt_logprobs(1, 1, logits, targets, 3)
+    whole = prompt_logprobs(1, [logits], targets, 3)
     for first, last in ((0, 1), (1, 70), (70, 130)):
-        part = prompt_logprobs(1, 1 + first, logits[first:last], targets[first:last], 3)
+        part = prompt_logprobs(1 + first, [logits[first:last]], targets[first:last], 3)
         assert np.array_equal(part.values, whole.values[first:last])
+        assert np.array_equal(part.ranks, whole.ranks[first:last])
         assert np.array_equal(part.top_ids, whole.top_ids[first:last])
         assert np.array_equal(part.top_values, whole.top_values[first:last])
+    sliced = prompt_logprobs(1, logits.split(50), targets, 3)
+    for name in ("values", "ranks", "top_ids", "top_values"):
+        assert np.array_equal(getattr(sliced, name), getattr(whole, name))
 
 
 def test_prompt_logprobs_of_named_tokens_come_after_the_best() -> None:
     logits, targets = logits_like_bfloat16(130, 300), torch.arange(130)
-    plain, named = (prompt_logprobs(1, 1, logits, targets, 2, ids) for ids in ((), (299, 0, 299)))
+    plain, named = (prompt_logprobs(1, [logits], targets, 2, ids) for ids in ((), (299, 0, 299)))
     assert np.array_equal(named.values, plain.values)
     assert np.array_equal(named.top_ids[:, :2], plain.top_ids)
     assert np.array_equal(named.top_values[:, :2], plain.top_values)
@@ -87,24 +92,24 @@ def test_prompt_logprobs_of_named_tokens_come_after_the_best() -> None:
     raw = raw_logprobs(logits)[:, [299, 0, 299]].numpy()
     assert named.top_values[:, 2:] == pytest.approx(raw)
     assert named.top_ids.dtype == np.int32 and not named.top_values.flags.writeable
-    alone = prompt_logprobs(1, 1, logits, targets, 0, (5,))
+    alone = prompt_logprobs(1, [logits], targets, 0, (5,))
     assert alone.top_ids.shape == alone.top_values.shape == (130, 1)
 
 
 def test_prompt_logprobs_of_nothing_and_of_nan() -> None:
-    nothing = prompt_logprobs(1, 1, torch.empty(0, 300), torch.empty(0, dtype=torch.int64), 3)
+    nothing = prompt_logprobs(1, [torch.empty(0, 300)], torch.empty(0, dtype=torch.int64), 3)
     assert (len(nothing.values), nothing.top_ids.shape) == (0, (0, 3))
     logits = logits_like_bfloat16(3, 300)
     logits[1, 0] = math.nan
-    values = prompt_logprobs(1, 1, logits, torch.tensor([4, 5, 6]), 3).values
+    values = prompt_logprobs(1, [logits], torch.tensor([4, 5, 6]), 3).values
     assert np.isnan(values).tolist() == [False, True, False]
 
 
 def test_what_crosses_the_threads_is_read_only() -> None:
-    answer = prompt_logprobs(1, 1, logits_like_bfloat16(2, 300), torch.tensor([0, 1]), 2)
+    answer = prompt_logprobs(1, [logits_like_bfloat16(2, 300)], torch.tensor([0, 1]), 2)
     row = row_logprobs(raw_logprobs(logits_like_bfloat16(1, 300)), [0], [2])[0]
     assert row is not None
-    arrays = (answer.values, answer.top_ids, answer.top_values, row.top_ids, row.top_values)
+    arrays = (answer.values, answer.ranks, answer.top_ids, answer.top_values, row.top_ids, row.top_values)
     assert not any(array.flags.writeable for array in arrays)
 
 

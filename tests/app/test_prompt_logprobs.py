@@ -1,0 +1,164 @@
+"""Log-probabilities of prompts through all layers, from HTTP to the model and back, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from aiohttp.test_utils import TestClient, TestServer
+
+from app.compose import Parts, assemble, load
+from app.http.routes import make_app
+from app.service import Service
+from app.text.tokenizer import Tokenizer
+from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
+from tests.fakes import tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STEP = 600
+"""Tokens of a step: a chunk is scored in three pieces, and the longest prompts take many chunks."""
+LENGTHS = [1, 255, 256, 257, 1500, 5000]
+NEAR = 2e-3
+"""Of two log-probabilities in float32, from sums in another order."""
+
+
+class Scores(NamedTuple):
+    """What transformers says of a prompt: log-probabilities [n, vocab], row p those of the token at p + 1."""
+
+    prompt: list[int]
+    raw: np.ndarray
+
+    def check(self, position: int, value: float) -> None:
+        """`value` is the log-probability of the prompt's token at `position`."""
+        assert value == pytest.approx(self.raw[position - 1, self.prompt[position]], abs=NEAR), position
+
+    def check_rank(self, position: int, token: int, rank: int) -> None:
+        """`rank` is `token`'s at `position`, but for those so near that rounding decides."""
+        row = self.raw[position - 1]
+        better = int((row > row[token] + NEAR).sum())
+        near = int((np.abs(row - row[token]) <= NEAR).sum())
+        assert better + 1 <= rank <= better + near, position
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tiny_model.Tiny:
+    sizes = {"max_position_embeddings": 6000, "num_hidden_layers": 1, "hidden_size": 32}
+    made = tiny_model.build("llama", tmp_path_factory.mktemp("long"), **sizes)
+    Tokenizer.load(None, tiny_model.VOCAB, ())._core.save(str(made.path / "tokenizer.json"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def scores(tiny: tiny_model.Tiny) -> dict[int, Scores]:
+    """Of a prompt of each length, no two of which begin alike."""
+    found = {}
+    for length in LENGTHS:
+        seeded = torch.Generator().manual_seed(length)
+        ids = torch.randint(3, tiny_model.VOCAB, (length,), generator=seeded).tolist()
+        found[length] = Scores(ids, tiny_model.logits(tiny.reference, ids).log_softmax(-1).numpy())
+    return found
+
+
+@pytest.fixture(scope="module")
+def settings(tiny: tiny_model.Tiny, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return Config(
+        model=ModelConfig(model=str(tiny.path), device="cpu"),
+        cache=CacheConfig(kv_tokens=16384),
+        schedule=ScheduleConfig(step_tokens=STEP),
+        serve=ServeConfig(data_dir=str(tmp_path_factory.mktemp("data"))),
+    )
+
+
+@pytest.fixture(scope="module")
+def parts(settings: Config) -> Parts:
+    torch.set_num_threads(1)
+    return load(settings, lambda stage, share: None)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(parts: Parts, settings: Config) -> AsyncIterator[TestClient[Any, Any]]:
+    live = assemble(parts, settings)
+    service = Service({})
+    live.engine.start(asyncio.get_running_loop())
+    service.ready(live.loaded)
+    async with TestClient(TestServer(make_app(service, settings.serve))) as client:
+        yield client
+    live.close()
+
+
+Client = TestClient[Any, Any]
+
+
+async def post(client: Client, path: str, body: dict[str, object]) -> dict[str, Any]:
+    async with client.post(path, json={"temperature": 0, **body}) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def echoed(client: Client, scores: Scores) -> None:
+    """`echo` with `logprobs`: the prompt's, then those of what was generated."""
+    body = {"prompt": scores.prompt, "max_tokens": 1, "echo": True, "logprobs": 2}
+    (choice,) = (await post(client, "/v1/completions", body))["choices"]
+    told = choice["logprobs"]
+    assert [len(values) for values in told.values()] == [len(scores.prompt) + 1] * 4
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    for at, value in enumerate(told["token_logprobs"][1:-1], 1):
+        scores.check(at, value)
+    best = scores.raw.max(axis=1)
+    assert [max(top.values()) for top in told["top_logprobs"][1:]] == pytest.approx(best.tolist(), abs=NEAR)
+
+
+async def listed(client: Client, scores: Scores) -> None:
+    """vLLM's `prompt_logprobs`: each position's token has a rank, among the best or not."""
+    body = {"prompt": scores.prompt, "max_tokens": 1, "prompt_logprobs": 1}
+    (choice,) = (await post(client, "/v1/completions", body))["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and len(others) == len(scores.prompt) - 1
+    for at, ranked in enumerate(others, 1):
+        scores.check(at, ranked[str(scores.prompt[at])]["logprob"])
+        for token, entry in ranked.items():
+            scores.check_rank(at, int(token), entry["rank"])
+
+
+async def native(client: Client, scores: Scores, start: int = 0) -> int:
+    """SGLang's, from `logprob_start_len` on; how much of the prompt was cached."""
+    sampling = {"max_new_tokens": 1, "temperature": 0}
+    body = {"input_ids": scores.prompt, "return_logprob": True, "logprob_start_len": start}
+    meta = (await post(client, "/generate", {**body, "sampling_params": sampling}))["meta_info"]
+    told = meta["input_token_logprobs"]
+    assert [token for _, token, _ in told] == scores.prompt[start:]
+    for at, (value, _, _) in enumerate(told, start):
+        if at:
+            scores.check(at, value)
+        else:
+            assert value is None
+    return meta["cached_tokens"]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+async def test_every_position_is_told(client: Client, scores: dict[int, Scores], length: int) -> None:
+    await echoed(client, scores[length])
+    await listed(client, scores[length])
+    await native(client, scores[length])
+
+
+async def test_behind_a_cached_prefix(client: Client, scores: dict[int, Scores]) -> None:
+    """Only what is before the first position asked for may come out of the cache."""
+    for length in (257, 1500, 5000):
+        prompt = scores[length].prompt
+        await post(client, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        for start in (1, length // 2, length - 1):
+            cached = await native(client, scores[length], start)
+            assert start - 16 <= cached + 1 <= start, (length, start)
+
+
+async def test_side_by_side(client: Client, scores: dict[int, Scores]) -> None:
+    """Chunks of several prompts share a step."""
+    await asyncio.gather(*(ask(client, each) for each in scores.values() for ask in (echoed, listed, native)))
