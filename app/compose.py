@@ -123,7 +123,7 @@ def assemble(parts: Parts, config: Config) -> Live:
         device=capabilities.device,
         format="gguf" if checkpoint.path.suffix == ".gguf" else "safetensors",
         size=checkpoint.size,
-        sampling=checkpoint.sampling,
+        sampling=msgspec.structs.replace(checkpoint.sampling, logprobs_mode=config.model.logprobs_mode),
         hidden_size=spec.hidden,
         routed=(0, 0) if spec.moe is None else (spec.layers, spec.moe.per_token),
         task=spec.task,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NewType
+from typing import Literal, NewType
 
 import msgspec
 import numpy as np
@@ -25,6 +25,11 @@ NO_TOKENS.setflags(write=False)
 
 NAN_TOKEN = -1
 """What a step reports for a row whose logits were not finite."""
+
+LogprobsMode = Literal["raw_logprobs", "masked_logprobs", "processed_logprobs"]
+"""Of which distribution the log-probabilities of sampled tokens are told: the model's; the model's among the
+tokens that a grammar allows; what the token was chosen from, after the grammar, a logit processor, biases,
+penalties, temperature and filters. The first and the last are vLLM's words."""
 
 
 class FinishReason(Enum):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from app.http.chunks import DATA, END, Envelope, Options, finish_fields, last_chunks, usage
+from app.http.chunks import DATA, END, Envelope, Options, appended, finish_fields, last_chunks, usage
 from app.job import Piece
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.reading import Reading
@@ -26,8 +26,8 @@ class Told(Protocol):
         """Text before a choice's own."""
         ...
 
-    def first_extra(self, index: int) -> dict[str, object]:
-        """Fields of a choice's first chunk only."""
+    def first_chunk(self) -> dict[str, object]:
+        """Fields beside the choices, of the first chunk only."""
         ...
 
     def logprobs(self, index: int, piece: Piece) -> object:
@@ -147,10 +147,11 @@ class AnswerChunks:
         self._count += len(piece.tokens)
         if self._quick and self._started[index] and self._answers[index].plain:
             return b"".join((self._heads[index], _encode(piece.text), self._tail)) if piece.text else None
+        begins = not any(self._started)
         made, fields = self._read(index, piece)
         if not made:
             return None
-        first = self._event(index, made[0], fields)
+        first = self._event(index, made[0], fields, appended(self._told.first_chunk()) if begins else b"")
         plain: dict[str, object] = {"logprobs": None, "finish_reason": None}
         return first + b"".join([self._event(index, delta, plain) for delta in made[1:]])
 
@@ -167,7 +168,6 @@ class AnswerChunks:
             begun = {"role": "assistant", "content": "", **(made[0] if made else {})}
             begun["content"] = self._told.first_text(index) + begun["content"]
             made[:1] = [begun]
-            fields |= self._told.first_extra(index)
         elif not made and piece.tokens and not self._quick:
             made = [{}]
         if options.token_ids:
@@ -184,12 +184,12 @@ class AnswerChunks:
         """See `Frames.tail`."""
         return last_chunks(self._head, self._options, [self._run], b',"usage":' + self._usage())
 
-    def _event(self, index: int, delta: Delta, fields: dict[str, object]) -> bytes:
-        told = b""
+    def _event(self, index: int, delta: Delta, fields: dict[str, object], told: bytes = b"") -> bytes:
+        """`told` are encoded fields to stand beside the choices."""
         if self._options.continuous_usage:
-            told = b',"usage":' + self._usage()
+            told += b',"usage":' + self._usage()
         elif self._options.include_usage:
-            told = b',"usage":null'
+            told += b',"usage":null'
         choice = _encode({"index": index, "delta": delta, **fields})
         return b"%b%b]%b}%b" % (self._head, choice, told, END)
 

@@ -79,9 +79,13 @@ class ChatShape:
         """What the client had begun, if it wants that told again."""
         return _echo(self._body)
 
-    def first_extra(self, index: int) -> dict[str, object]:
-        """What a client wants to know of the prompt, once per choice."""
+    def first_chunk(self) -> dict[str, object]:
+        """What a client wants to know of the prompt."""
         return prompt_extras(self._body, self._run, self._namer, self._prompt)
+
+    def first_extra(self, index: int) -> dict[str, object]:
+        """Nothing: the prompt is every choice's."""
+        return {}
 
     def logprobs(self, index: int, piece: Piece) -> object:
         """Of the piece's tokens."""

@@ -6,7 +6,7 @@ against 0.75 µs for building and encoding the object with msgspec and 6.2 µs w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -62,6 +62,10 @@ class Shape(Protocol):
         """Text before the first piece of a choice (an echoed prompt)."""
         ...
 
+    def first_chunk(self) -> dict[str, object]:
+        """Fields beside the choices, of the first chunk only."""
+        ...
+
     def first_extra(self, index: int) -> dict[str, object]:
         """Fields of a choice's first chunk only."""
         ...
@@ -107,6 +111,11 @@ def last_chunks(head: bytes, options: Options, runs: Sequence[Run], usage: bytes
     if options.include_usage:
         told += b"%b]%b}%b" % (head, usage, END)
     return told or None
+
+
+def appended(fields: Mapping[str, object]) -> bytes:
+    """`fields` encoded, to follow others inside an object."""
+    return b"," + _encode(fields)[1:-1] if fields else b""
 
 
 def finish_fields(finish: Finish) -> dict[str, object]:
@@ -157,7 +166,7 @@ class Chunks:
 
     def _slow_delta(self, index: int, piece: Piece) -> bytes | None:
         options, shape = self._options, self._shape
-        head, text, extra = self._heads[index], piece.text, {}
+        head, text, extra, told = self._heads[index], piece.text, {}, b""
         if head is not None and not text and not piece.tokens:
             return None
         if head is None:
@@ -165,18 +174,20 @@ class Chunks:
             extra = shape.first_extra(index)
             if not (text or piece.tokens):
                 return None  # nothing generated, as with max_tokens 0: the end says it all
+            if not any(self._heads):
+                told = appended(shape.first_chunk())
             before = b'%b{"index":%d,' % (self._envelope, index)
             head, self._heads[index] = before + shape.open_first, before + shape.open_next
         if options.token_ids:
             extra["token_ids"] = piece.tokens
         logprobs = _encode(shape.logprobs(index, piece)) if options.logprobs else b"null"
-        fields = b"," + _encode(extra)[1:-1] if extra else b""
-        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b}%b' % (
+        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b%b}%b' % (
             head,
             _encode(text),
             shape.close,
             logprobs,
-            fields,
+            appended(extra),
+            told,
             self._usage(options.continuous_usage),
             END,
         )

@@ -18,7 +18,7 @@ from app.http.embeds import embedded, prompt_embeds
 from app.http.experts import check_experts, experts_wanted
 from app.http.hidden import check_states, with_last_states
 from app.http.keys import SERVICE
-from app.http.logprobs import CompletionLogprobs, Namer, output_entries, prompt_entries, vllm_prompt_logprobs
+from app.http.logprobs import CompletionLogprobs, Namer, prompt_entries, vllm_prompt_logprobs
 from app.http.openai import (
     envelope,
     options,
@@ -78,12 +78,17 @@ class CompletionShape:
         self._runs = runs
         self._echoes = echoes
         self._n = len(runs[0].requests)
-        self._logprobs = [CompletionLogprobs(namer) for run in runs for _ in run.requests]
+        skips = body.skip_special_tokens is not False
+        self._logprobs = [CompletionLogprobs(namer, skips) for run in runs for _ in run.requests]
         self._told = [False] * len(self._logprobs)
 
     def first_text(self, index: int) -> str:
         """The echoed prompt, or nothing."""
         return self._echoes[index // self._n] if self._body.echo else ""
+
+    def first_chunk(self) -> dict[str, object]:
+        """Nothing: choices are of several prompts."""
+        return {}
 
     def first_extra(self, index: int) -> dict[str, object]:
         """Fields about the prompt that the client asked for."""
@@ -100,11 +105,11 @@ class CompletionShape:
 
     def logprobs(self, index: int, piece: Piece) -> object:
         """Of the piece's tokens, after those of the prompt when it is echoed."""
-        entries = list(output_entries(piece.tokens, piece.logprobs or ()))
-        if self._body.echo and not self._told[index]:
-            entries = prompt_entries(self._runs[index // self._n]) + entries
+        if not self._body.echo or self._told[index]:
+            return self._logprobs[index].of(piece)
         self._told[index] = True
-        return self._logprobs[index].of(entries)
+        which = index // self._n
+        return self._logprobs[index].of(piece, prompt_entries(self._runs[which]), self._echoes[which])
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

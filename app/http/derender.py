@@ -194,7 +194,11 @@ def _chat_logprobs(choice: Made, loaded: Loaded) -> dict[str, object] | None:
     namer = Namer(loaded.tokenizer)
 
     def told(one: Likely) -> dict[str, Any]:
-        return {"token": namer.text(one.token_id), "logprob": one.logprob, "bytes": namer.bytes(one.token_id)}
+        return {
+            "token": namer.text(one.token_id),
+            "logprob": one.logprob,
+            "bytes": list(namer.raw(one.token_id)),
+        }
 
     content = [
         {**told(one), "top_logprobs": [told(other) for other in one.top_logprobs or ()]}

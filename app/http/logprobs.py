@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -20,6 +21,8 @@ FLOOR = -9999.0
 class Names(Protocol):
     """What is needed of a tokenizer."""
 
+    @property
+    def special_ids(self) -> frozenset[int]: ...
     def token_text(self, id: int) -> str: ...
     def token_bytes(self, id: int) -> bytes: ...
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
@@ -42,9 +45,13 @@ class Namer:
         """The text of all of them, special ones too."""
         return self._names.decode(tokens, False)
 
-    def bytes(self, token: int) -> list[int]:
+    def special(self, token: int) -> bool:
+        """Whether texts leave it out unless they are asked to show it."""
+        return token in self._names.special_ids
+
+    def raw(self, token: int) -> bytes:
         """The exact bytes, which the text of half a character does not tell."""
-        return list(self._names.token_bytes(token))
+        return self._names.token_bytes(token)
 
 
 class Entry(NamedTuple):
@@ -120,33 +127,68 @@ def token_logprobs(piece: Piece, namer: Namer) -> list[dict[str, object]]:
 
 
 def _chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:
-    return {"token": namer.text(token), "logprob": value, "bytes": namer.bytes(token)}
+    return {"token": namer.text(token), "logprob": value, "bytes": list(namer.raw(token))}
+
+
+class Offsets:
+    """Where in a choice's text its tokens begin, in characters: those that the text leaves out take no room,
+    and a token that has a part of a character begins where that does. Owner: event loop."""
+
+    __slots__ = ("_at", "_decoder", "_namer", "_skips", "_told")
+
+    def __init__(self, namer: Namer, skip_special: bool) -> None:
+        self._namer = namer
+        self._skips = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at = 0
+        self._told = 0
+        """Characters of the text that have been told."""
+
+    def echoed(self, tokens: Iterable[int], text: str) -> list[int]:
+        """Of the prompt's tokens in the `text` that is told for it: the client's own words, which know
+        nothing of tokens that were added, or what the tokens read as, less a first blank."""
+        found = []
+        for token in tokens:
+            found.append(min(self._at, len(text)))
+            said = self._decoder.decode(self._namer.raw(token))
+            if text.startswith(said, self._at):
+                self._at += len(said)
+            elif not self._namer.special(token):
+                self._at += len(said) - (self._at == 0 and said.startswith(" ") and not text.startswith(" "))
+        self._at = self._told = len(text)
+        return found
+
+    def made(self, piece: Piece) -> list[int]:
+        """Of the piece's tokens. The last piece ends the text: a stop that was cut off begins at its end."""
+        found = []
+        for token in piece.tokens:
+            found.append(self._at)
+            if not (self._skips and self._namer.special(token)):
+                self._at += len(self._decoder.decode(self._namer.raw(token)))
+        self._told += len(piece.text)
+        return found if piece.finish is None else [min(at, self._told) for at in found]
 
 
 class CompletionLogprobs:
     """`choices[].logprobs` of completions; offsets go on from chunk to chunk. Owner: event loop."""
 
-    __slots__ = ("_namer", "_offset")
+    __slots__ = ("_namer", "_offsets")
 
-    def __init__(self, namer: Namer) -> None:
+    def __init__(self, namer: Namer, skip_special: bool) -> None:
         self._namer = namer
-        self._offset = 0
+        self._offsets = Offsets(namer, skip_special)
 
-    def of(self, entries: Sequence[Entry]) -> dict[str, object]:
-        """The parallel lists of OpenAI's old format, read by lm-eval."""
-        tokens, offsets = [], []
-        tops: list[dict[str, float] | None] = []
-        for entry in entries:
-            name = self._namer.text(entry.token)
-            tokens.append(name)
-            offsets.append(self._offset)
-            self._offset += len(name)
-            tops.append(self._top(name, entry))
+    def of(self, piece: Piece, prompt: Sequence[Entry] = (), echo: str = "") -> dict[str, object]:
+        """The parallel lists of OpenAI's old format, read by lm-eval: of the piece's tokens, after those of
+        the `prompt` where it is told, as `echo`."""
+        offsets = self._offsets.echoed((entry.token for entry in prompt), echo) if prompt else []
+        entries = [*prompt, *output_entries(piece.tokens, piece.logprobs or ())]
+        tokens = [self._namer.text(entry.token) for entry in entries]
         return {
-            "text_offset": offsets,
+            "text_offset": offsets + self._offsets.made(piece),
             "token_logprobs": [entry.value for entry in entries],
             "tokens": tokens,
-            "top_logprobs": tops,
+            "top_logprobs": [self._top(name, entry) for name, entry in zip(tokens, entries, strict=True)],
         }
 
     def _top(self, name: str, entry: Entry) -> dict[str, float] | None:

@@ -162,7 +162,7 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: Given | None = None) ->
             loaded.card,
             _IN,
             min_tokens=asked.min_new_tokens or 0,
-            **_logprobs(body),
+            **_logprobs(body, loaded),
             **_processor(body, asked),
             **({"hidden": "all"} if wants_states(body) else {}),
             **told_fields(body),
@@ -241,7 +241,7 @@ def _ids(rid: str | list[str] | None, prompts: int) -> list[str]:
     return [base] if prompts == 1 else [f"{base}-{i}" for i in range(prompts)]
 
 
-def _logprobs(body: NativeBody) -> dict[str, int | tuple[int, ...]]:
+def _logprobs(body: NativeBody, loaded: Loaded) -> dict[str, int | str | tuple[int, ...]]:
     if not body.return_logprob:
         return {}
     top = body.top_logprobs_num or 0
@@ -251,12 +251,9 @@ def _logprobs(body: NativeBody) -> dict[str, int | tuple[int, ...]]:
     if start < -1:
         raise RequestError("'logprob_start_len' must be at least -1.", "logprob_start_len")
     named = tuple(body.token_ids_logprob or ())
-    if start == -1:
-        return {"logprobs": top, "logprob_ids": named}
-    return {
-        "logprobs": top,
-        "logprob_ids": named,
-        "prompt_logprobs": top,
-        "prompt_logprobs_start": start,
-        "prompt_logprob_ids": named,
-    }
+    told: dict[str, int | str | tuple[int, ...]] = {"logprobs": top, "logprob_ids": named}
+    if loaded.card.sampling.logprobs_mode == "raw_logprobs":
+        told["logprobs_mode"] = "masked_logprobs"  # SGLang's: what a grammar forbids is not among the best
+    if start != -1:
+        told |= {"prompt_logprobs": top, "prompt_logprobs_start": start, "prompt_logprob_ids": named}
+    return told

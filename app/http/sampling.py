@@ -169,6 +169,7 @@ _PLAIN = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
+    "logprobs_mode",
 )
 
 

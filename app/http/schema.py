@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from app.sessions import SessionParams
+from core.types import LogprobsMode
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """Python integers have no bound, numpy's and the device's do: anything larger is a type error."""
@@ -104,6 +105,7 @@ class Sampling(Refused, kw_only=True):
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
+    logprobs_mode: LogprobsMode | None = None
     stream_interval: Int | None = None
 
 

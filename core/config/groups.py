@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from core.types import LogprobsMode
+
 Order = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
 
@@ -32,6 +34,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             "generation_config.json are what requests get that name none; none: the API's own defaults"
         ),
     ] = "auto"
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Meta(
+            description="of which distribution log-probabilities are told where a request does not say: the "
+            "model's; the model's among the tokens that a grammar allows, as /generate always does; what the "
+            "token was chosen from"
+        ),
+    ] = "raw_logprobs"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="dummy: random weights, only config.json is needed")
     ] = "auto"

@@ -16,11 +16,11 @@ class Support(msgspec.Struct, frozen=True, gc=False):
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Log-probabilities of one sampled token, from the model's raw distribution.
+    """Log-probabilities of one sampled token, of the distribution that its `LogprobsMode` says.
 
     `top_ids`, `top_values` [k] are the k most likely, best first; empty for k = 0. After them come
-    those that the request named. `entropy` is that distribution's, in nats, and `support` what of it was
-    left to choose from: for requests that want these, the only thing that they may want.
+    those that the request named. `entropy` is of the model's own distribution, in nats, and `support` what
+    of it was left to choose from: for requests that want these, the only thing that they may want.
     """
 
     chosen: float

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from core.errors import RequestError
+from core.types import LogprobsMode
 
 MAX_STOP_IDS = 256
 MAX_BIAS = 1024
@@ -53,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """-1: none; 0: the chosen token's; k: also the k most likely."""
     logprob_ids: tuple[int, ...] = ()
     """Tokens whose log-probabilities are told too, after the most likely ones', where any are."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     prompt_logprobs: int = -1
     """The same for prompt tokens from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0

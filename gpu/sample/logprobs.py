@@ -1,5 +1,5 @@
-"""What is told of a token: log-probabilities and entropy of the model's raw distribution, before bias,
-penalties and temperature, and what these and the filters left to choose from."""
+"""What is told of a token: log-probabilities, of the model's raw distribution unless a request wants them
+after mask, bias, penalties and temperature; its entropy; what all these left to choose from."""
 
 from __future__ import annotations
 

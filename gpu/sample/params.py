@@ -5,13 +5,14 @@ Plain torch reads one row's parameters as Python numbers, so they need no device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from core.plan import NewSlot
+from core.types import LogprobsMode
 from gpu.sample.filters import Rule
 from gpu.sample.penalties import Penalty
 
@@ -31,6 +32,17 @@ FILTERED: Final = 64
 ENTROPY: Final = 128
 SUPPORT: Final = 256
 """What was left to choose from."""
+AFTER_MASK: Final = 512
+"""Log-probabilities are told of the tokens that its grammar allows."""
+AFTER_ALL: Final = 1024
+"""They are told of what the token was chosen from."""
+
+
+_MODES: Final[Mapping[LogprobsMode, int]] = {
+    "raw_logprobs": 0,
+    "masked_logprobs": AFTER_MASK,
+    "processed_logprobs": AFTER_ALL,
+}
 
 
 class SlotParams(NamedTuple):
@@ -98,6 +110,8 @@ def _entry(new: NewSlot) -> SlotParams:
     needs |= ENTROPY if params.entropy else 0
     needs |= SUPPORT if params.support else 0
     needs |= PROCESSED if params.processor else 0
+    if params.logprobs >= 0:
+        needs |= _MODES[params.logprobs_mode]
     return SlotParams(
         needs=needs,
         seed=params.seed,

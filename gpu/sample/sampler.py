@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from gpu.sample.logprobs import entropies, only, raw_logprobs, row_logprobs, sup
 from gpu.sample.mask import allows_besides, mask_logits
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.params import (
+    AFTER_ALL,
+    AFTER_MASK,
     BIASED,
     COUNTED,
     DRAWS,
@@ -131,21 +134,52 @@ class Sampler:
         self._processors.accept(processed, tokens)
         if raw is None:
             return Sampled(tokens, {}, failed)
-        told = self._tell(raw, tokens, {i: (int(host_slots[i]), rows[i]) for i in asked}, supports)
+        shown = self._shown(raw, logits, {i: rows[i] for i in asked}, masks)
+        told = self._tell((raw, shown), tokens, {i: (int(host_slots[i]), rows[i]) for i in asked}, supports)
         return Sampled(tokens, told, failed)
+
+    def _shown(
+        self, raw: Tensor, logits: Tensor, asked: Mapping[int, SlotParams], masks: Masks | None
+    ) -> Tensor:
+        """`raw` [asked, vocab] as each of the rows `asked` wants it told, in the same memory unless an
+        entropy is still to come of it. `logits` [n, vocab] are those that tokens were chosen by; what may
+        not be chosen is minus infinity there."""
+        if not any(row.needs & (AFTER_MASK | AFTER_ALL) for row in asked.values()):
+            return raw
+        masked = frozenset(masks.rows if masks is not None else ())
+        shown = raw.clone() if any(row.needs & ENTROPY for row in asked.values()) else raw
+        for place, (i, row) in enumerate(asked.items()):
+            if row.needs & AFTER_MASK and i in masked:
+                shown[place].masked_fill_(logits[i].isneginf(), -torch.inf)
+                shown[place] = raw_logprobs(shown[place])
+            elif row.needs & AFTER_ALL:
+                shown[place] = self._drawn(logits[i], row)
+        return shown
+
+    def _drawn(self, logits: Tensor, row: SlotParams) -> Tensor:
+        """Log-probabilities [vocab] of what a row drew from; of a greedy one, of its last logits."""
+        best = float(logits.max())
+        if not row.needs & DRAWS or not math.isfinite(best):
+            return raw_logprobs(logits)
+        field = survivors(logits, self._ids, best, row.rule)
+        left = torch.full_like(logits, -torch.inf)
+        left[field.ids.long()] = (field.weights / field.weights.sum(dtype=torch.float64)).log().float()
+        return left
 
     def _tell(
         self,
-        raw: Tensor,
+        likely: tuple[Tensor, Tensor],
         tokens: Tensor,
         asked: Mapping[int, tuple[int, SlotParams]],
         supports: Mapping[int, Support],
     ) -> dict[int, RowLogprobs]:
-        """What the rows `asked` want to know, by slot and parameters, of their `tokens`: log-probabilities
-        from `raw` [asked, vocab], in their order, and what else. A greedy row had no other choice."""
+        """What the rows `asked` want to know, by slot and parameters, of their `tokens`: log-probabilities,
+        and what else. `likely` are the model's own and those to show, [asked, vocab] each, in their order. A
+        greedy row had no other choice."""
+        raw, shown = likely
         order = list(asked)
         chosen, ks = tokens[order].tolist(), [max(row.logprobs, 0) for _, row in asked.values()]
-        answers = row_logprobs(raw, chosen, ks, self._named_by([slot for slot, _ in asked.values()]))
+        answers = row_logprobs(shown, chosen, ks, self._named_by([slot for slot, _ in asked.values()]))
         at = [place for place, (_, row) in enumerate(asked.values()) if row.needs & ENTROPY]
         found = dict(zip(at, entropies(raw[at]), strict=True)) if at else {}
         told: dict[int, RowLogprobs] = {}

@@ -16,6 +16,7 @@ from app.job import Piece
 from core.errors import Overloaded
 from core.types import Finish, FinishReason
 from tests.app.conftest import Server, Start, until
+from tests.app.test_http_tools import know
 from tests.fakes.engine import FakeRun
 from tests.patience import PATIENCE
 
@@ -144,7 +145,7 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer(server: Server, n
         assert streamed[index] == whole["choices"][index]["logprobs"]
         assert streamed[index]["tokens"] == ["<s>", "a", "b", "c", "H", "l", " "]
         assert streamed[index]["token_logprobs"][0] is None
-        assert streamed[index]["text_offset"] == [0, 3, 4, 5, 6, 7, 8]
+        assert streamed[index]["text_offset"] == [0, 0, 1, 2, 3, 4, 5]
 
 
 async def test_prompt_logprobs_are_awaited_by_a_choice_that_begins_early(server: Server) -> None:
@@ -178,7 +179,26 @@ async def test_chat_logprobs_and_token_ids_streamed(server: Server) -> None:
         "top_logprobs": [{"token": "H", "logprob": 0.0, "bytes": [72]}],
     }
     assert ids == whole["choices"][0]["token_ids"] == [72, 108, 32]
-    assert events[0]["choices"][0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in each for event in events[1:] for each in (event, *event["choices"]))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("parsed", [False, True])
+async def test_prompt_ids_are_told_once_beside_the_choices(server: Server, n: int, parsed: bool) -> None:
+    """Where vLLM's clients look for them; each choice has its own tokens."""
+    if parsed:
+        know(server, reasoning="think")
+    body = {"messages": HI, "max_tokens": 2, "n": n, "stream": True, "return_token_ids": True}
+    events = [json.loads(event) for event in (await server.events(CHAT, body))[:-1]]
+    prompt = list(b"user: hi\nassistant: ")
+    assert [event.get("prompt_token_ids") for event in events] == [prompt] + [None] * (len(events) - 1)
+    ids: list[list[int]] = [[] for _ in range(n)]
+    for event in events:
+        (choice,) = event["choices"]
+        ids[choice["index"]] += choice.get("token_ids", [])
+        assert "prompt_token_ids" not in choice
+    assert ids == [[72, 108]] * n
 
 
 async def test_generate_streams_cumulative_text(server: Server) -> None:

@@ -119,6 +119,7 @@ SAMPLING: dict[str, Case] = {
     "ignore_eos": Works(True),
     "no_stop_trim": Works(True),
     "skip_special_tokens": Works(False),
+    "logprobs_mode": Works("processed_logprobs"),
     "stream_interval": Works(4),
     "spaces_between_special_tokens": Ignored(False),
 }

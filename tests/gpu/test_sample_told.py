@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.request.params import SamplingParams
-from core.types import NAN_TOKEN
+from core.types import NAN_TOKEN, LogprobsMode
 from gpu.grammar.matchers import Masks
 from gpu.sample.filters import Rule
 from tests.gpu.test_sample_filters import by_sorting
@@ -64,13 +64,19 @@ def test_a_greedy_mask_is_the_token(params: SamplingParams) -> None:
     assert (told.ids.tolist(), told.chosen) == ([int(logits.argmax())], 0.0)
 
 
+def masks_of(rows: dict[int, list[int]]) -> Masks:
+    """A mask for each of `rows`, with the tokens that it allows; row i is slot i + 1's."""
+    words = np.zeros((len(rows), -(-VOCAB // 32)), np.uint32)
+    for at, allowed in enumerate(rows.values()):
+        for token in allowed:
+            words[at, token // 32] |= np.uint32(1 << token % 32)
+    return Masks(rows=list(rows), slots=[row + 1 for row in rows], bits=words.view(np.int32))
+
+
 def test_what_a_grammar_forbids_is_in_no_mask() -> None:
     logits, allowed = logits_for(3), [1, 4, 9]
     sampler = make(SamplingParams(top_k=8, support=True))
-    words = np.zeros((1, -(-VOCAB // 32)), np.uint32)
-    for token in allowed:
-        words[0, token // 32] |= np.uint32(1 << token % 32)
-    masks = Masks(rows=[0], slots=[1], bits=words.view(np.int32))
+    masks = masks_of({0: allowed})
     got = sampler.sample(logits[None].clone(), torch.tensor([1]), torch.tensor([3]), masks)
     told = got.logprobs[0].support
     assert told is not None
@@ -78,6 +84,51 @@ def test_what_a_grammar_forbids_is_in_no_mask() -> None:
     p = np.exp(logits[allowed].double().numpy())
     want = dict(zip(allowed, np.log(p / p.sum()).tolist(), strict=True))
     assert told.chosen == pytest.approx(want[int(got.tokens[0])], abs=1e-4)
+
+
+def among(logits: torch.Tensor, allowed: list[int]) -> torch.Tensor:
+    """Log-probabilities [vocab] of `logits` among the `allowed` alone."""
+    only = torch.full_like(logits, -math.inf)
+    only[allowed] = logits[allowed]
+    return only.log_softmax(-1)
+
+
+def test_log_probabilities_before_and_after_the_mask() -> None:
+    """By each row's own mode; entropy stays that of the model."""
+    logits, allowed = logits_for(11), [1, 4, 9]
+    modes: list[LogprobsMode] = ["raw_logprobs", "masked_logprobs", "processed_logprobs", "masked_logprobs"]
+    greedy = SamplingParams(temperature=0.0, logprobs=2, logprob_ids=(1,), entropy=True)
+    biased = msgspec.structs.replace(greedy, logit_bias=((4, 3.0),))
+    sampler = make(*(msgspec.structs.replace(biased, logprobs_mode=mode) for mode in modes))
+    rows = logits.expand(4, -1).clone()
+    masks = masks_of(dict.fromkeys((0, 1, 2), allowed))
+    got = sampler.sample(rows, torch.tensor([1, 2, 3, 4]), torch.tensor([3] * 4), masks)
+    moved = logits.clone()
+    moved[4] += 3.0
+    raw = logits.log_softmax(-1)
+    wanted = [raw, among(logits, allowed), among(moved, allowed), raw]
+    for i, want in enumerate(wanted):
+        told, token = got.logprobs[i], int(got.tokens[i])
+        best = want.sort(descending=True, stable=True)
+        assert told.chosen == pytest.approx(float(want[token]), abs=1e-5)
+        assert told.top_ids.tolist() == [*best.indices[:2].tolist(), 1]
+        assert told.top_values.tolist() == pytest.approx(
+            [*best.values[:2].tolist(), float(want[1])], abs=1e-5
+        )
+        assert told.entropy == pytest.approx(entropy(logits), abs=1e-4)
+
+
+@pytest.mark.parametrize("params", FILTERS)
+def test_processed_log_probabilities_are_of_what_was_drawn_from(params: SamplingParams) -> None:
+    logits = logits_for(12)
+    asks = msgspec.structs.replace(params, logprobs=VOCAB, logprobs_mode="processed_logprobs")
+    got = sample(make(asks), logits[None], [1], [3])
+    want = by_sorting(logits, Rule(params.temperature, params.top_k, params.top_p, params.min_p))
+    told = dict(zip(got.logprobs[0].top_ids.tolist(), got.logprobs[0].top_values.tolist(), strict=True))
+    assert {token for token, value in told.items() if value > -math.inf} == set(want)
+    for token, share in want.items():
+        assert told[token] == pytest.approx(math.log(share), abs=1e-4)
+    assert got.logprobs[0].chosen == told[int(got.tokens[0])]
 
 
 def test_entropy_is_of_what_the_model_made() -> None:

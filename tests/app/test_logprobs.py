@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts through all layers, from HTTP to the model and back, against transformers."""
+"""Log-probabilities through all layers, from HTTP to the model and back, against transformers."""
 
 from __future__ import annotations
 
@@ -162,3 +162,49 @@ async def test_behind_a_cached_prefix(client: Client, scores: dict[int, Scores])
 async def test_side_by_side(client: Client, scores: dict[int, Scores]) -> None:
     """Chunks of several prompts share a step."""
     await asyncio.gather(*(ask(client, each) for each in scores.values() for ask in (echoed, listed, native)))
+
+
+async def test_a_grammar_is_seen_by_default_in_generate_alone(
+    client: Client, scores: dict[int, Scores]
+) -> None:
+    prompt, raw = scores[255].prompt, scores[255].raw[-1]
+    digits = [ord(c) for c in "0123456789"]
+    among = raw[digits] - np.logaddexp.reduce(raw[digits])
+
+    async def told(path: str, body: dict[str, object]) -> dict[int, float]:
+        answer = await post(client, path, body)
+        if path == "/generate":
+            (top,) = answer["meta_info"]["output_top_logprobs"]
+            return {token: value for value, token, _ in top}
+        (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
+        return {int(name.removeprefix("token_id:")): value for name, value in top.items()}
+
+    def close(found: dict[int, float], want: np.ndarray, ids: list[int]) -> None:
+        assert {token: found[token] for token in ids} == pytest.approx(
+            dict(zip(ids, want.tolist(), strict=True)), abs=NEAR
+        )
+
+    sampling = {"max_new_tokens": 1, "temperature": 0, "regex": "[0-9]"}
+    native = {
+        "input_ids": prompt,
+        "return_logprob": True,
+        "top_logprobs_num": 10,
+        "sampling_params": sampling,
+    }
+    openai = {
+        "prompt": prompt,
+        "max_tokens": 1,
+        "logprobs": 10,
+        "structured_outputs": {"regex": "[0-9]"},
+        "return_tokens_as_token_ids": True,
+    }
+    best = np.argsort(-raw, kind="stable")[:10].tolist()
+    close(await told("/generate", native), among, digits)
+    close(
+        await told("/generate", {**native, "sampling_params": {**sampling, "logprobs_mode": "raw_logprobs"}}),
+        raw[best],
+        best,
+    )
+    close(await told("/v1/completions", openai), raw[best], best)
+    for mode in ("masked_logprobs", "processed_logprobs"):
+        close(await told("/v1/completions", {**openai, "logprobs_mode": mode}), among, digits)
