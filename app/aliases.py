@@ -40,6 +40,7 @@ RENAMED: Mapping[str, str] = {
 """Flags with a value."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
+    "--enable-force-include-usage": ("--force-include-usage",),
     "--disable-overlap-schedule": ("--overlap-depth", "0"),
     "--enable-priority-scheduling": ("--order", "priority"),
     "--async-scheduling": ("--overlap-depth", "1"),
@@ -71,6 +72,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """By our flag: their words for what we have. What is not here stays, and is refused if we lack it."""
 
 _NO_GRAPHS = "there is no such switch here; it changes speed only"
+_BACKEND = "each constraint runs on the backend that keeps all of it"
 IGNORED: Mapping[str, str] = {
     "--trust-remote-code": "no code of a checkpoint is ever run",
     "--enable-auto-tool-choice": "tools are always offered to a model that can call them",
@@ -79,6 +81,8 @@ IGNORED: Mapping[str, str] = {
     "--enable-metrics": "/metrics is always there",
     "--enable-cache-report": "cached tokens are always reported",
     "--is-embedding": "what a checkpoint was made for is read from its files; one that generates embeds too",
+    "--enable-prompt-tokens-details": "cached tokens are always reported",
+    "--enable-custom-logit-processor": "requests may name those of --logit-processor",
     "--enable-return-hidden-states": "hidden states are there for every request that asks",
     "--enable-return-routed-experts": "experts are there for every request that asks",
     "--enable-prompt-embeds": "prompts of embeddings are always taken: nothing of them is unpickled",
@@ -94,6 +98,11 @@ IGNORED_VALUES: Mapping[str, str] = {
     "--max-prefill-tokens": "--step-tokens bounds a step",
     "--runner": "what a checkpoint was made for is read from its files",
     "--task": "what a checkpoint was made for is read from its files",
+    "--structured-outputs-config.backend": _BACKEND,
+    "--guided-decoding-backend": _BACKEND,
+    "--grammar-backend": _BACKEND,
+    "--cuda-graph-max-bs-decode": "graphs are captured for every size up to --max-running",
+    "--cuda-graph-backend-prefill": _NO_GRAPHS,
     "--random-seed": "a request without a seed draws its own",
     "--seed": "a request without a seed draws its own",
 }

@@ -35,8 +35,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything known of a model before a weight is read."""
 
-    name: str
-    """What clients call it."""
+    names: tuple[str, ...]
+    """What clients call it; the first is what answers carry."""
     path: Path
     """Directory with the weights, or the .gguf file."""
     kind: Literal["hf", "gguf", "dummy"]
@@ -101,7 +101,7 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
     if not dummy:
         _check_weights(path)
     return Checkpoint(
-        name=config.served_model_name or name,
+        names=tuple(filter(None, config.served_model_name)) or (name,),
         path=path,
         kind="dummy" if dummy else "hf",
         config=facts,
@@ -125,7 +125,7 @@ def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -
     if facts is None:
         raise ModelError(f"{converted} is damaged. Remove it and start again.")
     return Checkpoint(
-        name=config.served_model_name or name,
+        names=tuple(filter(None, config.served_model_name)) or (name,),
         path=path,
         kind="dummy" if config.load_format == "dummy" else "gguf",
         config=facts,

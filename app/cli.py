@@ -186,7 +186,9 @@ def _add_fields(section: Any, group: type[msgspec.Struct], names: Sequence[str])
 
 def _add_flag(section: Any, name: str, hint: Any, default: object) -> None:
     kind, meta = get_args(hint)
-    text = f"{meta.description} (default: {default})" if default not in ("", False) else meta.description
+    if several := get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    text = f"{meta.description} (default: {default})" if default not in ("", False, ()) else meta.description
     if kind is bool:
         section.add_argument(
             _flag(name), dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
@@ -194,7 +196,10 @@ def _add_flag(section: Any, name: str, hint: Any, default: object) -> None:
     elif get_origin(kind) is Literal:
         section.add_argument(_flag(name), dest=name, choices=get_args(kind), help=text.replace("%", "%%"))
     else:
-        section.add_argument(_flag(name), dest=name, type=kind, metavar=kind.__name__.upper(), help=text)
+        count = {"nargs": "+"} if several else {}
+        section.add_argument(
+            _flag(name), dest=name, type=kind, metavar=kind.__name__.upper(), help=text, **count
+        )
 
 
 def _flag(name: str) -> str:

@@ -17,7 +17,7 @@ from app.engine import Engine
 from app.helper.process import HelperProcess
 from app.operator import Operator
 from app.parsers.registry import reasoning_family, tool_family
-from app.service import Loaded, ModelCard
+from app.service import AnswerDefaults, Loaded, ModelCard
 from app.submit import Limits, Submitter
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
@@ -111,7 +111,8 @@ def assemble(parts: Parts, config: Config) -> Live:
     limits = Limits(capabilities.context_length, spec.vocab_size, capabilities.processors, generates)
     submitter = Submitter(engine, tokenizer, limits, monotonic, parts.grammars)
     card = ModelCard(
-        name=checkpoint.name,
+        name=checkpoint.names[0],
+        aliases=checkpoint.names[1:],
         path=str(checkpoint.tokenizer or checkpoint.path),
         architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
         context_length=capabilities.context_length,
@@ -140,5 +141,9 @@ def assemble(parts: Parts, config: Config) -> Live:
         reasoning_family(serve.reasoning_parser, source),
         operator,
         trusts_templates=serve.trust_request_chat_template,
+        defaults=AnswerDefaults(
+            usage=serve.force_include_usage,
+            tokens_as_ids=serve.return_tokens_as_token_ids,
+        ),
     )
     return Live(engine, submitter, loaded, capabilities, parts.grammars)

@@ -27,6 +27,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """What clients may know of the model."""
 
     name: str
+    aliases: tuple[str, ...] = ()
+    """Further names that clients may use."""
     path: str
     architecture: str
     context_length: int
@@ -49,6 +51,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Layers, and experts that a token takes in one; zeros where there are no experts."""
     task: Task = "generate"
     pooling: PoolingSpec = PoolingSpec()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them; answers carry the first."""
+        return (self.name, *self.aliases)
 
     def check_task(self, *tasks: Task) -> None:
         """Raise `RequestError` unless the checkpoint is of one of these kinds."""
@@ -117,6 +124,15 @@ class NumberBudget:
         self._held -= count
 
 
+class AnswerDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What answers tell where a request does not say: the operator's choice."""
+
+    usage: bool = False
+    """At the end of streams, whatever the request says."""
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens as `token_id:N`."""
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """What exists once the model is in."""
 
@@ -130,6 +146,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """How it marks thinking; None: it does not think."""
     operator: Operator | None = None
     """None where the engine is not this process's to control."""
+    defaults: AnswerDefaults = AnswerDefaults()
     trusts_templates: bool = False
     """Requests may bring chat templates of their own."""
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)

@@ -27,6 +27,7 @@ from app.http.openai import (
     options,
     prompt_logprobs_wanted,
     request_id,
+    spelling,
     stream_chunks,
     with_extras,
 )
@@ -100,7 +101,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
         answer = await chat_answer(body, loaded)
         return await long_response(request, answer) if body.return_routed_experts else json_response(answer)
     job, watch = await chat_job(body, loaded)
-    namer, told = _namer(body, loaded), options(body, body.logprobs is True)
+    namer, told = spelling(body, loaded), options(body, loaded, body.logprobs is True)
     chunk = envelope(job.id, "chat.completion.chunk", loaded.card.name)
     delivery = Delivery(job.n)
     sink = spaced(delivery.take, stream_interval(body))
@@ -122,7 +123,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
     """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
     job, watch = await chat_job(body, loaded)
-    namer, told = _namer(body, loaded), options(body, body.logprobs is True)
+    namer, told = spelling(body, loaded), options(body, loaded, body.logprobs is True)
     plain = watch.reading.plain
     engine = loaded.engine if plain else Watcher(loaded.engine, loaded.tokenizer, watch)
     collector = Collector(job.n)
@@ -142,10 +143,6 @@ async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
             ]
         answer = with_extras(_answer(whole, read, pieces, told, namer) | used | extras, body, runs, pieces)
         return with_last_states(answer, [job], runs, pieces)
-
-
-def _namer(body: ChatBody, loaded: Loaded) -> Namer:
-    return Namer(loaded.tokenizer, body.return_tokens_as_token_ids is True)
 
 
 def _patient(job: Job) -> bool:

@@ -24,6 +24,7 @@ from app.http.openai import (
     options,
     prompt_logprobs_wanted,
     request_id,
+    spelling,
     stream_chunks,
     with_extras,
 )
@@ -126,7 +127,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     async with running(engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
         check_experts(runs, jobs, loaded)
         shape = _shape(body, jobs, runs, loaded)
-        chunk = (envelope(id, "text_completion", loaded.card.name), shape, _told(body))
+        chunk = (envelope(id, "text_completion", loaded.card.name), shape, _told(body, loaded))
         # Prompt log-probabilities are complete once choice 0 has begun, not before.
         patient = jobs[0].sampling.prompt_logprobs >= 0 and jobs[0].n > 1
         return await stream_chunks(request, delivery, chunk, runs, patient)
@@ -143,17 +144,16 @@ async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, o
         check_experts(runs, jobs, loaded)
         pieces = await collector.collect()
         head = envelope(id, "text_completion", loaded.card.name)
-        answer = await _answer(head, pieces, runs, _told(body), _shape(body, jobs, runs, loaded))
+        answer = await _answer(head, pieces, runs, _told(body, loaded), _shape(body, jobs, runs, loaded))
         return with_last_states(with_extras(answer, body, runs, pieces), jobs, runs, pieces)
 
 
-def _told(body: CompletionBody) -> Options:
-    return options(body, body.logprobs is not None)
+def _told(body: CompletionBody, loaded: Loaded) -> Options:
+    return options(body, loaded, body.logprobs is not None)
 
 
 def _shape(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], loaded: Loaded) -> CompletionShape:
-    namer = Namer(loaded.tokenizer, body.return_tokens_as_token_ids is True)
-    return CompletionShape(body, namer, runs, _echoes(body, jobs, runs, loaded))
+    return CompletionShape(body, spelling(body, loaded), runs, _echoes(body, jobs, runs, loaded))
 
 
 def completion_jobs(

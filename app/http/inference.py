@@ -16,8 +16,8 @@ from app.http.chunks import DATA, END, thought, usage
 from app.http.completions import completion_jobs
 from app.http.delivery import Collector, Delivery, running, spaced
 from app.http.keys import SERVICE
-from app.http.logprobs import Namer, chat_logprobs, output_entries, vllm_prompt_logprobs
-from app.http.openai import request_id
+from app.http.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
+from app.http.openai import includes_usage, request_id, spelling
 from app.http.reply import json_response
 from app.http.responses_schema import rename_fields
 from app.http.sampling import ready, stream_interval
@@ -114,7 +114,7 @@ def _completion(body: InferenceBody) -> CompletionBody:
 class TokenFrames:
     """`Frames` of this route, and its choices. Owner: event loop."""
 
-    __slots__ = ("_body", "_count", "_first", "_namer", "_text", "job", "model", "runs")
+    __slots__ = ("_body", "_count", "_first", "_namer", "_text", "_usage", "job", "model", "runs")
 
     def __init__(self, body: InferenceBody, job: Job, runs: Sequence[Run], loaded: Loaded) -> None:
         self.job = job
@@ -122,7 +122,8 @@ class TokenFrames:
         self.model = loaded.card.name
         self._body = body
         self._text = body.output_mode == "text"
-        self._namer = Namer(loaded.tokenizer)
+        self._namer = spelling(body.sampling_params or CompletionBody(), loaded)
+        self._usage = includes_usage(body.stream_options, loaded)
         self._count = 0
         self._first = True
 
@@ -163,8 +164,7 @@ class TokenFrames:
 
     def tail(self) -> bytes | None:
         """See `Frames.tail`."""
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
+        if not self._usage:
             return None
         return self._event([], usage=usage(self.runs, self._count, thought(self.runs)))
 

@@ -15,10 +15,10 @@ _VERSION = "Anthropic-Version"
 """A header of Anthropic's clients."""
 
 
-def _model(loaded: Loaded) -> dict[str, object]:
+def _model(loaded: Loaded, name: str) -> dict[str, object]:
     card = loaded.card
     return {
-        "id": card.name,
+        "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "loom",
@@ -28,30 +28,31 @@ def _model(loaded: Loaded) -> dict[str, object]:
     }
 
 
-def _told(request: web.Request, loaded: Loaded) -> dict[str, object]:
+def _told(request: web.Request, loaded: Loaded, name: str) -> dict[str, object]:
     """A model in the words of both APIs where Anthropic's client asks."""
     card = loaded.card
-    told = _model(loaded)
+    told = _model(loaded, name)
     if _VERSION in request.headers:
-        told |= {"type": "model", "display_name": card.name, "max_input_tokens": card.context_length}
+        told |= {"type": "model", "display_name": name, "max_input_tokens": card.context_length}
         told["created_at"] = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return told
 
 
 async def models(request: web.Request) -> web.StreamResponse:
-    """The list with the one model."""
+    """The list with the one model, by all its names."""
     loaded = request.app[SERVICE].loaded
-    told: dict[str, object] = {"object": "list", "data": [_told(request, loaded)]}
+    names = loaded.card.names
+    told: dict[str, object] = {"object": "list", "data": [_told(request, loaded, name) for name in names]}
     if _VERSION in request.headers:
-        told |= {"has_more": False, "first_id": loaded.card.name, "last_id": loaded.card.name}
+        told |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     return json_response(told)
 
 
 async def model(request: web.Request) -> web.StreamResponse:
     """One model by name."""
     loaded = request.app[SERVICE].loaded
-    check_model(loaded, request.match_info["id"])
-    return json_response(_told(request, loaded))
+    check_model(loaded, asked := request.match_info["id"])
+    return json_response(_told(request, loaded, asked if asked in loaded.card.names else loaded.card.name))
 
 
 async def model_info(request: web.Request) -> web.StreamResponse:

@@ -112,30 +112,25 @@ def _details(loaded: Loaded) -> dict[str, object]:
     }
 
 
-def _entry(loaded: Loaded) -> dict[str, object]:
-    card = loaded.card
-    return {
-        "name": card.name,
-        "model": card.name,
-        "size": card.size,
-        "digest": "",
-        "details": _details(loaded),
-    }
+def _listed(loaded: Loaded, **more: object) -> web.Response:
+    """The one model, by all its names."""
+    told = {"size": loaded.card.size, "digest": "", "details": _details(loaded), **more}
+    return json_response({"models": [{"name": name, "model": name, **told} for name in loaded.card.names]})
 
 
 async def tags(request: web.Request) -> web.StreamResponse:
     """The list with the one model, after Ollama."""
     loaded = request.app[SERVICE].loaded
     made = datetime.fromtimestamp(loaded.card.created, UTC).isoformat()
-    return json_response({"models": [{**_entry(loaded), "modified_at": made}]})
+    return _listed(loaded, modified_at=made)
 
 
 async def running_models(request: web.Request) -> web.StreamResponse:
     """The models in memory, after Ollama: the one model, which stays there."""
     loaded = request.app[SERVICE].loaded
     on_device = loaded.card.size if loaded.card.device != "cpu" else 0
-    told = {"expires_at": NEVER, "size_vram": on_device, "context_length": loaded.card.context_length}
-    return json_response({"models": [{**_entry(loaded), **told}]})
+    context = loaded.card.context_length
+    return _listed(loaded, expires_at=NEVER, size_vram=on_device, context_length=context)
 
 
 async def show(request: web.Request) -> web.StreamResponse:

@@ -64,7 +64,7 @@ class OllamaShowBody(msgspec.Struct, kw_only=True):
 
 def model_name(name: str | None, loaded: Loaded) -> str | None:
     """Ollama's clients put a tag behind every name; ours has none, or its own."""
-    return name if name is None or name == loaded.card.name else name.removesuffix(":latest")
+    return name if name is None or name in loaded.card.names else name.removesuffix(":latest")
 
 
 def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:

@@ -12,12 +12,13 @@ from aiohttp import web
 from app.http.chunks import Chunks, Envelope, Options, Shape, cached_details
 from app.http.delivery import Delivery
 from app.http.experts import experts, routed_chunk
-from app.http.logprobs import output_entries, told_lists
+from app.http.logprobs import Namer, output_entries, told_lists
 from app.http.native_answer import meta_info
 from app.http.sampling import job_id
-from app.http.schema import ChatBody, CompletionBody, Generation
+from app.http.schema import ChatBody, CompletionBody, Generation, StreamOptions
 from app.http.sse import EventStream
 from app.job import Piece, Run
+from app.service import Loaded
 from core.errors import RequestError
 
 
@@ -32,20 +33,32 @@ def envelope(id: str, object: str, model: str) -> Envelope:
     return Envelope(id=id, object=object, created=int(time.time()), model=model)
 
 
-def options(body: ChatBody | CompletionBody, logprobs: bool) -> Options:
-    """What the client asked to be told. Raises `RequestError` for what a stream does not tell."""
+def options(body: ChatBody | CompletionBody, loaded: Loaded, logprobs: bool) -> Options:
+    """What the client asked to be told, or the operator. Raises `RequestError` for what a stream does not
+    tell."""
     if body.stream and body.return_meta_info:
         param = "return_meta_info"
         raise RequestError(f"'{param}' is not available with 'stream'.", param, "unsupported")
     stream = body.stream_options
     return Options(
-        include_usage=stream is not None and stream.include_usage is True,
+        include_usage=includes_usage(stream, loaded),
         continuous_usage=stream is not None and stream.continuous_usage_stats is True,
         logprobs=logprobs,
         token_ids=body.return_token_ids is True,
         cached=body.return_cached_tokens_details is True,
         routed=body.return_routed_experts is True,
     )
+
+
+def includes_usage(stream: StreamOptions | None, loaded: Loaded) -> bool:
+    """Whether a stream ends with its usage."""
+    return loaded.defaults.usage or (stream is not None and stream.include_usage is True)
+
+
+def spelling(body: Generation, loaded: Loaded) -> Namer:
+    """How tokens are written in this request's log-probabilities."""
+    asked = body.return_tokens_as_token_ids
+    return Namer(loaded.tokenizer, loaded.defaults.tokens_as_ids if asked is None else asked)
 
 
 def with_extras(

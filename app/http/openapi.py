@@ -17,6 +17,7 @@ from app.http.admin import VERSION, health
 from app.http.keys import SERVE
 from app.http.middleware import ANTHROPIC_PATH, COHERE_PATHS, OLLAMA_PATH, OPEN_PATHS, under
 from app.http.openapi_table import ABOUT, NEEDED, About, Schema
+from app.http.runner import root_path
 
 Route = tuple[str, str, Handler]
 """Method, path with `{names}`, handler."""
@@ -86,18 +87,20 @@ async def openapi(request: web.Request) -> web.StreamResponse:
     for route in request.app.router.routes():
         assert route.resource is not None
         routes.append((route.method, route.resource.canonical, route.handler))
-    body = encoded(tuple(routes), bool(request.app[SERVE].api_key))
+    serve = request.app[SERVE]
+    body = encoded(tuple(routes), bool(serve.api_key), root_path(serve))
     return web.Response(body=body, content_type="application/json")
 
 
 @lru_cache(maxsize=2)
-def encoded(routes: tuple[tuple[str, str, Any], ...], keyed: bool) -> bytes:
+def encoded(routes: tuple[tuple[str, str, Any], ...], keyed: bool, prefix: str) -> bytes:
     """`document` as JSON: some 10 ms, once."""
-    return msgspec.json.encode(document(routes, keyed))
+    return msgspec.json.encode(document(routes, keyed, prefix))
 
 
-def document(routes: Iterable[Route], keyed: bool) -> Schema:
-    """OpenAPI 3.1 for `routes`; `keyed`: clients must send a key. Raises `KeyError` for a handler that
+def document(routes: Iterable[Route], keyed: bool, prefix: str = "") -> Schema:
+    """OpenAPI 3.1 for `routes`; `keyed`: clients must send a key; `prefix`: what a proxy shows before every
+    path. Raises `KeyError` for a handler that
     `openapi_table` does not know."""
     paths: dict[str, Schema] = {}
     for method, path, handler in routes:
@@ -109,6 +112,8 @@ def document(routes: Iterable[Route], keyed: bool) -> Schema:
         "paths": paths,
         "components": {"schemas": {**_bodies(), **_ERRORS}},
     }
+    if prefix:
+        told["servers"] = [{"url": prefix}]
     if keyed:
         told["components"]["securitySchemes"] = _KEYS
         told["security"] = [{name: []} for name in _KEYS]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import LineTooLong
 
 from app.errors import HttpError, fault
+from app.http.keys import SERVE
 from app.http.reply import error_response
+from core.config import ServeConfig
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +72,29 @@ class Runner(web.AppRunner):
 
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
-        return _Server(server)
+        return _Server(server, root_path(self.app[SERVE]))
+
+
+def root_path(serve: ServeConfig) -> str:
+    """`--root-path` as it stands before a request's path: one slash before it, none behind, or empty."""
+    path = serve.root_path.strip("/")
+    return "/" + quote(path) if path else ""
 
 
 class _Server(web.Server):
-    """The same server, making our connections."""
+    """The same server, making our connections; `prefix` is taken off before anything looks at a path."""
 
-    def __init__(self, made: web.Server) -> None:
+    def __init__(self, made: web.Server, prefix: str) -> None:
+        def request(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
+            url = message.url
+            if url.raw_path.startswith(prefix + "/"):
+                path = url.raw_path.removeprefix(prefix)
+                message = message._replace(url=url.with_path(path, encoded=True, keep_query=True))
+            return made.request_factory(message, *rest)
+
         super().__init__(
             made.request_handler,
-            request_factory=made.request_factory,
+            request_factory=request if prefix else made.request_factory,
             handler_cancellation=made.handler_cancellation,
             **made._kwargs,
         )

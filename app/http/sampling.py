@@ -18,6 +18,8 @@ from core.request import SamplingParams
 from core.request.params import MAX_BIAS
 from core.types import RootKey
 
+SERVED = "default"
+"""A name of the one model: what SGLang's and llama.cpp's clients send who do not know what is served."""
 MAX_N = 128
 MAX_CHOICES = 2048
 """Prompts times n of one request: the largest batch that lm-eval and batch clients send is 1,024.
@@ -51,9 +53,9 @@ def available(service: Service, model: str | None) -> Loaded:
 
 
 def check_model(loaded: Loaded, model: str | None) -> None:
-    """Raise `NotFound` unless `model` is unset or the one served, by its name or by its path: vLLM's
-    bench names the `root` of `/v1/models`."""
-    if model and model not in (loaded.card.name, loaded.card.path):
+    """Raise `NotFound` unless `model` is unset or the one served: by a name, by its path (vLLM's bench names
+    the `root` of `/v1/models`), or by the word for whatever is served."""
+    if model and model not in (*loaded.card.names, loaded.card.path, SERVED):
         raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
 
 

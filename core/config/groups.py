@@ -22,7 +22,10 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             "empty serves SmolLM2-135M-Instruct, fetched once"
         ),
     ] = ""
-    served_model_name: Annotated[str, Meta(description="name clients use; empty takes the model's own")] = ""
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Meta(description="names clients use, the first of which answers carry; none takes the model's own"),
+    ] = ()
     tokenizer: Annotated[str, Meta(description="directory with tokenizer.json, if not the model's")] = ""
     chat_template: Annotated[
         str, Meta(description="file with a Jinja chat template that replaces the model's")
@@ -198,6 +201,19 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, Meta(description="seconds that running requests get to finish after SIGTERM", ge=0)
     ] = 30.0
+    force_include_usage: Annotated[
+        bool, Meta(description="streams end with their usage whether a request asks for it or not")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, Meta(description="log-probabilities name tokens as token_id:N where a request does not say")
+    ] = False
+    root_path: Annotated[
+        str,
+        Meta(
+            description="prefix under which a reverse proxy shows this server; routes answer with and "
+            "without it"
+        ),
+    ] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = (
         "info"
     )
@@ -206,7 +222,12 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 LEAST_STEP = 16
 """Of `ScheduleConfig.step_tokens`, where it is not 0."""
 
-PARSERS = ("tool_parser", "reasoning_parser", "trust_request_chat_template")
+PARSERS = (
+    "tool_parser",
+    "reasoning_parser",
+    "trust_request_chat_template",
+    "return_tokens_as_token_ids",
+)
 """Of `ServeConfig`, what matters without a server too."""
 
 

@@ -48,6 +48,27 @@ def test_a_start_line_of_sglang() -> None:
     )
 
 
+def test_several_served_names() -> None:
+    assert read("serve m --served-model-name a b/c d --port 0").model.served_model_name == ("a", "b/c", "d")
+    assert read("--served-model-name a --port 0").model.served_model_name == ("a",)
+    assert read("--port 0").model.served_model_name == ()
+
+
+def test_flags_that_start_lines_of_others_carry(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = read(
+        "serve m --enable-prompt-tokens-details --structured-outputs-config.backend xgrammar "
+        "--grammar-backend llguidance --cuda-graph-max-bs-decode 64 --cuda-graph-backend-prefill full "
+        "--enable-custom-logit-processor --enable-force-include-usage --return-tokens-as-token-ids "
+        "--root-path /llm/v2 --logprobs-mode processed_logprobs"
+    )
+    assert theirs == read(
+        "--model m --force-include-usage --return-tokens-as-token-ids --root-path /llm/v2 "
+        "--logprobs-mode processed_logprobs"
+    )
+    assert capsys.readouterr().err.count("is ignored") == 6
+    assert (theirs.serve.force_include_usage, theirs.serve.return_tokens_as_token_ids) == (True, True)
+
+
 def test_a_start_line_of_vllm() -> None:
     theirs = read(
         "serve org/m --max-model-len 32K --max-num-seqs 64 --max_num_batched_tokens=8k "

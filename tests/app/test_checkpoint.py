@@ -52,9 +52,9 @@ def directory(tmp_path: Path) -> Path:
 
 def test_a_directory(directory: Path) -> None:
     found = find(directory)
-    assert (found.name, found.kind, found.path, found.tokenizer) == ("tiny", "hf", directory, directory)
+    assert (found.names, found.kind, found.path, found.tokenizer) == (("tiny",), "hf", directory, directory)
     assert (found.eos_ids, found.bos_id, found.vocab_size) == ((2,), 1, 300)
-    assert find(directory, served_model_name="other").name == "other"
+    assert find(directory, served_model_name=("other", "else")).names == ("other", "else")
 
 
 def test_generation_config_names_the_ends(directory: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_gguf_file(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     found = find(path)
-    assert (found.name, found.kind, found.path) == ("tiny", "gguf", path)
+    assert (found.names, found.kind, found.path) == (("tiny",), "gguf", path)
     wanted = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,

@@ -8,11 +8,14 @@ import socket
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.http import sse
 from app.http.chunks import Chunks
 from app.job import Piece
+from app.parsers.registry import REASONING
+from app.service import AnswerDefaults
 from core.errors import Overloaded
 from core.types import Finish, FinishReason
 from tests.app.conftest import Server, Start, until
@@ -181,6 +184,27 @@ async def test_chat_logprobs_and_token_ids_streamed(server: Server) -> None:
     assert ids == whole["choices"][0]["token_ids"] == [72, 108, 32]
     assert events[0]["prompt_token_ids"] == whole["prompt_token_ids"]
     assert not any("prompt_token_ids" in each for event in events[1:] for each in (event, *event["choices"]))
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": HI}),
+        (COMPLETIONS, {"prompt": "abc"}),
+        ("/inference/v1/generate", {"token_ids": [97]}),
+    ],
+)
+async def test_streams_end_with_usage_where_the_operator_says_so(
+    server: Server, path: str, body: dict[str, Any], parsed: bool
+) -> None:
+    loaded = server.service.loaded
+    family = REASONING["think"] if parsed else None
+    told = msgspec.structs.replace(loaded, defaults=AnswerDefaults(usage=True), reasoning=family)
+    server.service.ready(told)
+    *_, last, done = await server.events(path, {**body, "stream": True})
+    assert done == "[DONE]" and json.loads(last)["choices"] == []
+    assert json.loads(last)["usage"]["completion_tokens"] > 0
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -68,10 +68,14 @@ def scores(tiny: tiny_model.Tiny) -> dict[int, Scores]:
 @pytest.fixture(scope="module")
 def settings(tiny: tiny_model.Tiny, tmp_path_factory: pytest.TempPathFactory) -> Config:
     return Config(
-        model=ModelConfig(model=str(tiny.path), device="cpu"),
+        model=ModelConfig(model=str(tiny.path), device="cpu", served_model_name=("first", "second")),
         cache=CacheConfig(kv_tokens=16384),
         schedule=ScheduleConfig(step_tokens=STEP),
-        serve=ServeConfig(data_dir=str(tmp_path_factory.mktemp("data"))),
+        serve=ServeConfig(
+            data_dir=str(tmp_path_factory.mktemp("data")),
+            return_tokens_as_token_ids=True,
+            force_include_usage=True,
+        ),
     )
 
 
@@ -196,7 +200,6 @@ async def test_a_grammar_is_seen_by_default_in_generate_alone(
         "max_tokens": 1,
         "logprobs": 10,
         "structured_outputs": {"regex": "[0-9]"},
-        "return_tokens_as_token_ids": True,
     }
     best = np.argsort(-raw, kind="stable")[:10].tolist()
     close(await told("/generate", native), among, digits)
@@ -208,3 +211,17 @@ async def test_a_grammar_is_seen_by_default_in_generate_alone(
     close(await told("/v1/completions", openai), raw[best], best)
     for mode in ("masked_logprobs", "processed_logprobs"):
         close(await told("/v1/completions", {**openai, "logprobs_mode": mode}), among, digits)
+
+
+async def test_what_the_operator_chose_reaches_answers(client: Client) -> None:
+    body: dict[str, object] = {"prompt": [97], "max_tokens": 1, "logprobs": 0, "model": "second"}
+    answer = await post(client, "/v1/completions", body)
+    assert answer["model"] == "first"
+    (name,) = answer["choices"][0]["logprobs"]["tokens"]
+    assert name.startswith("token_id:")
+    answer = await post(client, "/v1/completions", {**body, "return_tokens_as_token_ids": False})
+    assert not answer["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+    for options in ({}, {"stream_options": {"include_usage": False}}):
+        async with client.post("/v1/completions", json={**body, **options, "stream": True}) as response:
+            *_, last, done, _ = (await response.text()).split("\n\n")
+        assert done == "data: [DONE]" and '"usage":{"prompt_tokens":1,"completion_tokens":1' in last

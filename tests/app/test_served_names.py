@@ -1,0 +1,63 @@
+"""Names of the one model: those the operator gave, its path, and the clients' word for whatever is served."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from app.service import Loaded
+from tests.app.conftest import CARD, Server
+from tests.fakes.tokenizer import ByteTokenizer, JoinTemplate
+
+HI = [{"role": "user", "content": "hi"}]
+NAMES = ("first", "second", "third")
+
+DIALECTS = {
+    "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/messages": {"messages": HI, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/v2/chat": {"messages": HI, "max_tokens": 2},
+    "/api/chat": {"messages": HI, "stream": False},
+    "/api/generate": {"prompt": "a", "stream": False},
+    "/api/show": {},
+    "/v1/embeddings": {"input": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
+    "/inference/v1/generate": {"token_ids": [97], "sampling_params": {"max_tokens": 2}},
+    "/v1/chat/completions/render": {"messages": HI},
+}
+
+
+@pytest.fixture
+def named(server: Server) -> Server:
+    card = msgspec.structs.replace(CARD, name=NAMES[0], aliases=NAMES[1:])
+    server.service.ready(Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine))  # type: ignore[arg-type]
+    return server
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_every_name_is_served_in_every_dialect(named: Server, path: str) -> None:
+    names = [*NAMES, "default"] + ["default:latest", "second:latest"] * path.startswith("/api/")
+    for name in names:
+        status, answer = await named.post(path, {**DIALECTS[path], "model": name})
+        assert status == 200, answer
+        if "model" in answer and not path.startswith("/api/"):  # Ollama's clients get their own word back
+            assert answer["model"] == "first"
+    status, answer = await named.post(path, {**DIALECTS[path], "model": "fourth"})
+    assert status == 404, answer
+
+
+async def test_all_names_are_listed(named: Server) -> None:
+    async with named.http.get("/v1/models") as response:
+        listed = (await response.json())["data"]
+    assert [each["id"] for each in listed] == list(NAMES)
+    for asked, told in [*zip(NAMES, NAMES, strict=True), ("default", "first")]:
+        async with named.http.get(f"/v1/models/{asked}") as response:
+            assert (await response.json())["id"] == told
+    async with named.http.get("/v1/models", headers={"Anthropic-Version": "2023-06-01"}) as response:
+        answer = await response.json()
+    assert (answer["first_id"], answer["last_id"]) == ("first", "third")
+    async with named.http.get("/api/tags") as response:
+        assert [each["name"] for each in (await response.json())["models"]] == list(NAMES)
