@@ -23,7 +23,7 @@ from core.clock import Clock
 from core.errors import ContextExceeded, RequestError, Unavailable
 from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
 from core.request import Pinning, Request, SamplingParams
-from core.request.params import SEED_LIMIT, check
+from core.request.params import SEED_LIMIT, check, check_starts
 from core.stats import EngineStatistics
 from core.types import Ints
 
@@ -224,12 +224,7 @@ class Submitter:
         grammar, pinning = made
         sampling = self._complete(job, len(prompt))
         check(sampling, self._limits.vocab_size, self._limits.processors)
-        if sampling.experts_from > len(prompt):
-            raise RequestError(
-                f"routed_experts_start_len must be between 0 and the prompt's {len(prompt)} tokens, "
-                f"got {sampling.experts_from}.",
-                "routed_experts_start_len",
-            )
+        check_starts(sampling, len(prompt))
         check_stops(job.text.stop, job.text.stop_regex)
         if job.beam is not None:
             return self._search(job, BeamRun(job, prompt, sampling, self._engine, sink), pinning)

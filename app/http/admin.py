@@ -81,9 +81,11 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
 
 
 async def server_info(request: web.Request) -> web.StreamResponse:
-    """Settings and statistics; `internal_states` is where SGLang's bench looks."""
+    """Settings and statistics; `internal_states` and `max_total_num_tokens`, the KV pool's size, are where
+    SGLang's bench looks."""
     service = request.app[SERVICE]
-    statistics = msgspec.to_builtins(service.loaded.engine.statistics())
+    statistics = service.loaded.engine.statistics()
+    pool = statistics.scheduler.cache
     card = msgspec.to_builtins(service.loaded.card)
     return json_response(
         {
@@ -92,7 +94,8 @@ async def server_info(request: web.Request) -> web.StreamResponse:
             "status": service.health.phase.value,
             "started_at": service.started_at,
             "model_card": card,
-            "internal_states": [statistics],
+            "max_total_num_tokens": pool.total * pool.page_size,
+            "internal_states": [msgspec.to_builtins(statistics)],
         }
     )
 

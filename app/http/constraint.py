@@ -19,13 +19,15 @@ _PLAIN: Mapping[str, GrammarKind] = {
     "json_schema": "json_schema",
     "regex": "regex",
     "ebnf": "ebnf",
+    "grammar": "ebnf",
     "structural_tag": "structural_tag",
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "ebnf",
 }
-"""Fields of a body: SGLang's, then vLLM's before 0.12."""
+"""Fields of a body: SGLang's, among them `json_schema` and `grammar` as llama.cpp names them (its GBNF is
+what `ebnf` takes), then vLLM's before 0.12."""
 
 _STRUCTURED: Mapping[str, GrammarKind] = {
     "json": "json_schema",

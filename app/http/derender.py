@@ -4,6 +4,7 @@ of chat or completions."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,16 +28,26 @@ from app.service import Loaded
 from core.errors import RequestError
 from core.types import Finish, FinishReason
 
+_NAMED = re.compile(r"token_id:([0-9]{1,9})")
+
 TAIL = 8
 """Tokens of the prompt that decide how the first of the answer reads."""
 
 
 class Likely(msgspec.Struct, kw_only=True):
-    """A token and how likely it was."""
+    """A token and how likely it was. vLLM names it by `token`, as `token_id:17`."""
 
-    token_id: Int
+    token_id: Int = -1
+    token: str | None = None
     logprob: float
     top_logprobs: list[Likely] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_id != -1:
+            return
+        if (named := _NAMED.fullmatch(self.token or "")) is None:
+            raise ValueError("Expected a `token_id`, or a `token` like `token_id:17`")
+        self.token_id = int(named[1])
 
 
 class Likelihoods(msgspec.Struct, kw_only=True):

@@ -14,15 +14,12 @@ from core.errors import RequestError
 
 Message = dict[str, Any]
 
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-"""Role to the role that templates know. Most templates drop a `developer` message without a word."""
+_RENAMED = {"developer": "system", "function": "tool"}
+"""Role to the role that templates know: most drop a `developer` message without a word. Others reach the
+template as they are: models have their own (Llama's `ipython`, GLM's `observation`)."""
+
+MAX_ROLE = 64
+"""Characters of a role."""
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -33,7 +30,7 @@ _TEMPLATE_OWN = frozenset(
 
 
 def check_messages(messages: list[Message] | None) -> list[Message]:
-    """Messages as templates take them: known roles, text content, tool arguments as objects.
+    """Messages as templates take them: their roles, text content, tool arguments as objects.
 
     Raises `RequestError` naming the message and, for a part that is not text, the part.
     """
@@ -45,10 +42,10 @@ def check_messages(messages: list[Message] | None) -> list[Message]:
 
 def _message(message: Message, param: str) -> Message:
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestError(f"'{param}.role' must be one of {', '.join(_ROLES)}.", f"{param}.role")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
+        raise RequestError(f"'{param}.role' must be a text of 1 to {MAX_ROLE} characters.", f"{param}.role")
     checked = {name: value for name, value in message.items() if value is not None}
-    checked["role"] = _ROLES[role]
+    checked["role"] = _RENAMED.get(role, role)
     checked["content"] = _content(message.get("content"), role, bool(message.get("tool_calls")), param)
     if "tool_calls" in checked:
         checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{param}.tool_calls")

@@ -56,6 +56,7 @@ class Refused(msgspec.Struct, kw_only=True):
     response_format: Any = None
     regex: Any = None
     ebnf: Any = None
+    grammar: Any = None
     json_schema: Any = None
     structural_tag: Any = None
     structured_outputs: Any = None

@@ -50,10 +50,10 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def _names(ids: list[int], loaded: Loaded) -> list[str]:
-    """The text of each token, a slice at a time: 9 million of them took 2.5 s of the loop."""
+    """Each token as the vocabulary spells it, a slice at a time: 9 million of them took 2.5 s of the loop."""
     names: list[str] = []
     for start in range(0, len(ids), SLICE):
-        names += map(loaded.tokenizer.token_text, ids[start : start + SLICE])
+        names += map(loaded.tokenizer.token_name, ids[start : start + SLICE])
         await asyncio.sleep(0)
     return names
 

@@ -235,6 +235,11 @@ class Tokenizer:
         text: str = self._core.decode_batch([list(map(int, ids))], skip_special_tokens=skip_special)[0]
         return text
 
+    def token_name(self, token: int) -> str:
+        """One token as the vocabulary spells it (`Ġthe`, `▁the`, `<0xC3>`); empty for ids outside it."""
+        name: str | None = self._core.id_to_token(token)
+        return name or ""
+
     def token_text(self, token: int) -> str:
         """One token as text, U+FFFD where its bytes are no whole character."""
         return self.token_bytes(token).decode(errors="replace")

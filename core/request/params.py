@@ -145,6 +145,22 @@ def check(params: SamplingParams, vocab_size: int, processors: Collection[str] =
         )
 
 
+def check_starts(params: SamplingParams, prompt_tokens: int) -> None:
+    """Raise `RequestError` where something is asked of prompt tokens behind the prompt's end."""
+    if params.prompt_logprobs >= 0 and params.prompt_logprobs_start >= prompt_tokens:
+        raise RequestError(
+            f"logprob_start_len must be below the prompt's {prompt_tokens} tokens, got "
+            f"{params.prompt_logprobs_start}; -1 asks for none of the prompt's.",
+            "prompt_logprobs_start",
+        )
+    if params.experts_from > prompt_tokens:
+        raise RequestError(
+            f"routed_experts_start_len must be between 0 and the prompt's {prompt_tokens} tokens, "
+            f"got {params.experts_from}.",
+            "routed_experts_start_len",
+        )
+
+
 def _check_support(params: SamplingParams) -> None:
     if params.support and not params.greedy and not 0 < params.top_k <= MAX_SUPPORT:
         raise RequestError(

@@ -44,6 +44,7 @@ CASES: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     ({"response_format": TAG}, GrammarSpec("structural_tag", TAG_TEXT, "response_format")),
     ({"regex": "a+"}, GrammarSpec("regex", "a+", "regex")),
     ({"ebnf": "root ::= 'a'"}, GrammarSpec("ebnf", "root ::= 'a'", "ebnf")),
+    ({"grammar": 'root ::= "a"'}, GrammarSpec("ebnf", 'root ::= "a"', "grammar")),  # llama.cpp's
     ({"json_schema": TEXT}, GrammarSpec("json_schema", TEXT, "json_schema")),
     ({"json_schema": SCHEMA}, GrammarSpec("json_schema", TEXT, "json_schema")),
     ({"structural_tag": TAG}, GrammarSpec("structural_tag", TAG_TEXT, "structural_tag")),

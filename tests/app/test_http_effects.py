@@ -194,6 +194,25 @@ async def test_a_prompt_is_cut_at_either_side(bench: Bench) -> None:
     await settle()
 
 
+@pytest.mark.parametrize(
+    ("role", "shown"),
+    [
+        ("ipython", "ipython"),
+        ("observation", "observation"),
+        ("critic", "critic"),
+        ("developer", "system"),
+        ("function", "tool"),
+    ],
+)
+async def test_any_role_reaches_the_template(server: Server, role: str, shown: str) -> None:
+    for fields in (
+        {"messages": [{"role": role, "content": "x"}]},
+        {"messages": [*HI, {"role": role, "content": "x"}]},
+    ):
+        await ask(server, CHAT, fields)
+        assert f"{shown}: x\n" in str(server.engine.runs[-1].job.prompt)
+
+
 async def test_the_side_reaches_the_engine(server: Server) -> None:
     await ask(server, COMPLETIONS, {"prompt": "abc", "truncate_prompt_tokens": 2, "truncation_side": "right"})
     assert server.engine.runs[-1].job.truncate_end is True

@@ -234,7 +234,7 @@ async def test_tokenize_and_back(server: Server, prefix: str) -> None:
         "tokens": [256, 97, 195, 169],
         "count": 4,
         "max_model_len": 512,
-        "token_strs": ["<s>", "a", "�", "�"],
+        "token_strs": ["<s>", "a", "<0xC3>", "<0xA9>"],  # as the vocabulary spells them
     }
     _, answer = await server.post(f"{prefix}/tokenize", {"prompt": ["a", "bc"], "add_special_tokens": False})
     assert (answer["tokens"], answer["count"]) == ([[97], [98, 99]], [1, 2])
@@ -269,6 +269,7 @@ async def test_models_and_information(server: Server) -> None:
         status, info = await get(server, path)
         assert status == 200 and info["device"] == "cpu"
         assert info["internal_states"][0]["scheduler"]["waiting"] == 2
+        assert info["max_total_num_tokens"] == 1600  # 100 pages of 16
     assert "version" in (await get(server, "/version"))[1]
 
 

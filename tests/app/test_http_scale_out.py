@@ -64,7 +64,7 @@ async def test_one_that_fails_ends_the_others(server: Server) -> None:
         ({"messages": None}, "messages"),
         ({"messages": HI}, "messages"),
         ({"messages": [HI, []]}, "messages[1]"),
-        ({"messages": [HI, [{"role": "king"}]]}, "messages[1][0].role"),
+        ({"messages": [HI, [{"role": ""}]]}, "messages[1][0].role"),
         ({"stream": True}, "stream"),
         ({"n": 2}, "n"),
         ({"input_ids": [1]}, "input_ids"),
@@ -217,6 +217,32 @@ async def test_there_and_back_again(server: Server) -> None:
     assert back["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
+async def test_tokens_may_be_named_by_vllms_word_for_their_ids(server: Server) -> None:
+    """As `/inference/v1/generate` of vLLM names them, in OpenAI's shape of log-probabilities."""
+    best = [
+        {"token": "token_id:72", "logprob": -0.5, "bytes": None},
+        {"token": "token_id:257", "logprob": -2.0},
+    ]
+    content = [{"token": "token_id:72", "logprob": -0.5, "bytes": None, "top_logprobs": best}]
+    made = {"choices": [{"token_ids": [72], "finish_reason": "stop", "logprobs": {"content": content}}]}
+    answer = await ask(server, CHAT + "/derender", {"generate_response": made})
+    (told,) = answer["choices"][0]["logprobs"]["content"]
+    assert (told["token"], told["bytes"], told["logprob"]) == ("H", [72], -0.5)
+    assert [each["token"] for each in told["top_logprobs"]] == ["H", "</s>"]
+    for token in (
+        "H",
+        "token_id:",
+        "token_id:x",
+        "token_id:-1",
+        "token_id:9999",
+        "token_id:" + "9" * 40,
+        None,
+    ):
+        content[0]["token"] = token
+        status, answer = await server.post(CHAT + "/derender", {"generate_response": made})
+        assert status == 400 and answer["error"]["param"].startswith("generate_response"), answer
+
+
 async def test_derendering_without_the_request(server: Server) -> None:
     made = {"choices": [{"index": 0, "token_ids": [*b"Hi!", 257], "finish_reason": "stop"}]}
     answer = await ask(server, CHAT + "/derender", {"generate_response": made, "prompt_tokens": 7})
@@ -252,7 +278,7 @@ CHOICE = {"token_ids": [1], "finish_reason": "stop"}
                     "choices": [{**CHOICE, "logprobs": {"content": [{"token_id": -1, "logprob": 0}]}}]
                 }
             },
-            "generate_response",
+            "generate_response.choices[0].logprobs.content[0]",
         ),
         (CHAT, {"generate_response": {"choices": [CHOICE]}, "chat_request": {}}, "messages"),
         (CHAT, {"generate_response": {"choices": [CHOICE]}, "stream": True}, "stream"),

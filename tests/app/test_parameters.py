@@ -72,6 +72,7 @@ CONSTRAINTS: dict[str, Case] = {
     "response_format": Works({"type": "json_object"}, "json"),
     "regex": Works("a+", 5),
     "ebnf": Works("root ::= 'a'", 5),
+    "grammar": Works('root ::= "a"', 5),
     "json_schema": Works("{}", 5),
     "structural_tag": Works({"structures": [], "triggers": []}, 5),
     "structured_outputs": Works({"regex": "a"}, "x"),

@@ -96,10 +96,13 @@ def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text() -> None:
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
     assert tokenizer.token_text(0xF0) == "\ufffd"
     assert tokenizer.token_bytes(10_000) == tokenizer.token_bytes(-1) == b""
+    assert [tokenizer.token_name(token) for token in tokenizer.encode(" \n").tolist()] == ["Ġ", "Ċ"]
+    assert tokenizer.token_name(10_000) == ""
     tokenizer = Tokenizer(vocabularies.byte_fallback(), {})
     ids = tokenizer.encode(text, add_special=False).tolist()
     assert b"".join(map(tokenizer.token_bytes, ids)) == b" " + text.encode()
-    assert tokenizer.token_text(tokenizer.encode("a", add_special=False)[0]) == " a"
+    token = tokenizer.encode("a", add_special=False).tolist()[0]
+    assert (tokenizer.token_text(token), tokenizer.token_name(token)) == (" a", "▁a")
     assert Tokenizer(vocabularies.word_pieces(), {}).token_bytes(3) == b"happy"
 
 

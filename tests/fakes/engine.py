@@ -16,7 +16,7 @@ from app.text.stops import check_stops
 from core.errors import ContextExceeded, LoomError, RequestError
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.request import Pinning, Request, SamplingParams
-from core.request.params import check
+from core.request.params import check, check_starts
 from core.stats import CacheStatistics, EngineStatistics, Histogram, SchedulerStatistics
 from core.types import Finish, FinishReason, Floats, Ints
 from tests.fakes.tokenizer import VOCAB, ByteTokenizer
@@ -238,6 +238,7 @@ class FakeEngine:
         seed = 7 if job.seed is None else job.seed
         params = msgspec.structs.replace(job.sampling, max_tokens=wanted, seed=seed)
         check(params, VOCAB, self.processors)
+        check_starts(params, len(prompt))
         check_stops(job.text.stop, job.text.stop_regex)
         return prompt, params
 

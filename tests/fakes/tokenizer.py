@@ -55,6 +55,9 @@ class ByteTokenizer:
     def token_id(self, text: str) -> int | None:
         return self.marks.get(text)
 
+    def token_name(self, id: int) -> str:
+        return self.token_text(id) if id < 128 or id > 255 else f"<0x{id:02X}>"
+
     def token_text(self, id: int) -> str:
         return self.token_bytes(id).decode(errors="replace")
 

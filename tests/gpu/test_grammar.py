@@ -134,6 +134,25 @@ async def test_grammars_recurse(compiler: Compiler, source: str) -> None:
     assert not accepts(grammar, "aacb")
 
 
+async def test_grammars_of_llama_cpp(compiler: Compiler) -> None:
+    """GBNF as its own examples write it: comments, names with dashes, classes, repetitions, several lines."""
+    source = """# a list of sums
+root ::= (item "\\n"){1,2}
+item ::= "- " num (
+    ws [-+] ws num
+  )* |
+  "* " some-text
+num  ::= [0-9]{1,3}
+some-text ::= [^\\n0-9]+
+ws   ::= [ \\t]?
+"""
+    grammar = await compiled(compiler, "ebnf", source)
+    for text in ("- 12\n", "- 1 + 2-3\n* ab c\n"):
+        assert accepts(grammar, text), text
+    for text in ("- 1234\n", "- 1", "* a1\n", "- 1\n- 2\n- 3\n"):
+        assert not accepts(grammar, text), text
+
+
 async def test_marks_never_match_inside_strings(compiler: Compiler) -> None:
     """Neither library may write a control token where a client expects text."""
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], **CLOSED}
