@@ -28,6 +28,7 @@ RENAMED: Mapping[str, str] = {
     "--radix-eviction-policy": "--eviction",
     "--kv-cache-dtype": "--kv-dtype",
     "--tool-call-parser": "--tool-parser",
+    "--fastapi-root-path": "--root-path",
     # vLLM
     "--max-model-len": "--context-length",
     "--max-num-seqs": "--max-running",

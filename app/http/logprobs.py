@@ -185,7 +185,7 @@ class CompletionLogprobs:
         entries = [*prompt, *output_entries(piece.tokens, piece.logprobs or ())]
         tokens = [self._namer.text(entry.token) for entry in entries]
         return {
-            "text_offset": offsets + self._offsets.made(piece),
+            "text_offset": (offsets + self._offsets.made(piece))[: len(entries)],
             "token_logprobs": [entry.value for entry in entries],
             "tokens": tokens,
             "top_logprobs": [self._top(name, entry) for name, entry in zip(tokens, entries, strict=True)],

@@ -100,8 +100,7 @@ def encoded(routes: tuple[tuple[str, str, Any], ...], keyed: bool, prefix: str) 
 
 def document(routes: Iterable[Route], keyed: bool, prefix: str = "") -> Schema:
     """OpenAPI 3.1 for `routes`; `keyed`: clients must send a key; `prefix`: what a proxy shows before every
-    path. Raises `KeyError` for a handler that
-    `openapi_table` does not know."""
+    path. Raises `KeyError` for a handler that `openapi_table` does not know."""
     paths: dict[str, Schema] = {}
     for method, path, handler in routes:
         about = About(has=("openapi", "info", "paths")) if handler is openapi else ABOUT[handler]

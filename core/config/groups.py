@@ -40,9 +40,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     logprobs_mode: Annotated[
         LogprobsMode,
         Meta(
-            description="of which distribution log-probabilities are told where a request does not say: the "
-            "model's; the model's among the tokens that a grammar allows, as /generate always does; what the "
-            "token was chosen from"
+            description="of which distribution log-probabilities are told where a request does not say; "
+            "raw_logprobs: the model's, but masked_logprobs in /generate; masked_logprobs: the model's among "
+            "the tokens that a grammar allows; processed_logprobs: what the token was chosen from"
         ),
     ] = "raw_logprobs"
     load_format: Annotated[
