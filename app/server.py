@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,6 +40,9 @@ DRAIN_POLL = 0.02
 FAREWELL = 0.5
 """Seconds between a failure and the exit, for last events to reach the clients."""
 
+PATHS = (("model", "model"), ("model", "tokenizer"), ("model", "chat_template"), ("serve", "data_dir"))
+"""Settings that may name a place on this machine."""
+
 T = TypeVar("T")
 
 
@@ -58,9 +62,7 @@ class Server:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        settings = msgspec.to_builtins(config)
-        settings["serve"].pop("api_key")
-        self._service = Service(settings)
+        self._service = Service(told_settings(config))
         self._stop = asyncio.Event()
         self._failed = False
         self._submitter: Submitter | None = None
@@ -151,6 +153,17 @@ class Server:
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         return work.result() if work.done() else None
+
+
+def told_settings(config: Config) -> dict[str, object]:
+    """The operator's choices as clients may know them: no key, and of a path here its last part."""
+    settings: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
+    del settings["serve"]["api_key"]
+    for group, name in PATHS:
+        place = Path(settings[group][name]).expanduser()
+        if place.is_absolute() or place.exists():  # else it is a hub id, or nothing
+            settings[group][name] = place.name
+    return dict(settings)
 
 
 def bind(host: str, port: int) -> socket.socket:

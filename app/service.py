@@ -78,20 +78,21 @@ _DOES: Mapping[Task, str] = {
 class Control(Generator, Protocol):
     """The engine as HTTP sees it. Owner: event loop."""
 
-    def abort(self, id: str) -> bool:
-        """End one job by id; False when it is not here."""
+    def abort(self, id: str, tenant: str = "") -> bool:
+        """End one job of a tenant by id; False when it is not here."""
         ...
 
-    def abort_all(self) -> int:
-        """End every job; how many there were."""
+    def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
+        """End every job, or a tenant's; how many there were. With a `message` the clients are told of an
+        error."""
         ...
 
     def flush(self) -> bool:
         """Empty the prefix cache; False (and nothing done) while requests run."""
         ...
 
-    def timeline(self, id: str) -> dict[str, object] | None:
-        """Where the time of a recent job went; None when it is not remembered."""
+    def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
+        """Where the time of a tenant's recent job went; None when it is not remembered."""
         ...
 
     def statistics(self) -> EngineStatistics: ...

@@ -12,6 +12,7 @@ from core.errors import NotFound, Overloaded, RequestError
 from core.types import Ints
 
 MAX_SESSIONS = 128
+"""Of all tenants together; each has an equal share."""
 MAX_TOKENS = 2**19
 """Of a session's turns, each with all that came before it: with all sessions 256 MiB at the most. The
 oldest turns go first."""
@@ -57,12 +58,14 @@ class _Session:
 
 
 class Sessions:
-    """All of them, bounded by number, by tokens and by idle time. Owner: event loop."""
+    """Those of one tenant, bounded by number, by tokens and by idle time. Owner: event loop."""
 
-    __slots__ = ("_by_id", "_clock")
+    __slots__ = ("_by_id", "_clock", "_limit")
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, limit: int = MAX_SESSIONS) -> None:
+        """`limit`: how many may be open at once."""
         self._clock = clock
+        self._limit = limit
         self._by_id: dict[str, _Session] = {}
 
     def __len__(self) -> int:
@@ -76,8 +79,8 @@ class Sessions:
             raise RequestError("A session with this id is open.", "session_id", "session_exists")
         if timeout is not None and not 0 < timeout <= MAX_IDLE:
             raise RequestError(f"'timeout' must be above 0 and at most {MAX_IDLE:g} seconds.", "timeout")
-        if len(self._by_id) >= MAX_SESSIONS:
-            raise Overloaded(f"{MAX_SESSIONS} sessions are open, the most this server keeps.")
+        if len(self._by_id) >= self._limit:
+            raise Overloaded(f"{self._limit} sessions are open, the most this server keeps for a key.")
         id = id or secrets.token_hex(16)
         self._by_id[id] = _Session(timeout or IDLE, self._clock())
         return id

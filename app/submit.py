@@ -18,7 +18,7 @@ from app.text.infill import encoded
 from app.text.repetition import RepetitionScanner
 from app.text.stops import StopScanner, check_stops
 from app.text.tokenizer import Tokenizer
-from app.timeline import Timelines, Waits
+from app.timeline import JobKey, Timelines, Waits
 from core.clock import Clock
 from core.errors import ContextExceeded, RequestError, Unavailable
 from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
@@ -77,7 +77,7 @@ class Submitter:
         self._limits = limits
         self._clock = clock
         self._rng = random.SystemRandom()
-        self._runs: dict[str, LiveRun | None] = {}
+        self._runs: dict[JobKey, LiveRun | None] = {}
         self._draining = False
         self._timelines = Timelines(engine.recorder, clock)
 
@@ -88,9 +88,10 @@ class Submitter:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
         if job.max_tokens != 0 and not self._limits.generates:
             raise RequestError("This model does not generate text.", "model", "unsupported_model")
-        if job.id in self._runs:
+        key = job.root.tenant, job.id
+        if key in self._runs:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
-        self._runs[job.id] = None  # the id is taken while the prompt is being encoded
+        self._runs[key] = None  # the id is taken while the prompt is being encoded
         arrived = self._clock()
         try:
             prompt = await self._encode(job)
@@ -100,20 +101,20 @@ class Submitter:
             self._check_open(job)
             run = self._enqueue(job, prompt, (grammar, pinning), sink)
         except BaseException:
-            del self._runs[job.id]
+            del self._runs[key]
             raise
-        self._runs[job.id] = run
+        self._runs[key] = run
         waits = Waits(arrived, encoded - arrived, self._clock() - encoded)
-        self._timelines.open(run.id, run.requests, waits)
-        run.on_done(lambda: self._done(run.id))
+        self._timelines.open(key, run.requests, waits)
+        run.on_done(lambda: self._done(key))
         return run
 
-    def _done(self, id: str) -> None:
-        del self._runs[id]
-        self._timelines.close(id)
+    def _done(self, key: JobKey) -> None:
+        del self._runs[key]
+        self._timelines.close(key)
 
-    def timeline(self, id: str) -> dict[str, object] | None:
-        return self._timelines.of(id)
+    def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
+        return self._timelines.of((tenant, id))
 
     def drain(self) -> None:
         """Take no more jobs; those here go on."""
@@ -123,14 +124,15 @@ class Submitter:
     def idle(self) -> bool:
         return not self._runs and self._engine.idle
 
-    def abort(self, id: str) -> bool:
-        run = self._runs.get(id)
+    def abort(self, id: str, tenant: str = "") -> bool:
+        run = self._runs.get((tenant, id))
         if run is not None:
             run.abort()
         return run is not None
 
-    def abort_all(self, message: str | None = None) -> int:
-        runs = [run for run in self._runs.values() if run is not None]
+    def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
+        whose = self._runs.items()
+        runs = [run for (owner, _), run in whose if run is not None and tenant in (None, owner)]
         for run in runs:
             run.abort(message)
         return len(runs)

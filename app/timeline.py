@@ -33,6 +33,10 @@ class _Entry(NamedTuple):
     created: int
 
 
+JobKey = tuple[str, str]
+"""Tenant and job id: clients choose ids, and those of one tenant may be those of another."""
+
+
 class Timelines:
     """The jobs that run and the last thousand that ended. Owner: event loop."""
 
@@ -41,30 +45,30 @@ class Timelines:
     def __init__(self, recorder: Recorder, clock: Clock) -> None:
         self._recorder = recorder
         self._clock = clock
-        self._open: dict[str, _Entry] = {}
-        self._ended: OrderedDict[str, dict[str, object]] = OrderedDict()
+        self._open: dict[JobKey, _Entry] = {}
+        self._ended: OrderedDict[JobKey, dict[str, object]] = OrderedDict()
 
-    def open(self, id: str, requests: list[Request], waits: Waits) -> None:
+    def open(self, key: JobKey, requests: list[Request], waits: Waits) -> None:
         """A job was queued."""
         recorder = self._recorder
-        self._open[id] = _Entry(requests, waits, recorder.steps, recorder.rows, int(time.time()))
+        self._open[key] = _Entry(requests, waits, recorder.steps, recorder.rows, int(time.time()))
 
-    def close(self, id: str) -> None:
+    def close(self, key: JobKey) -> None:
         """Its last choice ended. What is kept holds no prompt."""
-        self._ended[id] = self._describe(id, self._open.pop(id), running=False)
+        self._ended[key] = self._describe(key, self._open.pop(key), running=False)
         if len(self._ended) > KEPT:
             self._ended.popitem(last=False)
 
-    def of(self, id: str) -> dict[str, object] | None:
+    def of(self, key: JobKey) -> dict[str, object] | None:
         """What is known of a job; None when it is not among them. Times are milliseconds."""
-        entry = self._open.get(id)
-        return self._ended.get(id) if entry is None else self._describe(id, entry, running=True)
+        entry = self._open.get(key)
+        return self._ended.get(key) if entry is None else self._describe(key, entry, running=True)
 
-    def _describe(self, id: str, entry: _Entry, running: bool) -> dict[str, object]:
+    def _describe(self, key: JobKey, entry: _Entry, running: bool) -> dict[str, object]:
         now = self._clock()
         steps, rows = self._recorder.steps - entry.steps, self._recorder.rows - entry.rows
         return {
-            "id": id,
+            "id": key[1],
             "created": entry.created,
             "running": running,
             "total_ms": _ms(now - entry.waits.arrived),

@@ -54,9 +54,10 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class RootKey(msgspec.Struct, frozen=True):
-    """What keeps equal tokens apart in the radix tree: another adapter, another tenant's salt."""
+    """What keeps equal tokens apart in the radix tree: another adapter, another tenant, another salt."""
 
     adapter: str = ""
+    tenant: str = ""
     salt: str = ""
     own: str = ""
     """Of one job alone, whose prompt its tokens do not tell: embeddings. No client can spell it."""

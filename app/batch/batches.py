@@ -14,9 +14,10 @@ import msgspec
 
 from app.batch.records import Batch
 from app.batch.room import Room
-from app.batch.store import Disk, Store
+from app.batch.store import Disk, Page, Store
 from app.batch.work import Answers, Work
 from app.service import Service
+from app.tenant import acting_for
 from core.errors import LoomError, RequestError
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Batches:
     # -- what clients ask --------------------------------------------------------------------------
 
     async def create(
-        self, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None
+        self, owner: str, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None
     ) -> Batch:
         """Take a batch. Its lines are checked later, by the task. Raises `RequestError`."""
         now = int(time.time())
@@ -90,27 +91,27 @@ class Batches:
         )
 
         def put(disk: Disk) -> None:
-            if disk.file(input_file_id).purpose != "batch":
+            if disk.file(owner, input_file_id).purpose != "batch":
                 raise RequestError("The input file's purpose must be 'batch'.", "input_file_id")
             if disk.count_active() >= MAX_ACTIVE:
                 raise RequestError(f"{MAX_ACTIVE} batches wait already.", code="too_many_batches")
-            disk.put_batch(batch)
+            disk.put_batch(owner, batch)
 
         await self.store.run(put)
         self._new.set()
         return batch
 
-    async def get(self, id: str) -> Batch:
+    async def get(self, owner: str, id: str) -> Batch:
         """As it is now. Raises `NotFound`."""
-        return self._live(await self.store.run(lambda disk: disk.batch(id)))
+        return self._live(await self.store.run(lambda disk: disk.batch(owner, id)))
 
-    async def list(self, after: str | None, limit: int) -> list[Batch]:
-        """Newest first."""
-        return [self._live(b) for b in await self.store.run(lambda disk: disk.batches(after, limit))]
+    async def list(self, owner: str, page: Page) -> list[Batch]:
+        """Those of an owner."""
+        return [self._live(b) for b in await self.store.run(lambda disk: disk.batches(owner, page))]
 
-    async def cancel(self, id: str) -> Batch:
+    async def cancel(self, owner: str, id: str) -> Batch:
         """Stop it; results so far are kept. Raises `RequestError` for one that is done."""
-        batch = await self.get(id)
+        batch = await self.get(owner, id)
         if batch.status in ("cancelling", "cancelled"):
             return batch
         if not batch.active or batch.status == "finalizing":
@@ -119,7 +120,7 @@ class Batches:
             return await self._work.cancel()
         now = int(time.time())
         batch = msgspec.structs.replace(batch, status="cancelled", cancelling_at=now, cancelled_at=now)
-        await self.store.run(lambda disk: disk.put_batch(batch))
+        await self.store.run(lambda disk: disk.put_batch(owner, batch))
         return batch
 
     def _live(self, batch: Batch) -> Batch:
@@ -132,11 +133,13 @@ class Batches:
             await self._new.wait()
             self._new.clear()
             try:
-                while not self._closing and (batch := await self.store.run(Disk.next_batch)) is not None:
-                    self._work = Work(batch, self.store, self._answers, service, room)
+                while not self._closing and (found := await self.store.run(Disk.next_batch)) is not None:
+                    owner, batch = found
+                    self._work = Work(owner, batch, self.store, self._answers, service, room)
                     # Whoever cancelled it before it was `_work` has said so on the disk.
-                    if (await self.store.run(partial(Disk.batch, id=batch.id))).active:
-                        await self._work.run()
+                    if (await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))).active:
+                        with acting_for(owner):
+                            await self._work.run()
                     self._work = None
             except (OSError, sqlite3.Error, LoomError) as error:
                 log.error("batches wait %g s for the disk: %s", RETRY, error)

@@ -27,17 +27,28 @@ MAX_STORED = 20 * 2**30
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, purpose TEXT NOT NULL,
-    bytes INTEGER NOT NULL, expires_at INTEGER, doc BLOB NOT NULL
+    bytes INTEGER NOT NULL, expires_at INTEGER, doc BLOB NOT NULL, owner TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, active INTEGER NOT NULL,
-    input TEXT NOT NULL, doc BLOB NOT NULL
+    input TEXT NOT NULL, doc BLOB NOT NULL, owner TEXT NOT NULL DEFAULT ''
 );
 """
+_OWNER = "ALTER TABLE {} ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
+"""For directories from before there were owners: what lies in them is nobody's key's."""
 
 _file = msgspec.json.Decoder(FileRecord).decode
 _batch = msgspec.json.Decoder(Batch).decode
 _encode = msgspec.json.Encoder().encode
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Which part of a list: at most `limit` entries, those after the one named `after`."""
+
+    after: str | None
+    limit: int
+    newest: bool = True
+    """First; else the oldest."""
 
 
 class Disk:
@@ -50,7 +61,9 @@ class Disk:
             self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise Unavailable(f"The directory for files and batches is not usable: {error}.") from error
+            raise Unavailable(
+                f"The directory for files and batches is not usable: {error.strerror}. See --data-dir."
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -63,6 +76,9 @@ class Disk:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=FULL")
         self._db.executescript(_SCHEMA)
+        for table in ("files", "batches"):
+            if not any(row[1] == "owner" for row in self._db.execute(f"PRAGMA table_info({table})")):
+                self._db.execute(_OWNER.format(table))
         for torn in self._files.glob("*.part"):
             torn.unlink()
         self.purge()
@@ -85,17 +101,17 @@ class Disk:
             message = f"Files take {kept} bytes, the most this server keeps. Delete some first."
             raise RequestError(message, "file", "storage_full")
 
-    def add_file(self, record: FileRecord) -> None:
+    def add_file(self, owner: str, record: FileRecord) -> None:
         """Make a file that lies at its path known, or replace what is known of it."""
         self._db.execute(
-            "INSERT INTO files (id, purpose, bytes, expires_at, doc) VALUES (?, ?, ?, ?, ?) "
+            "INSERT INTO files (id, purpose, bytes, expires_at, doc, owner) VALUES (?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (id) DO UPDATE SET bytes = excluded.bytes, doc = excluded.doc",
-            (record.id, record.purpose, record.bytes, record.expires_at, _encode(record)),
+            (record.id, record.purpose, record.bytes, record.expires_at, _encode(record), owner),
         )
 
-    def file(self, id: str) -> FileRecord:
-        """Raises `NotFound`."""
-        row = self._db.execute("SELECT doc FROM files WHERE id = ?", (id,)).fetchone()
+    def file(self, owner: str, id: str) -> FileRecord:
+        """Raises `NotFound`, also for another owner's."""
+        row = self._db.execute("SELECT doc FROM files WHERE id = ? AND owner = ?", (id, owner)).fetchone()
         if row is None:
             raise NotFound(f"No such file: {id[:100]!r}.", "file_id")
         record = _file(row[0])
@@ -103,14 +119,13 @@ class Disk:
             raise NotFound(f"The file {id!r} has expired.", "file_id")
         return record
 
-    def files(self, purpose: str | None, after: str | None, limit: int, newest: bool) -> list[FileRecord]:
-        """At most `limit`, those after the file `after` in that order."""
-        rows = self._page("files", after, limit, newest, "" if purpose is None else purpose)
-        return [_file(doc) for (doc,) in rows]
+    def files(self, owner: str, purpose: str | None, page: Page) -> list[FileRecord]:
+        """Those of an owner, of one purpose where it is named."""
+        return [_file(doc) for (doc,) in self._page("files", owner, page, purpose)]
 
-    def delete_file(self, id: str) -> None:
+    def delete_file(self, owner: str, id: str) -> None:
         """Raises `NotFound`, and `RequestError` while a batch still reads it."""
-        self.file(id)
+        self.file(owner, id)
         row = self._db.execute("SELECT id FROM batches WHERE input = ? AND active", (id,)).fetchone()
         if row is not None:
             raise RequestError(f"The file is the input of {row[0]}, which is not done.", "file_id")
@@ -132,53 +147,53 @@ class Disk:
 
     # -- batches -----------------------------------------------------------------------------------
 
-    def put_batch(self, batch: Batch) -> None:
+    def put_batch(self, owner: str, batch: Batch) -> None:
         """Keep this state of a batch."""
         self._db.execute(
-            "INSERT INTO batches (id, active, input, doc) VALUES (?, ?, ?, ?) "
+            "INSERT INTO batches (id, active, input, doc, owner) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (id) DO UPDATE SET active = excluded.active, doc = excluded.doc",
-            (batch.id, batch.active, batch.input_file_id, _encode(batch)),
+            (batch.id, batch.active, batch.input_file_id, _encode(batch), owner),
         )
 
-    def batch(self, id: str) -> Batch:
-        """Raises `NotFound`."""
-        row = self._db.execute("SELECT doc FROM batches WHERE id = ?", (id,)).fetchone()
+    def batch(self, owner: str, id: str) -> Batch:
+        """Raises `NotFound`, also for another owner's."""
+        row = self._db.execute("SELECT doc FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
         if row is None:
             raise NotFound(f"No such batch: {id[:100]!r}.", "batch_id")
         return _batch(row[0])
 
-    def batches(self, after: str | None, limit: int) -> list[Batch]:
-        """Newest first, at most `limit`, those after the batch `after`."""
-        return [_batch(doc) for (doc,) in self._page("batches", after, limit, True, "")]
+    def batches(self, owner: str, page: Page) -> list[Batch]:
+        """Those of an owner."""
+        return [_batch(doc) for (doc,) in self._page("batches", owner, page)]
 
     def count_active(self) -> int:
         """How many are not done."""
         count: int = self._db.execute("SELECT COUNT(*) FROM batches WHERE active").fetchone()[0]
         return count
 
-    def next_batch(self) -> Batch | None:
-        """The oldest that is not done."""
-        row = self._db.execute("SELECT doc FROM batches WHERE active ORDER BY seq LIMIT 1").fetchone()
-        return None if row is None else _batch(row[0])
+    def next_batch(self) -> tuple[str, Batch] | None:
+        """The oldest that is not done, and its owner."""
+        row = self._db.execute("SELECT owner, doc FROM batches WHERE active ORDER BY seq LIMIT 1").fetchone()
+        return None if row is None else (row[0], _batch(row[1]))
 
-    def _page(
-        self, table: str, after: str | None, limit: int, newest: bool, purpose: str
-    ) -> list[tuple[bytes]]:
+    def _page(self, table: str, owner: str, page: Page, purpose: str | None = None) -> list[tuple[bytes]]:
         # `table` is one of two words of this file; everything a client says is a parameter.
-        where, values = ["1"], list[object]()
-        if after:
-            row = self._db.execute(f"SELECT seq FROM {table} WHERE id = ?", (after,)).fetchone()
+        where, values = ["owner = ?"], list[object]([owner])
+        if page.after:
+            row = self._db.execute(
+                f"SELECT seq FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)
+            ).fetchone()
             if row is None:
-                raise RequestError(f"'after' names {after[:100]!r}, which is not here.", "after")
-            where.append("seq < ?" if newest else "seq > ?")
+                raise RequestError(f"'after' names {page.after[:100]!r}, which is not here.", "after")
+            where.append("seq < ?" if page.newest else "seq > ?")
             values.append(row[0])
-        if purpose:
+        if purpose is not None:
             where.append("purpose = ?")
             values.append(purpose)
-        order = "DESC" if newest else "ASC"
+        order = "DESC" if page.newest else "ASC"
         return self._db.execute(
             f"SELECT doc FROM {table} WHERE {' AND '.join(where)} ORDER BY seq {order} LIMIT ?",
-            (*values, limit),
+            (*values, page.limit),
         ).fetchall()
 
 

@@ -44,7 +44,11 @@ class Work:
     another, goes on where it was. Owner: event loop.
     """
 
-    def __init__(self, batch: Batch, store: Store, answers: Answers, service: Service, room: Room) -> None:
+    def __init__(
+        self, owner: str, batch: Batch, store: Store, answers: Answers, service: Service, room: Room
+    ) -> None:
+        """`owner` is the tenant whose batch it is; `run` is called while acting for it."""
+        self._owner = owner
         self.batch = batch
         self._store = store
         self._answers = answers
@@ -147,7 +151,8 @@ class Work:
                     continue
                 name = f"{self.batch.id}_{field.removesuffix('_file_id')}.jsonl"
                 disk.add_file(
-                    FileRecord(id=id, bytes=size, created_at=now, filename=name, purpose="batch_output")
+                    self._owner,
+                    FileRecord(id=id, bytes=size, created_at=now, filename=name, purpose="batch_output"),
                 )
                 published[field] = id
             return published
@@ -180,7 +185,7 @@ class Work:
 
     async def _set(self, **fields: Any) -> None:
         batch = self.batch = msgspec.structs.replace(self.batch, **fields)
-        await self._store.run(lambda disk: disk.put_batch(batch))
+        await self._store.run(lambda disk: disk.put_batch(self._owner, batch))
 
     # -- lines -------------------------------------------------------------------------------------
 

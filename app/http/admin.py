@@ -21,6 +21,7 @@ from app.http.schema import ABORT, ABORT_MANY
 from app.job import Job
 from app.metrics import CONTENT_TYPE, exposition
 from app.service import Control
+from app.tenant import tenant
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
 
@@ -87,6 +88,7 @@ async def server_info(request: web.Request) -> web.StreamResponse:
     statistics = service.loaded.engine.statistics()
     pool = statistics.scheduler.cache
     card = msgspec.to_builtins(service.loaded.card)
+    del card["path"]
     return json_response(
         {
             **service.settings,
@@ -122,7 +124,7 @@ async def flush_cache(request: web.Request) -> web.StreamResponse:
 async def timeline(request: web.Request) -> web.StreamResponse:
     """Why was it slow: where the time of one recent request went."""
     id = request.match_info["id"]
-    found = request.app[SERVICE].loaded.engine.timeline(id)
+    found = request.app[SERVICE].loaded.engine.timeline(id, tenant())
     if found is None:
         raise NotFound(f"No recent request has the id '{id[:200]}'.", "id", "request_not_found")
     return json_response(found)
@@ -133,7 +135,7 @@ async def abort_request(request: web.Request) -> web.StreamResponse:
     body = decode(ABORT, await read_body(request))
     engine = request.app[SERVICE].loaded.engine
     if body.abort_all:
-        return json_response({"success": True, "aborted": engine.abort_all()})
+        return json_response({"success": True, "aborted": engine.abort_all(tenant=tenant())})
     if not body.rid:
         raise RequestError("Give 'rid', or 'abort_all': true.", "rid")
     aborted = _abort(engine, body.rid)
@@ -159,6 +161,7 @@ async def abort_requests(request: web.Request) -> web.StreamResponse:
 
 def _abort(engine: Control, id: str) -> int:
     """How many jobs ended. The prompts of one request with several are jobs of their own."""
-    if engine.abort(id):
+    whose = tenant()
+    if engine.abort(id, whose):
         return 1
-    return sum(engine.abort(f"{id}-{i}") for i in range(MAX_CHOICES))
+    return sum(engine.abort(f"{id}-{i}", whose) for i in range(MAX_CHOICES))

@@ -11,6 +11,7 @@ from app.http.anthropic_input import chat_messages
 from app.http.anthropic_schema import Block, MessagesBody
 from app.http.sampling import MAX_NAME
 from app.job import Keep
+from app.tenant import tenant
 from app.watch import WatchedRun
 from core.errors import RequestError
 
@@ -45,7 +46,8 @@ def kept(body: MessagesBody, prompt: str) -> Keep | None:
         return None
     marks = tuple((_position(body, prompt, place), seconds) for seconds, place in last.items())
     user = (body.metadata or {}).get("user_id")
-    return Keep(owner=user[:MAX_NAME] if isinstance(user, str) else "", marks=marks)
+    named = user[:MAX_NAME] if isinstance(user, str) else ""
+    return Keep(owner=tenant() or named, marks=marks)
 
 
 def _marks(body: MessagesBody) -> Iterator[_Mark]:

@@ -6,10 +6,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from app.batch.store import Page
 from app.http.body import decode, read_body
 from app.http.files import page, page_limit
 from app.http.keys import BATCHES
 from app.http.reply import json_response
+from app.tenant import tenant
 from core.errors import RequestError
 
 MAX_METADATA = 16
@@ -39,24 +41,26 @@ async def create(request: web.Request) -> web.StreamResponse:
         raise RequestError(f"'endpoint' must be one of {', '.join(batches.endpoints)}.", "endpoint")
     _check_metadata(body.metadata)
     window = body.completion_window or "24h"
-    return json_response(await batches.create(body.input_file_id, body.endpoint, window, body.metadata))
+    return json_response(
+        await batches.create(tenant(), body.input_file_id, body.endpoint, window, body.metadata)
+    )
 
 
 async def batches(request: web.Request) -> web.StreamResponse:
     """The list, newest first."""
     limit = page_limit(request.query.get("limit"), 20, 100)
-    listed = await request.app[BATCHES].list(request.query.get("after"), limit + 1)
+    listed = await request.app[BATCHES].list(tenant(), Page(request.query.get("after"), limit + 1))
     return json_response(page(listed, limit))
 
 
 async def batch(request: web.Request) -> web.StreamResponse:
     """One batch."""
-    return json_response(await request.app[BATCHES].get(request.match_info["id"]))
+    return json_response(await request.app[BATCHES].get(tenant(), request.match_info["id"]))
 
 
 async def cancel(request: web.Request) -> web.StreamResponse:
     """Stop one; its results so far become files."""
-    return json_response(await request.app[BATCHES].cancel(request.match_info["id"]))
+    return json_response(await request.app[BATCHES].cancel(tenant(), request.match_info["id"]))
 
 
 def _check_metadata(metadata: dict[str, str] | None) -> None:

@@ -16,10 +16,11 @@ from aiohttp.multipart import MultipartReader
 from aiohttp.typedefs import Handler
 
 from app.batch.records import Batch, FileRecord
-from app.batch.store import Disk, Store
+from app.batch.store import Disk, Page, Store
 from app.errors import HttpError
 from app.http.keys import BATCHES
 from app.http.reply import json_response
+from app.tenant import tenant
 from core.errors import BodyTooLarge, RequestError
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ async def upload(request: web.Request) -> web.StreamResponse:
         raise _too_large()
     store = request.app[BATCHES].store
     await store.run(Disk.check_room)
-    receipt = Upload(store)
+    receipt = Upload(store, tenant())
     try:
         try:
             await receipt.read(await request.multipart())
@@ -61,10 +62,11 @@ async def upload(request: web.Request) -> web.StreamResponse:
 class Upload:
     """A form on its way to the disk. Owner: event loop; the file is touched in the store's thread."""
 
-    __slots__ = ("_fields", "_file", "_id", "_name", "_size", "_store")
+    __slots__ = ("_fields", "_file", "_id", "_name", "_owner", "_size", "_store")
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, owner: str) -> None:
         self._store = store
+        self._owner = owner
         self._id = f"file-{secrets.token_hex(12)}"
         self._file: int | None = None
         self._name: str | None = None
@@ -106,7 +108,7 @@ class Upload:
             disk.purge()
             self._shut(sync=True)
             disk.path(f"{self._id}.part").rename(disk.path(self._id))
-            disk.add_file(record)
+            disk.add_file(self._owner, record)
 
         await self._store.run(keep)
         return record
@@ -178,21 +180,21 @@ async def files(request: web.Request) -> web.StreamResponse:
     query = request.query
     purpose, after, newest = query.get("purpose"), query.get("after"), query.get("order") != "asc"
     limit = page_limit(query.get("limit"), 10_000, 10_000)
-    store = request.app[BATCHES].store
-    listed = await store.run(lambda disk: disk.files(purpose, after, limit + 1, newest))
+    store, asked, owner = request.app[BATCHES].store, Page(after, limit + 1, newest), tenant()
+    listed = await store.run(lambda disk: disk.files(owner, purpose, asked))
     return json_response(page(listed, limit))
 
 
 async def file(request: web.Request) -> web.StreamResponse:
     """One file's record."""
-    id = request.match_info["id"]
-    return json_response(await request.app[BATCHES].store.run(lambda disk: disk.file(id)))
+    id, owner = request.match_info["id"], tenant()
+    return json_response(await request.app[BATCHES].store.run(lambda disk: disk.file(owner, id)))
 
 
 async def content(request: web.Request) -> web.StreamResponse:
     """One file's bytes."""
-    id = request.match_info["id"]
-    path = await request.app[BATCHES].store.run(lambda disk: disk.path(disk.file(id).id))
+    id, owner = request.match_info["id"], tenant()
+    path = await request.app[BATCHES].store.run(lambda disk: disk.path(disk.file(owner, id).id))
     # Never shown by a browser as what the client that uploaded it says it is.
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
     return web.FileResponse(path, headers=headers)
@@ -200,8 +202,8 @@ async def content(request: web.Request) -> web.StreamResponse:
 
 async def delete(request: web.Request) -> web.StreamResponse:
     """Remove a file, unless a batch still needs it."""
-    id = request.match_info["id"]
-    await request.app[BATCHES].store.run(lambda disk: disk.delete_file(id))
+    id, owner = request.match_info["id"], tenant()
+    await request.app[BATCHES].store.run(lambda disk: disk.delete_file(owner, id))
     return json_response({"id": id, "object": "file", "deleted": True})
 
 

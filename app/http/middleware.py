@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
 import secrets
@@ -17,6 +15,7 @@ from app.errors import HttpError, fault
 from app.http.keys import REQUEST_ID, WARNINGS
 from app.http.reply import error_response
 from app.http.warning import HEADER, header_value, warnings
+from app.tenant import Keys, acting_for
 from core.errors import LoomError
 
 log = logging.getLogger(__name__)
@@ -60,41 +59,21 @@ def sent_key(request: web.Request) -> str:
     return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _admit(request: web.Request, keys: Keys) -> str:
+    """The tenant of a request. Raises `HttpError` 401 for a key that is not accepted."""
+    found = keys.tenant(sent_key(request))
+    if found is None and request.path not in OPEN_PATHS:
+        raise HttpError(
+            401,
+            "Incorrect API key provided. Send it as 'Authorization: Bearer KEY'.",
+            "invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return found or ""
 
 
-def owner(request: web.Request) -> str:
-    """Whose a stored thing is: a digest of the key it was sent with, empty without one."""
-    key = sent_key(request)
-    return _digest(key).hex() if key else ""
-
-
-class Guard:
-    """Checks the key of a request. Without a configured key everything passes."""
-
-    __slots__ = ("_digest",)
-
-    def __init__(self, api_key: str) -> None:
-        self._digest = _digest(api_key) if api_key else None
-
-    def check(self, request: web.Request) -> None:
-        """Raise `HttpError` 401. Digests are compared, in constant time: neither the key's content
-        nor its length shows in how long a refusal takes."""
-        if self._digest is None or request.path in OPEN_PATHS:
-            return
-        if not hmac.compare_digest(_digest(sent_key(request)), self._digest):
-            raise HttpError(
-                401,
-                "Incorrect API key provided. Send it as 'Authorization: Bearer KEY'.",
-                "invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-
-def make_edge(api_key: str) -> Middleware:
+def make_edge(keys: Keys) -> Middleware:
     """The one middleware. Outermost: whatever leaves it is an answer or the client's own end."""
-    guard = Guard(api_key)
 
     @web.middleware
     async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -103,7 +82,7 @@ def make_edge(api_key: str) -> Middleware:
         status = CLIENT_GONE
         try:
             with warnings() as request[WARNINGS]:
-                response = await _answer(request, handler, guard)
+                response = await _answer(request, handler, keys)
             status = response.status
             return response
         finally:
@@ -123,12 +102,12 @@ def make_edge(api_key: str) -> Middleware:
     return edge
 
 
-async def _answer(request: web.Request, handler: Handler, guard: Guard) -> web.StreamResponse:
+async def _answer(request: web.Request, handler: Handler, keys: Keys) -> web.StreamResponse:
     try:
         if request.method == "OPTIONS":
             return _preflight(request)
-        guard.check(request)
-        return await handler(request)
+        with acting_for(_admit(request, keys)):
+            return await handler(request)
     except LoomError as error:
         return _error(request, error)
     except web.HTTPException as error:

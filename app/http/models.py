@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from aiohttp import web
 
-from app.http.keys import SERVICE
+from app.http.keys import SERVE, SERVICE
 from app.http.reply import json_response
 from app.http.sampling import check_model
 from app.service import Loaded
@@ -22,7 +22,7 @@ def _model(loaded: Loaded, name: str) -> dict[str, object]:
         "object": "model",
         "created": card.created,
         "owned_by": "loom",
-        "root": card.path,
+        "root": card.name,
         "parent": None,
         "max_model_len": card.context_length,
     }
@@ -56,12 +56,14 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 
 async def model_info(request: web.Request) -> web.StreamResponse:
-    """SGLang's names for what the model is; its bench takes the tokenizer from here."""
+    """SGLang's names for what the model is. Its bench takes the tokenizer from here: where the server is open
+    to all, by its path on this machine; holders of keys learn the name alone."""
     card = request.app[SERVICE].loaded.card
+    place = card.name if request.app[SERVE].api_key else card.path
     return json_response(
         {
-            "model_path": card.path,
-            "tokenizer_path": card.path,
+            "model_path": place,
+            "tokenizer_path": place,
             "served_model_name": card.name,
             "is_generation": card.task == "generate",
             "architecture": card.architecture,

@@ -44,6 +44,7 @@ from app.http.sse import EventStream
 from app.http.thinking import bounded, thinking_budget
 from app.job import Generator, Job, Sink
 from app.service import Loaded
+from app.tenant import tenant
 from core.errors import RequestError
 from core.types import Floats
 
@@ -82,7 +83,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
         job = await encoded(jobs[0], loaded)
-        with taking_part(request.app[SESSIONS], body.session_params, job, loaded) as part:
+        with taking_part(request.app[SESSIONS][tenant()], body.session_params, job, loaded) as part:
             return await _answer(request, body, engine, [part.job], watch=part.watch)
     except RequestError as error:
         error.param = _renamed(error.param)

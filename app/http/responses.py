@@ -13,7 +13,6 @@ from app.errors import fault
 from app.http.body import decode, read_body
 from app.http.delivery import Delivery, running, spaced
 from app.http.keys import SERVICE
-from app.http.middleware import owner
 from app.http.reply import json_response
 from app.http.responses_events import Doc, ResponseEvents, ending
 from app.http.responses_live import DIALECT, RESPONSES, Live, Responses
@@ -24,6 +23,7 @@ from app.http.sse import EventStream
 from app.job import Piece
 from app.responses import Record
 from app.service import Loaded
+from app.tenant import tenant
 from app.watch import WatchedRun, Watcher
 from core.errors import LoomError, RequestError
 from core.types import Finish
@@ -62,7 +62,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     body = decode(BODY, await read_body(request))
     loaded = ready(request.app[SERVICE], body.model)
     responses = request.app[RESPONSES]
-    turn = await make_turn(body, owner(request), responses.store, loaded)
+    turn = await make_turn(body, tenant(), responses.store, loaded)
     if body.background:
         live = await responses.start(turn, loaded)
         return await live.follow(request, 0) if body.stream else json_response(live.doc)
@@ -116,7 +116,7 @@ def _watcher(turn: Turn, loaded: Loaded) -> Watcher:
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """A response as it is now, or with `stream=true` the events of one made in the background after
     number `starting_after`."""
-    id, whose = request.match_info["id"], owner(request)
+    id, whose = request.match_info["id"], tenant()
     responses = request.app[RESPONSES]
     after = _number(request, "starting_after", -1, 2**31)
     streamed = request.query.get("stream", "").lower() in ("true", "1")
@@ -155,7 +155,7 @@ def _not_streamed() -> RequestError:
 async def input_items(request: web.Request) -> web.StreamResponse:
     """The request's own items, newest first unless asked otherwise; those before are with the
     responses before."""
-    id, whose = request.match_info["id"], owner(request)
+    id, whose = request.match_info["id"], tenant()
     responses = request.app[RESPONSES]
     live = responses.live(whose, id)
     if live is not None:
@@ -198,7 +198,7 @@ def _number(request: web.Request, name: str, default: int, most: int) -> int:
 
 async def delete(request: web.Request) -> web.StreamResponse:
     """Forget one; one that is being made is ended first."""
-    id, whose = request.match_info["id"], owner(request)
+    id, whose = request.match_info["id"], tenant()
     responses = request.app[RESPONSES]
     if responses.live(whose, id) is not None:
         await responses.cancel(whose, id)
@@ -208,7 +208,7 @@ async def delete(request: web.Request) -> web.StreamResponse:
 
 async def cancel(request: web.Request) -> web.StreamResponse:
     """End one that is made in the background."""
-    return json_response(await request.app[RESPONSES].cancel(owner(request), request.match_info["id"]))
+    return json_response(await request.app[RESPONSES].cancel(tenant(), request.match_info["id"]))
 
 
 async def input_tokens(request: web.Request) -> web.StreamResponse:
@@ -217,7 +217,7 @@ async def input_tokens(request: web.Request) -> web.StreamResponse:
     loaded = request.app[SERVICE].loaded
     check_model(loaded, body.model)
     asked = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)
-    turn = await make_turn(asked, owner(request), request.app[RESPONSES].store, loaded)
+    turn = await make_turn(asked, tenant(), request.app[RESPONSES].store, loaded)
     prompt = turn.job.prompt
     if isinstance(prompt, str):
         prompt = await loaded.tokenizer.encode_async(prompt, turn.job.add_special_tokens, "input")

@@ -44,7 +44,8 @@ from app.http.tokens import detokenize, tokenize
 from app.http.whole import ANSWERS
 from app.responses import Store as ResponseStore
 from app.service import Service
-from app.sessions import Sessions
+from app.sessions import MAX_SESSIONS, Sessions
+from app.tenant import Keys
 from core.clock import monotonic
 from core.config import ServeConfig
 from core.env import cache_dir
@@ -106,14 +107,16 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 
 def make_app(service: Service, serve: ServeConfig) -> web.Application:
     """The application; `app.http.runner.Runner` serves it."""
-    app = web.Application(middlewares=[make_edge(serve.api_key)], client_max_size=serve.max_body)
+    keys = Keys(serve.api_key)
+    app = web.Application(middlewares=[make_edge(keys)], client_max_size=serve.max_body)
     app[SERVICE] = service
     app[SERVE] = serve
     app[BURST] = Burst()
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
     app[BATCHES] = Batches(Store(data), ANSWERS)
     app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))
-    app[sessions.SESSIONS] = Sessions(monotonic)
+    share = max(MAX_SESSIONS // len(keys.tenants), 1)
+    app[sessions.SESSIONS] = {each: Sessions(monotonic, share) for each in keys.tenants}
     app.on_cleanup.append(_close)
     app.on_response_prepare.append(decorate)
     for method, path, handler in TABLE:

@@ -12,6 +12,7 @@ from app.http.prompts import check_ids
 from app.http.schema import Generation, NativeSampling, Refused, RepetitionDetection
 from app.job import Keep, Repetition, TextOptions
 from app.service import Loaded, ModelCard, Service
+from app.tenant import tenant
 from app.text.repetition import MAX_LENGTH
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
@@ -53,9 +54,9 @@ def available(service: Service, model: str | None) -> Loaded:
 
 
 def check_model(loaded: Loaded, model: str | None) -> None:
-    """Raise `NotFound` unless `model` is unset or the one served: by a name, by its path (vLLM's bench names
-    the `root` of `/v1/models`), or by the word for whatever is served."""
-    if model and model not in (*loaded.card.names, loaded.card.path, SERVED):
+    """Raise `NotFound` unless `model` is unset or the one served: by a name, or by the word for whatever is
+    served."""
+    if model and model not in (*loaded.card.names, SERVED):
         raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
 
 
@@ -236,18 +237,18 @@ def _listed(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def root_key(cache_salt: str | None, extra_key: str | None) -> RootKey:
-    """What keeps this tenant's prefixes apart."""
+    """What keeps prefixes apart: those of different tenants, and within one those of different salts."""
     for param, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
         if value is not None and len(value) > MAX_NAME:
             raise RequestError(f"'{param}' is longer than {MAX_NAME} characters.", param)
     # A pair of strings without a separator would let one salt spell another's pair.
     salt = f"{len(cache_salt or '')}:{cache_salt or ''}{extra_key or ''}" if cache_salt or extra_key else ""
-    return RootKey(salt=salt)
+    return RootKey(tenant=tenant(), salt=salt)
 
 
 def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
     """What `prompt_cache_key` and `prompt_cache_retention` ask for: the prompt is to be found again. It
-    counts against the share of its tenant, where a salt tells tenants apart, and of its key otherwise."""
+    counts against the share of its tenant, which an API key tells, else a salt, else `prompt_cache_key`."""
     if retention is not None and retention not in RETENTION:
         raise RequestError(
             f"'prompt_cache_retention' must be one of {', '.join(RETENTION)}.", "prompt_cache_retention"
@@ -257,7 +258,7 @@ def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
     if key is not None and len(key) > MAX_NAME:
         raise RequestError(f"'prompt_cache_key' is longer than {MAX_NAME} characters.", "prompt_cache_key")
     seconds = RETENTION["in_memory" if retention is None else retention]
-    return Keep(owner=root.salt or key or "", marks=((None, seconds),))
+    return Keep(owner=root.tenant or root.salt or key or "", marks=((None, seconds),))
 
 
 def priority(value: int | None) -> int:

@@ -17,10 +17,12 @@ from app.http.sampling import job_id, ready
 from app.job import Job, Piece, Sink
 from app.service import Loaded
 from app.sessions import SessionParams, Sessions
+from app.tenant import tenant
 from core.errors import RequestError
 from core.types import FinishReason
 
-SESSIONS = web.AppKey("sessions", Sessions)
+SESSIONS = web.AppKey("sessions", dict[str, Sessions])
+"""By tenant."""
 
 
 class OpenBody(msgspec.Struct, kw_only=True):
@@ -44,7 +46,7 @@ async def open_session(request: web.Request) -> web.StreamResponse:
     body = decode(OPEN, await read_body(request) or b"{}")
     ready(request.app[SERVICE], None)
     name = job_id(body.session_id, "", "session_id")
-    return json_response(request.app[SESSIONS].open(name or None, body.timeout))
+    return json_response(request.app[SESSIONS][tenant()].open(name or None, body.timeout))
 
 
 async def close_session(request: web.Request) -> web.StreamResponse:
@@ -53,7 +55,7 @@ async def close_session(request: web.Request) -> web.StreamResponse:
     ready(request.app[SERVICE], None)
     if not body.session_id:
         raise RequestError("'session_id' is missing.", "session_id")
-    return json_response({"success": request.app[SESSIONS].close(body.session_id)})
+    return json_response({"success": request.app[SESSIONS][tenant()].close(body.session_id)})
 
 
 class Part:

@@ -101,7 +101,8 @@ class Store:
                 self._disk = Disk(self._root, self._limit)
             return work(self._disk)
         except (OSError, sqlite3.Error) as error:
-            raise Unavailable(f"Stored responses cannot be reached: {error}.") from error
+            reason = getattr(error, "strerror", None) or type(error).__name__  # which names no path of ours
+            raise Unavailable(f"Stored responses cannot be reached: {reason}.") from error
 
     def _shut(self) -> None:
         if self._disk is not None:

@@ -161,7 +161,13 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
-    api_key: Annotated[str, Meta(description="clients must send it as a bearer token; empty: open")] = ""
+    api_key: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="keys, of which clients must send one as a bearer token; what is stored or cached "
+            "for one is not there for another; none: open to all"
+        ),
+    ] = ()
     control_routes: Annotated[
         bool, Meta(description="serve the routes that pause, put to sleep, profile and reload the server")
     ] = False

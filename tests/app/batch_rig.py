@@ -41,10 +41,16 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Rig:
-    """Use as a context. `auto` steps the device by itself, in a task."""
+    """Use as a context. `auto` steps the device by itself, in a task; its client has the first of `keys`."""
 
     def __init__(
-        self, data: Path, auto: bool = True, rows: int = 8, pages: int = 513, **schedule: Any
+        self,
+        data: Path,
+        auto: bool = True,
+        rows: int = 8,
+        pages: int = 513,
+        keys: tuple[str, ...] = (),
+        **schedule: Any,
     ) -> None:
         capabilities = Capabilities(
             num_pages=pages,
@@ -64,7 +70,8 @@ class Rig:
         self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
         self.room = Room(self.engine, capabilities)
         self.service = Service({})
-        self.app = make_app(self.service, ServeConfig(data_dir=str(data)))
+        self.app = make_app(self.service, ServeConfig(data_dir=str(data), api_key=keys))
+        self.keys = keys
         self.batches = self.app[BATCHES]
         self.data = data
         self.auto = auto
@@ -79,7 +86,7 @@ class Rig:
         listener.bind(("127.0.0.1", 0))
         await web.SockSite(self.runner, listener).start()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self.client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=(*self.keys, "none")[0], max_retries=0)
         self.http = aiohttp.ClientSession(self.url)
         self.service.ready(self.loaded)
         self.batches.start(self.service, self.room)

@@ -445,7 +445,7 @@ async def test_errors(client: anthropic.AsyncAnthropic, server: Server, start: S
     await fails(anthropic.InternalServerError, "overloaded_error")
     server.engine.refusal = RuntimeError("a bug")
     await fails(anthropic.InternalServerError, "api_error")
-    locked = await start(ServeConfig(api_key="right", max_body=2000))
+    locked = await start(ServeConfig(api_key=("right",), max_body=2000))
     async with anthropic.AsyncAnthropic(base_url=locked.url, api_key="wrong", max_retries=0) as stranger:
         with pytest.raises(anthropic.AuthenticationError) as refused:
             await stranger.messages.create(**body())

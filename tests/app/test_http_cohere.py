@@ -309,7 +309,7 @@ async def test_every_error_on_these_paths_has_the_shape(server: Server, start: S
     await fails(server, "GET", "/cohere/v1/nothing", 404)
     await fails(server, "POST", THEIRS, 400)
     await fails(server, "POST", URL, 404, body(model="command"))
-    await fails(await start(ServeConfig(api_key="k")), "POST", URL, 401, body())
+    await fails(await start(ServeConfig(api_key=("k",))), "POST", URL, 401, body())
     server.engine.refusal = Overloaded("full")
     await fails(server, "POST", URL, 429, body())
     server.engine.refusal = Unavailable("draining")

@@ -160,7 +160,7 @@ async def test_files_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         old = FileRecord(
             id=file.id, bytes=3, created_at=0, filename="a", purpose="batch", expires_at=int(time.time()) - 1
         )
-        await rig.batches.store.run(lambda disk: (disk.delete_file(file.id), disk.add_file(old)))
+        await rig.batches.store.run(lambda disk: (disk.delete_file("", file.id), disk.add_file("", old)))
         with pytest.raises(openai.NotFoundError, match="expired"):
             await rig.client.files.retrieve(file.id)
         await rig.upload(b"{}\n")

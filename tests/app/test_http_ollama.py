@@ -183,7 +183,7 @@ async def test_errors_are_texts(
 
 
 async def test_a_key_is_asked_for(start: Start) -> None:
-    server = await start(ServeConfig(api_key="k"))
+    server = await start(ServeConfig(api_key=("k",)))
     status, answer = await server.post(CHAT, {"messages": HI})
     assert status == 401 and isinstance(answer["error"], str)
 

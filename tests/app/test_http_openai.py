@@ -84,7 +84,7 @@ async def test_failure_mid_stream_raises(client: openai.AsyncOpenAI, server: Ser
 
 
 async def test_key(start: Start) -> None:
-    server = await start(ServeConfig(api_key="right"))
+    server = await start(ServeConfig(api_key=("right",)))
     for key, fails in (("right", False), ("wrong", True)):
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0) as client:
             if fails:

@@ -261,7 +261,9 @@ async def test_a_stream_can_be_built_on_as_soon_as_it_says_so(
     assert prompt(server).startswith(f"user: one\nassistant: {SAID}")
 
 
-async def test_another_key_sees_nothing(client: openai.AsyncOpenAI) -> None:
+async def test_another_key_sees_nothing(start: Start, tmp_path: Path) -> None:
+    server = await start(ServeConfig(api_key=("one", "other"), data_dir=str(tmp_path)))
+    client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="one", max_retries=0)
     made = await client.responses.create(model="org/tiny", input="hi")
     other = client.with_options(api_key="other")
     for ask in (
@@ -273,6 +275,7 @@ async def test_another_key_sees_nothing(client: openai.AsyncOpenAI) -> None:
             await ask
     with pytest.raises(openai.BadRequestError, match="not found"):
         await other.responses.create(model="org/tiny", input="hi", previous_response_id=made.id)
+    await client.close()
 
 
 async def test_not_stored(client: openai.AsyncOpenAI, start: Start, tmp_path: Path) -> None:
@@ -400,7 +403,7 @@ async def test_errors(client: openai.AsyncOpenAI, server: Server) -> None:
 
 
 async def test_key(start: Start, tmp_path: Path) -> None:
-    server = await start(ServeConfig(api_key="right", data_dir=str(tmp_path)))
+    server = await start(ServeConfig(api_key=("right",), data_dir=str(tmp_path)))
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError):
             await client.responses.retrieve("resp_0")

@@ -256,7 +256,7 @@ async def test_models_and_information(server: Server) -> None:
         "object": "model",
         "created": 1_700_000_000,
         "owned_by": "loom",
-        "root": "/models/tiny",
+        "root": "org/tiny",
         "parent": None,
         "max_model_len": 512,
     }
@@ -376,7 +376,7 @@ async def test_health_generate_runs_a_token_within_a_deadline(
 
 
 async def test_without_the_key_every_route_is_closed_but_the_open_ones(start: Start) -> None:
-    server = await start(ServeConfig(api_key="s3cret"))
+    server = await start(ServeConfig(api_key=("s3cret",)))
     wrong: list[dict[str, str]] = [
         {},
         {"Authorization": "Bearer s3cre"},
@@ -410,7 +410,7 @@ async def test_without_the_key_every_route_is_closed_but_the_open_ones(start: St
 
 
 async def test_cors(start: Start) -> None:
-    server = await start(ServeConfig(api_key="k"))
+    server = await start(ServeConfig(api_key=("k",)))
     asked = "authorization,content-type,x-stainless-lang,x-request-id"
     headers = {
         "Origin": "http://a",
@@ -519,7 +519,7 @@ async def test_a_body_in_a_hundred_thousand_chunks(server: Server) -> None:
 
 async def test_whoever_asks_whether_there_is_a_server_is_told(start: Start) -> None:
     """Claude Code and Ollama send HEAD / before anything else, without a key."""
-    server = await start(ServeConfig(api_key="secret"))
+    server = await start(ServeConfig(api_key=("secret",)))
     async with server.http.head("/") as response:
         assert response.status == 200 and not await response.read()
     async with server.http.get("/") as response:

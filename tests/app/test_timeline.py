@@ -16,7 +16,7 @@ def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
     timelines = Timelines(recorder, h.clock)
     h.request(range(50, 58), max_tokens=2)
     request = h.request(range(40), max_tokens=3)
-    timelines.open("job", [request], Waits(h.clock.now, 0.25, 0.5))
+    timelines.open(("", "job"), [request], Waits(h.clock.now, 0.25, 0.5))
     while request.finish is None:
         h.clock.now += 1.0
         h.turn()
@@ -24,10 +24,10 @@ def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
         if len(request.output) == 1 and not request.retractions:
             request.first_token_at = h.clock.now
             h.scheduler.retract(request)
-    live = timelines.of("job")
+    live = timelines.of(("", "job"))
     assert live is not None and live["running"] is True
-    timelines.close("job")
-    told = timelines.of("job")
+    timelines.close(("", "job"))
+    told = timelines.of(("", "job"))
     assert told is not None
     assert (told["running"], told["encoding_ms"], told["grammar_ms"]) == (False, 250.0, 500.0)
     assert told["mean_rows"] == 2.0
@@ -47,13 +47,14 @@ def test_what_ended_long_ago_is_forgotten() -> None:
     timelines = Timelines(Recorder(h.clock), h.clock)
     request = h.request(range(4))
     for number in range(KEPT + 1):
-        timelines.open(str(number), [request], Waits(0.0, 0.0, 0.0))
-        timelines.close(str(number))
-    assert timelines.of("0") is None
-    assert timelines.of(str(KEPT)) is not None
+        timelines.open(("", str(number)), [request], Waits(0.0, 0.0, 0.0))
+        timelines.close(("", str(number)))
+    assert timelines.of(("", "0")) is None
+    assert timelines.of(("", str(KEPT))) is not None
+    assert timelines.of(("another", str(KEPT))) is None
 
 
 @pytest.mark.parametrize("id", ["never", ""])
 def test_an_unknown_id_is_none(id: str) -> None:
     h = Harness()
-    assert Timelines(Recorder(h.clock), h.clock).of(id) is None
+    assert Timelines(Recorder(h.clock), h.clock).of(("", id)) is None

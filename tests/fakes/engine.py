@@ -145,7 +145,7 @@ class FakeRun:
         self.sink(index, piece)
         if not self.open:
             self.done.set()
-            self.engine.live.pop(self.job.id, None)
+            self.engine.live.pop((self.job.root.tenant, self.job.id), None)
 
     async def speak(self) -> None:
         """All choices in step, one word a turn of the loop."""
@@ -181,7 +181,7 @@ class FakeEngine:
     """Owner: event loop."""
 
     def __init__(self) -> None:
-        self.live: dict[str, FakeRun] = {}
+        self.live: dict[tuple[str, str], FakeRun] = {}
         self.runs: list[FakeRun] = []
         self.refusal: LoomError | Exception | None = None
         """Raised by the next start."""
@@ -209,12 +209,13 @@ class FakeEngine:
             await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
-        if job.id in self.live:
+        key = job.root.tenant, job.id
+        if key in self.live:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
         run = FakeRun(self, job, *self._complete(job), sink)
         if self.scripts:
             run.script = self.scripts.pop(0)
-        self.live[job.id] = run
+        self.live[key] = run
         self.runs.append(run)
         if not self.manual:
             task = asyncio.get_running_loop().create_task(run.speak())
@@ -242,14 +243,14 @@ class FakeEngine:
         check_stops(job.text.stop, job.text.stop_regex)
         return prompt, params
 
-    def abort(self, id: str) -> bool:
-        run = self.live.get(id)
+    def abort(self, id: str, tenant: str = "") -> bool:
+        run = self.live.get((tenant, id))
         if run is not None:
             run.abort()
         return run is not None
 
-    def abort_all(self) -> int:
-        runs = list(self.live.values())
+    def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
+        runs = [run for (owner, _), run in self.live.items() if tenant in (None, owner)]
         for run in runs:
             run.abort()
         return len(runs)
@@ -260,8 +261,8 @@ class FakeEngine:
         self.flushed += 1
         return True
 
-    def timeline(self, id: str) -> dict[str, object] | None:
-        return {"id": id} if id == "known" else None
+    def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
+        return {"id": id} if id == "known" and not tenant else None
 
     def statistics(self) -> EngineStatistics:
         histogram = Histogram((0.1, 1.0), (3, 2, 1), 4.5)
