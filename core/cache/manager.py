@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from core.cache.evict import ORDERS
@@ -12,7 +13,7 @@ from core.cache.key import num_units, pack
 from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError, PageAllocator
 from core.cache.pins import Pins
-from core.cache.radix import RadixTree
+from core.cache.radix import Prefix, RadixTree
 from core.config.groups import Eviction
 from core.stats import CacheStatistics
 from core.types import Ints, RootKey
@@ -68,14 +69,38 @@ class CacheManager:
         Takes no lock. Refreshes access times, so that what waiting requests need is evicted last,
         and may split nodes.
         """
-        units = min(limit, num_units(len(tokens), self._bigram))
-        end = units - units % self.page_size
-        if not self._radix or end <= 0:
-            node = self._tree.top
-        else:
-            node = self._tree.match(root, pack(tokens, 0, end, self._bigram))
+        key = self._key(tokens, limit)
+        node = self._tree.match(root, key) if key else self._tree.top
         pages = self._tree.pages(node)
         return Match(node, pages, len(pages) * self.page_size, len(tokens))
+
+    def peek(self, root: RootKey, tokens: Ints, limit: int) -> Prefix:
+        """What `match` would find, with nothing refreshed and no node split: to rank requests by, and to
+        count for them."""
+        return self._tree.peek(root, self._key(tokens, limit))
+
+    def is_current(self, prefix: Prefix) -> bool:
+        """Whether the tree is still as it was where the prefix ends. O(1)."""
+        return self._tree.is_current(prefix)
+
+    def _key(self, tokens: Ints, limit: int) -> bytes:
+        """Of the whole pages among the first `limit` tokens."""
+        units = min(limit, num_units(len(tokens), self._bigram)) if self._radix else 0
+        return pack(tokens, 0, max(units - units % self.page_size, 0), self._bigram)
+
+    def would_fit(self, prefix: Prefix, num_tokens: int, spare: int, gone: Sequence[Hold] = ()) -> bool:
+        """Whether `try_reserve` would succeed for the prefix once the holds in `gone` were released."""
+        locks = Counter(node for hold in gone for node in _path(hold.node))
+        given = sum(len(node.pages) for node, count in locks.items() if node.locks == count)
+        given += sum(len(hold.pages) - hold.shared + len(hold.duplicates) for hold in gone)
+        shared = prefix.units // self.page_size
+        need = max(-(-num_tokens // self.page_size) - shared, 0)
+        # What the prefix stands on is locked then, and nothing of it can be evicted.
+        spelled = list(_path(prefix.node))
+        need += sum(len(node.pages) for node in spelled if node.locks == locks[node])
+        if prefix.below is not None and prefix.below.locks == locks[prefix.below]:
+            need += shared - sum(len(node.pages) for node in spelled)
+        return need + spare <= self.available() + given
 
     def try_reserve(self, match: Match, num_tokens: int, spare: int = 0) -> Hold | None:
         """Lock the match and take pages until the hold covers `num_tokens`, evicting if need be.
@@ -145,7 +170,21 @@ class CacheManager:
         it again raises `IntegrityError`."""
         if tokens is not None:
             self.commit(hold, root, tokens, priority)
-        self._tree.unlock(_alive(hold).node)
+        self._let_go(hold, keep=True)
+
+    def discard(self, hold: Hold) -> None:
+        """Let go of everything and keep none of it for others, pages of the tree that nobody else holds
+        among it. The hold is dead afterwards."""
+        self._let_go(hold, keep=False)
+
+    def forget(self, root: RootKey, tokens: Ints) -> None:
+        """Drop what is cached of `tokens` and nobody holds."""
+        match = self.match(root, tokens, len(tokens))
+        self._tree.lock(match.node)
+        self._pages.give(self._tree.unlock(match.node, keep=False))
+
+    def _let_go(self, hold: Hold, keep: bool) -> None:
+        self._pages.give(self._tree.unlock(_alive(hold).node, keep))
         self._pages.give(hold.pages[hold.shared :] + hold.duplicates)
         hold.node, hold.pages, hold.duplicates, hold.shared = self._tree.top, [], [], -1
 
@@ -198,6 +237,14 @@ class CacheManager:
         """Raise `IntegrityError` unless every page, lock and counter is accounted for, given all
         holds that are alive. Walks everything: for tests and idle times."""
         check(self._tree, self._pages, self._pins, list(holds), self.page_size)
+
+
+def _path(node: RadixNode) -> Iterator[RadixNode]:
+    """`node` and all above it."""
+    walk: RadixNode | None = node
+    while walk is not None:
+        yield walk
+        walk = walk.parent
 
 
 def _alive(hold: Hold) -> Hold:

@@ -16,7 +16,7 @@ import numpy as np
 
 from core.cache.evict import Order, Rank
 from core.cache.key import WIDTH, common_units
-from core.cache.node import NO_PAGES, RadixNode
+from core.cache.node import NO_PAGES, Edge, RadixNode
 from core.cache.pages import IntegrityError
 from core.types import Ints, RootKey
 
@@ -26,6 +26,20 @@ class Inserted(NamedTuple):
 
     node: RadixNode
     found: int
+
+
+class Prefix(NamedTuple):
+    """How far a key reached into the tree when it was looked up. Nothing is locked, refreshed or split.
+
+    `node` ends the part of the key that whole nodes spell, `edge` is the page that follows in the key (empty
+    at its end), and `below` the child filed under it, of which the key spells a part; None: there is none.
+    While these three agree, looking again would find the same.
+    """
+
+    node: RadixNode
+    edge: Edge
+    below: RadixNode | None
+    units: int
 
 
 class RadixTree:
@@ -62,9 +76,9 @@ class RadixTree:
         self._step = page_size * WIDTH
         self._order = order
         self._now = 0
-        # Every unlocked leaf that nobody pins has one entry. Entries of nodes that were locked, pinned
-        # or grew children since stay until they come up; `RadixNode.queued` keeps a node from having two. The
-        # second field is unique, so equal ranks never compare nodes.
+        # Every unlocked leaf that nobody pins has one entry. Entries of nodes that were locked, pinned,
+        # dropped or grew children since stay until they come up; `RadixNode.queued` keeps a node from
+        # having two. The second field is unique, so equal ranks never compare nodes.
         self._queue: list[tuple[Rank, int, RadixNode]] = []
         self._pushes = 0
 
@@ -77,6 +91,22 @@ class RadixTree:
         """
         start = self.top.children.get(root)
         return self.top if start is None else self._descend(start, key)[0]
+
+    def peek(self, root: RootKey, key: bytes) -> Prefix:
+        """The longest cached prefix of `key` (whole pages), with the tree left as it is."""
+        start = self.top.children.get(root)
+        if start is None:
+            return Prefix(self.top, root, None, 0)
+        node, below, at = self._reach(start, key)
+        spelled = at + (common_units(key, at, below.key) * WIDTH // self._step * self._step if below else 0)
+        return Prefix(node, key[at : at + self._step], below, spelled // WIDTH)
+
+    def is_current(self, prefix: Prefix) -> bool:
+        """Whether `peek` would find it again. O(1)."""
+        node = prefix.node
+        return (node.parent is not None or node is self.top) and node.children.get(
+            prefix.edge
+        ) is prefix.below
 
     def insert(
         self, node: RadixNode, root: RootKey, key: bytes, pages: Sequence[int], priority: int
@@ -107,23 +137,30 @@ class RadixTree:
         parts.reverse()
         return np.concatenate(parts) if parts else NO_PAGES
 
-    def _descend(self, node: RadixNode, key: bytes) -> tuple[RadixNode, int]:
-        """Deepest node below `node` that spells a prefix of `key`, and how many bytes it spells."""
+    def _descend(self, start: RadixNode, key: bytes) -> tuple[RadixNode, int]:
+        """Deepest node below `start` that spells a prefix of `key`, and how many bytes it spells."""
         self._now += 1
-        at, end, step = 0, len(key), self._step
-        while at < end:
-            child = node.children.get(key[at : at + step])
-            if child is None:
-                break
-            if not key.startswith(child.key, at):
-                whole = common_units(key, at, child.key) * WIDTH // step
-                child = child.split(whole)
-                self.nodes += 1
-                end = at + whole * step  # nothing below can match
-            node = child
-            node.last_access = self._now
+        node, below, at = self._reach(start, key)
+        if below is not None:
+            node = below.split(common_units(key, at, below.key) * WIDTH // self._step)
+            self.nodes += 1
             at += len(node.key)
+        walk: RadixNode | None = node
+        while walk is not start and walk is not None:
+            walk.last_access = self._now
+            walk = walk.parent
         return node, at
+
+    def _reach(self, node: RadixNode, key: bytes) -> tuple[RadixNode, RadixNode | None, int]:
+        """Deepest node below `node` that `key` spells whole, the child of which it spells a part, if any, and
+        the bytes up to the node's end."""
+        at = 0
+        while True:
+            child = node.children.get(key[at : at + self._step])
+            if child is None or not key.startswith(child.key, at):
+                return node, child, at
+            node = child
+            at += len(node.key)
 
     def _attach(self, parent: RadixNode, edge: bytes | RootKey, key: bytes, pages: Ints) -> RadixNode:
         node = parent.children[edge] = RadixNode(parent, edge, key, pages, self._now)
@@ -145,8 +182,10 @@ class RadixTree:
             walk.locks += 1
             walk = walk.parent
 
-    def unlock(self, node: RadixNode) -> None:
-        """Undo one `lock`; nodes that nobody holds any more may be evicted from here on."""
+    def unlock(self, node: RadixNode, keep: bool = True) -> Ints:
+        """Undo one `lock`; nodes that nobody holds any more may be evicted from here on. Without `keep`
+        those that end there go at once: returns their pages, int32."""
+        freed: list[Ints] = []
         walk: RadixNode | None = node
         while walk is not None:
             if walk.locks == 0:
@@ -156,8 +195,13 @@ class RadixTree:
             if walk.locks == 0:
                 self.evictable += len(walk.pages)
                 self.protected -= len(walk.pages)
-                self._settle(walk)
+                if not keep and self._loose(walk) and len(walk.pages):
+                    freed.append(walk.pages)
+                    self._drop(walk)
+                else:
+                    self._settle(walk)
             walk = above
+        return np.concatenate(freed) if freed else NO_PAGES
 
     def cut(self, node: RadixNode, depth: int, num_pages: int) -> RadixNode:
         """The node at or above `node` that ends after `num_pages` pages from the root; split off where
@@ -236,7 +280,7 @@ class RadixTree:
         count = 0
         while count < n and self._queue:
             rank, _, node = self._queue[0]
-            if node.locks or node.children or node.pins:
+            if node.locks or node.children or node.pins or node.parent is None:
                 heappop(self._queue)
                 node.queued = False
             elif (now := self._order(node)) != rank:
@@ -300,5 +344,6 @@ class RadixTree:
             if node.queued and entries[id(node)] > self._order(node):
                 raise IntegrityError(f"the rank of the node with pages {node.pages.tolist()} fell")
             entries.pop(id(node), None)
-        if entries:
-            raise IntegrityError(f"{len(entries)} queue entries for nodes that are not in the tree")
+        strays = [node for _, _, node in self._queue if id(node) in entries and node.parent is not None]
+        if strays:
+            raise IntegrityError(f"{len(strays)} queue entries for nodes that are not in the tree")

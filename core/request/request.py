@@ -51,13 +51,16 @@ class Request:
         "hold",
         "id",
         "logprobs_from",
+        "number",
         "output",
         "params",
         "pinning",
         "priority",
         "prompt",
+        "ran",
         "retractions",
         "root",
+        "since",
         "slot",
         "started_at",
         "state",
@@ -96,6 +99,12 @@ class Request:
         """First prompt position whose log-probability no submitted step yields yet."""
         self.hidden_from = params.read_from
         """First prompt position whose hidden state, or experts, no submitted step yields yet."""
+        self.number = 0
+        """Requests that were queued before it."""
+        self.since = 0.0
+        """When it entered the queue or left it, whichever was last."""
+        self.ran = 0.0
+        """Seconds that it had run when it was last retracted."""
         self.retractions = 0
         self.started_at = 0.0
         self.first_token_at = 0.0

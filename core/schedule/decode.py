@@ -128,8 +128,9 @@ class DecodeRows:
         return any(r.hold is not None and r.hold.duplicates for r in self._requests)
 
     def _victim(self) -> Request:
-        """Lowest priority, then the least output to compute again, then the most pages back."""
-        return min(self._requests, key=lambda r: (r.priority, self._table.made[r.slot], -len(r.prompt)))
+        """Lowest priority, then the least output to compute again, the most pages back, the youngest."""
+        made = self._table.made
+        return min(self._requests, key=lambda r: (r.priority, made[r.slot], -len(r.prompt), -r.number))
 
     def _set(self, requests: list[Request]) -> None:
         self._requests = requests

@@ -1,90 +1,161 @@
-"""In which order waiting requests are tried. Pure functions over the queue."""
+"""In which order waiting requests are tried.
+
+An order ranks some of the requests at the head of the line; it adds none, drops none and changes nothing.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
+from core.cache.manager import CacheManager
+from core.cache.node import RadixNode
+from core.cache.radix import Prefix
+from core.config.groups import Order
 from core.request import Request
+from core.schedule.queue import Waiting
 
-MATCH_LIMIT = 128
-"""Above this many waiting requests the orders that look at the tree fall back to arrival: matching
-every one of them for each step would cost more than it saves (SGLang's figure)."""
+HEAD = 128
+"""Requests that are ranked, the oldest; those behind them go by arrival. It bounds the work of a step
+(SGLang ranks none at all when more than so many wait)."""
 
-Prefix = Callable[[Request], tuple[object, int]]
-"""The deepest tree node that a request's prompt reaches, and how many tokens lie above it."""
+OVERTAKEN = 128
+"""Later arrivals that an order may put before a request, and those of one step: then it goes by arrival."""
 
-Ordering = Callable[[list[Request]], Iterable[Request]]
+LOOK = 32_768
+"""Tokens of prompts that are looked up in the tree for one step, about 0.1 ms. Where more is due, what was
+found before serves until the next step."""
 
+LONGEST = 16_384
+"""Tokens of a prompt that are looked up: among longer prefixes it matters little which is the longest."""
 
-def fcfs(waiting: list[Request]) -> list[Request]:
-    """Arrival; retracted requests stand first already."""
-    return waiting
+SHUFFLE_SEED = 0
 
-
-def lof(waiting: list[Request]) -> list[Request]:
-    """Longest output first: the long ones overlap with everything that follows."""
-    return sorted(waiting, key=lambda r: -r.params.max_tokens)
-
-
-def priority(waiting: list[Request]) -> list[Request]:
-    """Highest priority first, then arrival."""
-    return sorted(waiting, key=lambda r: (-r.priority, r.arrival))
+Ordering = Callable[[Waiting], Iterable[Request]]
+Rank = Callable[[Request], float]
+"""The smallest goes first."""
+Ranking = Callable[[list[Request]], Rank]
 
 
-def shuffled(rng: random.Random) -> Ordering:
+def ordering(name: Order, cache: CacheManager) -> Ordering:
+    """The order of that name over requests whose prefixes are looked for in `cache`."""
+    prefixes = Prefixes(cache)
+    orderings: dict[Order, Ordering] = {
+        "fcfs": list,
+        "priority": by_priority,
+        "lof": ranked(longest_output),
+        "random": ranked(shuffled(random.Random(SHUFFLE_SEED))),
+        "lpm": ranked(longest_prefix(prefixes)),
+        "dfs-weight": ranked(heaviest_subtree(prefixes)),
+    }
+    return orderings[name]
+
+
+def by_priority(waiting: Waiting) -> list[Request]:
+    """Highest priority first, then as they stand in line."""
+    return sorted(waiting, key=attrgetter("priority"), reverse=True)
+
+
+def ranked(ranking: Ranking) -> Ordering:
+    """By rank; before all others, and as they stand in line, those that ran already and those that have
+    been overtaken often enough."""
+
+    def order(waiting: Waiting) -> list[Request]:
+        line, overdue = list(waiting), waiting.overdue(OVERTAKEN)
+        head = line[overdue : overdue + HEAD]
+        return line[:overdue] + sorted(head, key=ranking(head)) + line[overdue + HEAD :]
+
+    return order
+
+
+def longest_output(_: list[Request]) -> Rank:
+    """The long ones overlap with everything that follows."""
+    return lambda request: -request.params.max_tokens
+
+
+def shuffled(rng: random.Random) -> Ranking:
     """Any order, from a seeded generator."""
 
-    def order(waiting: list[Request]) -> list[Request]:
-        return rng.sample(waiting, len(waiting))
+    def ranking(head: list[Request]) -> Rank:
+        return {request: rng.random() for request in head}.__getitem__
 
-    return order
+    return ranking
 
 
-def longest_prefix(prefix: Prefix) -> Ordering:
+class Prefixes:
+    """How far waiting prompts reach into the tree; each is looked up again when the tree has changed where
+    its prefix ends.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_cache", "_found")
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._found: dict[Request, Prefix] = {}
+
+    def of(self, requests: list[Request]) -> dict[Request, Prefix]:
+        """What is known of each; of some nothing yet, when `LOOK` was used up by others. Those that are not
+        among `requests` are forgotten."""
+        cache, before = self._cache, self._found
+        found: dict[Request, Prefix] = {}
+        left = LOOK
+        for request in requests:
+            prefix = before.get(request)
+            if left > 0 and (prefix is None or not cache.is_current(prefix)):
+                length = min(len(request.prompt) - 1, LONGEST)
+                prefix = cache.peek(request.root, request.prompt, length)
+                left -= length
+            if prefix is not None:
+                found[request] = prefix
+        self._found = found
+        return found
+
+
+def longest_prefix(prefixes: Prefixes) -> Ranking:
     """Most cached tokens first, so that what is cached is used before it is evicted."""
 
-    def order(waiting: list[Request]) -> list[Request]:
-        if len(waiting) > MATCH_LIMIT:
-            return waiting
-        return sorted(waiting, key=lambda r: -prefix(r)[1])
+    def ranking(head: list[Request]) -> Rank:
+        found = prefixes.of(head)
+        return lambda request: -found[request].units if request in found else 0
 
-    return order
+    return ranking
 
 
-def heaviest_subtree(prefix: Prefix, parent: Callable[[object], object | None]) -> Ordering:
+def heaviest_subtree(prefixes: Prefixes) -> Ranking:
     """Depth first through the tree, the child with most waiting requests below it first
     (SGLang's dfs-weight): neighbours in the tree run together."""
 
-    def order(waiting: list[Request]) -> list[Request]:
-        if len(waiting) > MATCH_LIMIT:
-            return waiting
-        at: dict[object, list[Request]] = defaultdict(list)
-        weight: dict[object, int] = defaultdict(int)
-        children: dict[object | None, dict[object, None]] = defaultdict(dict)
-        for request in waiting:
-            node, _ = prefix(request)
-            at[node].append(request)
-            walk: object | None = node
-            while walk is not None:
-                weight[walk] += 1
-                above = parent(walk)
-                children[above][walk] = None
-                walk = above
-        ordered: list[Request] = []
-        # The last pushed comes off first: the heaviest child, of equals the one that arrived first.
-        # A node's own requests go after those below it, which need its pages too.
-        stack: list[tuple[object | None, bool]] = [(None, False)]
-        while stack:
-            node_or_top, done = stack.pop()
-            if done:
-                ordered.extend(at.get(node_or_top, ()))
-                continue
-            stack.append((node_or_top, True))
-            below = list(children.get(node_or_top, {}))[::-1]
-            below.sort(key=lambda n: weight[n])
-            stack.extend((child, False) for child in below)
-        return ordered
+    def ranking(head: list[Request]) -> Rank:
+        at: dict[RadixNode | None, list[Request]] = defaultdict(list)
+        for request, prefix in prefixes.of(head).items():
+            at[prefix.below or prefix.node].append(request)
+        places = {request: place for place, request in enumerate(_depth_first(at))}
+        return lambda request: places.get(request, len(places))
 
-    return order
+    return ranking
+
+
+def _depth_first(at: dict[RadixNode | None, list[Request]]) -> Iterable[Request]:
+    """The requests that stand `at` nodes. A node's own go after those below it, which need its pages too."""
+    weight: dict[RadixNode | None, int] = defaultdict(int)
+    children: dict[RadixNode | None, dict[RadixNode, None]] = defaultdict(dict)
+    for node, requests in at.items():
+        walk = node
+        while walk is not None:
+            weight[walk] += len(requests)
+            children[walk.parent][walk] = None
+            walk = walk.parent
+    # The last pushed comes off first: the heaviest child, of equals the one that arrived first.
+    stack: list[tuple[RadixNode | None, bool]] = [(None, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            yield from at.get(node, ())
+            continue
+        stack.append((node, True))
+        below = sorted(children.get(node, {}), key=weight.__getitem__, reverse=True)
+        stack.extend((child, False) for child in reversed(below))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from core.cache.hold import Hold
@@ -97,9 +99,10 @@ class Prefills:
         return done
 
     def _admit(self, builder: PlanBuilder, done: list[Request]) -> None:
-        """Whoever comes first and does not fit closes the door: overtaking would starve it."""
-        for request in list(self._order(list(self._waiting))):
-            if builder.room <= 0 or not self._table.free:
+        """Whoever comes first and does not fit closes the door: overtaking would starve it. So does a
+        retracted request that still is owed tokens: its pages are not for those behind it."""
+        for request in self._order(self._waiting):
+            if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
             tokens = self._try_start(builder, request)
             if tokens is None:
@@ -122,6 +125,7 @@ class Prefills:
             return None
         self._waiting.remove(request)
         request.move(State.PREFILL)
+        request.since = builder.now
         request.history.append((builder.now, "admitted", match.tokens))
         request.hold = hold
         slot = self._table.take(request, match.tokens)
@@ -144,10 +148,17 @@ class Prefills:
         self.admitted.append(request)
         return tokens
 
-    def has_room(self, request: Request) -> bool:
-        """Whether a slot and pages for `request` are free now, without looking at the tree."""
-        pages = request.num_tokens // self._cache.page_size + 1 + self._spare(request)
-        return bool(self._table.free) and self._cache.available() >= pages
+    def would_fit(self, request: Request, gone: Collection[Request] = ()) -> bool:
+        """Whether a slot, a row of counts and pages would be there for `request`, were it not for `gone`."""
+        if not self._table.free and not gone:
+            return False
+        penalised = request.params.penalised
+        if penalised and not self._counts.free and not any(r.params.penalised for r in gone):
+            return False
+        tokens = request.tokens()
+        prefix = self._cache.peek(request.root, tokens, self._match_limit(request, tokens))
+        holds = [r.hold for r in gone if r.hold is not None]
+        return self._cache.would_fit(prefix, len(tokens), self._spare(request, gone), holds)
 
     def _match_limit(self, request: Request, tokens: Ints) -> int:
         """One token at least must be computed, and every one whose logits, hidden state or experts are asked
@@ -159,10 +170,10 @@ class Prefills:
             limit = min(limit, _hidden_from(request))
         return limit
 
-    def _spare(self, request: Request) -> int:
-        """Pages to leave for what running requests and this one are likely to make."""
+    def _spare(self, request: Request, gone: Collection[Request] = ()) -> int:
+        """Pages to leave for what running requests but `gone`, and this one, are likely to make."""
         table = self._table
-        running = np.fromiter((r.slot for r in table.requests if r is not None), np.int32)
+        running = np.fromiter((r.slot for r in table.running() if r not in gone), np.int32)
         if not len(running):
             return 0
         own = min(request.params.max_tokens - len(request.output), CLIP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain, takewhile
 
 from core.errors import Overloaded
 from core.request import Request
@@ -12,39 +13,72 @@ from core.request import Request
 class Waiting:
     """In order of arrival, retracted requests in front; removal of any one is O(1).
 
-    Owner: event loop. `tokens` is the sum of the waiting prompts.
+    A retracted request is in line from its retraction on, though it can start only after its in-flight tokens
+    have arrived: whoever stands behind it would otherwise take its pages in the meantime.
+
+    Owner: event loop.
     """
 
-    __slots__ = ("_max_requests", "_max_tokens", "_requests", "tokens")
+    __slots__ = ("_arrived", "_max_requests", "_max_tokens", "_number", "_prompts", "_returned")
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._arrived: OrderedDict[Request, None] = OrderedDict()
+        self._returned: dict[Request, None] = {}
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self.tokens = 0
+        self._number = 0
+        self._prompts = 0
+        """Tokens of those that have not run yet."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._arrived) + len(self._returned)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+        return chain(self._returned, self._arrived)
+
+    @property
+    def tokens(self) -> int:
+        """To be computed, where nothing is cached."""
+        return self._prompts + sum(request.num_tokens for request in self._returned)
 
     def check_room(self, requests: int, tokens: int) -> None:
         """Raise `Overloaded` when so many more would pass a bound. An empty queue takes any one job."""
-        if self._requests and len(self) + requests > self._max_requests:
-            raise Overloaded(f"The request queue is full ({len(self)} waiting). Try again later.")
-        if self._requests and self.tokens + tokens > self._max_tokens:
+        waiting = len(self)
+        if waiting and waiting + requests > self._max_requests:
+            raise Overloaded(f"The request queue is full ({waiting} waiting). Try again later.")
+        if waiting and self.tokens + tokens > self._max_tokens:
             raise Overloaded(f"The request queue is full ({self.tokens} tokens waiting). Try again later.")
 
-    def append(self, request: Request) -> None:
-        self._requests[request.id] = request
-        self.tokens += request.num_tokens
+    def append(self, request: Request, now: float) -> None:
+        request.number, self._number = self._number, self._number + 1
+        request.since = now
+        self._arrived[request] = None
+        self._prompts += len(request.prompt)
 
-    def put_back(self, request: Request) -> None:
-        """A request that ran already goes first."""
-        self.append(request)
-        self._requests.move_to_end(request.id, last=False)
+    def put_back(self, requests: list[Request], now: float) -> None:
+        """Requests that ran already go first, in the order in which they came."""
+        for request in requests:
+            request.since = now
+        returned = [*self._returned, *requests]
+        self._returned = dict.fromkeys(sorted(returned, key=lambda r: r.number))
 
     def remove(self, request: Request) -> None:
-        del self._requests[request.id]
-        self.tokens -= request.num_tokens
+        """Raises `KeyError` for a request that is not here."""
+        if request in self._returned:
+            del self._returned[request]
+        else:
+            del self._arrived[request]
+            self._prompts -= len(request.prompt)
+
+    def overdue(self, most: int) -> int:
+        """How many at the head of the line have been overtaken by at least `most` who came later, or ran
+        already. Of two that wait the one that came later was overtaken less often."""
+        waiting = len(self._arrived)
+        # Of all that came after a request, those that wait still are behind it; the others overtook it.
+        overtaken = (self._number - r.number - (waiting - at) for at, r in enumerate(self._arrived))
+        return len(self._returned) + sum(1 for _ in takewhile(lambda times: times >= most, overtaken))
+
+    def late(self, since: float) -> list[Request]:
+        """Who waits for a first token from before `since` on."""
+        returned = [r for r in self._returned if r.since < since and not r.output]
+        return returned + list(takewhile(lambda r: r.since < since, self._arrived))

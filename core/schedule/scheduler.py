@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
 from core.schedule.growth import GrowthRatio
 from core.schedule.ledger import Flight, Ledger
+from core.schedule.preempt import preempted
 from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
@@ -29,8 +29,9 @@ from core.types import NAN_TOKEN, Finish, FinishReason, Floats, Ints
 
 V = TypeVar("V")
 
-SHUFFLE_SEED = 0
 ABORTED = Finish(FinishReason.ABORT)
+TOO_LONG_WAITING = Finish(FinishReason.ABORT, message="The request waited too long.")
+TOO_LONG_RUNNING = Finish(FinishReason.ABORT, message="The request ran too long.")
 NOT_FINITE = "The model produced values that are not finite."
 
 
@@ -81,32 +82,13 @@ class Scheduler:
             cache,
             self._waiting,
             self._growth,
-            self._ordering(),
+            order.ordering(config.order, cache),
             capabilities,
             config.mixed_tokens,
         )
         self._draining: list[Request] = []
         self._finished: list[Request] = []
         self._stop_counts = np.zeros(capabilities.vocab_size, np.int32)
-
-    def _ordering(self) -> order.Ordering:
-        def prefix(request: Request) -> tuple[object, int]:
-            match = self.cache.match(request.root, request.prompt, len(request.prompt) - 1)
-            return match.node, match.tokens
-
-        def parent(node: object) -> object | None:
-            above: object | None = getattr(node, "parent", None)
-            return above
-
-        orderings: dict[str, order.Ordering] = {
-            "fcfs": order.fcfs,
-            "lof": order.lof,
-            "priority": order.priority,
-            "random": order.shuffled(random.Random(SHUFFLE_SEED)),
-            "lpm": order.longest_prefix(prefix),
-            "dfs-weight": order.heaviest_subtree(prefix, parent),
-        }
-        return orderings[self._config.order]
 
     # -- requests in and out ---------------------------------------------------------------------
 
@@ -127,8 +109,9 @@ class Scheduler:
         for request in requests:
             self.check(request)
         self._waiting.check_room(len(requests), sum(len(r.prompt) for r in requests))
+        now = self._clock()
         for request in requests:
-            self._waiting.append(request)
+            self._waiting.append(request, now)
 
     def finish(self, request: Request, finish: Finish) -> None:
         """End a request in any state; its pages and slot are free for the next plan.
@@ -137,14 +120,11 @@ class Scheduler:
         """
         if request.state is State.FINISHED:
             return
-        if request.state is State.WAITING:
-            self._waiting.remove(request)
-        elif request.state is State.RETRACTED:
-            self._draining.remove(request)
-            self._give_slot(request)
+        if request.hold is None:
+            self._leave_line(request)
         else:
             self._leave_rows(request)
-            self._release_pages(request)
+            self._release_pages(request, over=True)
             self._give_slot(request)
         request.move(State.FINISHED)
         request.finish = finish
@@ -165,28 +145,32 @@ class Scheduler:
     def retract(self, request: Request) -> None:
         """Send a running request back to the queue. Its pages are free at once; its slot, and the
         request, only when its in-flight tokens have arrived: they count, and may even end it."""
-        self._leave_rows(request)
-        self._release_pages(request)
-        request.move(State.RETRACTED)
-        request.retractions += 1
-        request.history.append((self._clock(), "retracted", len(request.output)))
-        self.counters.retractions += 1
-        self._draining.append(request)
-        self._requeue_drained()
+        self._retract([request])
 
     def retract_all(self) -> None:
         """Send every running request back to the queue."""
-        for request in [r for r in self._table.requests if r is not None]:
-            if request.state is not State.RETRACTED:
-                self.retract(request)
+        self._retract(list(self._table.running()))
+
+    def _retract(self, requests: list[Request]) -> None:
+        now = self._clock()
+        for request in requests:
+            self._leave_rows(request)
+            self._release_pages(request, over=False)
+            request.move(State.RETRACTED)
+            request.ran += now - request.since
+            request.retractions += 1
+            request.history.append((now, "retracted", len(request.output)))
+        self.counters.retractions += len(requests)
+        self._draining += requests
+        self._waiting.put_back(requests, now)
+        self._end_drains()
 
     # -- the step --------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to run."""
         now = self._clock()
-        self.cache.expire(now)
-        self._expire(now)
+        self.expire(now)
         if self._config.order == "priority":
             self._preempt()
         builder = PlanBuilder(self._capabilities.max_step_tokens, now, self._capabilities.max_chunks)
@@ -205,6 +189,19 @@ class Scheduler:
         self.counters.steps += 1
         self._ledger.add(flight)
         return plan
+
+    def expire(self, now: float) -> None:
+        """End the pins and the requests whose time is over at `now`. `plan` does it first; while no step is
+        planned, it is for the caller to do."""
+        self.cache.expire(now)
+        limits = self._config
+        if limits.waiting_timeout:
+            for request in self._waiting.late(now - limits.waiting_timeout):
+                self.abort(request, TOO_LONG_WAITING)
+        if limits.running_timeout:
+            for request in list(self._table.running()):
+                if request.ran + now - request.since > limits.running_timeout:
+                    self.abort(request, TOO_LONG_RUNNING)
 
     def _plan_prefills(self, builder: PlanBuilder) -> None:
         self._decodes.add(self._prefills.plan(builder))
@@ -243,7 +240,7 @@ class Scheduler:
         ended = np.flatnonzero(suspects).tolist() if suspects.any() else ()
         ends = self._end_rows(requests, made, ended, failed) if ended else {}
         self.counters.output_tokens += len(made)
-        self._requeue_drained()
+        self._end_drains()
         return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished, hidden, experts)
 
     def _end_rows(
@@ -287,6 +284,14 @@ class Scheduler:
 
     # -- leaving -----------------------------------------------------------------------------------
 
+    def _leave_line(self, request: Request) -> None:
+        self._waiting.remove(request)
+        if request.state is State.RETRACTED:
+            self._draining.remove(request)
+            self._give_slot(request)
+        if request.root.own and request.retractions:
+            self.cache.forget(request.root, request.tokens())
+
     def _leave_rows(self, request: Request) -> None:
         if request.state is State.PREFILL:
             self._prefills.remove(request)
@@ -299,51 +304,39 @@ class Scheduler:
             self._stop_counts[token] -= 1
         self._table.give(request)
 
-    def _release_pages(self, request: Request) -> None:
-        """Leave what is known and planned in the tree. Steps in flight may still write into these
-        pages; every plan that can read or reuse them comes after in stream order."""
+    def _release_pages(self, request: Request, over: bool) -> None:
+        """Leave what is known and planned in the tree, unless nobody will look for it there again. Steps
+        in flight may still write into these pages; every plan that can read or reuse them comes after in
+        stream order."""
         assert request.hold is not None
-        written = int(self._table.length[request.slot])
-        self.cache.release(request.hold, request.root, request.tokens()[:written], request.priority)
+        if over and request.root.own:
+            self.cache.discard(request.hold)
+        else:
+            written = int(self._table.length[request.slot])
+            self.cache.release(request.hold, request.root, request.tokens()[:written], request.priority)
         request.hold = None
 
-    def _requeue_drained(self) -> None:
-        if not self._draining:
-            return
+    def _end_drains(self) -> None:
+        """Whoever was retracted and is owed no more tokens may start again."""
         for request in list(self._draining):
             if self._table.in_flight[request.slot] == 0:
                 self._draining.remove(request)
                 self._give_slot(request)
                 request.move(State.WAITING)
-                self._waiting.put_back(request)
-
-    def _expire(self, now: float) -> None:
-        limits = self._config
-        if limits.waiting_timeout:
-            late = [r for r in self._waiting if now - r.arrival > limits.waiting_timeout]
-            for request in late:
-                self.abort(request, Finish(FinishReason.ABORT, message="The request waited too long."))
-        if limits.running_timeout:
-            running = [r for r in self._table.requests if r is not None]
-            for request in running:
-                if now - request.started_at > limits.running_timeout:
-                    self.abort(request, Finish(FinishReason.ABORT, message="The request ran too long."))
 
     def _preempt(self) -> None:
-        """A waiting request far above the lowest running one, and without room, takes its place."""
-        head = max(self._waiting, key=lambda r: (r.priority, -r.arrival), default=None)
-        running = [r for r in self._table.requests if r is not None and r.state is not State.RETRACTED]
-        if head is None or not running or self._draining or self._prefills.has_room(head):
-            return
-        lowest = min(running, key=lambda r: (r.priority, -r.arrival))
-        if head.priority - lowest.priority >= self._config.preemption_gap:
-            self.retract(lowest)
+        """The first in line may take the place of others that are far below it."""
+        head = next(iter(order.by_priority(self._waiting)), None)
+        if head is not None and not self._draining:
+            gap = self._config.preemption_gap
+            for request in preempted(head, self._table.running(), gap, self._prefills):
+                self.retract(request)
 
     # -- state -------------------------------------------------------------------------------------
 
     def requests(self) -> list[Request]:
         """Every request that is here, running ones first."""
-        return [r for r in self._table.requests if r is not None] + list(self._waiting)
+        return list(self._table.running()) + list(self._waiting)
 
     @property
     def running(self) -> int:

@@ -6,9 +6,11 @@ is a handful of vector operations.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from core.request import Request
+from core.request import Request, State
 from core.types import Ints
 
 
@@ -38,6 +40,10 @@ class SlotTable:
     def free(self) -> int:
         """Slots that could be taken now."""
         return len(self._free)
+
+    def running(self) -> Iterator[Request]:
+        """Who prefills or decodes; a retracted request has a slot until its tokens have arrived."""
+        return (r for r in self.requests if r is not None and r.state is not State.RETRACTED)
 
     def take(self, request: Request, cached: int) -> int:
         """Give `request` a slot whose length starts at `cached`. The caller knows one is free."""

@@ -82,10 +82,44 @@ def test_a_retracted_prompt_comes_again(depth: int, flush: bool) -> None:
 def test_only_their_own_job_finds_their_pages() -> None:
     harness = Harness()
     request(harness, rows(20), "a")
-    harness.run()
     mate, stranger = request(harness, rows(20), "a"), request(harness, rows(20, 1), "b")
     plain = harness.request([0] * 20)
     salted = harness.request([0] * 20, root=RootKey(salt="a"))
     harness.run()
     assert mate.cached > 0
     assert [other.cached for other in (stranger, plain, salted)] == [0, 0, 0]
+
+
+def test_pages_under_a_key_of_their_own_push_nothing_out() -> None:
+    """When the job is over nobody can find them again: they are free at once."""
+    harness = Harness(pages=32, page_size=4)
+    harness.request(range(60), 1)
+    harness.run()
+    cached = harness.scheduler.statistics().cache
+    for seed in range(8):
+        for _ in range(2):
+            request(harness, rows(20, seed), f"job{seed}", ids=(1, 2, 3))
+        harness.run()
+        now = harness.scheduler.statistics().cache
+        assert (now.free, now.cached, now.nodes) == (cached.free, cached.cached, cached.nodes)
+    again = harness.request(range(60), 1)
+    harness.run()
+    assert again.cached == 56
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_retracted_job_leaves_nothing_either(again: bool) -> None:
+    harness = Harness(rows=1, depth=0)
+    made = request(harness, rows(20), "a")
+    for _ in range(3):
+        harness.turn()
+    harness.scheduler.retract_all()
+    assert harness.scheduler.statistics().cache.cached > 0
+    if not again:
+        harness.scheduler.abort(made)
+    harness.run()
+    assert harness.scheduler.statistics().cache.free == 64
+    plain = [harness.request([i] * 50, 8) for i in range(9)]  # evicts past what was dropped
+    harness.run()
+    for each in plain:
+        harness.check(each)
