@@ -66,7 +66,7 @@ class CacheManager:
     def match(self, root: RootKey, tokens: Ints, limit: int) -> Match:
         """Longest cached prefix of `tokens` (int32), whole pages, at most `limit` tokens.
 
-        Takes no lock. Refreshes access times, so that what waiting requests need is evicted last,
+        Takes no lock. Refreshes access times, so that what is about to be admitted is evicted last,
         and may split nodes.
         """
         key = self._key(tokens, limit)

@@ -391,3 +391,25 @@ def test_integrity_misses_a_hold_that_is_not_listed() -> None:
     admit(cache, seq(10))
     with pytest.raises(IntegrityError, match="1 locks for 0 holds"):
         cache.check_integrity([])
+
+
+def test_a_peek_changes_nothing_and_knows_when_it_is_outdated() -> None:
+    cache = CacheManager(64, 4)
+    serve(cache, seq(16))
+    tokens = np.concatenate([seq(8), seq(8, 100)])
+    before = cache.statistics()
+    inside = cache.peek(A, tokens, 16)
+    nowhere = cache.peek(B, tokens, 16)
+    assert (inside.units, nowhere.units) == (8, 0)
+    assert cache.statistics() == before
+    assert cache.is_current(inside) and cache.is_current(nowhere)
+    serve(cache, seq(20))  # grows elsewhere
+    assert cache.is_current(inside)
+    serve(cache, tokens)  # splits the node that the peek ended in
+    assert not cache.is_current(inside)
+    longer = cache.peek(A, tokens, 16)
+    assert longer.units == 16
+    serve(cache, seq(4, 50), B)
+    assert not cache.is_current(nowhere)
+    cache.flush()
+    assert not cache.is_current(longer)

@@ -163,8 +163,10 @@ class World:
     def look(self) -> None:
         tokens, root = self.draw(), self.rng.choice(ROOTS)
         limit = self.rng.randint(0, len(tokens))
+        prefix = self.cache.peek(root, tokens, limit)
         match = self.cache.match(root, tokens, limit)
         assert match.pages.tolist() == self.expected(root, tokens, limit)
+        assert prefix.units == match.tokens
         assert match.tokens == len(match.pages) * self.size
         self.forget_evicted(allowed=False)
 
@@ -175,7 +177,9 @@ class World:
         match = self.cache.match(root, tokens, limit)
         assert match.pages.tolist() == expected
         before = self.cache.statistics()
+        would_fit = self.cache.would_fit(self.cache.peek(root, tokens, limit), len(tokens), spare)
         hold = self.cache.try_reserve(match, len(tokens), spare)
+        assert would_fit == (hold is not None)
         need = max(-(-len(tokens) // self.size) - len(expected), 0)
         held = self.protected()
         unlocked = sum(self.cached[p] not in expected for p in self.cached if p not in held)
