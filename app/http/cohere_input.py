@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from app.http.body import check_depth
+from app.http.messages import check_known_role
 from core.errors import RequestError
 
 Message = dict[str, Any]
@@ -16,6 +17,8 @@ Message = dict[str, Any]
 def chat_messages(messages: list[Message] | None) -> list[Message]:
     """Messages as chat has them. Raises `RequestError` naming message and block."""
     check_depth(messages, "messages")
+    for i, message in enumerate(messages or ()):
+        check_known_role(message, f"messages[{i}].role")
     return [
         _assistant(message, f"messages[{i}]")
         if message.get("role") == "assistant"

@@ -18,6 +18,8 @@ _RENAMED = {"developer": "system", "function": "tool"}
 """Role to the role that templates know: most drop a `developer` message without a word. Others reach the
 template as they are: models have their own (Llama's `ipython`, GLM's `observation`)."""
 
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
+
 MAX_ROLE = 64
 """Characters of a role."""
 
@@ -38,6 +40,13 @@ def check_messages(messages: list[Message] | None) -> list[Message]:
         raise RequestError("'messages' must have at least one message.", "messages")
     check_depth(messages, "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def check_known_role(message: Message, param: str) -> None:
+    """Raise `RequestError` naming `param` for a role that OpenAI's API does not have: the dialects that say
+    which roles there are leave none to the model's template."""
+    if message.get("role") not in _KNOWN:
+        raise RequestError(f"'{param}' must be one of {', '.join(_KNOWN)}.", param)
 
 
 def _message(message: Message, param: str) -> Message:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from app.http.body import check_depth
+from app.http.messages import check_known_role
 from app.http.responses_schema import Item
 from app.responses import Store
 from core.errors import RequestError
@@ -60,6 +61,7 @@ def _item(item: Item, response: str, index: int) -> Item:
     prefix = _PREFIXES.get(kind, "item")
     checked = {**item, "type": kind, "id": item.get("id") or item_id(prefix, response, "i", index)}
     if kind == "message":
+        check_known_role(item, f"{param}.role")
         checked["content"] = _parts(item, f"{param}.content")
     elif kind in _CALLS or kind in _OUTPUTS:
         _check_call(item, kind, param)
