@@ -56,11 +56,11 @@ def read_message(reading: Reading, piece: Piece) -> tuple[dict[str, object], dic
             }
             for call in message.calls
         ]
-    return fields, finished(piece.finish, len(message.calls))
+    return fields, finished(piece.finish, answer.whole)
 
 
 def finished(finish: Finish, calls: int) -> dict[str, object]:
-    """How a choice with this many calls ended.
+    """How a choice with this many whole calls ended.
 
     `tool_calls` for every answer that made one, whatever `tool_choice` was. OpenAI's own API says
     `stop` after a call of the named function; but agents decide by this field whether to run what
@@ -178,7 +178,7 @@ class AnswerChunks:
 
     def finish(self, index: int, finish: Finish) -> bytes:
         """See `Frames.finish`."""
-        return self._event(index, {}, {"logprobs": None, **finished(finish, self._answers[index].made)})
+        return self._event(index, {}, {"logprobs": None, **finished(finish, self._answers[index].whole)})
 
     def tail(self) -> bytes | None:
         """See `Frames.tail`."""

@@ -12,6 +12,7 @@ from app.http.sse import Dialect
 from app.job import Piece
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.reading import Reading
+from app.parsers.typed import members
 from app.watch import WatchedRun
 from core.types import Finish, FinishReason
 
@@ -50,7 +51,7 @@ def whole_usage(run: WatchedRun, tokens: int) -> dict[str, object]:
 
 
 def stop_fields(finish: Finish, calls: int, full: bool) -> dict[str, object]:
-    """How an answer with this many calls ended; `full`: no other token fits the context."""
+    """How an answer with this many whole calls ended; `full`: no other token fits the context."""
     reason, matched = "end_turn", None
     if finish.reason is FinishReason.LENGTH:
         reason = "model_context_window_exceeded" if full else "max_tokens"
@@ -71,12 +72,13 @@ def message(telling: Telling, run: WatchedRun, piece: Piece) -> dict[str, object
         blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": telling.id})
     if read.content or not (read.calls or read.reasoning or telling.mute):
         blocks.append({"type": "text", "text": read.content})
-    for call in read.calls:
-        given = msgspec.json.decode(call.arguments)
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": members(call.arguments)}
+        for call in read.calls
+    ]
     count = len(piece.tokens)
     used, full = whole_usage(run, count), len(run.prompt) + count >= telling.context
-    stop = stop_fields(piece.finish, len(read.calls), full)
+    stop = stop_fields(piece.finish, answer.whole, full)
     return {**_shell(telling), "content": blocks, **stop, "usage": used}
 
 
@@ -133,7 +135,7 @@ class MessageFrames:
         self._close(frames)
         used = whole_usage(self._run, self._count)
         full = len(self._run.prompt) + self._count >= self._telling.context
-        stop = stop_fields(finish, self._answer.made, full)
+        stop = stop_fields(finish, self._answer.whole, full)
         frames += [_event("message_delta", delta=stop, usage=used), _event("message_stop")]
         return b"".join(frames)
 

@@ -234,6 +234,7 @@ def _reading(body: ChatBody, loaded: Loaded, tools: Tools, prompt: str) -> Readi
         inline=body.separate_reasoning is False,
         silent=body.include_reasoning is False,
         one=not tools.many,
+        forced=tools.calls == "required",
     )
 
 

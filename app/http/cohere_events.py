@@ -38,7 +38,7 @@ DIALECT = Dialect(error=_error, done=DONE)
 
 
 def finish_reason(finish: Finish, calls: int) -> str:
-    """How an answer with this many calls ended."""
+    """How an answer with this many whole calls ended."""
     match finish.reason:
         case FinishReason.LENGTH:
             return "MAX_TOKENS"
@@ -72,7 +72,7 @@ def message(telling: Telling, run: Run, piece: Piece) -> dict[str, object]:
         said["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in read.calls]
     whole: dict[str, object] = {
         "id": telling.id,
-        "finish_reason": finish_reason(piece.finish, len(read.calls)),
+        "finish_reason": finish_reason(piece.finish, answer.whole),
         "message": said,
         "usage": usage(run, len(piece.tokens)),
     }
@@ -147,7 +147,7 @@ class ReplyFrames:
         if not (self._blocks or self._answer.made):  # as in a whole answer
             self._open_block("text", frames)
         self._close(frames)
-        reason = finish_reason(finish, self._answer.made)
+        reason = finish_reason(finish, self._answer.whole)
         ended = {"finish_reason": reason, "usage": usage(self._run, self._count)}
         frames.append(_event("message-end", id=self._telling.id, delta=ended))
         return b"".join(frames)

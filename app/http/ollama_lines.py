@@ -11,7 +11,7 @@ import msgspec
 
 from app.http.ollama_schema import OllamaBody, OllamaChatBody
 from app.job import Piece, Run
-from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning
+from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event, Reasoning
 from app.parsers.reading import Reading
 from app.service import Loaded
 from core.types import Finish, FinishReason
@@ -105,8 +105,8 @@ class Lines:
                     self._calls.append([name, ""])
                 case CallArguments(_, more):
                     self._calls[-1][1] += more
-                case CallBroken(_, raw, _):
-                    self._calls.clear()
+                case CallBroken(_, raw, _) | CallCut(_, raw):
+                    self._calls.clear()  # half a call would be run: these clients know whole ones only
                     text += raw
         return text, thinking, calls
 

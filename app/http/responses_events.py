@@ -11,7 +11,7 @@ from app.errors import Fault
 from app.http.logprobs import Namer, token_logprobs
 from app.http.responses_input import item_id, sealed
 from app.job import Piece
-from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning
+from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event, Reasoning
 from app.parsers.reading import Reading
 from app.watch import WatchedRun
 from core.types import Finish, FinishReason
@@ -136,6 +136,8 @@ class ResponseEvents:
                 self._begin(_CALL, {"call_id": id, "name": name, "arguments": ""}, frames)
             case CallArguments(_, text):
                 self._add(text, frames, [])
+            case CallCut():
+                self._close(frames, "incomplete")
             case CallBroken(_, raw, rest):
                 self._close(frames, "incomplete")
                 if not self._telling.streamed:  # nobody has seen it: it never was a call

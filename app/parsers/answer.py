@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.parsers.base import CallBroken, CallStart, Content, Event, Reasoning
+from app.parsers.base import CallBroken, CallCut, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.calls import CallParser
 from app.parsers.reasoning import ReasoningParser
 
@@ -10,7 +10,7 @@ from app.parsers.reasoning import ReasoningParser
 class Answer:
     """The `StreamParser` of a whole choice. Either parser may be absent. Owner: event loop."""
 
-    __slots__ = ("_calls", "_done", "_inline", "_one", "_reasoning", "_silent", "made")
+    __slots__ = ("_calls", "_done", "_inline", "_one", "_reasoning", "_silent", "made", "whole")
 
     def __init__(
         self,
@@ -30,6 +30,8 @@ class Answer:
         self._done = False
         self.made = 0
         """Calls that were told and not broken."""
+        self.whole = 0
+        """Of them, those that the text's end did not cut off."""
 
     @property
     def thinking(self) -> bool:
@@ -59,10 +61,21 @@ class Answer:
 
     def finish(self) -> list[Event]:
         """See `StreamParser.finish`."""
-        events = [] if self._reasoning is None else self._split(self._reasoning.finish())
+        events: list[Event] = []
+        if self._reasoning is not None:
+            if (found := self._unclosed(self._reasoning)) is not None:
+                return found
+            events = self._split(self._reasoning.finish())
         if self._calls is not None:
             events += self._counted(self._calls.finish())
         return events
+
+    def _unclosed(self, reasoning: ReasoningParser) -> list[Event] | None:
+        """The calls in a thinking that has never ended: it ends with them. None without any."""
+        if self._calls is None or not (text := reasoning.called):
+            return None
+        found = self._calls.feed(text) + self._calls.finish()
+        return self._counted(found) if assemble(found).calls else self._split(reasoning.finish())
 
     def _split(self, parts: list[Event]) -> list[Event]:
         events: list[Event] = []
@@ -89,6 +102,10 @@ class Answer:
                     self._done = True
                     return events[:at]
                 self.made += 1
+                self.whole += 1
             elif isinstance(event, CallBroken):
                 self.made -= 1
+                self.whole -= 1
+            elif isinstance(event, CallCut):
+                self.whole -= 1
         return events

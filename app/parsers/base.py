@@ -32,14 +32,14 @@ class CallStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments. The fragments of a whole call are one JSON object."""
+    """More of a call's arguments. The fragments of a whole call are one JSON object, without `CallCut`."""
 
     index: int
     text: str
 
 
 class CallBroken(msgspec.Struct, frozen=True, gc=False):
-    """A call that had begun turned out malformed, or the text ended within it.
+    """A call that had begun turned out malformed.
 
     A stream cannot take the call back: its arguments stay incomplete, `rest` of what was read is
     content, and so is what follows. Who waits for the end drops the call and has `raw`, all of it as
@@ -51,7 +51,15 @@ class CallBroken(msgspec.Struct, frozen=True, gc=False):
     rest: str
 
 
-Event = Content | Reasoning | CallStart | CallArguments | CallBroken
+class CallCut(msgspec.Struct, frozen=True, gc=False):
+    """The text ended within a call: it stays one, its arguments the beginning of a JSON object. `raw` is all
+    of it as the model wrote it, for protocols that know whole calls only."""
+
+    index: int
+    raw: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments | CallBroken | CallCut
 
 
 class StreamParser(Protocol):
@@ -72,7 +80,7 @@ class StreamParser(Protocol):
 
 
 class Call(msgspec.Struct):
-    """A whole call."""
+    """A call. Its arguments are the beginning of an object where the text ended within them."""
 
     id: str
     name: str

@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Generator, Mapping
+from functools import lru_cache
 from typing import Any
 
-from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event
+import msgspec
+
+from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event
 from app.parsers.cursor import Cursor, Malformed, Steps
 from app.parsers.typed import Types, types_of
 
 Format = Callable[["CallParser"], Steps[None]]
 """Reads the calls after a marker. Raises `Malformed` for what is none."""
+
+RETRIES = 16
+"""Malformed calls of one answer that are read once more for calls inside them: work stays linear."""
 
 
 def call_id() -> str:
@@ -20,55 +26,78 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
+class Syntax(msgspec.Struct, frozen=True, kw_only=True):
+    """Where calls stand in a text, and what reads them."""
+
+    markers: tuple[str, ...]
+    """Text that begins calls wherever it stands; it is no content."""
+    calls: Format
+    """Reads what follows one of `markers`."""
+    bare: Format | None = None
+    """Reads an answer that begins with calls without a marker, and those that `begins` find."""
+    begins: tuple[str, ...] = ()
+    """How a call without a marker begins amid text."""
+    lead: str = ""
+    """What the family's template puts between text and the first call: it is no content."""
+    forced: bool = False
+    """A grammar lets through calls alone: what is cut off is one, too."""
+
+
 class CallParser:
     """A `StreamParser` for calls.
 
-    White space around calls belongs to neither them nor the content; an answer without calls is
-    content to its last character. Owner: event loop.
+    White space between calls, and around calls where there is no text, belongs to neither; beside text it is
+    content as the model wrote it. An answer without calls is content to its last character. A call that the
+    text's end cuts off stays one once it has been told. Owner: event loop.
     """
 
     __slots__ = (
         "_after",
-        "_calls",
         "_dropped",
         "_events",
+        "_fresh",
+        "_name",
         "_names",
         "_next",
         "_open",
+        "_retries",
         "_run",
         "_schemas",
         "_space",
+        "_syntax",
         "_told",
         "cursor",
     )
 
     def __init__(
         self,
-        markers: tuple[str, ...],
-        calls: Format,
-        bare: Format | None,
+        syntax: Syntax,
         names: frozenset[str],
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """`calls` reads what follows one of `markers`, `bare` an answer that begins without one;
-        `schemas` are those of the arguments, by function."""
+        """`names` are the functions that may be called, `schemas` those of their arguments."""
         self.cursor = Cursor()
-        self._calls = calls
+        self._syntax = syntax
         self._names = names
         self._schemas = schemas or {}
         self._events: list[Event] = []
         self._next = 0
+        self._name = ""
+        """Of the call that is being read, once it is known."""
         self._open = False
         """A call has been told and its arguments are not whole."""
+        self._fresh = True
+        """No text yet, or none since the last call: white space is content only if text follows."""
         self._after = False
-        """Behind a call: white space is no content until content comes."""
+        """Fresh because of a call."""
         self._space: list[str] = []
         """White space that is content unless a call follows."""
         self._dropped = ""
         """What the open call made of it: it comes back if the call is broken."""
         self._told = 0
         """Where the cursor stood when the open call was last told of."""
-        self._run: Generator[None, None, None] | None = self._answer(markers, bare)
+        self._retries = RETRIES
+        self._run: Generator[None, None, None] | None = self._answer()
 
     def feed(self, text: str) -> list[Event]:
         """See `StreamParser.feed`."""
@@ -79,7 +108,7 @@ class CallParser:
         """See `StreamParser.finish`."""
         self.cursor.ended = True
         events = self._advance()
-        if self._space:
+        if self._space and not self._after:
             events.append(Content("".join(self._space)))
         return events
 
@@ -94,17 +123,25 @@ class CallParser:
 
     # -- for formats -------------------------------------------------------------------------------
 
+    def named(self, name: str) -> str:
+        """The name of the call that is being read."""
+        self._name = name
+        return name
+
     def declared(self, name: str) -> None:
         """Raise `Malformed` unless `name` is a declared function: without a marker nothing else
         tells a call from an answer that happens to look like one."""
         if name not in self._names:
             raise Malformed
 
+    def properties(self, name: str) -> Mapping[str, Any]:
+        """Schemas of a function's arguments, by name."""
+        found = self._schemas.get(name, {}).get("properties")
+        return found if isinstance(found, Mapping) else {}
+
     def types(self, name: str, key: str) -> Types:
         """What an argument of a function may be."""
-        schema = self._schemas.get(name, {})
-        properties = schema.get("properties")
-        return types_of(properties.get(key), schema) if isinstance(properties, Mapping) else None
+        return types_of(self.properties(name).get(key), self._schemas.get(name, {}))
 
     def start(self, name: str, id: str = "") -> None:
         """A call begins; its arguments follow. `id` is the model's own, where its family has them."""
@@ -122,61 +159,128 @@ class CallParser:
 
     def whole(self) -> None:
         """The arguments are complete: whatever follows cannot break this call any more."""
-        self._open = False
-        self._after = True
+        self._ended()
         self.cursor.recorded()
+
+    def gap(self) -> Steps[str]:
+        """Pass over white space behind a call, which is content if text follows; the character after it."""
+        cursor = self.cursor
+        while (sign := (yield from cursor.peek())).isspace():
+            self._space.append(cursor.take(cursor.at + 1))
+        return sign
+
+    def tail(self, end: str) -> Steps[bool]:
+        """Pass over what closes a call, if it is there: a model that forgets it has still made the call."""
+        if (yield from self.gap()) != end[0] or not (yield from self.cursor.skip(end)):
+            return False
+        self._space.clear()
+        return True
+
+    def _ended(self) -> None:
+        self._open = False
+        self._name = ""
+        self._after = self._fresh = True
 
     # -- the answer --------------------------------------------------------------------------------
 
-    def _answer(self, markers: tuple[str, ...], bare: Format | None) -> Steps[None]:
-        if bare is not None:
-            yield from self._attempt(bare)
+    def _answer(self) -> Steps[None]:
+        syntax = self._syntax
+        begins = syntax.begins
+        # An answer that is a JSON document or a list is not searched for calls inside it.
+        if syntax.bare is not None and (yield from self._attempt(syntax.bare)).lstrip()[:1] in ("{", "["):
+            begins = ()
+        marks = (*syntax.markers, *begins)
         # One search for all: one each would read to the text's end, again and again, for those not in it.
-        any_of = re.compile("|".join(map(re.escape, markers)) or "(?!)")
-        while (yield from self._text(markers, any_of)):
-            yield from self._attempt(self._calls)
+        pattern = any_of(marks)
+        while mark := (yield from self._text(marks, pattern)):
+            yield from self._attempt(syntax.bare if syntax.bare and mark in begins else syntax.calls)
 
-    def _text(self, markers: tuple[str, ...], any_of: re.Pattern[str]) -> Steps[bool]:
-        """Content up to a marker; False at the end."""
+    def _text(self, marks: tuple[str, ...], pattern: re.Pattern[str]) -> Steps[str]:
+        """Content up to a mark, which is told; empty at the end."""
         cursor = self.cursor
         while True:
             text = cursor.text
-            if found := any_of.search(text, cursor.at):
+            if found := pattern.search(text, cursor.at):
                 self._content(cursor.take(found.start()))
-                return True
-            keep = 0 if cursor.ended else held(text, cursor.at, markers)
+                return found.group()
+            keep = held(text, cursor.at, marks)
+            if not cursor.ended:
+                self._content(cursor.take(len(text) - keep))
+                yield
+                continue
             self._content(cursor.take(len(text) - keep))
-            if cursor.ended:
-                return False
-            yield
+            rest = cursor.take(len(text))
+            if not (keep and (self._syntax.forced or self._after)):
+                self._content(rest)  # behind a call, or where only calls can be, it is half a mark
+            elif not self._next:
+                self._cut(rest)
+            return ""
 
-    def _attempt(self, calls: Format) -> Steps[None]:
-        self.cursor.record()
+    def _attempt(self, calls: Format) -> Steps[str]:
+        """Read calls; the text of what turned out to be none."""
+        cursor, raw = self.cursor, ""
+        cursor.record()
         try:
             yield from calls(self)
         except Malformed:
-            raw = self.cursor.recorded()
-            if not self._open:
-                self._content(raw)
-                return
-            self._open = False
-            body = raw.rstrip()
-            rest = body[len(raw) - (self.cursor.taken - self._told) :]
-            self._events.append(CallBroken(self._next - 1, self._dropped + body, rest))
-            self._space = [raw[len(body) :]]
-            self._after = False
-        self.cursor.recorded()
+            raw = cursor.recorded()
+            if cursor.ended:  # all that came before was right so far
+                self._cut(raw + cursor.take(len(cursor.text)))
+            else:
+                raw = self._broken(raw)
+        cursor.recorded()
+        return raw
+
+    def _cut(self, raw: str) -> None:
+        """The text has ended within a call."""
+        sole = next(iter(self._names)) if len(self._names) == 1 else ""
+        if not self._open and not self._syntax.forced:
+            self._content(raw)
+            return
+        if not self._open and (name := self._name or sole):
+            self.start(name)
+        if self._open:
+            self._events.append(CallCut(self._next - 1, self._dropped + raw))
+        self._space.clear()
+        self._ended()
+
+    def _broken(self, raw: str) -> str:
+        """What was read is no call, up to the next mark in it: half a string may have swallowed good ones."""
+        again = any_of(self._syntax.markers).search(raw, 1) if self._retries else None
+        end = len(raw) if again is None else again.start()
+        told = len(raw) - (self.cursor.taken - self._told)
+        if again is not None:
+            self._retries -= 1
+            self.cursor.back(raw[end:])
+        raw = raw[:end]
+        if self._open:
+            self._events.append(CallBroken(self._next - 1, self._dropped + raw, raw[told:]))
+            self._open = self._after = self._fresh = False
+        else:
+            self._content(raw)
+        self._name = ""
+        return raw
 
     def _content(self, text: str) -> None:
-        if self._after:
-            text = text.lstrip()
-        body = text.rstrip()
-        if body:
-            self._events.append(Content("".join(self._space) + body))
-            self._space.clear()
-            self._after = False
-        if len(body) < len(text):
-            self._space.append(text[len(body) :])
+        if not text:
+            return
+        if self._fresh and text.isspace():
+            self._space.append(text)
+            return
+        text = "".join(self._space) + text
+        self._space.clear()
+        self._after = self._fresh = False
+        if self._syntax.lead and text.endswith(self._syntax.lead):
+            self._space.append(self._syntax.lead)
+            text = text.removesuffix(self._syntax.lead)
+        if text:
+            self._events.append(Content(text))
+
+
+@lru_cache
+def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the first of them."""
+    return re.compile("|".join(map(re.escape, marks)) or "(?!)")
 
 
 def held(text: str, start: int, markers: tuple[str, ...]) -> int:

@@ -42,6 +42,11 @@ class Cursor:
         self.text = self.text[self.at :] + text
         self.at = 0
 
+    def back(self, text: str) -> None:
+        """Put what was taken last in front again."""
+        self.text, self.at = text + self.text[self.at :], 0
+        self.taken -= len(text)
+
     def take(self, end: int) -> str:
         """The text up to `end`, now behind the cursor."""
         span = self.text[self.at : end]
@@ -92,9 +97,12 @@ class Cursor:
             self.take(self.at + 1)
 
     def skip(self, wanted: str) -> Steps[bool]:
-        """Take `wanted` if it comes next; otherwise nothing."""
+        """Take `wanted` if it comes next; otherwise nothing, but for the beginning of it that a text ends
+        with."""
         for count in range(1, len(wanted) + 1):  # a different first character is seen at once
-            if (yield from self.ahead(count)) != wanted[:count]:
+            if (found := (yield from self.ahead(count))) != wanted[:count]:
+                if wanted.startswith(found):
+                    self.take(len(self.text))
                 return False
         self.take(self.at + len(wanted))
         return True

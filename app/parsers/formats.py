@@ -11,8 +11,12 @@ from app.parsers.json_scan import JsonScanner
 HERMES = ("<tool_call>", "</tool_call>")
 MISTRAL = "[TOOL_CALLS]"
 LLAMA = "<|python_tag|>"
-DEEPSEEK = "<｜tool▁calls▁begin｜>"
-KIMI = "<|tool_calls_section_begin|>"
+LLAMA_BEGINS = tuple(
+    f'{{{gap}"{key}"' for key in ("name", "type") for gap in ("", " ", "\n", "\n  ", "\n    ", "\n\t")
+)
+"""How an object that is a call begins, as models write it without the tag."""
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
 
 _ARGUMENTS = frozenset({'"arguments"', '"parameters"'})
 """As they stand in the text."""
@@ -24,7 +28,7 @@ def hermes(calls: CallParser) -> Steps[None]:
     cursor = calls.cursor
     yield from cursor.expect(HERMES[0])
     yield from _call(calls)
-    yield from _tail(calls, HERMES[1])
+    yield from calls.tail(HERMES[1])
 
 
 def llama(calls: CallParser) -> Steps[None]:
@@ -34,69 +38,66 @@ def llama(calls: CallParser) -> Steps[None]:
 
 
 def llama_bare(calls: CallParser) -> Steps[None]:
-    """The same without the tag, from the first character of an answer on."""
+    """The same without the tag. Functions must be declared."""
     yield from _listed(calls, declared=True)
 
 
 def mistral(calls: CallParser) -> Steps[None]:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or from version 11 on
-    `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` for each."""
+    `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` for each. Models forget the list, too."""
     cursor = calls.cursor
     yield from cursor.expect(MISTRAL)
-    if (yield from cursor.spaces()) != "[":
+    sign = yield from cursor.spaces()
+    if sign == "{":
+        yield from _call(calls)
+        while (yield from calls.gap()) == "{":
+            cursor.record()
+            yield from _call(calls)
+        return
+    if sign != "[":
         yield from _named(calls)
         return
     yield from cursor.expect("[")
     yield from _call(calls)
-    while (yield from cursor.spaces()) == ",":
+    while (yield from calls.gap()) == ",":
         cursor.take(cursor.at + 1)
         cursor.record()
         yield from _call(calls)
-    yield from cursor.skip("]")
+    yield from calls.tail("]")
 
 
 def deepseek(calls: CallParser) -> Steps[None]:
     """Between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`: V3 writes `function`, a separator, the
     name and a fence of JSON; V3.1 the name, the separator and plain JSON."""
     cursor = calls.cursor
-    yield from cursor.expect(DEEPSEEK)
+    yield from cursor.skip(DEEPSEEK[0])
     yield from cursor.spaces()
-    while True:
-        yield from cursor.expect("<｜tool▁call▁begin｜>")
-        name = yield from cursor.until("<｜tool▁sep｜>")
-        if name == "function":
-            name = yield from cursor.until("\n")
-            yield from cursor.skip(_FENCE + "json")
-        yield from _arguments(calls, _name(name.strip()))
-        yield from _tail(calls, _FENCE)
-        yield from _tail(calls, "<｜tool▁call▁end｜>")
-        if (yield from cursor.spaces()) != "<" or (yield from cursor.skip("<｜tool▁calls▁end｜>")):
-            return
-        if (yield from cursor.ahead(len("<｜tool▁call▁begin｜>"))) != "<｜tool▁call▁begin｜>":
-            return
-        cursor.record()
+    yield from cursor.expect(DEEPSEEK[1])
+    name = yield from cursor.until("<｜tool▁sep｜>")
+    if name == "function":
+        name = yield from cursor.until("\n")
+        yield from cursor.skip(_FENCE + "json")
+    yield from _arguments(calls, _name(name))
+    yield from calls.tail(_FENCE)
+    yield from calls.tail("<｜tool▁call▁end｜>")
+    yield from calls.tail("<｜tool▁calls▁end｜>")
 
 
 def kimi(calls: CallParser) -> Steps[None]:
     """Between `<|tool_call_begin|>` and `<|tool_call_end|>`: an id, `functions.name:0`, a mark and JSON."""
-    cursor, begin = calls.cursor, "<|tool_call_begin|>"
-    yield from cursor.expect(KIMI)
+    cursor = calls.cursor
+    yield from cursor.skip(KIMI[0])
     yield from cursor.spaces()
-    while True:
-        yield from cursor.expect(begin)
-        id = (yield from cursor.until("<|tool_call_argument_begin|>")).strip()
-        yield from _arguments(calls, _name(id.removeprefix("functions.").partition(":")[0]), id)
-        yield from _tail(calls, "<|tool_call_end|>")
-        if (yield from cursor.spaces()) != "<" or (yield from cursor.skip("<|tool_calls_section_end|>")):
-            return
-        if (yield from cursor.ahead(len(begin))) != begin:
-            return
-        cursor.record()
+    yield from cursor.expect(KIMI[1])
+    id = (yield from cursor.until("<|tool_call_argument_begin|>")).strip()
+    yield from _arguments(calls, _name(id.removeprefix("functions.").partition(":")[0]), _name(id))
+    yield from calls.tail("<|tool_call_end|>")
+    yield from calls.tail("<|tool_calls_section_end|>")
 
 
 def _listed(calls: CallParser, declared: bool) -> Steps[None]:
     yield from _call(calls, declared)
-    while (yield from calls.cursor.spaces()) == ";":
+    while (yield from calls.gap()) == ";":
         calls.cursor.record()
         calls.cursor.take(calls.cursor.at + 1)
         yield from _call(calls, declared)
@@ -109,22 +110,20 @@ def _named(calls: CallParser) -> Steps[None]:
         name.append(cursor.take(cursor.at + 1))
         if len(name) > NAME_CHARS:
             raise Malformed
+    if sign == "":
+        raise Malformed
     if sign == "[":
         if (yield from cursor.skip("[CALL_ID]")):
             yield from cursor.until("[ARGS]")
         else:
             yield from cursor.expect("[ARGS]")
-    yield from _arguments(calls, _name("".join(name).strip()))
-
-
-def _tail(calls: CallParser, end: str) -> Steps[None]:
-    """Pass over what closes a call. A model that forgets it has still made the call."""
-    if (yield from calls.cursor.spaces()) == end[0]:
-        yield from calls.cursor.skip(end)
+    yield from _arguments(calls, _name("".join(name)))
 
 
 def _name(name: str) -> str:
-    if not name or len(name) > NAME_CHARS:
+    """A name, or what stands for one. Marks in it are those of the next call."""
+    name = name.strip()
+    if not name or len(name) > NAME_CHARS or "<" in name:
         raise Malformed
     return name
 
@@ -141,7 +140,7 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
         yield from cursor.spaces()
         yield from cursor.expect(":")
         if key == '"name"' and not name:
-            name = _name(_text(json.loads((yield from _value(calls)))))
+            name = calls.named(_name(_text(json.loads((yield from _value(calls))))))
             if declared:
                 calls.declared(name)
         elif key in _ARGUMENTS and name and not told:
@@ -164,6 +163,7 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
 
 def _arguments(calls: CallParser, name: str, id: str = "") -> Steps[None]:
     """A call's arguments, told as they come."""
+    calls.named(name)
     if (yield from calls.cursor.spaces()) == "{":
         yield from calls.cursor.value(_Live(calls, name, id).take)
     else:

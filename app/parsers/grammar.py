@@ -130,7 +130,7 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
     tags = [_tag(tool, family.writing, free, param) for tool in wanted.tools]
     if not free:
         return _group(tags, family.writing, wanted.many)
-    return _within_text(tags, family, family.writing, wanted.many)
+    return _within_text(tags, family, family.begun(tool.name for tool in wanted.tools), wanted.many)
 
 
 def _tag(tool: Tool, writing: Writing, free: bool, param: str) -> Element:
@@ -189,12 +189,15 @@ def _group(tags: list[Element], writing: Writing, many: bool) -> Element:
     return {"type": "tag", "begin": writing.opening, "content": calls, "end": writing.closing}
 
 
-def _within_text(tags: list[Element], family: ToolFamily, writing: Writing, many: bool) -> Element:
-    """Free text in which a call, once begun, is a right one."""
+def _within_text(tags: list[Element], family: ToolFamily, begins: tuple[str, ...], many: bool) -> Element:
+    """Free text in which a call, once begun, is a right one. `begins`: how one without a marker does."""
+    writing = family.writing
     if family.bare is not None:
-        # No marker tells where a call begins: an answer that begins like one is one.
+        # No marker tells where a call begins: an answer that begins like one is one, and no other has any.
         sign = (writing.opening or writing.begin)[0]
-        text = {"type": "regex", "pattern": rf"([^\s\{sign}][\s\S]*)?"}
+        start = {"type": "regex", "pattern": rf"[^\s\{sign}]"}
+        rest = {"type": "any_text", "excludes": [*family.markers, *begins]}
+        text = {"type": "optional", "content": {"type": "sequence", "elements": [start, rest]}}
         return {"type": "or", "elements": [text, _group(tags, writing, many)]}
     if writing.opening:
         tags = [_group(tags, writing, many)]

@@ -1,13 +1,14 @@
-"""Calls written as a Python list, `[f(a=1, b="x"), g()]`, told as JSON while they come."""
+"""Calls written as a Python list, `[f(a=1, b="x"), g()]`, and Python's literals, told as JSON."""
 
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
 from app.parsers.calls import CallParser
-from app.parsers.cursor import Malformed, Steps
+from app.parsers.cursor import Cursor, Malformed, Steps
 from app.parsers.json_scan import MAX_DEPTH
-from app.parsers.typed import inside, quoted
+from app.parsers.typed import Types, inside, quoted, spelled
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 """Llama 4's, around the list."""
@@ -19,8 +20,55 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "\n": ""}
 _DIGITS = {"x": 2, "u": 4, "U": 8}
+MAX_LITERAL = 16 * 1024
+"""Characters of a value that is read in one go: 5 ms."""
 MAX_NUMBER = 512
 """Characters of a number: longer ones no decoder takes."""
+
+
+class Told(Protocol):
+    """What reads a literal: where it stands, and who is told of it as JSON."""
+
+    cursor: Cursor
+
+    def arguments(self, text: str) -> None:
+        """More of it."""
+        ...
+
+
+class _Collected:
+    """One that is there as a whole. Owner: event loop."""
+
+    __slots__ = ("cursor", "parts")
+
+    def __init__(self, text: str) -> None:
+        self.cursor = Cursor()
+        self.cursor.push(text)
+        self.cursor.ended = True
+        self.parts: list[str] = []
+
+    def arguments(self, text: str) -> None:
+        """See `Told`."""
+        self.parts.append(text)
+
+
+def written(text: str, types: Types) -> str:
+    """A value as JSON, by what it may be: see `spelled`. A list or dict may be spelled as in Python, too."""
+    bare, structured = text.strip(), types is not None and types & {"array", "object"}
+    made = spelled(text, types)
+    if made[0] != '"' or not structured or bare[:1] not in ("[", "{") or len(bare) > MAX_LITERAL:
+        return made
+    told = _Collected(bare)
+    steps = _literal(told, 0)
+    try:
+        next(steps)
+    except StopIteration:
+        kind = "array" if bare[0] == "[" else "object"
+        if told.cursor.at == len(bare) and kind in structured:
+            return "".join(told.parts)
+    except Malformed:
+        pass
+    return made
 
 
 def pythonic(calls: CallParser) -> Steps[None]:
@@ -34,23 +82,25 @@ def pythonic(calls: CallParser) -> Steps[None]:
         yield from cursor.spaces()
         yield from cursor.expect("(")
         calls.declared(name)
-        calls.start(name)
-        yield from _arguments(calls)
+        yield from _arguments(calls, calls.named(name))
         calls.whole()
-        if (yield from cursor.spaces()) != ",":
-            if (yield from cursor.skip("]")):
+        if (yield from calls.gap()) != ",":
+            if (yield from calls.tail("]")):
                 yield from cursor.skip(MARKS[1])
             return
         cursor.record()
         cursor.take(cursor.at + 1)
 
 
-def _arguments(calls: CallParser) -> Steps[None]:
+def _arguments(calls: CallParser, function: str) -> Steps[None]:
+    """Told from the first name on: what is no call (`[f(x) for x in y]`) mostly shows before."""
     cursor, before = calls.cursor, "{"
     while (yield from cursor.spaces()) != ")":
         name = yield from _identifier(calls)
         yield from cursor.spaces()
         yield from cursor.expect("=")
+        if before == "{":
+            calls.start(function)
         calls.arguments(f"{before}{quoted(name)}: ")
         yield from _literal(calls, 0)
         before = ", "
@@ -58,6 +108,8 @@ def _arguments(calls: CallParser) -> Steps[None]:
             break
         cursor.take(cursor.at + 1)
     yield from cursor.expect(")")
+    if before == "{":
+        calls.start(function)
     calls.arguments("{}" if before == "{" else "}")
 
 
@@ -72,7 +124,7 @@ def _identifier(calls: CallParser) -> Steps[str]:
     return name
 
 
-def _literal(calls: CallParser, depth: int) -> Steps[None]:
+def _literal(calls: Told, depth: int) -> Steps[None]:
     sign = yield from calls.cursor.spaces()
     if depth == MAX_DEPTH:
         raise Malformed
@@ -90,7 +142,7 @@ def _literal(calls: CallParser, depth: int) -> Steps[None]:
         calls.arguments((yield from _word(calls)))
 
 
-def _items(calls: CallParser, brackets: str, depth: int) -> Steps[None]:
+def _items(calls: Told, brackets: str, depth: int) -> Steps[None]:
     """A list or a dict, which is keyed by strings."""
     cursor = calls.cursor
     yield from cursor.expect(brackets[0])
@@ -114,7 +166,7 @@ def _items(calls: CallParser, brackets: str, depth: int) -> Steps[None]:
     calls.arguments(brackets[1])
 
 
-def _word(calls: CallParser) -> Steps[str]:
+def _word(calls: Told) -> Steps[str]:
     cursor, word = calls.cursor, ""
     while _WORD.fullmatch((yield from cursor.peek())):
         word += cursor.take(cursor.at + 1)
@@ -127,7 +179,7 @@ def _word(calls: CallParser) -> Steps[str]:
     return word
 
 
-def _string(calls: CallParser) -> Steps[None]:
+def _string(calls: Told) -> Steps[None]:
     cursor = calls.cursor
     quote = cursor.take(cursor.at + 1)
     while True:
@@ -146,7 +198,7 @@ def _string(calls: CallParser) -> Steps[None]:
         calls.arguments(inside(cursor.take(end)))
 
 
-def _escape(calls: CallParser) -> Steps[str]:
+def _escape(calls: Told) -> Steps[str]:
     cursor = calls.cursor
     sign = yield from cursor.peek()
     if sign == "":

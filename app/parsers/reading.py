@@ -28,6 +28,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Leave the thinking out."""
     one: bool = False
     """At most one call."""
+    forced: bool = False
+    """A grammar lets through calls alone, behind the thinking."""
 
     @property
     def plain(self) -> bool:
@@ -41,6 +43,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     def answer(self) -> Answer:
         """The parser of one choice."""
-        reasoning = None if self.reasoning is None else self.reasoning.parser(self.inside, self.inline)
-        calls = None if self.tools is None else self.tools.parser(self.names, self.schemas)
+        markers = () if self.tools is None else self.tools.markers
+        reasoning = (
+            None if self.reasoning is None else self.reasoning.parser(self.inside, self.inline, markers)
+        )
+        calls = None if self.tools is None else self.tools.parser(self.names, self.schemas, self.forced)
         return Answer(reasoning, calls, inline=self.inline, silent=self.silent, one=self.one)

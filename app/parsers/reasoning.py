@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from app.parsers.base import Content, Event, Reasoning
-from app.parsers.calls import held
+from app.parsers.calls import any_of, held
 
 
 class ReasoningParser:
     """A `StreamParser` for thinking at the start of an answer.
 
     Marks are recognised once: a later `<think>` is the answer's own. Line breaks next to a mark
-    belong to it. Owner: event loop.
+    belong to it. From where a call begins all is held until the thinking ends: if it never does, that was
+    no thinking. Owner: event loop.
     """
 
-    __slots__ = ("_begin", "_breaks", "_end", "_fresh", "_held", "_inline", "_phase")
+    __slots__ = (
+        "_any_of",
+        "_begin",
+        "_breaks",
+        "_called",
+        "_end",
+        "_ends",
+        "_fresh",
+        "_held",
+        "_inline",
+        "_phase",
+    )
 
-    def __init__(self, begin: str, end: str, inside: bool = False, inline: bool = False) -> None:
-        """`inside`: the prompt has opened the thinking already. `inline`: events tell every
-        character, marks and line breaks too."""
-        self._begin = begin
-        self._end = end
+    def __init__(self, marks: tuple[str, ...], inside: bool = False, inline: bool = False) -> None:
+        """`marks`: of the thinking's begin and end, then those that begin calls. `inside`: the prompt has
+        opened the thinking already. `inline`: events tell every character, marks and line breaks too."""
+        self._begin, self._end, *_ = marks
+        self._ends = marks[1:]
+        self._any_of = any_of(self._ends)
+        self._called: list[str] = []
+        """The thinking from a call on."""
         self._inline = inline
         self._phase = self._thinking if inside else self._before
         self._held = ""
@@ -32,17 +47,22 @@ class ReasoningParser:
     @property
     def inside(self) -> bool:
         """Thinking now."""
-        return self._phase == self._thinking
+        return self._phase in (self._thinking, self._calling)
 
     @property
     def settled(self) -> bool:
         """There was thinking, or there will be none."""
-        return self._phase not in (self._before, self._thinking)
+        return self._phase not in (self._before, self._thinking, self._calling)
 
     @property
     def plain(self) -> bool:
         """All that comes is content, and nothing is held back."""
         return self._phase == self._plain
+
+    @property
+    def called(self) -> str:
+        """A thinking that has not ended, from a call on."""
+        return "".join((*self._called, self._held)) if self._called else ""
 
     def feed(self, text: str) -> list[Event]:
         """See `StreamParser.feed`."""
@@ -54,7 +74,7 @@ class ReasoningParser:
 
     def finish(self) -> list[Event]:
         """See `StreamParser.finish`."""
-        rest, self._held = "".join(self._breaks) + self._held, ""
+        rest, self._held = "".join((*self._breaks, *self._called, self._held)), ""
         if not rest:
             return []
         return [Reasoning(rest)] if self.inside else [Content(rest)]
@@ -79,18 +99,37 @@ class ReasoningParser:
         return ""
 
     def _thinking(self, text: str, events: list[Event]) -> str:
+        found = self._any_of.search(text)
+        if found is None:
+            keep = held(text, 0, self._ends)
+            self._reason(text[: len(text) - keep], events)
+            self._held = text[len(text) - keep :]
+            return ""
+        self._reason(text[: found.start()], events)
+        if found.group() != self._end:
+            self._called.append(found.group())
+            self._phase = self._calling
+            return text[found.end() :]
+        return self._closed(text[found.end() :], events)
+
+    def _calling(self, text: str, events: list[Event]) -> str:
+        """A call within the thinking, or the thinking speaks of one: its end will tell."""
         end = text.find(self._end)
-        if end >= 0:
-            self._reason(text[:end], events)
-            if self._inline:
-                events.append(Reasoning(self._end))
-            self._breaks.clear()
-            self._phase = self._plain if self._inline else self._after
-            return text[end + len(self._end) :]
-        keep = held(text, 0, (self._end,))
-        self._reason(text[: len(text) - keep], events)
-        self._held = text[len(text) - keep :]
-        return ""
+        if end < 0:
+            keep = held(text, 0, (self._end,))
+            self._called.append(text[: len(text) - keep])
+            self._held = text[len(text) - keep :]
+            return ""
+        self._reason("".join((*self._called, text[:end])), events)
+        self._called.clear()
+        return self._closed(text[end + len(self._end) :], events)
+
+    def _closed(self, text: str, events: list[Event]) -> str:
+        if self._inline:
+            events.append(Reasoning(self._end))
+        self._breaks.clear()
+        self._phase = self._plain if self._inline else self._after
+        return text
 
     def _reason(self, text: str, events: list[Event]) -> None:
         if self._inline:

@@ -5,13 +5,13 @@ A family is data: marks, the functions that read its calls, and how to write a g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from app.parsers import formats, tagged
-from app.parsers.calls import CallParser, Format
+from app.parsers.calls import CallParser, Format, Syntax
 from app.parsers.pythonic import MARKS, pythonic
 from app.parsers.reasoning import ReasoningParser
 
@@ -52,18 +52,38 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Text that begins calls wherever it stands; it is no content."""
     calls: Format
     bare: Format | None = None
-    """Reads an answer that is calls from its first character on, without a marker."""
+    """Reads calls without a marker: an answer of nothing else, or what `begins` find in one."""
+    begins: tuple[str, ...] = ()
+    """How a call without a marker begins amid text, `%s` its function's name."""
+    lead: str = ""
+    """What the template puts between text and the first call."""
     writing: Writing
     special: bool = False
     """Markers are special tokens, which are hidden unless asked for."""
     short_ids: bool = False
     """The template takes call ids of nine characters only."""
 
+    def begun(self, names: Iterable[str]) -> tuple[str, ...]:
+        """`begins` with these functions' names."""
+        return tuple({begin.replace("%s", name): None for begin in self.begins for name in sorted(names)})
+
     def parser(
-        self, names: frozenset[str], schemas: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        names: frozenset[str],
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        forced: bool = False,
     ) -> CallParser:
-        """For one answer; `names` are the declared functions, `schemas` those of their arguments."""
-        return CallParser(self.markers, self.calls, self.bare, names, schemas)
+        """For one answer; `names` are the declared functions, `schemas` those of their arguments. `forced`:
+        a grammar lets through calls alone."""
+        syntax = Syntax(
+            markers=self.markers,
+            calls=self.calls,
+            bare=self.bare,
+            begins=self.begun(names),
+            lead=self.lead,
+            forced=forced,
+        )
+        return CallParser(syntax, names, schemas)
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,15 +111,16 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
         opened = prompt.rstrip() if self.opened(prompt) else prompt + self.begin
         return f"{opened}\n\n{self.end}{self.gap}"
 
-    def parser(self, inside: bool, inline: bool = False) -> ReasoningParser:
-        """For one answer."""
-        return ReasoningParser(self.begin, self.end, inside, inline)
+    def parser(self, inside: bool, inline: bool = False, markers: tuple[str, ...] = ()) -> ReasoningParser:
+        """For one answer; `markers` begin calls."""
+        return ReasoningParser((self.begin, self.end, *markers), inside, inline)
 
 
 _HERMES = ToolFamily(
     name="hermes",
     markers=(formats.HERMES[0],),
     calls=formats.hermes,
+    lead="\n",
     writing=Writing(begin='<tool_call>\n{"name": "%s", "arguments": ', end="}\n</tool_call>", separator="\n"),
 )
 _LLAMA = ToolFamily(
@@ -107,6 +128,7 @@ _LLAMA = ToolFamily(
     markers=(formats.LLAMA,),
     calls=formats.llama,
     bare=formats.llama_bare,
+    begins=formats.LLAMA_BEGINS,
     writing=Writing(begin='{"name": "%s", "parameters": ', end="}", separator="; "),
     special=True,
 )
@@ -127,10 +149,10 @@ _MISTRAL = ToolFamily(
 _MISTRAL_11 = msgspec.structs.replace(_MISTRAL, writing=Writing(begin="[TOOL_CALLS]%s[ARGS]", end=""))
 _DEEPSEEK = ToolFamily(
     name="deepseek_v3",
-    markers=(formats.DEEPSEEK,),
+    markers=formats.DEEPSEEK,
     calls=formats.deepseek,
     writing=Writing(
-        opening=formats.DEEPSEEK,
+        opening=formats.DEEPSEEK[0],
         begin="<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n",
         end="\n```<｜tool▁call▁end｜>",
         separator="\n",
@@ -141,7 +163,7 @@ _DEEPSEEK = ToolFamily(
 _DEEPSEEK_31 = msgspec.structs.replace(
     _DEEPSEEK,
     writing=Writing(
-        opening=formats.DEEPSEEK,
+        opening=formats.DEEPSEEK[0],
         begin="<｜tool▁call▁begin｜>%s<｜tool▁sep｜>",
         end="<｜tool▁call▁end｜>",
         closing="<｜tool▁calls▁end｜>",
@@ -152,6 +174,7 @@ _PYTHONIC = ToolFamily(
     markers=MARKS[:1],
     calls=formats.marked(MARKS[0], pythonic),
     bare=pythonic,
+    begins=("[%s(",),
     writing=Writing(
         opening="[",
         begin="%s(",
@@ -166,6 +189,7 @@ _QWEN_CODER = ToolFamily(
     name="qwen3_coder",
     markers=(tagged.TOOL_CALL[0], tagged.FUNCTION),
     calls=tagged.qwen_coder,
+    lead="\n",
     writing=Writing(
         begin="<tool_call>\n<function=%s>\n",
         end="</function>\n</tool_call>",
@@ -177,6 +201,7 @@ _GLM = ToolFamily(
     name="glm",
     markers=(tagged.TOOL_CALL[0],),
     calls=tagged.glm,
+    lead="\n",
     writing=Writing(
         begin="<tool_call>%s\n",
         end="</tool_call>",
@@ -194,10 +219,10 @@ _GLM_47 = msgspec.structs.replace(
 )
 _KIMI = ToolFamily(
     name="kimi_k2",
-    markers=(formats.KIMI,),
+    markers=formats.KIMI,
     calls=formats.kimi,
     writing=Writing(
-        opening=formats.KIMI,
+        opening=formats.KIMI[0],
         begin="<|tool_call_begin|>functions.%s:",
         numbered="<|tool_call_argument_begin|>",
         end="<|tool_call_end|>",
@@ -249,10 +274,10 @@ _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     # Tags inside the tag are other formats than JSON there: they come first.
     (_QWEN_CODER, (tagged.FUNCTION,)),
     (_GLM, ("<arg_key>",)),
-    (_KIMI, (formats.KIMI,)),
+    (_KIMI, formats.KIMI[:1]),
     (_HERMES, ("<tool_call>",)),
     (_MISTRAL, ("[TOOL_CALLS]",)),
-    (_DEEPSEEK, (formats.DEEPSEEK,)),
+    (_DEEPSEEK, formats.DEEPSEEK[:1]),
     (_PYTHONIC, ("func_name1(", MARKS[0])),
     (_LLAMA, ("<|python_tag|>", '"parameters": dictionary of argument name')),
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from app.parsers.calls import CallParser, held
+from app.parsers.calls import CallParser, any_of, held
 from app.parsers.cursor import NAME_CHARS, Malformed, Steps
-from app.parsers.typed import Types, inside, quoted, spelled
+from app.parsers.pythonic import written
+from app.parsers.typed import Types, inside, quoted
 
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 FUNCTION = "<function="
 _PARAMETER = ("<parameter=", "</parameter>")
+_FUNCTION_ENDS = tuple(f"</function>{gap}{TOOL_CALL[1]}" for gap in ("", "\n"))
 _KEY = ("<arg_key>", "</arg_key>")
 _VALUE = ("<arg_value>", "</arg_value>")
 _STRING: Types = frozenset(("string",))
@@ -22,13 +24,13 @@ def qwen_coder(calls: CallParser) -> Steps[None]:
     while True:
         yield from cursor.spaces()
         yield from cursor.expect(FUNCTION)
-        name = _name((yield from cursor.until(">")))
+        name = calls.named(_name((yield from cursor.until(">"))))
         if not marked:
             calls.declared(name)
         calls.start(name)
         yield from _parameters(calls, name)
         calls.whole()
-        if (yield from cursor.spaces()) != "<" or (yield from cursor.skip(TOOL_CALL[1])):
+        if (yield from calls.tail(TOOL_CALL[1])):
             return
         if (yield from cursor.ahead(len(FUNCTION))) != FUNCTION:
             return
@@ -37,12 +39,17 @@ def qwen_coder(calls: CallParser) -> Steps[None]:
 
 def _parameters(calls: CallParser, name: str) -> Steps[None]:
     cursor, before = calls.cursor, "{"
+    declared = calls.properties(name)
+    ahead = dict.fromkeys(declared)
     while (yield from cursor.spaces()) == "<" and (yield from cursor.skip(_PARAMETER[0])):
         key = _name((yield from cursor.until(">")))
+        ahead.pop(key, None)
         calls.arguments(f"{before}{quoted(key)}: ")
         if (yield from cursor.peek()) == "\n":
             cursor.take(cursor.at + 1)
-        yield from _value(calls, calls.types(name, key), _PARAMETER[1], "\n")
+        # An end that the model forgot is where the next argument begins, or where the call ends.
+        following = [f"{_PARAMETER[0]}{each}>" for each in ahead] if declared else [f"\n{_PARAMETER[0]}"]
+        yield from _value(calls, calls.types(name, key), (_PARAMETER[1], *following, *_FUNCTION_ENDS), "\n")
         before = ", "
     yield from cursor.expect("</function>")
     calls.arguments("{}" if before == "{" else "}")
@@ -58,7 +65,9 @@ def glm(calls: CallParser) -> Steps[None]:
         parts.append(cursor.take(cursor.at + 1))
         if len(parts) > NAME_CHARS:
             raise Malformed
-    name = _name("".join(parts))
+    if not (yield from cursor.peek()):
+        raise Malformed
+    name = calls.named(_name("".join(parts)))
     calls.declared(name)
     calls.start(name)
     before = "{"
@@ -67,15 +76,17 @@ def glm(calls: CallParser) -> Steps[None]:
         calls.arguments(f"{before}{quoted(key)}: ")
         yield from cursor.spaces()
         yield from cursor.expect(_VALUE[0])
-        yield from _value(calls, calls.types(name, key), _VALUE[1])
+        yield from _value(calls, calls.types(name, key), _VALUE[1:])
         before = ", "
     yield from cursor.expect(TOOL_CALL[1])
     calls.arguments("{}" if before == "{" else "}")
     calls.whole()
 
 
-def _value(calls: CallParser, types: Types, end: str, last: str = "") -> Steps[None]:
-    """A value up to `end`, and what belongs to the tag before that: strings as they come, others whole."""
+def _value(calls: CallParser, types: Types, ends: tuple[str, ...], last: str = "") -> Steps[None]:
+    """A value up to one of `ends`, of which the first alone belongs to it, and what belongs to the tag before
+    that: strings as they come, others whole."""
+    pattern = any_of(ends)
     live = types == _STRING
     parts: list[str] = []
     if live:
@@ -83,8 +94,8 @@ def _value(calls: CallParser, types: Types, end: str, last: str = "") -> Steps[N
     keep = ""
     while True:
         cursor = calls.cursor
-        found = cursor.text.find(end, cursor.at)
-        ahead = found if found >= 0 else len(cursor.text) - held(cursor.text, cursor.at, (end,))
+        found = pattern.search(cursor.text, cursor.at)
+        ahead = len(cursor.text) - held(cursor.text, cursor.at, ends) if found is None else found.start()
         span = keep + cursor.take(ahead)
         keep = last if last and span.endswith(last) else ""
         span = span.removesuffix(keep)
@@ -92,17 +103,18 @@ def _value(calls: CallParser, types: Types, end: str, last: str = "") -> Steps[N
             calls.arguments(inside(span))
         elif span:
             parts.append(span)
-        if found >= 0:
-            cursor.take(found + len(end))
+        if found is not None:
+            if found.group() == ends[0]:
+                cursor.take(found.end())
             break
         if cursor.ended:
             raise Malformed
         yield
-    calls.arguments('"' if live else spelled("".join(parts), types))
+    calls.arguments('"' if live else written("".join(parts), types))
 
 
 def _name(text: str) -> str:
     name = text.strip()
-    if not name:
+    if not name or "<" in name or "\n" in name:
         raise Malformed
     return name

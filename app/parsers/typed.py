@@ -15,6 +15,20 @@ _REFS = 8
 """References and branches that are followed inside each other."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_ALIASES = {
+    alias: name
+    for name, aliases in (
+        ("string", "str text varchar char date datetime enum"),
+        ("integer", "int int8 int16 int32 int64 uint uint8 uint16 uint32 uint64 long short bigint"),
+        ("number", "num float float32 float64 double decimal"),
+        ("boolean", "bool"),
+        ("array", "arr list tuple set"),
+        ("object", "dict map struct"),
+        ("null", "none nil nonetype"),
+    )
+    for alias in (name, *aliases.split())
+}
+"""Names of types as people who write schemas by hand spell them, and JSON Schema's own."""
 _CLASSES: tuple[tuple[type, str], ...] = (
     (bool, "boolean"),
     (str, "string"),
@@ -33,7 +47,8 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = _REFS) -> Typ
         return types_of(_pointed(schema["$ref"], root), root, depth - 1)
     if (kind := schema.get("type")) is not None:
         listed = kind if isinstance(kind, list) else [kind]
-        return frozenset(one for one in listed if isinstance(one, str))
+        named = [_ALIASES.get(one.partition("[")[0].lower()) for one in listed if isinstance(one, str)]
+        return frozenset(one for one in named if one is not None) if all(named) else None
     if "const" in schema or isinstance(schema.get("enum"), list):
         return frozenset(map(_kind, schema.get("enum", [schema.get("const")])))
     for key in ("anyOf", "oneOf", "allOf"):
@@ -59,6 +74,30 @@ def spelled(text: str, types: Types) -> str:
         if fits and (types is None or kind != "string"):
             return bare
     return quoted(text)
+
+
+def members(arguments: str) -> dict[str, Any]:
+    """The whole members of an object, of which the end may be missing."""
+    found: dict[str, Any] = {}
+    decode, at = json.JSONDecoder().raw_decode, _past("{", arguments, 0)
+    try:
+        while arguments[at] == '"':
+            key, end = decode(arguments, at)
+            value, end = decode(arguments, _past(":", arguments, end))
+            if end == len(arguments):  # a number may go on
+                break
+            found[key] = value
+            at = _past(",", arguments, end)
+    except (ValueError, IndexError, RecursionError):
+        pass
+    return found
+
+
+def _past(sign: str, text: str, at: int) -> int:
+    """Behind white space and `sign`."""
+    while text[at : at + 1] in (" ", "\t", "\n", "\r", sign):
+        at += 1
+    return at
 
 
 def inside(text: str) -> str:

@@ -103,7 +103,7 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
         ("content_block_delta", '"index":0,"delta":{"type":"signature_delta","signature":"msg_x"}'),
         ("content_block_stop", '"index":0'),
         ("content_block_start", '"index":1,"content_block":{"type":"text","text":""}'),
-        ("content_block_delta", '"index":1,"delta":{"type":"text_delta","text":"Sure."}'),
+        ("content_block_delta", '"index":1,"delta":{"type":"text_delta","text":"Sure. "}'),
         ("content_block_stop", '"index":1'),
         (
             "content_block_start",
@@ -165,7 +165,7 @@ async def test_thinking_and_tools(client: anthropic.AsyncAnthropic, server: Serv
     for answer in (whole, final):
         thinking, text, call = answer.content
         assert (thinking.type, thinking.thinking, thinking.signature) == ("thinking", "hmm", answer.id)
-        assert (text.type, text.text) == ("text", "Sure.")
+        assert (text.type, text.text) == ("text", "Sure. ")
         assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
         assert answer.stop_reason == "tool_use" and answer.usage.output_tokens == 7
     assert {"text", "thinking", "input_json", "message_stop"} <= set(kinds)
@@ -188,7 +188,7 @@ async def test_tools_go_round(client: anthropic.AsyncAnthropic, server: Server) 
     turn = {"role": "assistant", "content": [block.to_dict() for block in first.content]}
     more = {"role": "user", "content": [result, {"type": "text", "text": "go on"}]}
     await client.messages.create(**body(tools=[TOOL], messages=[*HI, turn, more]))
-    assert prompt(server) == "tools: 1\nuser: hi\nassistant: Sure.\ntool: two\nuser: go on\nassistant: "
+    assert prompt(server) == "tools: 1\nuser: hi\nassistant: Sure. \ntool: two\nuser: go on\nassistant: "
 
 
 async def test_choosing_tools(server: Server) -> None:
@@ -391,7 +391,7 @@ async def test_a_conversation_is_not_held_here(server: Server) -> None:
 
 async def test_a_broken_call_is_not_a_call(server: Server) -> None:
     know(server)
-    broken = ['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1"]
+    broken = ['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1, b}}"]
     server.engine.scripts = [broken, broken]
     _, whole = await server.post(URL, body(tools=[TOOL]))
     assert [block["type"] for block in whole["content"]] == ["text"] and whole["stop_reason"] == "end_turn"

@@ -72,7 +72,7 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
         f'"content-delta","index":0,{content}{{"thinking":"m"}}}}}}',
         '"content-end","index":0',
         f'"content-start","index":1,{content}{{"type":"text","text":""}}}}}}',
-        f'"content-delta","index":1,{content}{{"text":"Sure."}}}}}}',
+        f'"content-delta","index":1,{content}{{"text":"Sure. "}}}}}}',
         '"content-end","index":1',
         f'"tool-call-start","index":0,{call}{{"id":"call_x","type":"function","function":'
         '{"name":"add","arguments":""}}}}',
@@ -111,7 +111,9 @@ async def test_how_it_ends(server: Server) -> None:
     assert await ends(["Hi"]) == "COMPLETE"
     know(server)
     assert await ends(CALL, tools=[TOOL]) == "TOOL_CALL"
-    assert await ends(['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1"], tools=[TOOL]) == "COMPLETE"
+    assert (
+        await ends(['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1, b}}"], tools=[TOOL]) == "COMPLETE"
+    )
 
 
 async def test_thinking_and_tools(server: Server) -> None:
@@ -120,7 +122,7 @@ async def test_thinking_and_tools(server: Server) -> None:
     answer = await ask(server, tools=[TOOL])
     assert answer["message"]["content"] == [
         {"type": "thinking", "thinking": "hmm"},
-        {"type": "text", "text": "Sure."},
+        {"type": "text", "text": "Sure. "},
     ]
     (call,) = answer["message"]["tool_calls"]
     assert call == {
@@ -152,7 +154,7 @@ async def test_an_empty_answer_has_a_block(server: Server) -> None:
 
 async def test_a_broken_call_ends(server: Server) -> None:
     know(server)
-    server.engine.scripts = [['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1"]]
+    server.engine.scripts = [['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1, b}}"]]
     told = kinds(await events(server, tools=[TOOL]))
     assert told.count("tool-call-start") == told.count("tool-call-end")
     assert told.count("content-start") == told.count("content-end") > 0
@@ -192,7 +194,7 @@ async def test_tools_go_round(server: Server) -> None:
     document = {"type": "document", "document": {"id": "1", "data": {"sum": 2}}}
     result = {"role": "tool", "tool_call_id": id, "content": [{"type": "text", "text": "two"}, document]}
     await ask(server, tools=[TOOL], messages=[*HI, first, result])
-    assert prompt(server) == 'tools: 1\nuser: hi\nassistant: Sure.\ntool: two\n{"sum":2}\nassistant: '
+    assert prompt(server) == 'tools: 1\nuser: hi\nassistant: Sure. \ntool: two\n{"sum":2}\nassistant: '
 
 
 def test_what_an_assistant_said() -> None:

@@ -87,7 +87,7 @@ async def test_thinking_and_tools(server: Server) -> None:
     assert "".join(each["content"] for each in told) == message["content"]
 
 
-async def test_a_call_that_is_broken_off_is_text(server: Server) -> None:
+async def test_a_call_that_is_cut_off_is_text(server: Server) -> None:
     know(server, "hermes")
     broken = ['<tool_call>\n{"name": "weather", "arguments": {"ci']
     for stream in (False, True):

@@ -84,7 +84,7 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
     said = '"item_id":"msg_o1","output_index":1,"content_index":0'
     call = '"id":"fc_o2","type":"function_call","status":'
     empty = '{"type":"output_text","text":"","annotations":[],"logprobs":[]}'
-    sure = '{"type":"output_text","text":"Sure.","annotations":[],"logprobs":[]}'
+    sure = '{"type":"output_text","text":"Sure. ","annotations":[],"logprobs":[]}'
     expected = [
         ("created", '"response":{}'),
         ("in_progress", '"response":{}'),
@@ -109,8 +109,8 @@ async def test_the_stream_byte_by_byte(server: Server) -> None:
             '"content":[],"role":"assistant"}',
         ),
         ("content_part.added", f'{said},"part":{empty}'),
-        ("output_text.delta", f'{said},"logprobs":[],"delta":"Sure."'),
-        ("output_text.done", f'{said},"text":"Sure.","logprobs":[]'),
+        ("output_text.delta", f'{said},"logprobs":[],"delta":"Sure. "'),
+        ("output_text.done", f'{said},"text":"Sure. ","logprobs":[]'),
         ("content_part.done", f'{said},"part":{sure}'),
         (
             "output_item.done",
@@ -170,14 +170,14 @@ async def test_the_stream_helper(client: openai.AsyncOpenAI, server: Server) -> 
     async with client.responses.stream(model="org/tiny", input="hi", tools=[TOOL]) as stream:
         deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
         final = await stream.get_final_response()
-    assert final.output_text == "".join(deltas) == "Sure."
+    assert final.output_text == "".join(deltas) == "Sure. "
     assert final.output[0].content[0].text == "hmm"
     assert (final.output[2].name, json.loads(final.output[2].arguments)) == ("add", {"a": 1})
 
 
 async def test_a_broken_call_is_not_a_call(server: Server) -> None:
     know(server)
-    broken = ['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1"]
+    broken = ['<tool_call>\n{"name": "add", "arguments": {"a"', ": 1, b}}"]
     server.engine.scripts = [broken, broken]
     told = events(await frames(server, "POST", URL, {"input": "hi", "tools": [TOOL], "stream": True}))
     streamed = told[-1]["response"]["output"]

@@ -182,7 +182,7 @@ async def test_a_whole_answer_with_calls(server: Server) -> None:
     [choice] = answer["choices"]
     calls = choice["message"].pop("tool_calls")
     assert status == 200 and choice["finish_reason"] == "tool_calls"
-    assert choice["message"] == {"role": "assistant", "content": "Let me look.", "refusal": None}
+    assert choice["message"] == {"role": "assistant", "content": "Let me look.\n", "refusal": None}
     assert len({call["id"] for call in calls}) == 2
     assert [(call["type"], call["function"]["name"]) for call in calls] == [
         ("function", "weather"),
@@ -202,12 +202,54 @@ async def test_no_content_beside_a_call_is_null(server: Server) -> None:
         assert len(choice["message"].get("tool_calls", ())) == calls
 
 
-async def test_a_call_cut_by_length_is_no_call(server: Server) -> None:
+async def both(server: Server, body: dict[str, Any]) -> tuple[Any, Any]:
+    """Content, calls and reason: of an answer's only choice, and as the deltas of its stream make them."""
+    [choice] = (await server.post(CHAT, body))[1]["choices"]
+    calls = [each["function"] for each in choice["message"].get("tool_calls", ())]
+    whole = (choice["message"]["content"] or "", calls, choice["finish_reason"])
+    content, told, reason = "", [], None
+    for event in (await server.events(CHAT, {**body, "stream": True}))[:-1]:
+        [choice] = json.loads(event)["choices"]
+        content += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            if "id" in call:
+                told.append(call["function"])
+            else:
+                told[-1]["arguments"] += call["function"]["arguments"]
+        reason = choice["finish_reason"]
+    return whole, (content, told, reason)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+async def test_a_call_cut_by_length_is_one_with_half_its_arguments(server: Server, choice: Any) -> None:
     know(server)
-    server.engine.scripts = [list(CALL)]
-    _, answer = await server.post(CHAT, chat(max_tokens=60))
-    [choice] = answer["choices"]
-    assert choice["finish_reason"] == "length" and choice["message"]["content"] == CALL[:60]
+    for length in range(1, len(CALL)):
+        server.engine.scripts = [list(CALL)] * 2
+        whole, streamed = await both(server, chat(max_tokens=length, tool_choice=choice))
+        assert whole == streamed and whole[2] == "length"
+        content, calls, _ = whole
+        assert '{"city": "Ós </tool_call>lo"}'.startswith("".join(call["arguments"] for call in calls))
+        assert [call["name"] for call in calls] == ["weather"][: len(calls)]
+        if choice == "auto":
+            assert content == ("" if calls else CALL[:length])
+        else:
+            assert content == "" and (calls or choice == "required")
+    assert calls[0]["arguments"] == '{"city": "Ós </tool_call>lo"}'
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+async def test_streams_and_whole_answers_are_the_same(server: Server, size: int) -> None:
+    know(server, reasoning="think")
+    for text, calls in (
+        (f"Let me look.\n\n{CALL}\n{OTHER}\nSo. ", 2),
+        (f"<think>\nHm.\n{CALL}\n{OTHER}", 2),
+        (f"<think>Hm.</think>\n\nSo {CALL[:-9]}", 1),
+        (CALL[:70], 1),
+    ):
+        server.engine.scripts = [[text[i : i + size] for i in range(0, len(text), size)]] * 2
+        whole, streamed = await both(server, chat())
+        assert whole == streamed and len(whole[1]) == calls and "tool_call" not in whole[0]
+        assert whole[2] == ("stop" if text == CALL[:70] else "tool_calls")
 
 
 async def test_the_stream_of_a_call(server: Server) -> None:
@@ -318,7 +360,7 @@ async def test_a_parsers_fault_ends_one_request(
     if stream:
         events = await server.events(CHAT, chat(stream=True))
         assert json.loads(events[-2])["error"]["type"] == "server_error" and events[-1] == "[DONE]"
-        assert json.loads(events[0])["choices"][0]["delta"]["content"] == "a"
+        assert json.loads(events[0])["choices"][0]["delta"]["content"] == "a "
     else:
         status, answer = await server.post(CHAT, chat())
         assert (status, answer["error"]["type"]) == (500, "server_error")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, StreamParser, assemble
 from app.parsers.json_scan import MAX_DEPTH, JsonScanner
 from app.parsers.registry import TOOLS
+from app.parsers.typed import members
 
 NAMES = frozenset({"f", "get_weather"})
 
@@ -144,8 +145,8 @@ WRITERS: dict[Callable[[Made], str], str] = {
     glm_47: "glm",
     kimi: "kimi_k2",
 }
-BARE = (llama, pythonic)
-"""Only an answer that begins with them has calls."""
+LEADS = {"hermes": "\n", "qwen3_coder": "\n", "glm": "\n"}
+"""What templates write between text and calls."""
 
 MALFORMED = {
     "hermes": (
@@ -171,7 +172,9 @@ MALFORMED = {
         '{"name": "f", "parameters": 5}',
         "<|python_tag|>print(1)",
         "{ not json",
-        'Sure: {"name": "f", "parameters": {}}',
+        'Sure: {"name": "unknown", "parameters": {}}',
+        'Sure: {"name": 5} {"type": "f"}',
+        '{"tools": [{"name": "f", "parameters": {}}]}',
     ),
     "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS] [5]", "[TOOL_CALLS]f[ARGS]5", "[TOOL_CALLS]f[CALL]{}"),
     "deepseek_v3": (
@@ -185,7 +188,6 @@ MALFORMED = {
         "<function=unknown>\n</function>",
         "<tool_call>\n<function=f\n</tool_call>",
         "<tool_call>\n<function=" + "f" * 300 + ">",
-        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>",
         "<tool_call>\n<function=f>\n<parameter=>\n1\n</parameter>\n</function>\n</tool_call>",
         "<tool_call>\n<function=f>\nfree text\n</function>\n</tool_call>",
         "a <tool_call> b <function=f",
@@ -195,7 +197,6 @@ MALFORMED = {
         "<tool_call></tool_call>",
         "<tool_call>" + "f" * 300,
         "<tool_call>f\n<arg_key>a</arg_key>\n1</tool_call>",
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</tool_call>",
         "<tool_call>f\n<arg_key></arg_key>\n<arg_value>1</arg_value></tool_call>",
         "<tool_call>f\nfree text</tool_call>",
     ),
@@ -211,13 +212,12 @@ MALFORMED = {
         "[]",
         "[g()]",
         "[f(a=g())]",
-        "[f(a=1",
-        '[f(a="unended)]',
         "[f(a=01)]",
         "[f(1)]",
         "[f(a={1: 2})]",
         "[f(a=" + "[" * (MAX_DEPTH + 2),
-        "see [f(a=1)]",
+        "see [f(1)], [g(a=1)] or [f(x) for x in y]",
+        "[1, [f(a=1)]]",
     ),
 }
 
@@ -249,23 +249,31 @@ def cuts(text: str, seed: int = 0) -> Iterable[list[str]]:
         yield [text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)]
 
 
+def splits(text: str) -> Iterable[list[str]]:
+    """The text in two pieces, cut at every place."""
+    for at in range(len(text) + 1):
+        yield [text[:at], text[at:]]
+
+
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
 @pytest.mark.parametrize("around", ["", "text"])
 def test_calls_are_read_however_the_text_is_cut(writer: Callable[[Made], str], around: str) -> None:
     made: Made = [("f" if i % 2 else "get_weather", args) for i, args in enumerate(ARGUMENTS)]
     for calls in ([made[0]], [made[2]], made):
-        before = "Let me look. <tool" if around and writer not in BARE else ""
+        before = "Let me look. <tool" if around else ""
         after = "Done." if around else ""
         text = f"{before}\n\n{writer(calls)}\n{after}" if before else f"{writer(calls)}\n{after}"
+        lead = LEADS.get(WRITERS[writer], "")
+        wanted = before + "\n\n".removesuffix(lead) + "\n" + after if around else ""
         for pieces in cuts(text):
             content, read_calls = read(WRITERS[writer], pieces)
             assert [(name, json.loads(arguments)) for name, arguments in read_calls] == calls
-            assert content == before + after
+            assert content == wanted
 
 
 def test_python_marks_around_a_list_are_no_content() -> None:
     for pieces in cuts("Well.\n" + pythonic_tagged([("f", {"a": 'b"'})])):
-        assert read("pythonic", pieces) == ("Well.", [("f", '{"a": "b\\""}')])
+        assert read("pythonic", pieces) == ("Well.\n", [("f", '{"a": "b\\""}')])
 
 
 @pytest.mark.parametrize("family", MALFORMED)
@@ -279,25 +287,163 @@ def test_what_is_no_call_is_content_to_the_last_character(family: str) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
-def test_a_cut_off_call_is_content_and_those_before_it_stay(writer: Callable[[Made], str]) -> None:
-    one = writer([("f", {"a": "bcd", "e": [1]})])
-    begun = one.find("f") + 1
-    last = one.find("[1]") + 3 if writer is not pythonic else one.find(")")
-    for end in range(begun, last):
-        whole = read(WRITERS[writer], [one[:end]])
-        assert whole == (one[:end].strip(), []) or whole == (one[:end], []), one[:end]
-        assert read(WRITERS[writer], one[:end]) == whole
-    two = writer([("f", {}), ("f", {"a": "bcd"})])
+def test_a_cut_off_call_stays_one_once_it_was_told(writer: Callable[[Made], str]) -> None:
+    one = writer([("f", {"text": "bcd", "deep": [1]})])
+    whole = writer([("f", {"text": "bcd"})])
+    for end in range(len(one)):
+        content, calls = read(WRITERS[writer], [one[:end]])
+        assert read(WRITERS[writer], one[:end]) == (content, calls), one[:end]
+        if calls:
+            [(name, arguments)] = calls
+            assert name == "f" and not content, one[:end]
+            assert '{"text": "bcd", "deep": [1]}'.startswith(arguments), (one[:end], arguments)
+        else:
+            assert content in (one[:end], one[:end].strip())
+    assert any(read(WRITERS[writer], whole[:end])[1] for end in range(whole.find("bcd") + 3))
+    two = writer([("f", {}), ("f", {"text": "bcd"})])
     for end in range(two.rfind("bcd"), two.rfind("bcd") + 3):
         _, calls = read(WRITERS[writer], two[:end])
-        assert calls == [("f", "{}")]
+        assert calls[0] == ("f", "{}")
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+def test_a_forced_call_is_one_wherever_it_is_cut(writer: Callable[[Made], str]) -> None:
+    """No mark is ever told as text, however the rest comes."""
+    made: Made = [("f", {"text": "bcd", "deep": [1]}), ("get_weather", {})]
+    for calls, names in ((made[:1], frozenset({"f"})), (made, NAMES)):
+        text = writer(calls)
+        for end in range(1, len(text) + 1):
+            told = set()
+            for pieces in ([text[:end]], text[:end]):
+                each = TOOLS[WRITERS[writer]].parser(names, SCHEMAS, True)
+                message = assemble(parse(each, pieces))
+                assert message.content == "", text[:end]
+                assert [call.name for call in message.calls] == ["f", "get_weather"][: len(message.calls)]
+                assert message.calls or len(names) > 1, text[:end]
+                if message.calls:
+                    assert '{"text": "bcd", "deep": [1]}'.startswith(message.calls[0].arguments)
+                told.add(str([(call.name, call.arguments) for call in message.calls]))
+            assert len(told) == 1
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+def test_half_an_end_is_no_content(writer: Callable[[Made], str]) -> None:
+    text = writer([("f", {"text": "bcd", "deep": [1]})])
+    for end in range(text.rfind("[1]") + 4, len(text) + 1):
+        for pieces in (*cuts("Hm." + text[:end]), *splits("Hm." + text[:end])):
+            assert read(WRITERS[writer], pieces)[0] == "Hm.", text[:end]
+
+
+GOOD = ("g", '{"a": 1}')
+AMONG = {
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        '<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>',
+        "<|tool_calls_section_end|>",
+        (
+            "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{'a': 1}<|tool_call_end|>",
+            '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "b}<|tool_call_end|>',
+            '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1, b}<|tool_call_end|>',
+            '<|tool_call_begin|>functions.f:0{"a": 1}<|tool_call_end|>',
+            "<|tool_call_begin|>",
+        ),
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜>",
+        '<｜tool▁call▁begin｜>g<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>',
+        "<｜tool▁calls▁end｜>",
+        (
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{'a': 1}<｜tool▁call▁end｜>",
+            '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "b}<｜tool▁call▁end｜>',
+            '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1, b}\n```<｜tool▁call▁end｜>',
+            '<｜tool▁call▁begin｜>f{"a": 1}<｜tool▁call▁end｜>',
+        ),
+    ),
+    "hermes": (
+        "",
+        '<tool_call>{"name": "g", "arguments": {"a": 1}}</tool_call>',
+        "",
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "b}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {\'a\': 1}}</tool_call>',
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", AMONG)
+def test_a_malformed_call_does_not_take_others_along(family: str) -> None:
+    opening, good, closing, wrong = AMONG[family]
+    for bad in wrong:
+        for text in (opening + bad + good + good + closing, opening + good + bad + good + closing):
+            for pieces in (*cuts(text), *splits(text)):
+                content, calls = read(family, pieces)
+                assert calls == [GOOD, GOOD], text
+                assert content in (bad, opening + bad), text
+
+
+def test_a_mark_in_a_string_is_no_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": "<tool_call>{}</tool_call>"}}</tool_call>'
+    assert read("hermes", [text]) == ("", [("f", '{"a": "<tool_call>{}</tool_call>"}')])
+
+
+def test_an_argument_that_never_ends_does_not_swallow_the_next() -> None:
+    for text in (
+        "<tool_call>\n<function=f>\n<parameter=text>\nx\n<parameter=json>\ny\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=text>x<parameter=json>y</parameter></function></tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=text>\nx\n</parameter>\n<parameter=json>\ny\n</function>\n</tool_call>",
+    ):
+        both = [("f", '{"text": "x", "json": "y"}')]
+        for pieces in (*cuts(text), *splits(text)):
+            assert read("qwen3_coder", pieces) == ("", both), text
+        for pieces in (*cuts(text + text), *splits(text + text)):
+            assert read("qwen3_coder", pieces) == ("", both * 2), text
+    unknown = text.replace("text>\nx\n</parameter>", "text>\nx <parameter=other>\n</parameter>")
+    assert read("qwen3_coder", [unknown])[1][0][1] == '{"text": "x <parameter=other>", "json": "y"}'
+    bare = TOOLS["qwen3_coder"].parser(NAMES)
+    text = "<function=f>\n<parameter=a>\nx\n<parameter=b>\n2\n</parameter>\n</function>"
+    assert [call.arguments for call in assemble(parse(bare, text)).calls] == ['{"a": "x", "b": 2}']
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "content", "names"),
+    [
+        ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {"a": 1}}', "", "f"),
+        ("mistral", 'Hm. [TOOL_CALLS]{"name": "f", "arguments": {}}\n{"name": "g"} So.', "Hm.  So.", "fg"),
+        ("llama3", 'Sure: {"name": "f", "parameters": {}}', "Sure: ", "f"),
+        ("llama3", 'A\n\n{"type": "function", "name": "f"}; {"name": "f"} B', "A\n\n B", "ff"),
+        ("llama3", 'A {\n  "name": "f",\n  "parameters": {}\n}\n', "A ", "f"),
+        ("llama3", 'A {"name": "f"}; then B', "A ; then B", "f"),
+        ("pythonic", "see [f(a=1)]", "see ", "f"),
+        ("pythonic", "So [1] [f(x) for x in y]:\n[f(), f(b=[2])] ok", "So [1] [f(x) for x in y]:\n ok", "ff"),
+        ("hermes", ' \n<tool_call>{"name": "f"}</tool_call>\n\n', "", "f"),
+        ("hermes", 'A\n\n<tool_call>{"name": "f"}</tool_call> B ', "A\n B ", "f"),
+        ("hermes", 'A <tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "f"}', "A ", "ff"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>\n<tool_ca', "", "f"),
+        ("hermes", '<tool_call>{"name": "f"}\nSo.', "\nSo.", "f"),
+    ],
+)
+def test_calls_amid_text(family: str, text: str, content: str, names: str) -> None:
+    for pieces in (*cuts(text), *splits(text)):
+        found, calls = read(family, pieces)
+        assert (found, "".join(name for name, _ in calls)) == (content, names)
+
+
+def test_members_of_half_an_object() -> None:
+    text = '{"a": 1, "b": {"c": [true, "x"]}, "d": "\\u00e9\\"", "e": 12'
+    whole = {"a": 1, "b": {"c": [True, "x"]}, "d": 'é"'}
+    for end in range(len(text) + 1):
+        found = members(text[:end])
+        assert all(whole[key] == value for key, value in found.items()), text[:end]
+    assert found == whole and members(text + "}") == whole | {"e": 12}
+    assert members("") == members("{") == members("[1]") == {}
 
 
 def test_a_call_without_its_outer_tag_is_one_where_the_function_is_declared() -> None:
     made: Made = [("f", {"text": "x"}), ("get_weather", {})]
     for pieces in cuts(f"Hm.\n{qwen_coder_bare(made)}\nSo."):
         content, calls = read("qwen3_coder", pieces)
-        assert content == "Hm.So." and [(name, json.loads(args)) for name, args in calls] == made
+        assert content == "Hm.\nSo." and [(name, json.loads(args)) for name, args in calls] == made
     assert read("qwen3_coder", ["<function=g>\n</function>"]) == ("<function=g>\n</function>", [])
 
 
@@ -315,7 +461,23 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": ["string", "null"]}, '"x"', '"x"'),
     ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
     ({"type": "object"}, '{"a": [1,\n 2]}', {"a": [1, 2]}),
-    ({"type": "object"}, "{'a': 1}", "{'a': 1}"),
+    ({"type": "object"}, "{'a': 1}", {"a": 1}),
+    ({"type": "object"}, "{'a': [True, None, 'x\"y'], \"b\": -1.5}\n", {"a": [True, None, 'x"y'], "b": -1.5}),
+    ({"type": "object"}, "{'a': f()}", "{'a': f()}"),
+    ({"type": "object"}, "['a']", "['a']"),
+    ({"type": "array"}, "['a', 1]", ["a", 1]),
+    ({"type": ["string", "object"]}, "{'a': 1}", {"a": 1}),
+    ({"type": "string"}, "{'a': 1}", "{'a': 1}"),
+    ({}, "{'a': 1}", "{'a': 1}"),
+    ({"type": "float"}, "5", 5),
+    ({"type": "double"}, "-0.5", -0.5),
+    ({"type": "int"}, "5", 5),
+    ({"type": "bool"}, "True", True),
+    ({"type": "str"}, "5", "5"),
+    ({"type": "dict"}, "{'a': {}}", {"a": {}}),
+    ({"type": "list[str]"}, "['5']", ["5"]),
+    ({"type": "FLOAT"}, "1e3", 1000.0),
+    ({"type": "of tomorrow"}, "5", 5),
     ({"type": "array"}, "[1", "[1"),
     ({"$ref": "#/$defs/S"}, "7", "7"),
     ({"$ref": "#/$defs/none"}, "7", 7),
@@ -363,8 +525,8 @@ def test_arguments_come_as_they_are_written() -> None:
 
 def test_marks_are_held_back_no_longer_than_they_may_be_one() -> None:
     family = parser("hermes")
-    assert family.feed("a <tool_") == [Content("a")]
-    assert family.feed("box> b") == [Content(" <tool_box> b")]
+    assert family.feed("a <tool_") == [Content("a ")]
+    assert family.feed("box> b") == [Content("<tool_box> b")]
     assert family.feed(" <<") == [Content(" <")]
     assert family.feed("\n") == [Content("<")] and family.finish() == [Content("\n")]
 

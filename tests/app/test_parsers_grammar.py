@@ -167,6 +167,8 @@ def test_every_family_reads_what_its_grammar_lets_through(family: str) -> None:
         spec = grammar(found, calls=calls)
         assert accepts(spec, WRITTEN[family]) and not accepts(spec, WRITTEN[family].replace("city", "town"))
         assert accepts(spec, "Let me {see}.\nYes.") == (calls == "auto")
+        bad = "Well: " + WRITTEN[family].replace("city", "town")
+        assert not accepts(spec, bad), "it would be read as a call"
     answer = Reading(tools=found, names=frozenset({"weather", "now"}), schemas={"weather": SCHEMA}).answer()
     message = assemble(answer.feed(WRITTEN[family]) + answer.finish())
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [

@@ -12,7 +12,7 @@ from app.parsers.base import Content, Event, Reasoning, assemble
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING, TOOLS, reasoning_family, tool_family
 from tests.app.assets import asset
-from tests.app.test_parsers import cuts, hermes, lines, parse
+from tests.app.test_parsers import cuts, hermes, lines, parse, splits
 
 THINK = REASONING["think"]
 
@@ -82,12 +82,46 @@ def test_calls_are_read_behind_the_thinking_only() -> None:
         assert [(one.name, one.arguments) for one in message.calls] == [("f", '{"a": 1}')]
 
 
+def test_calls_in_a_thinking_that_never_ends_are_found() -> None:
+    call = hermes([("f", {"a": 1})])
+    for inside, begin in ((False, "<think>\n"), (True, "")):
+        for inline, silent in ((False, False), (True, False), (False, True)):
+            reading = Reading(
+                reasoning=THINK, tools=TOOLS["hermes"], inside=inside, inline=inline, silent=silent
+            )
+            for pieces in (*cuts(text := f"{begin}Hm.\n{call}\n{call}"), *splits(text)):
+                message = assemble(parse(reading.answer(), pieces))
+                assert [one.arguments for one in message.calls] == ['{"a": 1}'] * 2
+                thought = "" if inline or silent else "Hm."
+                assert (message.reasoning, message.content) == (thought, begin + "Hm.\n" if inline else "")
+    reading = Reading(reasoning=THINK, tools=TOOLS["hermes"])
+    for pieces in cuts(f"<think>Hm.\n{call[:-20]}"):
+        message = assemble(parse(reading.answer(), pieces))
+        assert [one.arguments for one in message.calls] == ['{"a": 1}'] or message.calls[0].name == "f"
+
+
+def test_a_thinking_that_never_ends_and_only_speaks_of_calls_is_one() -> None:
+    reading = Reading(reasoning=THINK, tools=TOOLS["hermes"])
+    for text in (
+        "Hm.\n<tool_call> is what I write",
+        "Hm.\n<tool_call>",
+        "Hm.\n<tool",
+        "Hm.\n<tool_call></thi",
+    ):
+        for pieces in splits("<think>" + text):
+            message = assemble(parse(reading.answer(), pieces))
+            assert (message.reasoning, message.content, message.calls) == (text, "", [])
+    for pieces in splits("<think>Hm.\n<tool_call> </thi </think>\nYes."):
+        message = assemble(parse(reading.answer(), pieces))
+        assert (message.reasoning, message.content) == ("Hm.\n<tool_call> </thi ", "Yes.")
+
+
 def test_one_call_is_enough() -> None:
     reading = Reading(tools=TOOLS["hermes"], one=True)
     for pieces in cuts("a " + hermes([("f", {"a": 1}), ("g", {})]) + " b"):
         answer = reading.answer()
         message = assemble(parse(answer, pieces))
-        assert [call.name for call in message.calls] == ["f"] and message.content == "a"
+        assert [call.name for call in message.calls] == ["f"] and message.content == "a "
         assert answer.done and answer.made == 1
 
 
