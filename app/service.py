@@ -142,7 +142,7 @@ class Loaded(msgspec.Struct, frozen=True):
     template: ChatTemplate
     engine: Control
     tools: ToolFamily | None = None
-    """How the model writes tool calls; None: nobody knows."""
+    """How the model writes tool calls; None: the operator wants none read."""
     reasoning: ReasoningFamily | None = None
     """How it marks thinking; None: it does not think."""
     operator: Operator | None = None

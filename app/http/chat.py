@@ -50,11 +50,13 @@ from app.http.sampling import (
 from app.http.schema import CHAT, ChatBody
 from app.http.sse import EventStream
 from app.http.thinking import constrained, shown, thinking_budget, unthinking
-from app.http.tools import Tools, chosen_tools
+from app.http.tools import Tools, called_in, chosen_tools
 from app.job import Job, Piece, Run
 from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
+from app.parsers.registry import ToolFamily
 from app.service import Loaded
+from app.text.template import ChatTemplate
 from app.watch import Watch, WatchedRun, Watcher
 from core.errors import RequestError
 from core.types import Ints
@@ -186,24 +188,27 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
         beam=beam_options(body),
     )
+    family = loaded.tools
     if body.input_ids:
         prompt: str | Ints = check_ids(body.input_ids, loaded.card.vocab_size, "input_ids")
     else:
-        prompt = await _render(body, loaded, tools)
+        template = await chosen_template(body.chat_template, loaded)
+        family = called_in(family, template, tools.shown)
+        prompt = await _render(body, loaded, tools, template)
     if budget == 0 and loaded.reasoning is not None:
         prompt = await unthinking(prompt, loaded.reasoning, loaded)
     job = msgspec.structs.replace(
         job, prompt=prompt, prompt_param="input_ids" if body.input_ids else "messages"
     )
     text = shown(prompt, loaded)
-    watch = Watch(reading=_reading(body, loaded, tools, text), budget=budget or None)
+    watch = Watch(reading=_reading(body, loaded, (tools, family), text), budget=budget or None)
     wanted = Wanted(answer=job.grammar, tools=tools.callable, calls=tools.calls, many=tools.many)
     job, watch = constrained(job, text, wanted, watch)
     check_beam(job)
     return job, watch
 
 
-async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
+async def _render(body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate) -> str:
     messages = check_messages(body.messages)
     if loaded.tools is not None and loaded.tools.short_ids:
         messages = short_ids(messages)
@@ -213,7 +218,6 @@ async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
     )
     if body.reasoning_effort == "none":
         arguments.setdefault("enable_thinking", False)
-    template = await chosen_template(body.chat_template, loaded)
     return await template.render_async(
         messages,
         tools=tools.shown,
@@ -223,10 +227,11 @@ async def _render(body: ChatBody, loaded: Loaded, tools: Tools) -> str:
     )
 
 
-def _reading(body: ChatBody, loaded: Loaded, tools: Tools, prompt: str) -> Reading:
+def _reading(body: ChatBody, loaded: Loaded, called: tuple[Tools, ToolFamily | None], prompt: str) -> Reading:
+    tools, family = called
     reasoning = loaded.reasoning
     return Reading(
-        tools=loaded.tools if tools.calls != "none" else None,
+        tools=family if tools.calls != "none" else None,
         names=frozenset(tool.name for tool in tools.callable),
         schemas={tool.name: tool.schema for tool in tools.callable},
         reasoning=reasoning,

@@ -9,7 +9,10 @@ import msgspec
 
 from app.http.body import check_depth
 from app.http.schema import ChatBody
+from app.http.warning import warn
 from app.parsers.grammar import Tool
+from app.parsers.registry import TOOLS, ToolFamily
+from app.text.template import ChatTemplate
 from core.errors import RequestError
 
 MAX_TOOLS = 128
@@ -69,6 +72,19 @@ def chosen_tools(body: ChatBody) -> Tools:
         calls: Calls = "required" if choice == "required" else "auto"
         return Tools(body.tools or None, tuple(tools), calls if tools else "none", many)
     return _object(body, choice, tools, many)
+
+
+def called_in(
+    family: ToolFamily | None, template: ChatTemplate, shown: list[dict[str, Any]] | None
+) -> ToolFamily | None:
+    """How the model writes calls when it is `shown` these tools by this template."""
+    if not shown or template.shows_tools:
+        return family
+    warn(
+        "tools: this model's chat template does not render tools, so they were put into the prompt in a "
+        "generic form"
+    )
+    return family and TOOLS["hermes"]
 
 
 def _object(body: ChatBody, choice: dict[str, Any], tools: list[Tool], many: bool) -> Tools:

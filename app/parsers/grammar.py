@@ -122,8 +122,7 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
     param = "tools" if wanted.calls == "auto" else "tool_choice"
     if family is None:
         raise RequestError(
-            "The format of this model's tool calls is not known, so none can be made to happen. "
-            "The operator can name it with --tool-parser.",
+            "Tool calls are turned off on this server (--tool-parser none), so none can be made to happen.",
             param,
             "unsupported",
         )

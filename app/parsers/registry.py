@@ -245,8 +245,8 @@ REASONING: Mapping[str, ReasoningFamily] = {family.name: family for family in (_
 
 
 def tool_family(choice: str, template: str) -> ToolFamily | None:
-    """The family that `choice` names; for `auto` that of the chat template's text, None when its
-    marks are unknown."""
+    """The family that `choice` names, None for `none`; for `auto` that of the chat template's text. Where its
+    marks are unknown that is Hermes', which every model can be held to."""
     if choice == "none":
         return None
     family = _found(template) if choice == "auto" else TOOLS[choice]
@@ -266,8 +266,8 @@ def reasoning_family(choice: str, template: str) -> ReasoningFamily | None:
     return next((family for family in REASONING.values() if family.end in template), None)
 
 
-def _found(template: str) -> ToolFamily | None:
-    return next((family for family, signs in _SIGNS if any(sign in template for sign in signs)), None)
+def _found(template: str) -> ToolFamily:
+    return next((family for family, signs in _SIGNS if any(sign in template for sign in signs)), _HERMES)
 
 
 _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from app.parsers.calls import CallParser, any_of, held
-from app.parsers.cursor import NAME_CHARS, Malformed, Steps
+from app.parsers.cursor import NAME_CHARS, Cursor, Malformed, Steps
 from app.parsers.pythonic import written
 from app.parsers.typed import Types, inside, quoted
 
@@ -84,33 +86,34 @@ def glm(calls: CallParser) -> Steps[None]:
 
 
 def _value(calls: CallParser, types: Types, ends: tuple[str, ...], last: str = "") -> Steps[None]:
-    """A value up to one of `ends`, of which the first alone belongs to it, and what belongs to the tag before
-    that: strings as they come, others whole."""
-    pattern = any_of(ends)
-    live = types == _STRING
-    parts: list[str] = []
-    if live:
+    """A value: strings as they come, others whole. See `_until`."""
+    if types == _STRING:
         calls.arguments('"')
-    keep = ""
-    while True:
-        cursor = calls.cursor
+        yield from _until(calls.cursor, ends, last, lambda span: calls.arguments(inside(span)))
+        calls.arguments('"')
+        return
+    parts: list[str] = []
+    yield from _until(calls.cursor, ends, last, parts.append)
+    calls.arguments(written("".join(parts), types))
+
+
+def _until(cursor: Cursor, ends: tuple[str, ...], last: str, tell: Callable[[str], None]) -> Steps[None]:
+    """Tell the text up to one of `ends`, of which the first alone is taken, without `last` before it."""
+    pattern = any_of(ends)
+    keep, found = "", None
+    while found is None:
         found = pattern.search(cursor.text, cursor.at)
         ahead = len(cursor.text) - held(cursor.text, cursor.at, ends) if found is None else found.start()
         span = keep + cursor.take(ahead)
         keep = last if last and span.endswith(last) else ""
-        span = span.removesuffix(keep)
-        if live and span:
-            calls.arguments(inside(span))
-        elif span:
-            parts.append(span)
-        if found is not None:
-            if found.group() == ends[0]:
-                cursor.take(found.end())
-            break
-        if cursor.ended:
-            raise Malformed
-        yield
-    calls.arguments('"' if live else written("".join(parts), types))
+        if span := span.removesuffix(keep):
+            tell(span)
+        if found is None:
+            if cursor.ended:
+                raise Malformed
+            yield
+    if found.group() == ends[0]:
+        cursor.take(found.end())
 
 
 def _name(text: str) -> str:

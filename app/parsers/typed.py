@@ -46,15 +46,19 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = _REFS) -> Typ
     if "$ref" in schema:
         return types_of(_pointed(schema["$ref"], root), root, depth - 1)
     if (kind := schema.get("type")) is not None:
-        listed = kind if isinstance(kind, list) else [kind]
-        named = [_ALIASES.get(one.partition("[")[0].lower()) for one in listed if isinstance(one, str)]
-        return frozenset(one for one in named if one is not None) if all(named) else None
+        return _named(kind if isinstance(kind, list) else [kind])
     if "const" in schema or isinstance(schema.get("enum"), list):
         return frozenset(map(_kind, schema.get("enum", [schema.get("const")])))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
             return _of_branches([types_of(each, root, depth - 1) for each in schema[key]], key == "allOf")
     return None
+
+
+def _named(kinds: list[object]) -> Types:
+    """Types by their names; None where one is unknown."""
+    found = [_ALIASES.get(kind.partition("[")[0].lower()) for kind in kinds if isinstance(kind, str)]
+    return frozenset(name for name in found if name is not None) if all(found) else None
 
 
 def _of_branches(found: list[Types], all_hold: bool) -> Types:

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
+from app.text.hermes import in_messages
 from app.text.sandbox import OutOfTime, Sandbox
 from core.errors import ModelError, RequestError
 
@@ -29,7 +30,7 @@ Llama 3.1 and DeepSeek-V3); one that is not done in half a millisecond is starte
 thread, so that no template can hold the loop."""
 
 PROBE_TIME = 0.1
-"""For each of the six renderings by which a template is found out at the start."""
+"""For each of the nine renderings by which a template is found out at the start."""
 
 THREADS = 2
 MAX_SOURCE = 1 << 20
@@ -48,6 +49,19 @@ _FAILURES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError,
 _TOO_MUCH = (RecursionError, MemoryError)
 
 _PROBE = "a probe of what the template reads"
+_ASKED: tuple[Message, ...] = ({"role": "user", "content": "?"},)
+_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": _PROBE,
+        "description": _PROBE,
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "string", "description": "a"}},
+            "required": ["a"],
+        },
+    },
+}
 _MARK = "<<the last message goes on here>>"
 
 
@@ -62,12 +76,15 @@ class ChatTemplate:
         "_pool",
         "_sandbox",
         "_sent",
+        "_shows_calls",
         "_silence",
         "_special",
+        "_systems",
         "_template",
         "_texts",
         "_wants_objects",
         "_wants_parts",
+        "shows_tools",
         "source",
     )
 
@@ -94,6 +111,9 @@ class ChatTemplate:
         self._texts = True
         self._wants_objects = True
         self._silence: str | None = ""
+        self._systems = self._shows_calls = True
+        self.shows_tools = True
+        """It renders the tools of a request. Where it does not, they are put into the messages."""
         if self._template is not None:
             self._probe()
 
@@ -234,6 +254,8 @@ class ChatTemplate:
         taken = RESERVED | self._sandbox.globals.keys() | self._special.keys()
         if wrong := next((name for name in arguments if name in taken), None):
             raise RequestError(f"chat_template_kwargs must not set {wrong!r}.", "chat_template_kwargs")
+        if not self.shows_tools and (tools or not self._shows_calls):
+            messages, tools = in_messages(messages, tools, self._systems), None
         plain = [self._message(message, index) for index, message in enumerate(messages)]
         if continue_final_message:
             if add_generation_prompt:
@@ -271,29 +293,33 @@ class ChatTemplate:
         return plain
 
     def _probe(self) -> None:
-        """Find out by trying what the template makes of content as text and as parts, and of tool
-        arguments as objects. Reading its source instead would have to follow every variable."""
+        """Find out by trying what the template makes of content as text and as parts, of system messages,
+        of tools, and of tool arguments as objects. Reading its source instead would have to follow every
+        variable."""
         text = self._try([{"role": "user", "content": _PROBE}])
         parts = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
         self._texts = _PROBE in text
         # A template that only prints its content shows the list itself.
         self._wants_parts = _PROBE in parts and "'text'" not in parts and '"text"' not in parts
+        self._systems = _PROBE in self._try([{"role": "system", "content": _PROBE}, *_ASKED])
+        self.shows_tools = not self._try(_ASKED) or _PROBE in self._try(_ASKED, [_TOOL])
         # Most write tool arguments with `tojson`, a few paste the text that they expect. For the
         # words around a call some test for None and some search in it: both are met in the wild.
         for objects, content in ((True, None), (True, ""), (False, None), (False, "")):
             arguments = {_PROBE: 1} if objects else json.dumps({_PROBE: 1})
             call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
-            asked: list[Message] = [{"role": "user", "content": "?"}]
-            asked.append({"role": "assistant", "content": content, "tool_calls": [call]})
-            if _PROBE in self._try(asked):
+            called = {"role": "assistant", "content": content, "tool_calls": [call]}
+            if _PROBE in self._try([*_ASKED, called]):
                 self._wants_objects, self._silence = objects, content
                 break
+        else:
+            self._shows_calls = False
 
-    def _try(self, messages: Sequence[Message]) -> str:
+    def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         context = {
             **self._special,
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": False,
         }

@@ -390,6 +390,70 @@ async def test_logprobs_and_ids_come_with_calls(server: Server) -> None:
     assert told == whole["logprobs"]["content"]
 
 
+# -- models whose template has no tools ------------------------------------------------------------
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": HI, "tools": [WEATHER]}),
+    (
+        "/v1/responses",
+        {"input": "hi", "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}]},
+    ),
+    (
+        "/v1/messages",
+        {"messages": HI, "max_tokens": 99, "tools": [{"name": "weather", "input_schema": SCHEMA}]},
+    ),
+    ("/api/chat", {"messages": HI, "tools": [WEATHER]}),
+    ("/v2/chat", {"model": "org/tiny", "messages": HI, "tools": [WEATHER]}),
+]
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def plainly(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's template knows no tools, and its context has room for what is said of them."""
+    monkeypatch.setattr("tests.fakes.engine.CONTEXT", 4096)
+    server.service.ready(msgspec.structs.replace(server.service.loaded, template=ChatTemplate(PLAIN)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
+async def test_tools_reach_a_model_whose_template_has_none(
+    server: Server, path: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know(server, "llama3")
+    plainly(server, monkeypatch)
+    server.engine.scripts = [list(CALL), ["No."]]
+    async with server.http.post(path, json={**body, "stream": stream}) as response:
+        text = await response.text()
+        assert response.status == 200, text
+        assert "does not render tools" in response.headers["X-Loom-Warning"]
+    assert "weather" in text and "<tool_call>" not in text
+    prompt = server.engine.runs[-1].job.prompt
+    assert prompt.startswith("system: # Tools") and '"name": "weather"' in prompt
+    async with server.http.post(path, json={**body, "tools": [], "stream": stream}) as response:
+        await response.read()
+        assert response.status == 200 and "X-Loom-Warning" not in response.headers
+    assert server.engine.runs[-1].job.prompt == "user: hi\n"
+
+
+async def test_every_choice_of_tools_works_where_the_template_has_none(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know(server)
+    plainly(server, monkeypatch)
+    for choice, named in (("auto", None), ("required", {"weather", "now"}), (NAMED, {"weather"})):
+        server.engine.scripts = [list(CALL)]
+        [message] = (await server.post(CHAT, chat(tool_choice=choice)))[1]["choices"]
+        assert [call["function"]["name"] for call in message["message"]["tool_calls"]] == ["weather"]
+        grammar = server.engine.runs[-1].job.grammar
+        found = {
+            name for name in ("weather", "now") if grammar and f'{{\\"name\\": \\"{name}\\"' in grammar.text
+        }
+        assert found == (named or set()) and (grammar is None) == (named is None)
+    server.engine.scripts = [["It rains."]]
+    await server.post(CHAT, chat(tool_choice="none"))
+    assert server.engine.runs[-1].job.prompt == "user: hi\n"
+
+
 # -- and back again --------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ def test_real_templates_say_of_which_family_they_are() -> None:
     tools = {name: tool_family("auto", text) for name, text in families.items()}
     assert {name: family and family.name for name, family in tools.items()} == {
         "qwen3": "hermes",
-        "llama3_1": None,  # this one leaves tools out
+        "llama3_1": "hermes",  # this one leaves tools out
         "deepseek_v3": "deepseek_v3",
     }
     reasoning = {name: reasoning_family("auto", text) for name, text in families.items()}
@@ -148,8 +148,8 @@ def test_real_templates_say_of_which_family_they_are() -> None:
 @pytest.mark.parametrize(
     ("text", "tools", "reasoning"),
     [
-        ("", None, None),
-        ("{{ messages }}", None, None),
+        ("", "hermes", None),
+        ("{{ messages }}", "hermes", None),
         ("<tool_call>\n<function=name>", "qwen3_coder", None),
         ("<tool_call>{name}\n<arg_key>", "glm", None),
         ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2", None),

@@ -337,8 +337,8 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
     for messages, offered in ((talk, None), (talk, tools), (used, None), (used, tools)):
         context = template._context(messages, offered, True, False, {})
         assert template.render(messages, offered) == plain.from_string(source).render(context)
-    if name != "llama3_1":  # this one leaves tools out
-        assert "é<" in template.render(used, tools)
+    assert "é<" in template.render(used, tools)
+    assert '"name": "f"' in template.render(talk, tools)
 
 
 # -- templates that requests bring -----------------------------------------------------------------
@@ -416,3 +416,55 @@ def test_a_stopped_template_leaves_nothing_behind() -> None:
         assert alive and not [ref for ref in alive if ref() is not None]
     finally:
         gc.enable()
+
+
+# -- templates without tools -----------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLED = {
+    "role": "assistant",
+    "content": "Sure.",
+    "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": "é"}'}},
+        {"id": "2", "type": "function", "function": {"name": "add", "arguments": {}}},
+    ],
+}
+RESULTS = [{"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + CHATML
+
+
+def test_tools_that_a_template_leaves_out_are_put_into_the_system_message() -> None:
+    template = ChatTemplate(CHATML)
+    assert not template.shows_tools
+    brief = [{"role": "system", "content": "Be brief."}, *USER]
+    own, none, plain = (template.render(each, [TOOL]) for each in (brief, USER, [*USER, *USER]))
+    said = "# Tools\n\nYou may call one or more functions"
+    assert own.startswith(f"<|im_start|>system\nBe brief.\n\n{said}") and own.count("system") == 1
+    assert none.startswith(f"<|im_start|>system\n{said}") and plain.count("# Tools") == 1
+    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in own
+    assert template.render(USER) == template.render(USER, []) and "# Tools" not in template.render(brief)
+
+
+def test_the_first_user_message_takes_the_tools_where_there_is_no_system() -> None:
+    template = ChatTemplate(NO_SYSTEM)
+    text = template.render(USER, [TOOL])
+    assert text.startswith("<|im_start|>user\n# Tools") and text.count("<|im_start|>user") == 1
+    assert "</tool_call>\n\nhi<|im_end|>" in text
+
+
+def test_calls_and_results_become_text_where_a_template_leaves_them_out() -> None:
+    for tools in (None, [TOOL]):
+        text = ChatTemplate(CHATML).render([*USER, CALLED, *RESULTS, *USER], tools)
+        assert (
+            "<|im_start|>assistant\nSure.\n"
+            '<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>\n'
+            "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+            "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+        ) in text
+
+
+@pytest.mark.parametrize(("name", "shows"), [("qwen3", True), ("llama3_1", False), ("deepseek_v3", False)])
+def test_real_templates_are_found_out(name: str, shows: bool) -> None:
+    assert ChatTemplate.load(asset(f"tokenizers/{name}")).shows_tools is shows
+    assert ChatTemplate(None).shows_tools

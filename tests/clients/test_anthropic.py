@@ -69,7 +69,7 @@ async def test_its_tool_runner_goes_round(anthropic: Any, client: Any, server: S
     server.engine.scripts = [CALL, ["It is 2."]]
     last = await client.beta.messages.tool_runner(**ASKED, tools=[add]).until_done()
     assert last.content[0].text == "It is 2."
-    assert str(server.engine.runs[1].job.prompt).endswith("assistant: Sure.\ntool: 2\nassistant: ")
+    assert str(server.engine.runs[1].job.prompt).endswith("assistant: Sure. \ntool: 2\nassistant: ")
 
 
 async def test_beta(client: Any) -> None:

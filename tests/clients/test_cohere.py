@@ -52,7 +52,7 @@ async def test_thinking_and_tools_go_round(client: Any, server: Server) -> None:
     asked: dict[str, Any] = {"model": "org/tiny", "tools": [WEATHER]}
     first = await client.chat(messages=HI, **asked)
     thinking, text = first.message.content
-    assert (thinking.thinking, text.text, first.finish_reason) == ("hm", "Sure.", "TOOL_CALL")
+    assert (thinking.thinking, text.text, first.finish_reason) == ("hm", "Sure. ", "TOOL_CALL")
     call = first.message.tool_calls[0]
     assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
     told = [event async for event in client.chat_stream(messages=HI, **asked)]
@@ -66,7 +66,7 @@ async def test_thinking_and_tools_go_round(client: Any, server: Server) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": [document]}
     last = await client.chat(messages=[*HI, first.message, result], **asked)
     assert last.message.content[0].text == "Rain."
-    assert 'assistant: Sure.\ntool: {"sky":"grey"}\n' in server.engine.runs[-1].job.prompt
+    assert 'assistant: Sure. \ntool: {"sky":"grey"}\n' in server.engine.runs[-1].job.prompt
 
 
 async def test_errors(client: Any, cohere: Any, server: Server) -> None:

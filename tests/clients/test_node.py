@@ -82,7 +82,7 @@ async def test_tools(server: Server) -> None:
     know(server)
     server.engine.scripts = [CALL, ["2"]]
     await run("tools", server.url)
-    assert str(server.engine.runs[1].job.prompt).endswith("assistant: Sure.\ntool: two\nassistant: ")
+    assert str(server.engine.runs[1].job.prompt).endswith("assistant: Sure. \ntool: two\nassistant: ")
 
 
 async def test_the_ai_sdk(server: Server) -> None:

@@ -95,7 +95,7 @@ async def test_tools_in_a_stream(client: openai.AsyncOpenAI, server: Server) -> 
         done = [event async for event in stream if event.type == "tool_calls.function.arguments.done"]
         choice = (await stream.get_final_completion()).choices[0]
     assert [(event.name, event.parsed_arguments) for event in done] == [("Add", Add(a=1))]
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Sure.")
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Sure. ")
     assert [call.function.parsed_arguments for call in choice.message.tool_calls] == [Add(a=1)]
 
 

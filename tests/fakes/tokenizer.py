@@ -68,6 +68,7 @@ class ByteTokenizer:
 class JoinTemplate:
     """`role: content` lines. A content of `RAISE` is what a template refuses."""
 
+    shows_tools = True
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
     async def sent(self, source: str) -> JoinTemplate:

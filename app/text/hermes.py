@@ -1,0 +1,86 @@
+"""Tools for a chat template that leaves them out: put into the messages, in Hermes' form.
+
+Most models have seen this form in training, and every model can be held to it by a grammar. Its words are
+those of Qwen's templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_PROMPT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def in_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, system: bool
+) -> list[dict[str, Any]]:
+    """The conversation with tools, calls and their results as text. `system`: the template has room for a
+    system message; the first user message takes the tools otherwise."""
+    told = list(_as_text(messages))
+    if not tools:
+        return told
+    said = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    first = next((at for at, each in enumerate(told) if each.get("role") in ("system", "user")), 0)
+    if told and told[first].get("role") == ("system" if system else "user"):
+        parts = [told[first].get("content"), said] if system else [said, told[first].get("content")]
+        told[first] = {**told[first], "content": "\n\n".join(_text(part) for part in parts if part)}
+        return told
+    return [{"role": "system" if system else "user", "content": said}, *told]
+
+
+def _as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    results: list[str] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            results.append(f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>")
+            continue
+        if results:  # one message: many templates want user and assistant to take turns
+            yield {"role": "user", "content": "\n".join(results)}
+            results = []
+        yield _called(message)
+    if results:
+        yield {"role": "user", "content": "\n".join(results)}
+
+
+def _called(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple) or not calls:
+        return dict(message)
+    parts = [text] if (text := _text(message.get("content"))) else []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        said = {"name": function.get("name"), "arguments": _object(function.get("arguments"))}
+        parts.append(f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>")
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {
+        "content": "\n".join(parts)
+    }
+
+
+def _object(arguments: object) -> object:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list | tuple):
+        return "\n".join(_text(part.get("text") if isinstance(part, Mapping) else part) for part in content)
+    return content if isinstance(content, str) else ""
