@@ -218,6 +218,29 @@ async def test_streams_concatenate_to_the_same(session: aiohttp.ClientSession) -
     check("json_schema", last)
 
 
+async def test_every_model_makes_the_calls_that_are_asked_for(session: aiohttp.ClientSession) -> None:
+    """This one's template knows no tools, and its weights are random. Cut off, it is half a call."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        asked = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        status, body = await chat(session, **asked)
+        assert status == 200, body
+        (whole,) = body["choices"]
+        (call,) = whole["message"]["tool_calls"]
+        assert (call["function"]["name"], whole["finish_reason"]) == ("weather", "tool_calls")
+        assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+        for length in range(1, body["usage"]["completion_tokens"]):
+            status, cut = await chat(session, **asked, max_tokens=length)
+            (half,) = cut["choices"]
+            assert half["finish_reason"] == "length" and not half["message"]["content"], cut
+            for call in half["message"].get("tool_calls", ()):
+                assert whole["message"]["tool_calls"][0]["function"]["arguments"].startswith(
+                    call["function"]["arguments"]
+                )
+
+
 async def test_refusals_name_field_and_keyword(session: aiohttp.ClientSession) -> None:
     bad = {"type": "object", "properties": {"a": {"not": {}}}}
     status, body = await chat(
