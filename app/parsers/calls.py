@@ -210,10 +210,10 @@ class CallParser:
                 continue
             self._content(cursor.take(len(text) - keep))
             rest = cursor.take(len(text))
-            if not (keep and (self._syntax.forced or self._after)):
-                self._content(rest)  # behind a call, or where only calls can be, it is half a mark
-            elif not self._next:
+            if keep and self._syntax.forced:
                 self._cut(rest)
+            elif not (keep and self._after):  # behind a call it is half a mark
+                self._content(rest)
             return ""
 
     def _attempt(self, calls: Format) -> Steps[str]:
@@ -233,7 +233,7 @@ class CallParser:
 
     def _cut(self, raw: str) -> None:
         """The text has ended within a call."""
-        sole = next(iter(self._names)) if len(self._names) == 1 else ""
+        sole = next(iter(self._names)) if len(self._names) == 1 and not self._next else ""
         if not self._open and not self._syntax.forced:
             self._content(raw)
             return

@@ -408,6 +408,20 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), ROUTES, ids=[path for path, _ in ROUTES])
+async def test_half_a_call_is_told_in_every_dialect(
+    server: Server, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    know(server)
+    server.engine.scripts = [["Sure. ", *CALL[:60]]]
+    async with server.http.post(path, json={**body, "stream": stream}) as response:
+        text = await response.text()
+    assert response.status == 200 and '"weather"' in text.replace("\\", "") and "Sure. " in text
+    marked = path == "/api/chat"  # its clients take whole calls only: what is left of one is text
+    assert ("tool_call>" in text) == marked and not server.engine.live
+
+
 def plainly(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's template knows no tools, and its context has room for what is said of them."""
     monkeypatch.setattr("tests.fakes.engine.CONTEXT", 4096)
