@@ -48,6 +48,7 @@ class Parts(msgspec.Struct, frozen=True):
     template: ChatTemplate
     executor: Executor
     spec: ModelSpec
+    helper: HelperProcess
     grammars: Compiler | None
     """None where the vocabulary cannot be constrained, or nothing is generated."""
 
@@ -66,6 +67,7 @@ class Live(msgspec.Struct, frozen=True):
         self.engine.close()
         if self.grammars is not None:
             self.grammars.close()
+        self.loaded.helper.close()
         self.loaded.tokenizer.close()
         self.loaded.template.close()
 
@@ -77,16 +79,17 @@ def load(config: Config, progress: Progress) -> Parts:
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
     template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
-    grammars = _grammars(tokenizer, spec.vocab_size) if spec.task == "generate" else None
+    helper = HelperProcess()
+    grammars = _grammars(tokenizer, spec.vocab_size, helper) if spec.task == "generate" else None
     executor = build_executor(spec, checkpoint.path, config.model, config.cache, config.schedule, progress)
-    return Parts(checkpoint, tokenizer, template, executor, spec, grammars)
+    return Parts(checkpoint, tokenizer, template, executor, spec, helper, grammars)
 
 
-def _grammars(tokenizer: Tokenizer, width: int) -> Compiler | None:
+def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compiler | None:
     """2 to 4 s, most of them with the GIL held, so never while serving."""
     try:
         threads = min((os.cpu_count() or 2) // 2, MASK_THREADS) or 1
-        return Compiler(tokenizer.token_table(width), HelperProcess(), threads)
+        return Compiler(tokenizer.token_table(width), helper, threads)
     except Refused as error:
         log.warning("constraints are not available: %s", error)
         return None
@@ -145,5 +148,6 @@ def assemble(parts: Parts, config: Config) -> Live:
             usage=serve.force_include_usage,
             tokens_as_ids=serve.return_tokens_as_token_ids,
         ),
+        helper=parts.helper,
     )
     return Live(engine, submitter, loaded, capabilities, parts.grammars)

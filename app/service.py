@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from app.health import Health, Phase
+from app.helper.process import HelperProcess
 from app.job import Generator
 from app.parsers.registry import ReasoningFamily, ToolFamily
 from core.errors import Overloaded, RequestError, Unavailable
+from core.helper import Helper
 from core.models import PoolingSpec, Task
 from core.request import SamplingParams
 from core.stats import EngineStatistics
@@ -151,6 +153,8 @@ class Loaded(msgspec.Struct, frozen=True):
     trusts_templates: bool = False
     """Requests may bring chat templates of their own."""
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
+    helper: Helper = msgspec.field(default_factory=HelperProcess)
+    """For templates of requests; grammars are compiled there too."""
 
 
 class Service:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from app.helper.wire import MEMORY, TOO_LARGE, Answer, Load, Run, read_frame, write_frame
+from app.helper.wire import MEMORY, TOO_LARGE, Answer, Load, Run, framed, read_message
 from core.helper import Worker
 
 NICE = 10
@@ -25,29 +25,29 @@ _PDEATHSIG = 1
 
 
 class Workers:
-    """Workers by their names. Owner: the process's only thread."""
+    """Workers by their numbers. Owner: the process's only thread."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Worker] = {}
+        self._made: dict[int, Worker] = {}
 
-    def answer(self, message: Load | Run) -> Answer:
+    def answer(self, message: Load | Run, blob: bytes) -> tuple[Answer, bytes]:
         """What is sent back, whatever happens."""
         try:
             if isinstance(message, Load):
-                if message.target not in self._made:
-                    self._made[message.target] = _make(message)
-                return Answer()
+                if message.key not in self._made:
+                    self._made[message.key] = _make(message.target, blob)
+                return Answer(), b""
             _limit()
-            return Answer(self._made[message.target](message.payload))
+            return Answer(), self._made[message.key](blob)
         except MemoryError:
-            return Answer(exceeded=TOO_LARGE)
+            return Answer(exceeded=TOO_LARGE), b""
         except Exception as error:  # ends this job alone; the server logs it
-            return Answer(failed=f"{type(error).__name__}: {error}"[:1_000])
+            return Answer(failed=f"{type(error).__name__}: {error}"[:1_000]), b""
 
 
-def _make(load: Load) -> Worker:
-    module, _, name = load.target.partition(":")
-    worker: Worker = getattr(importlib.import_module(module), name)(load.state)
+def _make(target: str, state: bytes) -> Worker:
+    module, _, name = target.partition(":")
+    worker: Worker = getattr(importlib.import_module(module), name)(state)
     return worker
 
 
@@ -67,8 +67,11 @@ def main(source: BinaryIO, sink: BinaryIO) -> None:
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     os.nice(NICE)
     workers = Workers()
-    while (data := read_frame(source)) is not None:
-        write_frame(sink, msgspec.msgpack.encode(workers.answer(_DECODER.decode(data))))
+    while (message := read_message(source)) is not None:
+        head, blob = message
+        for piece in framed(*workers.answer(_DECODER.decode(head), blob)):
+            sink.write(piece)
+        sink.flush()
 
 
 _DECODER: msgspec.msgpack.Decoder[Load | Run] = msgspec.msgpack.Decoder(Load | Run)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from app.helper.wire import LENGTH, TOO_LARGE, Answer, Load, Run, frame
+from app.helper.wire import LENGTHS, TOO_LARGE, Answer, Load, Run, framed
 from core.clock import monotonic
 from core.errors import Overloaded
 from core.helper import Exceeded, Failed, Task
@@ -23,7 +23,7 @@ from core.helper import Exceeded, Failed, Task
 START_SECONDS = 60.0
 """To import a task's libraries and to read its state: 2 to 5 s for a grammar's vocabulary."""
 MAX_WAITING = 16
-"""Jobs that may be under way or wait in one queue."""
+"""Jobs that may be under way or wait in one queue, each for seconds."""
 
 
 class Gone(Exception):
@@ -33,7 +33,7 @@ class Gone(Exception):
 class Child:
     """The process and its two pipes. Owner: the helper's thread; `kill` may come from any."""
 
-    __slots__ = ("_loaded", "_process", "_sink", "_source")
+    __slots__ = ("_keys", "_loaded", "_process", "_sink", "_source")
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -47,34 +47,43 @@ class Child:
         assert self._process.stdout is not None
         self._sink, self._source = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._sink, False)  # a write is cut to what the pipe takes, and never waits
-        self._loaded: set[str] = set()
+        self._keys: dict[Task, int] = {}
+        self._loaded: set[int] = set()
 
     def load(self, task: Task) -> None:
         """See that `task` can be run. Raises `TimeoutError` or `Gone`."""
-        state = b"" if task.target in self._loaded else task.state
-        answer = self.exchange(Load(task.target, state), START_SECONDS)
+        key = self._keys.setdefault(task, len(self._keys))
+        known = key in self._loaded
+        answer, _ = self._exchange(Load(key, task.target), b"" if known else task.state, START_SECONDS)
         if answer.failed or answer.exceeded:
             raise Gone(answer.failed or answer.exceeded)
-        self._loaded.add(task.target)
+        self._loaded.add(key)
 
-    def exchange(self, message: Load | Run, seconds: float) -> Answer:
-        """Send a message, wait for the answer. Raises `TimeoutError` or `Gone`."""
+    def run(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytearray]:
+        """One job of a task that was loaded. Raises `TimeoutError` or `Gone`."""
+        return self._exchange(Run(self._keys[task]), payload, seconds)
+
+    def _exchange(self, head: Load | Run, blob: bytes, seconds: float) -> tuple[Answer, bytearray]:
         deadline = monotonic() + seconds
-        data = memoryview(frame(msgspec.msgpack.encode(message)))
         try:
-            while data:
-                self._wait((), (self._sink,), deadline)
-                data = data[os.write(self._sink, data) :]
+            for piece in framed(head, blob):
+                self._write(memoryview(piece), deadline)
         except BrokenPipeError as error:
             raise Gone from error
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        return msgspec.msgpack.decode(self._read(length, deadline), type=Answer)
+        lengths = LENGTHS.unpack(self._read(LENGTHS.size, deadline))
+        told, data = (self._read(length, deadline) for length in lengths)
+        return msgspec.msgpack.decode(told, type=Answer), data
+
+    def _write(self, rest: memoryview, deadline: float) -> None:
+        while rest:
+            self._wait(self._sink, select.POLLOUT, deadline)
+            rest = rest[os.write(self._sink, rest) :]
 
     def _read(self, length: int, deadline: float) -> bytearray:
         data = bytearray(length)
         rest = memoryview(data)
         while rest:
-            self._wait((self._source,), (), deadline)
+            self._wait(self._source, select.POLLIN, deadline)
             count = os.readv(self._source, (rest,))
             if not count:
                 raise Gone
@@ -82,9 +91,12 @@ class Child:
         return data
 
     @staticmethod
-    def _wait(source: tuple[int, ...], sink: tuple[int, ...], deadline: float) -> None:
+    def _wait(pipe: int, event: int, deadline: float) -> None:
+        """Until the pipe has room or data. Not `select`: it takes no descriptor above 1,023."""
         left = deadline - monotonic()
-        if left <= 0 or not any(select.select(source, sink, (), left)):
+        poll = select.poll()
+        poll.register(pipe, event)
+        if left <= 0 or not poll.poll(left * 1_000):
             raise TimeoutError
 
     def kill(self) -> None:
@@ -106,31 +118,33 @@ class HelperProcess:
     Owner: event loop; `_try` and what it calls run on the one thread of the pool.
     """
 
-    __slots__ = ("_child", "_closed", "_lock", "_pool", "_waiting")
+    __slots__ = ("_child", "_closed", "_lock", "_most", "_pool", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_WAITING) -> None:
+        """`most` jobs may be under way or wait."""
+        self._most = most
         self._closed = False
         self._waiting = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="helper")
         self._lock = asyncio.Lock()
         self._child: Child | None = None
 
-    async def run(self, task: Task, payload: bytes, seconds: float) -> bytes:
+    async def run(self, task: Task, payload: bytes, seconds: float) -> bytearray:
         """See `core.helper.Helper.run`."""
-        if self._waiting >= MAX_WAITING:
+        if self._waiting >= self._most:
             raise Overloaded("Too many requests that take long to check are waiting.", seconds)
         self._waiting += 1
         try:
-            answer = await self._turn(task, payload, seconds)
+            answer, data = await self._turn(task, payload, seconds)
         finally:
             self._waiting -= 1
         if answer.exceeded:
             raise Exceeded(answer.exceeded)
         if answer.failed:
             raise Failed(f"the helper process: {task.target}: {answer.failed}")
-        return answer.data
+        return data
 
-    async def _turn(self, task: Task, payload: bytes, seconds: float) -> Answer:
+    async def _turn(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytearray]:
         async with self._lock:
             left = threading.Event()
             loop = asyncio.get_running_loop()
@@ -152,7 +166,9 @@ class HelperProcess:
             self._pool.submit(self._drop)
             self._pool.shutdown()
 
-    def _try(self, task: Task, payload: bytes, seconds: float, left: threading.Event) -> Answer:
+    def _try(
+        self, task: Task, payload: bytes, seconds: float, left: threading.Event
+    ) -> tuple[Answer, bytearray]:
         """What came of it. `left` is set when nobody waits any more."""
         try:
             child = self._ready(task)
@@ -160,15 +176,15 @@ class HelperProcess:
             self._drop()
             raise Overloaded("The process that checks such requests did not start.") from error
         if left.is_set():
-            return Answer()
+            return Answer(), bytearray()
         try:
-            return child.exchange(Run(task.target, payload), seconds)
+            return child.run(task, payload, seconds)
         except TimeoutError:
             answer = Answer(exceeded=f"takes longer than {seconds:g} s")
         except Gone:
             answer = Answer(exceeded=TOO_LARGE)
         self._drop()
-        return answer
+        return answer, bytearray()
 
     def _ready(self, task: Task) -> Child:
         """A process that has what `task` needs: that is no part of a job's time."""

@@ -1,4 +1,7 @@
-"""Frames between the server and its helper process: a length of four bytes, then msgpack."""
+"""Messages between the server and its helper process: a head in msgpack, and a blob as it is.
+
+Megabytes travel in the blob: in a field of the head they would be copied twice with the GIL held.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import BinaryIO
 
 import msgspec
 
-LENGTH = struct.Struct("<I")
+LENGTHS = struct.Struct("<II")
+"""Of head and blob."""
 
 MEMORY = 2**30
 """Bytes of address space that one job may add."""
@@ -15,39 +19,36 @@ TOO_LARGE = f"takes more than {MEMORY >> 30} GB of memory"
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Make the task's worker, unless it is there: no part of any job's time."""
+    """Make worker number `key` of class `target`, unless it is there: no part of any job's time. The blob is
+    its state."""
 
+    key: int
     target: str
-    state: bytes
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """One job of a task that was loaded."""
+    """One job of worker number `key`. The blob is its payload."""
 
-    target: str
-    payload: bytes
+    key: int
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of a message: data, or how it failed."""
+    """What came of a message, with data in the blob, or how it failed."""
 
-    data: bytes = b""
     failed: str = ""
     exceeded: str = ""
 
 
-def frame(data: bytes) -> bytes:
-    """`data` with its length."""
-    return LENGTH.pack(len(data)) + data
+def framed(head: Load | Run | Answer, blob: bytes) -> tuple[bytes, bytes]:
+    """The two pieces that are sent one after the other."""
+    packed = msgspec.msgpack.encode(head)
+    return LENGTHS.pack(len(packed), len(blob)) + packed, blob
 
 
-def read_frame(source: BinaryIO) -> bytes | None:
-    """The next frame, None at the end."""
-    head = source.read(LENGTH.size)
-    return source.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else None
-
-
-def write_frame(sink: BinaryIO, data: bytes) -> None:
-    """Send one frame at once."""
-    sink.write(frame(data))
-    sink.flush()
+def read_message(source: BinaryIO) -> tuple[bytes, bytes] | None:
+    """Head and blob of the next message, None at the end."""
+    lengths = source.read(LENGTHS.size)
+    if len(lengths) < LENGTHS.size:
+        return None
+    head, blob = LENGTHS.unpack(lengths)
+    return source.read(head), source.read(blob)

@@ -56,6 +56,7 @@ from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
 from app.parsers.registry import ToolFamily
 from app.service import Loaded
+from app.text.sent import SentTemplate
 from app.text.template import ChatTemplate
 from app.watch import Watch, WatchedRun, Watcher
 from core.errors import RequestError
@@ -192,9 +193,9 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     if body.input_ids:
         prompt: str | Ints = check_ids(body.input_ids, loaded.card.vocab_size, "input_ids")
     else:
-        template = await chosen_template(body.chat_template, loaded)
-        family = called_in(family, template, tools.shown)
+        template = chosen_template(body.chat_template, loaded)
         prompt = await _render(body, loaded, tools, template)
+        family = called_in(family, template.shows_tools, tools.shown)
     if budget == 0 and loaded.reasoning is not None:
         prompt = await unthinking(prompt, loaded.reasoning, loaded)
     job = msgspec.structs.replace(
@@ -208,7 +209,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     return job, watch
 
 
-async def _render(body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate) -> str:
+async def _render(body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate | SentTemplate) -> str:
     messages = check_messages(body.messages)
     if loaded.tools is not None and loaded.tools.short_ids:
         messages = short_ids(messages)

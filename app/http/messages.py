@@ -9,6 +9,7 @@ import msgspec
 
 from app.http.body import check_depth
 from app.service import Loaded
+from app.text.sent import SentTemplate
 from app.text.template import ChatTemplate
 from core.errors import RequestError
 
@@ -138,7 +139,7 @@ def template_arguments(sent: dict[str, Any] | None, **named: object) -> dict[str
     return arguments
 
 
-async def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate:
+def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate | SentTemplate:
     """The model's template, or the one that a request brings where the operator trusts its clients with
     that (CVE-2025-61620). Raises `RequestError` naming `chat_template`."""
     if sent in (None, ""):
@@ -152,7 +153,7 @@ async def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate:
         )
     if not isinstance(sent, str):
         raise RequestError("'chat_template' must be a string.", "chat_template")
-    return await loaded.template.sent(sent)
+    return SentTemplate(sent, loaded.template.special_tokens, loaded.helper)
 
 
 def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:

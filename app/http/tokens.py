@@ -60,7 +60,7 @@ async def _names(ids: list[int], loaded: Loaded) -> list[str]:
 
 async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
     """The texts to encode, and whether special tokens are to be added."""
-    template = await chosen_template(body.chat_template, loaded)
+    template = chosen_template(body.chat_template, loaded)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give exactly one of 'prompt' and 'messages'.", "prompt")
     if body.prompt is not None:

@@ -12,7 +12,6 @@ from app.http.schema import ChatBody
 from app.http.warning import warn
 from app.parsers.grammar import Tool
 from app.parsers.registry import TOOLS, ToolFamily
-from app.text.template import ChatTemplate
 from core.errors import RequestError
 
 MAX_TOOLS = 128
@@ -75,10 +74,10 @@ def chosen_tools(body: ChatBody) -> Tools:
 
 
 def called_in(
-    family: ToolFamily | None, template: ChatTemplate, shown: list[dict[str, Any]] | None
+    family: ToolFamily | None, shows_tools: bool, shown: list[dict[str, Any]] | None
 ) -> ToolFamily | None:
-    """How the model writes calls when it is `shown` these tools by this template."""
-    if not shown or template.shows_tools:
+    """How the model writes calls when it is `shown` these tools, by a template that renders tools or not."""
+    if not shown or shows_tools:
         return family
     warn(
         "tools: this model's chat template does not render tools, so they were put into the prompt in a "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,11 +34,6 @@ PROBE_TIME = 0.1
 THREADS = 2
 MAX_SOURCE = 1 << 20
 """Characters of a template; the longest in use have 20,000."""
-MAX_SENT = 1 << 15
-"""Of one that comes with a request: what is compiled cannot be stopped. The worst tried of this length took
-0.6 s, 0.2 s of them with the GIL held."""
-SENT = 16
-"""Templates of requests that are kept compiled."""
 
 RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 """Names that template arguments cannot set: they have fields of their own."""
@@ -72,13 +66,10 @@ class ChatTemplate:
     """
 
     __slots__ = (
-        "_inline",
         "_pool",
         "_sandbox",
-        "_sent",
         "_shows_calls",
         "_silence",
-        "_special",
         "_systems",
         "_template",
         "_texts",
@@ -86,24 +77,19 @@ class ChatTemplate:
         "_wants_parts",
         "shows_tools",
         "source",
+        "special_tokens",
     )
 
     def __init__(
         self,
         source: str | None,
         special_tokens: Mapping[str, str] | None = None,
-        host: ChatTemplate | None = None,
     ) -> None:
         """`special_tokens` are the names (`bos_token`, ...) that templates use. None for `source`
-        makes every rendering a `RequestError`. Sandbox and threads are those of `host`, if given. Raises
-        `ModelError` for what does not compile."""
-        self._sandbox: Sandbox = Sandbox() if host is None else host._sandbox
-        self._special = dict(special_tokens or {})
-        self._pool: ThreadPoolExecutor = (
-            ThreadPoolExecutor(THREADS, thread_name_prefix="template") if host is None else host._pool
-        )
-        self._sent: OrderedDict[str, ChatTemplate] = OrderedDict()
-        self._inline = INLINE_CHARS if host is None else -1
+        makes every rendering a `RequestError`. Raises `ModelError` for what does not compile."""
+        self._sandbox: Sandbox = Sandbox()
+        self.special_tokens = dict(special_tokens or {})
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="template")
         self.source = source or ""
         """The template's text; empty without one."""
         self._template = self._compile(source) if source is not None else None
@@ -142,27 +128,6 @@ class ChatTemplate:
         """Stop the pool threads, after what they are rendering. Idempotent."""
         self._pool.shutdown()
 
-    async def sent(self, source: str) -> ChatTemplate:
-        """The template that a request brings, under the same limits and beside this one's tokens: compiled
-        in a pool thread, and kept. Raises `RequestError` naming `chat_template`."""
-        if (kept := self._sent.get(source)) is not None:
-            self._sent.move_to_end(source)
-            return kept
-        if len(source) > MAX_SENT:
-            raise RequestError(
-                f"'chat_template' has {len(source)} characters; at most {MAX_SENT} are taken.",
-                "chat_template",
-            )
-        loop = asyncio.get_running_loop()
-        try:
-            made = await loop.run_in_executor(self._pool, ChatTemplate, source, self._special, self)
-        except ModelError as error:
-            raise RequestError(f"'chat_template': {error}", "chat_template") from error
-        self._sent[source] = made
-        if len(self._sent) > SENT:
-            self._sent.popitem(last=False)
-        return made
-
     def render(
         self,
         messages: Sequence[Message],
@@ -190,9 +155,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **arguments: Any,
     ) -> str:
-        """Like `render`, at most about half a millisecond of it on the loop; of a request's own nothing."""
+        """Like `render`, at most about half a millisecond of it on the loop."""
         context = self._context(messages, tools, add_generation_prompt, continue_final_message, arguments)
-        if _chars((context["messages"], tools, arguments), INLINE_CHARS) <= self._inline:
+        if _chars((context["messages"], tools, arguments), INLINE_CHARS) <= INLINE_CHARS:
             try:
                 return self._render(context, continue_final_message, INLINE_TIME)
             except _Late:
@@ -251,7 +216,7 @@ class ChatTemplate:
             )
         if not messages:
             raise RequestError("messages must not be empty.", "messages")
-        taken = RESERVED | self._sandbox.globals.keys() | self._special.keys()
+        taken = RESERVED | self._sandbox.globals.keys() | self.special_tokens.keys()
         if wrong := next((name for name in arguments if name in taken), None):
             raise RequestError(f"chat_template_kwargs must not set {wrong!r}.", "chat_template_kwargs")
         if not self.shows_tools and (tools or not self._shows_calls):
@@ -265,7 +230,7 @@ class ChatTemplate:
                 )
             plain[-1] = _left_open(plain[-1])
         return {
-            **self._special,
+            **self.special_tokens,
             **arguments,
             "messages": plain,
             "tools": list(tools) if tools else None,
@@ -317,7 +282,7 @@ class ChatTemplate:
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         context = {
-            **self._special,
+            **self.special_tokens,
             "messages": messages,
             "tools": tools,
             "documents": None,

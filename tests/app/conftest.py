@@ -13,6 +13,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from app.health import Phase
 from app.http.routes import make_app
 from app.http.runner import Runner
 from app.service import Loaded, ModelCard, Service
@@ -77,6 +78,7 @@ Start = Callable[..., Awaitable[Server]]
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts servers; all of them are gone after the test."""
     runners: list[Runner] = []
+    services: list[Service] = []
     sessions: list[aiohttp.ClientSession] = []
 
     async def start(serve: ServeConfig = ServeConfig(), ready: bool = True, sndbuf: int = 0) -> Server:  # noqa: B008
@@ -96,6 +98,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         port = listener.getsockname()[1]
         session = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{port}")
         runners.append(runner)
+        services.append(service)
         sessions.append(session)
         return Server(runner, port, service, engine, session)
 
@@ -104,6 +107,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         await session.close()
     for runner in runners:
         await runner.cleanup()
+    for service in services:
+        if service.health.phase is Phase.READY:
+            service.loaded.helper.close()
     await asyncio.sleep(0)
 
 

@@ -3,13 +3,14 @@ model's own."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
 
 from app.text.template import ChatTemplate
-from tests.app.conftest import Server
+from tests.app.conftest import Server, until
 
 CHAT, TOKENIZE, RESPONSES = "/v1/chat/completions", "/tokenize", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
@@ -49,6 +50,7 @@ async def test_where_clients_are_trusted_it_takes_the_place_of_the_model_s(serve
         ("{{ raise_exception('no') }}", "messages"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "messages"),
         ("{{ 'x' * 10 ** 10 }}", "messages"),
+        ("{{ ('a ' * 15000000)|title }}", "chat_template"),
     ],
 )
 async def test_a_bad_one_is_a_400_and_nothing_runs(server: Server, source: object, param: str) -> None:
@@ -56,3 +58,28 @@ async def test_a_bad_one_is_a_400_and_nothing_runs(server: Server, source: objec
     status, answer = await server.post(CHAT, {"messages": HI, "chat_template": source})
     assert (status, answer["error"]["param"]) == (400, param)
     assert not server.engine.runs
+
+
+async def test_one_that_is_killed_leaves_the_loop_and_the_next_one_alone(server: Server) -> None:
+    """A single filter over 30 MB outlasts every look at the clock: only a process can be stopped in it."""
+    trust(server)
+    slow = {"messages": HI, "chat_template": "{{ ('a ' * 15000000)|title }}"}
+    killed = asyncio.ensure_future(server.post(CHAT, slow))
+    fine = asyncio.ensure_future(server.post(CHAT, {"messages": HI}))
+    assert (await fine)[0] == 200, "the model's own template waits for nobody's"
+    status, answer = await killed
+    assert status == 400
+    assert "longer than 3 s" in answer["error"]["message"]
+    asked = {"messages": HI, "return_prompt_text": True, "chat_template": OWN}
+    assert (await server.post(CHAT, asked))[1]["prompt_text"] == "[hi]"
+
+
+async def test_a_client_that_leaves_takes_its_rendering_along(server: Server) -> None:
+    trust(server)
+    body = {"messages": HI, "chat_template": "{{ ('a ' * 15000000)|title }}"}
+    leaver = asyncio.ensure_future(server.post(CHAT, body))
+    helper: Any = server.service.loaded.helper
+    await until(lambda: helper._child is not None)
+    leaver.cancel()
+    asked = {"messages": HI, "return_prompt_text": True, "chat_template": OWN}
+    assert (await server.post(CHAT, asked))[1]["prompt_text"] == "[hi]"

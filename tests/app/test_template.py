@@ -14,9 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from app.text.template import MAX_SENT, TIME_LIMIT, ChatTemplate, read_template
+from app.helper.process import HelperProcess
+from app.text.sent import KEPT, MAX_SOURCE, Renderer, SentTemplate
+from app.text.template import TIME_LIMIT, ChatTemplate, read_template
 from core.errors import ModelError, RequestError
 from tests.app.assets import asset
 
@@ -344,32 +347,23 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
 # -- templates that requests bring -----------------------------------------------------------------
 
 
-async def test_a_request_s_template_has_the_same_tokens_and_is_kept() -> None:
-    own = ChatTemplate("model", {"bos_token": "<s>"})
-    sent = await own.sent("{{ bos_token }}{{ messages[0].content }}")
-    assert await sent.render_async(USER) == "<s>hi"
-    assert await own.sent(sent.source) is sent
-    for i in range(20):
-        await own.sent(f"{i}")
-    assert await own.sent(sent.source) is not sent  # not for ever
-    assert own.render(USER) == "model"
-    own.close()
+def test_templates_of_requests_are_kept_compiled_but_not_for_ever() -> None:
+    made: Any = Renderer(msgspec.msgpack.encode({"bos_token": "<s>"}))
+    first = made._template("{{ bos_token }}{{ messages[0].content }}")
+    assert first.render(USER) == "<s>hi"
+    assert made._template(first.source) is first
+    for i in range(KEPT):
+        made._template(f"{i}")
+    assert made._template(first.source) is not first
 
 
-async def test_a_request_s_template_never_runs_on_the_loop() -> None:
-    own = ChatTemplate("model")
-    sent = await own.sent("{{ where() }}")
-    assert await sent.render_async(USER, where=threading.get_ident) != str(threading.get_ident())
-    own.close()
-
-
-@pytest.mark.parametrize("source", ["{% for %}", "{{" + "(" * 5_000 + "}}", "x" * (MAX_SENT + 1)])
+@pytest.mark.parametrize("source", ["{% for %}", "{{" + "(" * 5_000 + "}}", "x" * (MAX_SOURCE + 1)])
 async def test_a_request_s_template_that_cannot_be_taken(source: str) -> None:
-    own = ChatTemplate("model")
+    helper = HelperProcess()
     with pytest.raises(RequestError) as caught:
-        await own.sent(source)
+        await SentTemplate(source, {}, helper).render_async(USER)
     assert caught.value.param == "chat_template"
-    own.close()
+    helper.close()
 
 
 GREEDY = [

@@ -1,0 +1,126 @@
+"""Templates that requests bring: rendered in the helper process, which can be killed.
+
+The sandbox looks at the clock between two operations; a single one over a text of 30 MB (`title`) outlasts
+any limit, and a thread cannot be stopped. The operator vouches for the model's own template, which stays in
+a thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.text.template import ChatTemplate, Message
+from core.errors import ModelError, RequestError
+from core.helper import Exceeded, Helper, Task
+
+SECONDS = 3.0
+"""Wall time of one rendering, compiling included: three times what the sandbox lets honest ones take."""
+MAX_SOURCE = 1 << 15
+"""Characters; the longest in use have 20,000."""
+KEPT = 16
+"""Templates that the helper keeps compiled."""
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """One rendering: the arguments of `ChatTemplate.render`."""
+
+    source: str
+    messages: Sequence[Any]
+    tools: Sequence[Any] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    arguments: dict[str, Any]
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """The prompt, or what is wrong: the fields of a `RequestError`."""
+
+    text: str = ""
+    wrong: str = ""
+    param: str | None = None
+    shows_tools: bool = True
+
+
+class SentTemplate:
+    """A template of one request, over the model's special tokens. Owner: event loop."""
+
+    __slots__ = ("_helper", "_source", "_task", "shows_tools")
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], helper: Helper) -> None:
+        """Raises `RequestError` naming `chat_template` for one that is too long."""
+        if len(source) > MAX_SOURCE:
+            raise RequestError(
+                f"'chat_template' has {len(source)} characters; at most {MAX_SOURCE} are taken.",
+                "chat_template",
+            )
+        self._source = source
+        self._helper = helper
+        self.shows_tools = True
+        """See `ChatTemplate.shows_tools`; known once it was rendered."""
+        self._task = Task(f"{__name__}:{Renderer.__name__}", msgspec.msgpack.encode(dict(special_tokens)))
+
+    async def render_async(
+        self,
+        messages: Sequence[Message],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **arguments: Any,
+    ) -> str:
+        """See `ChatTemplate.render`. Raises `RequestError` naming `chat_template` too, and `Overloaded`."""
+        call = _Call(self._source, messages, tools, add_generation_prompt, continue_final_message, arguments)
+        try:
+            payload = msgspec.msgpack.encode(call)
+        except OverflowError:
+            raise RequestError("'messages' have a whole number of more than 64 bits.", "messages") from None
+        try:
+            answer = await self._helper.run(self._task, payload, SECONDS)
+        except Exceeded as error:
+            raise RequestError(f"'chat_template' {error} with these messages.", "chat_template") from error
+        said = msgspec.msgpack.decode(answer, type=_Said)
+        if said.wrong:
+            raise RequestError(said.wrong, said.param)
+        self.shows_tools = said.shows_tools
+        return said.text
+
+
+class Renderer:
+    """Runs in the helper process: `core.helper.Worker`."""
+
+    def __init__(self, state: bytes) -> None:
+        self._special: dict[str, str] = msgspec.msgpack.decode(state)
+        self._kept: OrderedDict[str, ChatTemplate] = OrderedDict()
+
+    def __call__(self, payload: bytes) -> bytes:
+        """The msgpack of a `_Said` for that of a `_Call`."""
+        call = msgspec.msgpack.decode(payload, type=_Call)
+        try:
+            template = self._template(call.source)
+            said = _Said(text=_render(template, call), shows_tools=template.shows_tools)
+        except RequestError as error:
+            said = _Said(wrong=error.message, param=error.param)
+        except ModelError as error:
+            said = _Said(wrong=f"'chat_template': {error}", param="chat_template")
+        return msgspec.msgpack.encode(said)
+
+    def _template(self, source: str) -> ChatTemplate:
+        kept = self._kept.pop(source, None) or ChatTemplate(source, self._special)
+        self._kept[source] = kept
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return kept
+
+
+def _render(template: ChatTemplate, call: _Call) -> str:
+    return template.render(
+        call.messages,
+        tools=call.tools,
+        add_generation_prompt=call.add_generation_prompt,
+        continue_final_message=call.continue_final_message,
+        **call.arguments,
+    )
