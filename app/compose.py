@@ -68,6 +68,7 @@ class Live(msgspec.Struct, frozen=True):
         if self.grammars is not None:
             self.grammars.close()
         self.loaded.helper.close()
+        self.loaded.bodies.close()
         self.loaded.tokenizer.close()
         self.loaded.template.close()
 

@@ -315,10 +315,10 @@ class LLM:
     async def _job(self, url: str, body: bytes) -> tuple[Generator, Job]:
         loaded = self._live.loaded
         if url == CHAT_URL:
-            job, watch = await chat_job(decode(CHAT, body), loaded)
+            job, watch = await chat_job(await decode(CHAT, body, loaded.bodies), loaded)
             plain = watch.reading.plain
             return loaded.engine if plain else Watcher(loaded.engine, loaded.tokenizer, watch), job
-        asked = decode(COMPLETION, body)
+        asked = await decode(COMPLETION, body, loaded.bodies)
         return loaded.engine, completion_jobs(asked, request_id(asked, "cmpl"), loaded)[0]
 
 

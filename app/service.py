@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from app.health import Health, Phase
+from app.helper.lanes import Lanes
 from app.helper.process import HelperProcess
 from app.job import Generator
 from app.parsers.registry import ReasoningFamily, ToolFamily
@@ -155,6 +156,8 @@ class Loaded(msgspec.Struct, frozen=True):
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
     helper: Helper = msgspec.field(default_factory=HelperProcess)
     """For templates of requests; grammars are compiled there too."""
+    bodies: Helper = msgspec.field(default_factory=Lanes)
+    """For bodies too large to be decoded on the loop."""
 
 
 class Service:

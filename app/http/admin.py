@@ -12,7 +12,7 @@ from aiohttp import web
 
 from app.errors import fault
 from app.health import Phase
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.delivery import Collector, running
 from app.http.keys import SERVICE
 from app.http.reply import json_response
@@ -132,7 +132,7 @@ async def timeline(request: web.Request) -> web.StreamResponse:
 
 async def abort_request(request: web.Request) -> web.StreamResponse:
     """End one request by id, or all of them."""
-    body = decode(ABORT, await read_body(request))
+    body = await decoded(request, ABORT)
     engine = request.app[SERVICE].loaded.engine
     if body.abort_all:
         return json_response({"success": True, "aborted": engine.abort_all(tenant=tenant())})
@@ -146,7 +146,7 @@ async def abort_request(request: web.Request) -> web.StreamResponse:
 
 async def abort_requests(request: web.Request) -> web.StreamResponse:
     """End requests by their ids, after vLLM: those that are not here are passed over."""
-    ids = decode(ABORT_MANY, await read_body(request)).request_ids
+    ids = (await decoded(request, ABORT_MANY)).request_ids
     engine = request.app[SERVICE].loaded.engine
     if ids is None:
         raise RequestError("'request_ids' is missing.", "request_ids")

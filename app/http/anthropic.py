@@ -12,7 +12,7 @@ from app.http.anthropic_cache import kept
 from app.http.anthropic_events import DIALECT, MessageFrames, Telling, message
 from app.http.anthropic_input import chat_messages
 from app.http.anthropic_schema import INNER, MESSAGES, NAMES, MessagesBody, chat_body
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.delivery import Collector, Delivery, running
 from app.http.keys import SERVICE
@@ -28,7 +28,7 @@ from core.errors import ContextExceeded, RequestError
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """Render, run, answer."""
-    body = decode(MESSAGES, await read_body(request))
+    body = await decoded(request, MESSAGES)
     loaded = ready(request.app[SERVICE], body.model)
     if body.max_tokens is None:
         raise RequestError("'max_tokens' is missing.", "max_tokens")
@@ -80,7 +80,7 @@ def too_long(error: ContextExceeded) -> RequestError:
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     """Tokens of the prompt that the same body would be run with."""
-    body = decode(MESSAGES, await read_body(request))
+    body = await decoded(request, MESSAGES)
     loaded = request.app[SERVICE].loaded
     check_model(loaded, body.model)
     try:

@@ -7,7 +7,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from app.batch.store import Page
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.files import page, page_limit
 from app.http.keys import BATCHES
 from app.http.reply import json_response
@@ -33,7 +33,7 @@ BATCH = msgspec.json.Decoder(BatchBody)
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Take a batch; whether its lines make sense is found out later, as OpenAI does."""
-    body = decode(BATCH, await read_body(request))
+    body = await decoded(request, BATCH)
     batches = request.app[BATCHES]
     if not body.input_file_id:
         raise RequestError("'input_file_id' is missing.", "input_file_id")

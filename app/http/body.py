@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from app.errors import HttpError
-from app.http.keys import SERVE
+from app.http.decoding import decode_json, slow_numbers
+from app.http.keys import SERVE, SERVICE
+from app.http.pieces import BodyWorker, assembled
 from app.http.warning import warn_of_near_fields
 from core.errors import BodyTooLarge, RequestError
+from core.helper import Exceeded, Helper, Task
 
 T = TypeVar("T")
 
@@ -27,7 +29,10 @@ MAX_WIDTH = 100_000
 """Values on one level of such a value. Each is looked at on the loop, at about 0.5 µs: 3 million in
 a body of 14 MB stopped every stream for 1.3 s. The longest real conversations have some 10,000."""
 
-_PATH = re.compile(r" - at `\$\.?(.*)`$")
+INLINE = 32 * 1024
+"""Bytes of a body that is decoded on the loop."""
+DECODE_SECONDS = 10.0
+"""Wall time to decode one: 8 MB take at most one second of a processor."""
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -55,43 +60,51 @@ def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"The request body is larger than {limit} bytes, the most this server takes.")
 
 
-def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The body as a Struct, or `RequestError` with the JSON path of what is wrong.
-
-    On the loop, whatever the size: msgspec holds the GIL, so a thread would gain nothing. 1 MiB took
-    0.3 ms (text), 1.5 ms (chat) and 5 ms (token ids).
-    """
-    if not body:
-        raise RequestError("The request body is empty; send a JSON object.")
-    try:
-        decoded = decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except msgspec.DecodeError as error:
-        raise RequestError(f"The request body is not valid JSON: {_reason(str(error))}.") from None
-    except UnicodeDecodeError:
-        raise RequestError("The request body is not valid UTF-8.") from None
-    except RecursionError:
-        raise RequestError("The request body is nested too deeply.") from None
-    warn_of_near_fields(decoder.type, body)
-    return decoded
+async def decoded(request: web.Request, decoder: msgspec.json.Decoder[T], empty: bytes = b"") -> T:
+    """The body of a request as a Struct; `empty` is what an empty one stands for. Raises as `read_body` and
+    `decode` do."""
+    body = await read_body(request) or empty
+    if _small(body):
+        return _decoded_here(decoder, body)
+    return await decode(decoder, body, request.app[SERVICE].loaded.bodies)
 
 
-def _reason(message: str) -> str:
-    return message.removeprefix("JSON is malformed: ").replace(
-        "Input data was truncated", "it ends too early"
+async def decode(decoder: msgspec.json.Decoder[T], body: bytes, bodies: Helper) -> T:
+    """The body as a Struct, or `RequestError` with the JSON path of what is wrong, or with the limit that is
+    passed. Large ones are decoded by the helper: msgspec holds the GIL, so a thread would gain nothing."""
+    if _small(body):
+        return _decoded_here(decoder, body)
+    kind: type[T] = decoder.type
+    task = Task(
+        f"{BodyWorker.__module__}:{BodyWorker.__name__}", f"{kind.__module__}:{kind.__name__}".encode()
     )
+    # Shielded: whoever leaves must not have the process killed that others wait for.
+    work = asyncio.ensure_future(bodies.run(task, body, DECODE_SECONDS))
+    try:
+        data = await asyncio.shield(work)
+    except Exceeded as error:
+        raise RequestError(f"Decoding the request body {error}.") from error
+    except asyncio.CancelledError:
+        work.add_done_callback(_forgotten)
+        raise
+    return await assembled(kind, data)
 
 
-def _invalid(message: str) -> RequestError:
-    found = _PATH.search(message)
-    if found is None:
-        return RequestError(f"The request body must be a JSON object: {message}.")
-    param = found.group(1).replace("[...]", "")
-    what = message[: found.start()].replace("`", "").replace(" | null", "")
-    if what.startswith("Expected"):
-        what = what[0].lower() + what[1:]
-    return RequestError(f"Invalid value for '{param}': {what}.", param or None)
+def _forgotten(work: asyncio.Future[bytearray]) -> None:
+    """Nobody waits for how it ends."""
+    if not work.cancelled():
+        work.exception()
+
+
+def _small(body: bytes) -> bool:
+    return len(body) <= INLINE and not slow_numbers(body)
+
+
+def _decoded_here(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """On the loop: 32 KB take at most 1 ms."""
+    found = decode_json(decoder, body)
+    warn_of_near_fields(decoder.type, body)
+    return found
 
 
 def check_depth(value: object, param: str) -> None:

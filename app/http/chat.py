@@ -7,7 +7,7 @@ from aiohttp import web
 
 from app.http.answers import AnswerChunks, read_message
 from app.http.beam import beam_options, check_beam
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chunks import Envelope, Options, finish_fields, usage
 from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running, spaced
@@ -98,7 +98,7 @@ class ChatShape:
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """Render, run, answer."""
-    body = decode(CHAT, await read_body(request))
+    body = await decoded(request, CHAT)
     loaded = ready(request.app[SERVICE], body.model)
     if not body.stream:
         answer = await chat_answer(body, loaded)

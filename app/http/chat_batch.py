@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chat import chat_answer
 from app.http.keys import SERVICE
 from app.http.openai import envelope, request_id
@@ -28,6 +28,7 @@ BatchChatBody = msgspec.defstruct(
         *((field.name, field.type, field.default) for field in _SHARED),
     ],
     kw_only=True,
+    module=__name__,
     namespace={"__doc__": "Chat's fields, and messages of several conversations."},
 )
 BATCH = msgspec.json.Decoder(BatchChatBody)
@@ -37,7 +38,7 @@ _OF_ONE = ("id", "object", "created", "model", "choices", "usage")
 
 async def chat_batch(request: web.Request) -> web.StreamResponse:
     """Answer every conversation; one that fails fails all."""
-    body: Any = decode(BATCH, await read_body(request))
+    body: Any = await decoded(request, BATCH)
     loaded = ready(request.app[SERVICE], body.model)
     _check(body)
     asked = ChatBody(**{field.name: getattr(body, field.name) for field in _SHARED})

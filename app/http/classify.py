@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.embeddings import EmbeddingBody, check_dimensions, encoded_inputs, envelope, listed_inputs
 from app.http.keys import SERVICE
 from app.http.pool import PoolBody, activated, encode, run_pooled, unit
@@ -40,7 +40,7 @@ ENCODE = msgspec.json.Decoder(EncodeBody)
 
 async def classify(request: web.Request) -> web.StreamResponse:
     """The likeliest class of each input and the probabilities of all."""
-    body = decode(CLASSIFY, await read_body(request))
+    body = await decoded(request, CLASSIFY)
     loaded = available(request.app[SERVICE], body.model)
     return json_response(await classify_answer(body, loaded))
 
@@ -67,7 +67,7 @@ async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, objec
 
 async def encode_native(request: web.Request) -> web.StreamResponse:
     """The vector of each text, or what a head says of it, as the model made it; after SGLang."""
-    body = decode(ENCODE, await read_body(request))
+    body = await decoded(request, ENCODE)
     return await long_response(request, await _encoded(body, available(request.app[SERVICE], body.model)))
 
 

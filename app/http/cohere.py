@@ -6,7 +6,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.cohere_events import DIALECT, ReplyFrames, Telling, message
 from app.http.cohere_schema import COHERE, NAMES, CohereBody, chat_body
@@ -25,7 +25,7 @@ from core.errors import RequestError
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, after Cohere."""
-    body = decode(COHERE, await read_body(request))
+    body = await decoded(request, COHERE)
     loaded = ready(request.app[SERVICE], body.model)
     try:
         return await _run(request, body, loaded)
@@ -53,7 +53,7 @@ async def _run(request: web.Request, body: CohereBody, loaded: Loaded) -> web.St
 
 async def render(request: web.Request) -> web.StreamResponse:
     """The prompt of a conversation after Cohere, as text and as tokens."""
-    body = decode(COHERE, await read_body(request))
+    body = await decoded(request, COHERE)
     loaded = ready(request.app[SERVICE], body.model)
     try:
         asked = chat_body(body, loaded)

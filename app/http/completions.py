@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from app.http.beam import beam_options
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chunks import Envelope, Options, finish_fields, thought, usage
 from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running, spaced
@@ -115,7 +115,7 @@ class CompletionShape:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Several prompts run side by side; choices are numbered prompt by prompt."""
-    body = decode(COMPLETION, await read_body(request))
+    body = await decoded(request, COMPLETION)
     loaded = ready(request.app[SERVICE], body.model)
     if not body.stream:
         answer = await completion_answer(body, loaded)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from app.errors import HttpError
 from app.http import middleware
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.keys import SERVE, SERVICE
 from app.http.reply import json_response
 from app.operator import Operator, PauseMode
@@ -58,8 +58,7 @@ class WeightsBody(msgspec.Struct):
 
 async def _body(request: web.Request, kind: type[T]) -> T:
     """An empty body is an empty object."""
-    raw = await read_body(request)
-    return decode(msgspec.json.Decoder(kind), raw or b"{}")
+    return await decoded(request, msgspec.json.Decoder(kind), b"{}")
 
 
 def _route(act: Act) -> Handler:

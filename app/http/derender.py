@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from app.http.answers import read_message
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.chunks import finish_fields
 from app.http.keys import SERVICE
@@ -101,7 +101,7 @@ DERENDER = msgspec.json.Decoder(DerenderBody)
 
 async def derender_chat(request: web.Request) -> web.StreamResponse:
     """Tokens as the answer of a conversation: text, thinking and calls."""
-    body = decode(DERENDER_CHAT, await read_body(request))
+    body = await decoded(request, DERENDER_CHAT)
     loaded = ready(request.app[SERVICE], body.model)
     made = body.generate_response
     _check(body.stream, [made], "generate_response", loaded)
@@ -126,7 +126,7 @@ async def derender_chat(request: web.Request) -> web.StreamResponse:
 
 async def derender_completions(request: web.Request) -> web.StreamResponse:
     """Tokens as the answers of prompts, one generation each."""
-    body = decode(DERENDER, await read_body(request))
+    body = await decoded(request, DERENDER)
     loaded = ready(request.app[SERVICE], body.model)
     made = body.generate_responses or []
     _check(body.stream, made or [None], "generate_responses", loaded)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.messages import check_messages, generation_prompt, template_arguments
 from app.http.pool import (
@@ -63,7 +63,7 @@ POOLING = msgspec.json.Decoder(PoolingBody)
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
     """A vector for each input: the hidden state of its last token, or what the checkpoint was made for."""
-    body = decode(EMBEDDING, await read_body(request))
+    body = await decoded(request, EMBEDDING)
     loaded = available(request.app[SERVICE], body.model)
     return await long_response(request, await embeddings_answer(body, loaded))
 
@@ -81,7 +81,7 @@ async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, ob
 
 async def pooling(request: web.Request) -> web.StreamResponse:
     """What the model makes of each input: a vector, a vector for each token, or scores of classes."""
-    body = decode(POOLING, await read_body(request))
+    body = await decoded(request, POOLING)
     loaded = available(request.app[SERVICE], body.model)
     card = loaded.card
     task = body.task or ("classify" if card.task == "classify" else "embed")

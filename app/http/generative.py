@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.prompts import Prompt, split_prompts
 from app.http.reply import json_response
@@ -40,7 +40,7 @@ GENERATIVE = msgspec.json.Decoder(GenerativeBody)
 
 async def generative_scoring(request: web.Request) -> web.StreamResponse:
     """The probability of the first label after the query and each item."""
-    body = decode(GENERATIVE, await read_body(request))
+    body = await decoded(request, GENERATIVE)
     loaded = ready(request.app[SERVICE], body.model)
     id = job_id(body.request_id, secrets.token_hex(16), "request_id")
     answer: Any = await score_answer(await _in_tokens(body, loaded), loaded)

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from app.http.beam import check_streamed
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chunks import DATA, END, thought, usage
 from app.http.completions import completion_jobs
 from app.http.delivery import Collector, Delivery, running, spaced
@@ -64,7 +64,7 @@ _NAMES = (
 
 async def inference(request: web.Request) -> web.StreamResponse:
     """Go on from tokens, with tokens."""
-    body = decode(INFERENCE, await read_body(request))
+    body = await decoded(request, INFERENCE)
     loaded = ready(request.app[SERVICE], body.model)
     asked = _completion(body)
     try:

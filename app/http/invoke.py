@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chat import chat
 from app.http.completions import completions
 from core.errors import RequestError
@@ -25,7 +25,7 @@ INVOCATION = msgspec.json.Decoder(InvocationBody)
 
 async def invocations(request: web.Request) -> web.StreamResponse:
     """Chat or completions, by the field that has the prompt."""
-    body = decode(INVOCATION, await read_body(request))
+    body = await decoded(request, INVOCATION)
     if body.messages is not None:
         return await chat(request)
     if body.prompt is not None:

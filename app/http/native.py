@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.constraint import constraint_of
 from app.http.delivery import Collector, Delivery, running, spaced, written
 from app.http.embeds import Given, embedded, input_embeds
@@ -71,7 +71,7 @@ _NAMES = {
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """One prompt gives one object; lists or n > 1 give a list of them."""
-    body = decode(NATIVE, await read_body(request))
+    body = await decoded(request, NATIVE)
     loaded = ready(request.app[SERVICE], None)
     given = await input_embeds(body, loaded)
     jobs = native_jobs(body, loaded, given)

@@ -11,7 +11,7 @@ from aiohttp.typedefs import Handler
 
 from app.errors import Fault
 from app.http.admin import VERSION
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.completions import completion_jobs
 from app.http.delivery import Collector, Delivery, running
@@ -53,13 +53,13 @@ LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
 
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, after Ollama. Without messages nothing is run: the model is loaded."""
-    body = decode(CHAT, await read_body(request))
+    body = await decoded(request, CHAT)
     return await _answered(request, body, bool(body.messages))
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer a prompt, after Ollama. Without one nothing is run: the model is loaded."""
-    body = decode(GENERATE, await read_body(request))
+    body = await decoded(request, GENERATE)
     check_whole(body)
     return await _answered(request, body, bool(body.prompt))
 
@@ -135,7 +135,7 @@ async def running_models(request: web.Request) -> web.StreamResponse:
 
 async def show(request: web.Request) -> web.StreamResponse:
     """What the model is and can do, after Ollama."""
-    body = decode(SHOW, await read_body(request))
+    body = await decoded(request, SHOW)
     loaded = request.app[SERVICE].loaded
     check_model(loaded, model_name(body.model or body.name, loaded))
     card, details = loaded.card, _details(loaded)

@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from app.aliases import VALUES
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.tools import check_tools
@@ -50,7 +50,7 @@ THINKING = msgspec.json.Decoder(ReasoningBody)
 
 async def parse_calls(request: web.Request) -> web.StreamResponse:
     """The calls in a text, and what is left of it."""
-    body = decode(CALLS, await read_body(request))
+    body = await decoded(request, CALLS)
     own = request.app[SERVICE].loaded.tools
     family = _family(body.tool_call_parser, "tool_call_parser", TOOLS, VALUES["--tool-parser"], own)
     tools = check_tools(body.tools)
@@ -70,7 +70,7 @@ async def parse_calls(request: web.Request) -> web.StreamResponse:
 
 async def separate_reasoning(request: web.Request) -> web.StreamResponse:
     """The thinking in a text, and the answer after it."""
-    body = decode(THINKING, await read_body(request))
+    body = await decoded(request, THINKING)
     own = request.app[SERVICE].loaded.reasoning
     family = _family(body.reasoning_parser, "reasoning_parser", REASONING, VALUES["--reasoning-parser"], own)
     # Most templates open the thinking in the prompt: an end without a begin is one, too.

@@ -8,7 +8,7 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.completions import completion_jobs
 from app.http.constraint import CONSTRAINTS, structured_outputs
@@ -33,7 +33,7 @@ _SAMPLING = tuple(
 
 async def render_chat(request: web.Request) -> web.StreamResponse:
     """The prompt of a conversation, as text and as tokens."""
-    body = decode(CHAT, await read_body(request))
+    body = await decoded(request, CHAT)
     loaded = ready(request.app[SERVICE], body.model)
     job, _ = await chat_job(body, loaded)
     return json_response(await rendered(job, body, loaded))
@@ -41,7 +41,7 @@ async def render_chat(request: web.Request) -> web.StreamResponse:
 
 async def render_completions(request: web.Request) -> web.StreamResponse:
     """The prompts of a body, each as tokens."""
-    body = decode(COMPLETION, await read_body(request))
+    body = await decoded(request, COMPLETION)
     loaded = ready(request.app[SERVICE], body.model)
     told = []
     for job in completion_jobs(body, request_id(body, "cmpl"), loaded):

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decode, decoded
 from app.http.embeddings import envelope
 from app.http.keys import SERVICE
 from app.http.pool import Input, PoolBody, Pooled, activated, cut, encode, fitting, run_pooled, unit
@@ -72,7 +72,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 async def rerank(request: web.Request) -> web.StreamResponse:
     """Documents by how well they answer the query, best first."""
-    body = decode(RERANK, await read_body(request))
+    body = await decoded(request, RERANK)
     loaded = available(request.app[SERVICE], body.model)
     check_ranks(loaded)
     pairs = _pairs(body)
@@ -90,7 +90,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
 
 async def score_pairs(raw: bytes, loaded: Loaded) -> dict[str, object]:
     """The answer to vLLM's `/score`: one score for each pair."""
-    body = decode(PAIRS, raw)
+    body = await decode(PAIRS, raw, loaded.bodies)
     check_ranks(loaded)
     scores, pooled = await scored(_sides(body), body, loaded)
     data: list[dict[str, object]] = [

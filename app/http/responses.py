@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from app.errors import fault
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.delivery import Delivery, running, spaced
 from app.http.keys import SERVICE
 from app.http.reply import json_response
@@ -59,7 +59,7 @@ class ResponseFrames:
 
 async def create(request: web.Request) -> web.StreamResponse:
     """Answer at once, as a stream, or later."""
-    body = decode(BODY, await read_body(request))
+    body = await decoded(request, BODY)
     loaded = ready(request.app[SERVICE], body.model)
     responses = request.app[RESPONSES]
     turn = await make_turn(body, tenant(), responses.store, loaded)
@@ -213,7 +213,7 @@ async def cancel(request: web.Request) -> web.StreamResponse:
 
 async def input_tokens(request: web.Request) -> web.StreamResponse:
     """Tokens of the prompt that the same body would be run with; nothing is run or kept."""
-    body = decode(BODY, await read_body(request))
+    body = await decoded(request, BODY)
     loaded = request.app[SERVICE].loaded
     check_model(loaded, body.model)
     asked = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)

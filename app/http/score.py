@@ -88,7 +88,7 @@ class Scored(msgspec.Struct):
 async def score(request: web.Request) -> web.StreamResponse:
     """The probability of each label token after the query and each item."""
     raw = await read_body(request)
-    body = decode(SCORE, raw)
+    body = await decode(SCORE, raw, request.app[SERVICE].loaded.bodies)
     loaded = available(request.app[SERVICE], body.model)
     if body.items is None and any(getattr(body, name) is not None for name in _PAIRS):
         return json_response(await score_pairs(raw, loaded))

@@ -10,7 +10,7 @@ import numpy as np
 from aiohttp import web
 
 from app.errors import failure
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.sampling import job_id, ready
@@ -43,7 +43,7 @@ OPEN, CLOSE = msgspec.json.Decoder(OpenBody), msgspec.json.Decoder(CloseBody)
 
 async def open_session(request: web.Request) -> web.StreamResponse:
     """The id of a new session, as a JSON string."""
-    body = decode(OPEN, await read_body(request) or b"{}")
+    body = await decoded(request, OPEN, b"{}")
     ready(request.app[SERVICE], None)
     name = job_id(body.session_id, "", "session_id")
     return json_response(request.app[SESSIONS][tenant()].open(name or None, body.timeout))
@@ -51,7 +51,7 @@ async def open_session(request: web.Request) -> web.StreamResponse:
 
 async def close_session(request: web.Request) -> web.StreamResponse:
     """Forget a session; one that is not there is no error, as in SGLang."""
-    body = decode(CLOSE, await read_body(request))
+    body = await decoded(request, CLOSE)
     ready(request.app[SERVICE], None)
     if not body.session_id:
         raise RequestError("'session_id' is missing.", "session_id")

@@ -6,7 +6,7 @@ import asyncio
 
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.messages import check_messages, chosen_template, generation_prompt, template_arguments
 from app.http.prompts import check_ids, split_ids
@@ -29,7 +29,7 @@ def _check_many(count: int, param: str) -> None:
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """A prompt, several, or messages; lists give lists."""
-    body = decode(TOKENIZE, await read_body(request))
+    body = await decoded(request, TOKENIZE)
     loaded = request.app[SERVICE].loaded
     check_model(loaded, body.model)
     texts, add_special = await _texts(body, loaded)
@@ -82,7 +82,7 @@ async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
 
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """Ids to text, under the names of both SGLang (`text`) and vLLM (`prompt`)."""
-    body = decode(DETOKENIZE, await read_body(request))
+    body = await decoded(request, DETOKENIZE)
     loaded = request.app[SERVICE].loaded
     check_model(loaded, body.model)
     tokens = body.tokens

@@ -21,7 +21,7 @@ from app.service import Loaded
 
 async def chat(body: bytes, loaded: Loaded) -> dict[str, object]:
     """What `/v1/chat/completions` answers. `stream` is ignored. Raises `core.errors`."""
-    asked = decode(CHAT, body)
+    asked = await decode(CHAT, body, loaded.bodies)
     check_model(loaded, asked.model)
     loaded.card.check_task("generate")
     return await chat_answer(asked, loaded)
@@ -29,7 +29,7 @@ async def chat(body: bytes, loaded: Loaded) -> dict[str, object]:
 
 async def completion(body: bytes, loaded: Loaded) -> dict[str, object]:
     """The same for `/v1/completions`."""
-    asked = decode(COMPLETION, body)
+    asked = await decode(COMPLETION, body, loaded.bodies)
     check_model(loaded, asked.model)
     loaded.card.check_task("generate")
     return await completion_answer(asked, loaded)
@@ -37,7 +37,7 @@ async def completion(body: bytes, loaded: Loaded) -> dict[str, object]:
 
 async def embedding(body: bytes, loaded: Loaded) -> dict[str, object]:
     """The same for `/v1/embeddings`, vectors as JSON."""
-    asked = decode(EMBEDDING, body)
+    asked = await decode(EMBEDDING, body, loaded.bodies)
     check_model(loaded, asked.model)
     answer = await embeddings_answer(asked, loaded)
     told: Any = answer["data"]
@@ -50,7 +50,7 @@ async def embedding(body: bytes, loaded: Loaded) -> dict[str, object]:
 
 async def classified(body: bytes, loaded: Loaded) -> dict[str, object]:
     """The same for `/v1/classify`."""
-    asked = decode(CLASSIFY, body)
+    asked = await decode(CLASSIFY, body, loaded.bodies)
     check_model(loaded, asked.model)
     return await classify_answer(asked, loaded)
 

@@ -110,6 +110,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     for service in services:
         if service.health.phase is Phase.READY:
             service.loaded.helper.close()
+            service.loaded.bodies.close()
     await asyncio.sleep(0)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.helper.lanes import Lanes
 from app.http.body import decode
 from app.http.schema import COMPLETION
 from app.http.warning import (
@@ -103,11 +104,13 @@ async def test_a_field_that_is_nearly_a_known_one(
     assert all(f"'{name}'" in value for name in said) and bool(value) == bool(said)
 
 
-def test_many_unknown_fields_cost_no_more_than_a_few() -> None:
+async def test_many_unknown_fields_cost_no_more_than_a_few() -> None:
+    bodies = Lanes()
     body = msgspec.json.encode({"prompt": "x", **{f"max_token{at}": 1 for at in range(500)}})
     with warnings() as said:
-        decode(COMPLETION, body)
+        await decode(COMPLETION, body, bodies)
     assert len(said) == MAX_UNKNOWN
     with warnings() as said:
-        decode(COMPLETION, body + b" " * MAX_BODY)
+        await decode(COMPLETION, body + b" " * MAX_BODY, bodies)
     assert said == []
+    bodies.close()

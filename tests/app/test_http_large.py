@@ -1,0 +1,172 @@
+"""Large bodies: nothing over 32 KB is decoded on the loop, whatever it holds and wherever it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+import app.http.body
+from app.http.body import INLINE
+from app.http.decoding import MAX_SLOW
+from app.http.pieces import MAX_ITEMS, MAX_VALUES, BodyWorker, assembled
+from app.http.routes import TABLE
+from tests.app.conftest import Server, until
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+MEGABYTE = 2**20
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the bodies that the loop decodes itself."""
+    sizes: list[int] = []
+    decode = app.http.body._decoded_here
+
+    def counted(decoder: Any, body: bytes) -> Any:
+        sizes.append(len(body))
+        return decode(decoder, body)
+
+    monkeypatch.setattr(app.http.body, "_decoded_here", counted)
+    return sizes
+
+
+def unknown(values: bytes) -> bytes:
+    """A body with a field that no route knows."""
+    return b'{"loom_test":' + values + b"}"
+
+
+HOSTILE = {
+    "subnormal floats": unknown(b"[" + b"5e-324," * 150_000 + b"0]"),
+    "huge exponents": unknown(b"[" + b"1e300," * 150_000 + b"0]"),
+    "small values": unknown(b"[" + b"[]," * 300_000 + b"0]"),
+    "nested": unknown(b"[" * 500_000 + b"]" * 500_000),
+    "one long number": unknown(b"1" * MEGABYTE),
+    "no JSON": b"[" * MEGABYTE,
+    "no text": b'"\xff' * MEGABYTE,
+}
+
+POSTS = sorted({path for method, path, _ in TABLE if method == "POST" and path != "/v1/files"})
+
+
+async def test_no_route_decodes_a_large_body_on_the_loop(server: Server, here: list[int]) -> None:
+    for path in POSTS:
+        for name, body in HOSTILE.items():
+            async with server.http.post(path.replace("{id}", "x"), data=io.BytesIO(body)) as response:
+                assert response.status < 500, (path, name, await response.text())
+    assert not here
+
+
+async def test_each_limit_is_told_with_its_field(server: Server, here: list[int]) -> None:
+    for body, param, words in (
+        (
+            {"messages": HI, "custom_params": {str(i): 1 for i in range(MAX_VALUES + 1)}},
+            "custom_params",
+            "20,000",
+        ),
+        ({"messages": [{"role": "user", "content": [1] * (MAX_VALUES + 1)}]}, "messages[0]", "20,000"),
+        ({"messages": [{}] * (MAX_ITEMS + 1)}, "messages", "100,000"),
+        ({"messages": HI, "x": [5e-324] * (MAX_SLOW + 1)}, None, "10,000 numbers"),
+        ({"messages": HI, "chat_template_kwargs": {"a": "b" * INLINE, "n": 2**70}}, None, "64 bits"),
+    ):
+        async with server.http.post(CHAT, data=io.BytesIO(json.dumps(body).encode())) as response:
+            answer = (await response.json())["error"]
+        assert (response.status, answer["param"]) == (400, param)
+        assert words in answer["message"]
+    assert not here
+    assert not server.engine.runs
+
+
+async def test_a_small_body_of_slow_numbers_is_none_of_the_loop_s(server: Server, here: list[int]) -> None:
+    body = {"messages": HI, "max_tokens": 1, "metadata": [5e-324] * 4_000}
+    assert len(json.dumps(body)) < INLINE
+    assert (await server.post(CHAT, body))[0] == 200
+    assert not here
+
+
+class Inner(msgspec.Struct, kw_only=True):
+    """A part of one."""
+
+    text: str | None = None
+    ids: list[int] | None = None
+
+
+class Everything(msgspec.Struct, kw_only=True):
+    """Every shape of field that bodies have."""
+
+    text: str | None = None
+    texts: str | list[str] | None = None
+    ids: list[int] | None = None
+    lists: list[int | list[int]] | None = None
+    numbers: list[float] | None = None
+    objects: list[dict[str, Any]] | None = None
+    raw: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    inner: Inner | None = None
+    listed: list[Inner] | None = None
+    flag: bool = True
+    renamed: int = msgspec.field(default=0, name="another")
+
+
+LONG = list(range(10_000))
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a text": {"text": "é😀a" * 50_000},
+    "an empty text": {"text": "", "texts": [], "ids": []},
+    "texts": {"texts": ["a" * 20_000, "b" * 100_000, "", "c"] * 3},
+    "ids": {"ids": LONG},
+    "lists of ids": {"lists": [[1, 2], LONG, [], LONG, LONG, [3]]},
+    "short lists of ids": {"lists": [[1, 2]] * 30_000},
+    "numbers": {"numbers": [0.5, 2, *map(float, LONG)]},
+    "objects": {"objects": [{"role": "user", "content": "x" * i} for i in range(1_000)]},
+    "raw": {"raw": LONG},
+    "structs": {"inner": {"ids": [1]}, "listed": [{"text": "x" * 500}] * 200, "flag": False, "another": 5},
+    "null": {"text": None, "objects": None},
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+async def test_what_comes_back_in_pieces_is_what_was_sent(name: str) -> None:
+    body = msgspec.json.encode(EVERYTHING[name])
+    packed = BodyWorker(f"{__name__}:Everything".encode())(body)
+    assert await assembled(Everything, bytearray(packed)) == msgspec.json.decode(body, type=Everything)
+
+
+async def test_honest_large_bodies_work(server: Server, here: list[int]) -> None:
+    ids = [i % 250 for i in range(60_000)]
+    talk = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(6_001)]
+    for path, body in (
+        (COMPLETIONS, {"prompt": ids, "max_tokens": 1, "truncate_prompt_tokens": 10}),
+        (COMPLETIONS, {"prompt": [ids[:300]] * 200, "max_tokens": 1, "truncate_prompt_tokens": 10}),
+        (COMPLETIONS, {"prompt": "word " * 200_000, "max_tokens": 1, "truncate_prompt_tokens": 10}),
+        (CHAT, {"messages": talk, "max_tokens": 1, "truncate_prompt_tokens": 10}),
+        ("/v1/tokenize", {"prompt": "word " * 200_000}),
+    ):
+        status, answer = await server.post(path, body)
+        assert status == 200, answer
+    assert not here
+
+
+async def test_who_leaves_while_a_body_is_decoded_stops_nobody(server: Server) -> None:
+    body = json.dumps({"messages": HI, "max_tokens": 1, "user": "u" * MEGABYTE}).encode()
+    leavers = [asyncio.ensure_future(server.post(CHAT, data=io.BytesIO(body))) for _ in range(8)]
+    lanes: Any = server.service.loaded.bodies
+    await until(lambda: lanes._long._child is not None)
+    child = lanes._long._child
+    for each in leavers:
+        each.cancel()
+    async with server.http.post(CHAT, data=io.BytesIO(body)) as response:
+        assert response.status == 200
+    assert lanes._long._child is child, "the process goes on"
+
+
+async def test_a_process_that_dies_fails_its_job_alone(server: Server) -> None:
+    body = {"messages": HI, "max_tokens": 1, "user": "u" * INLINE}
+    assert (await server.post(CHAT, body))[0] == 200
+    lanes: Any = server.service.loaded.bodies
+    lanes._short._child.kill()
+    assert (await server.post(CHAT, body))[0] == 200
