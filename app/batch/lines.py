@@ -11,11 +11,14 @@ import msgspec
 
 from app.batch.records import BatchError
 from app.errors import fault
+from app.numbers import MAX_SLOW, slow_numbers
 
 MAX_LINES = 50_000
 """Requests in one batch: OpenAI's bound."""
 MAX_LINE = 32 * 2**20
 """Bytes in one line (guessed: longer than any context a model of today reads)."""
+SLICE = 2**16
+"""Bytes of a line that are looked at before another thread may have the GIL."""
 MAX_ID = 512
 """Characters of a `custom_id`."""
 BREATH, PAUSE = 16, 5e-5
@@ -76,14 +79,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def parse_line(number: int, text: bytes, endpoints: Collection[str]) -> Line:
     """The request of a line. Raises `BadLine` for what OpenAI refuses a whole batch for; whether the
     body itself makes sense shows when it runs."""
-    if len(text) > MAX_LINE:
-        raise bad(number, "line_too_long", f"The line is longer than {MAX_LINE} bytes.")
-    try:
-        raw = _decode(text.strip())
-    except msgspec.ValidationError as error:
-        raise bad(number, "invalid_line", f"The line is no batch request: {error}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad(number, "invalid_json_line", f"The line is not valid JSON: {error}.") from None
+    raw = _read(number, text)
     if not raw.custom_id or len(raw.custom_id) > MAX_ID:
         message = f"'custom_id' must be a string of 1 to {MAX_ID} characters."
         raise bad(number, "invalid_custom_id", message, "custom_id")
@@ -96,6 +92,20 @@ def parse_line(number: int, text: bytes, endpoints: Collection[str]) -> Line:
     if not body.startswith(b"{"):
         raise bad(number, "invalid_body", "'body' must be an object.", "body")
     return Line(number, raw.custom_id, raw.url, body)
+
+
+def _read(number: int, text: bytes) -> _Raw:
+    """Size and numbers are looked at before values."""
+    if len(text) > MAX_LINE:
+        raise bad(number, "line_too_long", f"The line is longer than {MAX_LINE} bytes.")
+    if sum(slow_numbers(text[at : at + SLICE]) for at in range(0, len(text), SLICE)) > MAX_SLOW:
+        raise bad(number, "slow_numbers", f"More than {MAX_SLOW:,} numbers have exponents of three digits.")
+    try:
+        return _decode(text.strip())
+    except msgspec.ValidationError as error:
+        raise bad(number, "invalid_line", f"The line is no batch request: {error}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad(number, "invalid_json_line", f"The line is not valid JSON: {error}.") from None
 
 
 def bad(number: int, code: str, message: str, param: str | None = None) -> BadLine:

@@ -16,7 +16,7 @@ from app.http.body import decoded
 from app.http.delivery import Collector, running
 from app.http.keys import SERVICE
 from app.http.reply import json_response
-from app.http.sampling import MAX_CHOICES, available
+from app.http.sampling import MAX_CHOICES, available, job_id
 from app.http.schema import ABORT, ABORT_MANY
 from app.job import Job
 from app.metrics import CONTENT_TYPE, exposition
@@ -138,7 +138,7 @@ async def abort_request(request: web.Request) -> web.StreamResponse:
         return json_response({"success": True, "aborted": engine.abort_all(tenant=tenant())})
     if not body.rid:
         raise RequestError("Give 'rid', or 'abort_all': true.", "rid")
-    aborted = _abort(engine, body.rid)
+    aborted = _abort(engine, job_id(body.rid, ""))
     if not aborted:
         raise NotFound(f"No request with id '{body.rid[:200]}' is here.", "rid", "request_not_found")
     return json_response({"success": True, "aborted": aborted})
@@ -154,7 +154,7 @@ async def abort_requests(request: web.Request) -> web.StreamResponse:
         raise RequestError(f"'request_ids' takes at most {MAX_CHOICES} ids, got {len(ids)}.", "request_ids")
     aborted = 0
     for id in ids:
-        aborted += _abort(engine, id)
+        aborted += _abort(engine, job_id(id, "", "request_ids"))
         await asyncio.sleep(0)  # an id that is not here costs 0.8 ms
     return json_response({"success": True, "aborted": aborted})
 

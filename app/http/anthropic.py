@@ -12,6 +12,7 @@ from app.http.anthropic_cache import kept
 from app.http.anthropic_events import DIALECT, MessageFrames, Telling, message
 from app.http.anthropic_input import chat_messages
 from app.http.anthropic_schema import INNER, MESSAGES, NAMES, MessagesBody, chat_body
+from app.http.aside import aside
 from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.delivery import Collector, Delivery, running
@@ -95,7 +96,8 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
 
 async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
     id = f"msg_{secrets.token_hex(12)}"
-    chat = chat_body(body, chat_messages(body), id, loaded)
+    count = len(body.messages or ())
+    chat = await aside(count, lambda: chat_body(body, chat_messages(body), id, loaded))
     if chat.max_completion_tokens == 0:  # which chat has no use for: the prompt fills the cache, no more
         chat.max_completion_tokens = None
     job, watch = await chat_job(chat, loaded)
@@ -104,7 +106,9 @@ async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
     assert isinstance(job.prompt, str)
     # Clients ask for the longest answer of Anthropic's models (Claude Code: 32,000 tokens), whatever the
     # model; Anthropic, too, cuts it to the context.
-    return msgspec.structs.replace(job, keep=kept(body, job.prompt), cut_to_fit=True), watch
+    prompt = job.prompt
+    keep = await aside(count, lambda: kept(body, prompt))
+    return msgspec.structs.replace(job, keep=keep, cut_to_fit=True), watch
 
 
 TABLE: tuple[tuple[str, str, Handler], ...] = (

@@ -9,10 +9,11 @@ import msgspec
 from aiohttp import web
 
 from app.errors import HttpError
-from app.http.decoding import decode_json, slow_numbers
+from app.http.decoding import decode_json
 from app.http.keys import SERVE, SERVICE
 from app.http.pieces import BodyWorker, assembled
 from app.http.warning import warn_of_near_fields
+from app.numbers import slow_numbers
 from core.errors import BodyTooLarge, RequestError
 from core.helper import Exceeded, Helper, Task
 
@@ -31,8 +32,8 @@ a body of 14 MB stopped every stream for 1.3 s. The longest real conversations h
 
 INLINE = 32 * 1024
 """Bytes of a body that is decoded on the loop."""
-DECODE_SECONDS = 10.0
-"""Wall time to decode one: 8 MB take at most one second of a processor."""
+DECODE_SECONDS = 60.0
+"""Wall time to decode one. 8 MB take at most one or two seconds of a processor, which may be a busy one."""
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from app.http.answers import AnswerChunks, read_message
+from app.http.aside import aside
 from app.http.beam import beam_options, check_beam
 from app.http.body import decoded
 from app.http.chunks import Envelope, Options, finish_fields, usage
@@ -210,7 +211,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
 
 
 async def _render(body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate | SentTemplate) -> str:
-    messages = check_messages(body.messages)
+    messages = await aside(len(body.messages or ()), lambda: check_messages(body.messages))
     if loaded.tools is not None and loaded.tools.short_ids:
         messages = short_ids(messages)
     add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)

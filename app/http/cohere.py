@@ -6,6 +6,7 @@ from __future__ import annotations
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from app.http.aside import aside
 from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.cohere_events import DIALECT, ReplyFrames, Telling, message
@@ -35,7 +36,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 async def _run(request: web.Request, body: CohereBody, loaded: Loaded) -> web.StreamResponse:
-    job, watch = await chat_job(chat_body(body, loaded), loaded)
+    asked = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
+    job, watch = await chat_job(asked, loaded)
     namer = Namer(loaded.tokenizer) if body.logprobs else None
     telling = Telling(id=job.id, reading=watch.reading, namer=namer)
     watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
@@ -56,7 +58,7 @@ async def render(request: web.Request) -> web.StreamResponse:
     body = await decoded(request, COHERE)
     loaded = ready(request.app[SERVICE], body.model)
     try:
-        asked = chat_body(body, loaded)
+        asked = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
         job, _ = await chat_job(asked, loaded)
         return json_response(await rendered(job, asked, loaded))
     except RequestError as error:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from app.http.aside import aside
 from app.http.beam import beam_options
 from app.http.body import decoded
 from app.http.chunks import Envelope, Options, finish_fields, thought, usage
@@ -121,7 +122,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         answer = await completion_answer(body, loaded)
         return await long_response(request, answer) if body.return_routed_experts else json_response(answer)
     id = request_id(body, "cmpl")
-    jobs = completion_jobs(body, id, loaded, await prompt_embeds(body, loaded))
+    embeds = await prompt_embeds(body, loaded)
+    jobs = await aside(_prompt_count(body), lambda: completion_jobs(body, id, loaded, embeds))
     delivery = Delivery(sum(job.n for job in jobs))
     engine = bounded(loaded, thinking_budget(body, loaded))
     async with running(engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
@@ -136,7 +138,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, object]:
     """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
     id = request_id(body, "cmpl")
-    jobs = completion_jobs(body, id, loaded, await prompt_embeds(body, loaded))
+    embeds = await prompt_embeds(body, loaded)
+    jobs = await aside(_prompt_count(body), lambda: completion_jobs(body, id, loaded, embeds))
     collector = Collector(sum(job.n for job in jobs))
     engine = bounded(loaded, thinking_budget(body, loaded))
     async with running(engine, jobs, collector.take) as runs:
@@ -146,6 +149,11 @@ async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, o
         head = envelope(id, "text_completion", loaded.card.name)
         answer = await _answer(head, pieces, runs, _told(body, loaded), _shape(body, jobs, runs, loaded))
         return with_last_states(with_extras(answer, body, runs, pieces), jobs, runs, pieces)
+
+
+def _prompt_count(body: CompletionBody) -> int:
+    given = body.prompt
+    return len(given) if isinstance(given, list) and given and not isinstance(given[0], int) else 1
 
 
 def _told(body: CompletionBody, loaded: Loaded) -> Options:

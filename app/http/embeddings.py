@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from app.http.aside import aside
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.messages import check_messages, generation_prompt, template_arguments
@@ -141,7 +142,7 @@ def listed_inputs(value: str | list[Any] | None, param: str) -> tuple[list[Promp
 async def _rendered(body: EmbeddingBody, loaded: Loaded) -> str:
     add, continued = generation_prompt(body.add_generation_prompt is True, body.continue_final_message)
     return await loaded.template.render_async(
-        check_messages(body.messages),
+        await aside(len(body.messages or ()), lambda: check_messages(body.messages)),
         add_generation_prompt=add,
         continue_final_message=continued,
         **template_arguments(body.chat_template_kwargs),

@@ -19,6 +19,7 @@ import numpy as np
 from app.http.sampling import MAX_CHOICES, truncation
 from app.http.schema import CompletionBody, NativeBody
 from app.job import Job
+from app.numbers import slow_numbers
 from app.service import Loaded
 from app.tensor import Dense, TensorError, read_tensor
 from core.errors import ContextExceeded, RequestError
@@ -26,6 +27,9 @@ from core.types import Floats
 
 PIECE = 2**16
 """Characters of base64, or numbers, that are read in one turn of the loop: about 0.1 ms."""
+
+SLOW = 100
+"""How much longer a number with an exponent of three digits takes to read."""
 
 PLACEHOLDER = 0
 """The id of a token that is none; vLLM's."""
@@ -168,7 +172,7 @@ async def _rows(items: list[msgspec.Raw], loaded: Loaded, param: str) -> Floats:
     read = 0
     for i, item in enumerate(items):
         rows[i] = _row(bytes(item), columns, f"{param}[{i}]")
-        read += columns
+        read += columns + SLOW * slow_numbers(bytes(item))
         if read > PIECE // 8:  # of text, which takes that much longer
             read = 0
             await asyncio.sleep(0)

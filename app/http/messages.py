@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from app.http.body import check_depth
+from app.http.pieces import MAX_VALUES
+from app.numbers import slow_numbers
 from app.service import Loaded
 from app.text.sent import SentTemplate
 from app.text.template import ChatTemplate
@@ -23,6 +25,9 @@ _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 
 MAX_ROLE = 64
 """Characters of a role."""
+
+MAX_SLOW = 500
+"""Numbers in a call's arguments that take long to read, at 6 µs each."""
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
@@ -113,14 +118,17 @@ def _tool_call(call: object, param: str) -> Message:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # Clients send JSON in a string; templates iterate over an object.
-        arguments = _parsed(arguments)
+        arguments = _parsed(arguments, f"{param}.function.arguments")
         check_depth(arguments, f"{param}.function.arguments")
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def _parsed(arguments: str) -> object:
+def _parsed(arguments: str, param: str) -> object:
+    data = arguments.encode("utf-8", "replace")
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES or slow_numbers(data) > MAX_SLOW:
+        raise RequestError(f"'{param}' has more values than the {MAX_VALUES:,} that a call may have.", param)
     try:
-        parsed: object = msgspec.json.decode(arguments)
+        parsed: object = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments

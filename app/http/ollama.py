@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler
 
 from app.errors import Fault
 from app.http.admin import VERSION
+from app.http.aside import aside
 from app.http.body import decoded
 from app.http.chat import chat_job
 from app.http.completions import completion_jobs
@@ -96,7 +97,8 @@ async def _job(body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded) -> tup
         asked = raw_body(body)
         (job,) = completion_jobs(asked, request_id(asked, "ollama"), loaded)
         return msgspec.structs.replace(job, max_tokens=asked.max_tokens), Watch(reading=Reading())
-    job, watch = await chat_job(chat_body(body), loaded)
+    count = len(body.messages or ()) if isinstance(body, OllamaChatBody) else 1
+    job, watch = await chat_job(await aside(count, lambda: chat_body(body)), loaded)
     return msgspec.structs.replace(job, cut_to_fit=True), watch
 
 

@@ -6,6 +6,7 @@ Types that nobody knows are passed over: newer clients send items of their own (
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
@@ -29,6 +30,8 @@ _OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 _RULES = ("system", "developer")
+SLICE = 1_000
+"""Items that are looked at in one turn of the loop."""
 _MARK = "loom:"
 """Begins a thinking that a client keeps for us."""
 
@@ -118,6 +121,8 @@ async def resolve(items: list[Item], owner: str, store: Store) -> list[Item]:
     here is passed over. Raises `NotFound` for what is not here any more."""
     resolved: list[Item] = []
     for i, item in enumerate(items):
+        if i % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
         id = item.get("id")
         if item.get("type") != "item_reference":
             resolved.append(item)

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 
+from app.http.aside import aside
 from app.http.chat import chat_job
 from app.http.logprobs import Namer
 from app.http.responses_events import Doc, Telling
@@ -66,14 +67,18 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
     """Check, fetch what came before, render. Raises `RequestError` with the body's own field names."""
     check_body(body)
     id = f"resp_{secrets.token_hex(16)}"
-    items = await resolve(own_items(body.input, id), owner, store)
+    count = len(body.input) if isinstance(body.input, list) else 1
+    own = await aside(count, lambda: own_items(body.input, id))
+    items = await resolve(own, owner, store)
     history: list[Item] = []
     if body.previous_response_id:
         history = await store.history(owner, body.previous_response_id)
     created = int(time.time())
     kept = body.store is not False and store.keeps
     try:
-        chat = chat_body(body, messages([*history, *items], body.instructions), id)
+        told = [*history, *items]
+        made = await aside(len(told), lambda: messages(told, body.instructions))
+        chat = chat_body(body, made, id)
         job, watch = await _job(chat, loaded, body.truncation == "auto")
     except RequestError as error:
         rename(error)

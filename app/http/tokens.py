@@ -6,6 +6,7 @@ import asyncio
 
 from aiohttp import web
 
+from app.http.aside import aside
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.messages import check_messages, chosen_template, generation_prompt, template_arguments
@@ -71,7 +72,7 @@ async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
         return texts, body.add_special_tokens is not False
     add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)
     text = await template.render_async(
-        check_messages(body.messages),
+        await aside(len(body.messages or ()), lambda: check_messages(body.messages)),
         tools=body.tools if check_tools(body.tools) else None,
         add_generation_prompt=add,
         continue_final_message=continued,

@@ -23,8 +23,8 @@ MAX_ROWS = 100_000
 """Guessed: a row is found by its key, so only the walk over all of them at a trim counts."""
 ROW_BYTES = 512
 """What a row costs besides its documents (guessed)."""
-MAX_HISTORY = 64 * 2**20
-"""Bytes of one conversation: twice what a body may have."""
+MAX_HISTORY = 16 * 2**20
+"""Bytes of one conversation: twice what a body has by default, and more than any context."""
 TOUCH = 60
 """Seconds within which a second use of a response is not written down: a poll must not be a write."""
 PATIENCE = 10.0
@@ -210,15 +210,14 @@ class Disk:
             size += len(record.doc) + len(record.input) + ROW_BYTES
             if size > MAX_HISTORY:
                 raise RequestError("The conversation has grown too long.", param)
-            turns.append(_decode(record.input) + _decode(record.doc)["output"])
+            turns.append(_items(record))
             following = record.previous
         return [item for turn in reversed(turns) for item in turn]
 
     def item(self, owner: str, response: str, id: str, param: str) -> Item:
         """One item of a response. Raises `NotFound`."""
         record = self.get(owner, response, param)
-        items: list[Item] = _decode(record.input) + _decode(record.doc)["output"]
-        for item in items:
+        for item in _items(record):
             if item.get("id") == id:
                 return item
         raise NotFound(f"Item with id '{id[:100]}' not found.", param)
@@ -227,6 +226,12 @@ class Disk:
         """Raises `NotFound`."""
         self.get(owner, id, "response_id")
         self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
+
+
+def _items(record: Record) -> list[Item]:
+    """Input, then output. Item by item: in one go megabytes would hold the GIL for as long as they take."""
+    raw = msgspec.json.decode(record.input, type=list[msgspec.Raw])
+    return [*map(_decode, raw), *_decode(record.doc)["output"]]
 
 
 def no_previous(id: str) -> RequestError:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,16 @@ class ChatTemplate:
         **arguments: Any,
     ) -> str:
         """Like `render`, at most about half a millisecond of it on the loop."""
-        context = self._context(messages, tools, add_generation_prompt, continue_final_message, arguments)
-        if _chars((context["messages"], tools, arguments), INLINE_CHARS) <= INLINE_CHARS:
+        prepared = partial(
+            self._context, messages, tools, add_generation_prompt, continue_final_message, arguments
+        )
+        if _chars((messages, tools, arguments), INLINE_CHARS) <= INLINE_CHARS:
             try:
-                return self._render(context, continue_final_message, INLINE_TIME)
+                return self._render(prepared(), continue_final_message, INLINE_TIME)
             except _Late:
                 pass
         return await asyncio.get_running_loop().run_in_executor(
-            self._pool, self._render, context, continue_final_message, TIME_LIMIT
+            self._pool, lambda: self._render(prepared(), continue_final_message, TIME_LIMIT)
         )
 
     # -- rendering ---------------------------------------------------------------------------------
@@ -392,14 +395,12 @@ def _chars(value: object, limit: int) -> int:
         item = next(ahead[-1], ahead)
         if item is ahead:
             ahead.pop()
-        elif isinstance(item, str):
-            total += len(item) + 8
-        elif isinstance(item, Mapping):
-            ahead.append(iter(item.values()))
-        elif isinstance(item, list | tuple):
-            ahead.append(iter(item))
         else:
-            total += 8
+            total += 8 + (len(item) if isinstance(item, str) else 0)
+            if isinstance(item, Mapping):
+                ahead.append(iter(item.values()))
+            elif isinstance(item, list | tuple):
+                ahead.append(iter(item))
     return total
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 
 import app.http.body
+import app.http.chat
+from app.batch.lines import BadLine, parse_line
+from app.http.aside import MANY
 from app.http.body import INLINE
-from app.http.decoding import MAX_SLOW
 from app.http.pieces import MAX_ITEMS, MAX_VALUES, BodyWorker, assembled
 from app.http.routes import TABLE
+from app.numbers import MAX_SLOW
 from tests.app.conftest import Server, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -170,3 +174,52 @@ async def test_a_process_that_dies_fails_its_job_alone(server: Server) -> None:
     lanes: Any = server.service.loaded.bodies
     lanes._short._child.kill()
     assert (await server.post(CHAT, body))[0] == 200
+
+
+async def test_an_id_is_looked_at_only_as_long_as_ids_are(server: Server) -> None:
+    """2,048 names were made of it, to look for the prompts of one request."""
+    for path, body, param in (
+        ("/abort_request", {"rid": "a" * 1_000}, "rid"),
+        ("/abort_requests", {"request_ids": ["a" * 1_000]}, "request_ids"),
+    ):
+        status, answer = await server.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "logprob_token_ids"])
+async def test_lists_of_ids_are_counted_before_they_are_read(server: Server, name: str) -> None:
+    """The first is no id: it would be named if it had been looked at."""
+    status, answer = await server.post(CHAT, {"messages": HI, "logprobs": True, name: [-1] * 1_000})
+    assert (status, answer["error"]["param"]) == (400, name)
+    assert "got 1000" in answer["error"]["message"]
+
+
+async def test_many_messages_are_gone_through_off_the_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    check = app.http.chat.check_messages
+    monkeypatch.setattr(
+        "app.http.chat.check_messages", lambda sent: (threads.add(threading.get_ident()), check(sent))[1]
+    )
+    body = {"messages": HI * (MANY + 1), "max_tokens": 1, "truncate_prompt_tokens": 10}
+    assert (await server.post(CHAT, body))[0] == 200
+    assert threads and threading.get_ident() not in threads
+
+
+async def test_the_arguments_of_a_call_are_counted_before_they_are_read(server: Server) -> None:
+    for inside in ("[]," * MAX_VALUES + "1", "5e-324," * 1_000 + "1"):
+        call = {"function": {"name": "f", "arguments": f'{{"a":[{inside}]}}'}}
+        status, answer = await server.post(
+            CHAT, {"messages": [*HI, {"role": "assistant", "tool_calls": [call]}]}
+        )
+        assert status == 400
+        assert answer["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+        assert "values than" in answer["error"]["message"]
+
+
+def test_a_line_of_a_batch_with_slow_numbers_is_refused_unread() -> None:
+    body = {"x": [5e-324] * (MAX_SLOW + 100)}
+    line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
+    with pytest.raises(BadLine, match="exponents"):
+        parse_line(1, json.dumps(line).encode(), (CHAT,))

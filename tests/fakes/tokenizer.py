@@ -71,8 +71,7 @@ class JoinTemplate:
     shows_tools = True
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
-    async def sent(self, source: str) -> JoinTemplate:
-        return self
+    special_tokens: Mapping[str, str] = {}
 
     async def render_async(
         self,
