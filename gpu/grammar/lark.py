@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from core.grammar import TokenTable
+from gpu.grammar.regex import ascii_classes
 from gpu.grammar.schema import Json
 
 SchemaText = Callable[[Json, int | None], str]
@@ -119,7 +120,7 @@ class _Writer:
             case "any_text":
                 return self._letters(_text(_strings(node, "excludes")))
             case "regex":
-                return self._letters(f"/{_ESCAPED.sub(_slash, _string(node, 'pattern'))}/")
+                return self._letters(f"/{_ESCAPED.sub(_slash, ascii_classes(_string(node, 'pattern')))}/")
         return self._json(node)
 
     def _spelled(self, text: str) -> Part:

@@ -16,6 +16,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 
 from core.grammar import TokenTable
 from gpu.grammar.lark import Unwritten, lark_of, marks_of
+from gpu.grammar.normal import normalise, writes_controls
+from gpu.grammar.regex import ascii_classes
 from gpu.grammar.schema import Json, Refused, check_schema, decode
 from gpu.grammar.stepper import Bits, Grammar
 
@@ -31,17 +33,19 @@ _LIMITS: Any = {
 """What one step may cost its neighbours. The library's 50,000 items let a hostile grammar hold a step
 for 115 ms, these for 60 to 90; MaskBench decodes the same under both."""
 
+MAX_BLANKS = 24
 _BLANKS = r"[\x20\x0A\x0D\x09]{1,%d}"
 _SCHEMA_OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
     "item_separator": ",",
     "key_separator": ":",
-    # No \u: an escaped letter in a key would spell a declared property past its schema ("\u0061" is
-    # "a"). No \/ either, for the same reason. The rest stand for characters that cannot stand plain.
+    # No \u, unless the schema asks for what cannot be written otherwise: an escaped letter in a key would
+    # spell a declared property past its schema ("\u0061" is "a"). No \/ either, for the same reason. The
+    # rest stand for characters that cannot stand plain.
     "json_allowed_escapes": 'nrbtf\\"',
     "whitespace_flexible": True,
-    "whitespace_pattern": _BLANKS % 24,
+    "whitespace_pattern": _BLANKS % MAX_BLANKS,
 }
 """Overrides: without them a schema could loosen itself through `x-guidance`. White space between two
 tokens of JSON is bounded, with room for a line and its indentation: small models that may write it for
@@ -158,7 +162,7 @@ def _source(kind: str, text: str) -> str:
     if kind == "lark":
         return text
     if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return LLMatcher.grammar_from_regex(ascii_classes(text))
     if kind == "choice":
         # An alternation, not grammar rules: those are tried one by one at every token.
         return LLMatcher.grammar_from_regex("|".join(_SPECIAL.sub(r"\\\g<0>", one) for one in choices(text)))
@@ -173,47 +177,36 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 def _schema(text: str) -> str:
     schema = decode(text)
-    check_schema(schema)
-    if schema is False:
-        raise Refused("The schema false allows nothing.")
-    if schema is True:
-        text = "{}"  # the options can only be put beside an object
-    elif _drop_false(schema):
-        text = json.dumps(schema, ensure_ascii=False)
+    options = _prepared(schema)
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=_SCHEMA_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(_dumped(schema), overrides=options)
     except ValueError as error:
         raise Refused(f"The schema cannot be read: {_reason(str(error))}.") from error
 
 
 def _inner_schema(schema: Json, blanks: int | None) -> str:
     """A schema as a part of Lark, with at most `blanks` of white space in a row."""
+    options = _prepared(schema)
+    if blanks is not None:
+        options["whitespace_pattern"] = _BLANKS % min(blanks, MAX_BLANKS)
+    return _dumped({**({} if schema is True else schema), "x-guidance": options})
+
+
+def _prepared(schema: Json) -> dict[str, Any]:
+    """The options for `schema`, which is checked and respelled in place."""
+    normalise(schema)
     check_schema(schema)
     if schema is False:
         raise Refused("The schema false allows nothing.")
-    options = (
-        _SCHEMA_OPTIONS if blanks is None else {**_SCHEMA_OPTIONS, "whitespace_pattern": _BLANKS % blanks}
-    )
-    if schema is not True:
-        _drop_false(schema)
-    return json.dumps({**({} if schema is True else schema), "x-guidance": options})
+    escapes = _SCHEMA_OPTIONS["json_allowed_escapes"]
+    if writes_controls(schema, _dumped(schema)):
+        escapes += "u"
+    return {**_SCHEMA_OPTIONS, "json_allowed_escapes": escapes}
 
 
-def _drop_false(schema: dict[str, Any]) -> bool:
-    """Take out `uniqueItems: false`, which asks for nothing and which llguidance refuses. A property
-    or enum value of that name and value is none of a schema's, and is left alone by refusing then."""
-    ahead: list[Any] = [schema]
-    found = False
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, dict):
-            if node.get("uniqueItems") is False and ("type" in node or "items" in node):
-                del node["uniqueItems"]
-                found = True
-            ahead += [value for key, value in node.items() if key not in ("enum", "const", "default")]
-        elif isinstance(node, list):
-            ahead += node
-    return found
+def _dumped(schema: Json) -> str:
+    """JSON of an object: options can only be put beside one."""
+    return json.dumps({} if schema is True else schema, ensure_ascii=False)
 
 
 def choices(text: str) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from core.grammar import TokenTable
 from gpu.grammar.lark import marks_of
+from gpu.grammar.normal import normalise
 from gpu.grammar.schema import Json, Refused, decode
 from gpu.grammar.stepper import Bits, Grammar
 from gpu.grammar.strict import check_strict, narrow
@@ -25,7 +26,7 @@ from gpu.grammar.strict import check_strict, narrow
 MAX_BYTES = 64 * 2**20
 """Of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
 BLANKS = 2
-"""White space in a row inside JSON, at most: with 24 an automaton is nine times as large and takes twice as
+"""White space in a row inside JSON, at most, whatever a tag says or leaves out: with 24 an automaton is nine times as large and takes twice as
 long."""
 MAX_VOCABULARIES = 16
 """Kept sets of control tokens that tags name. A model's templates need two or three; each costs 0.1 s,
@@ -151,10 +152,11 @@ def check_tag(text: str) -> Json:
         if kind not in _FORMATS:
             raise Refused(f"The structural tag has a format of unknown type {kind!r:.60}.")
         if kind in ("json_schema", "qwen_xml_parameter"):
+            normalise(node.get("json_schema"))
             check_strict(node.get("json_schema"))
             narrow(node.get("json_schema"))
             blanks = node.get("max_whitespace_cnt")
-            if isinstance(node, dict) and isinstance(blanks, int) and blanks > BLANKS:
+            if isinstance(node, dict) and (blanks is None or (isinstance(blanks, int) and blanks > BLANKS)):
                 node["max_whitespace_cnt"] = BLANKS
             if node.get("any_order"):
                 raise Refused("'any_order' drops constraints of a schema and is not supported.")

@@ -17,6 +17,7 @@ from gpu.grammar import Compiler
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.strict import check_strict
+from gpu.grammar.xgr import check_tag
 from tests.gpu.grammars import (
     END,
     THINK,
@@ -100,10 +101,111 @@ async def test_an_escaped_key_is_no_way_around_its_schema(compiler: Compiler) ->
         assert not accepts(grammar, '{"a":"x","a":5}')
 
 
+async def test_blanks_between_tokens_are_bounded(compiler: Compiler) -> None:
+    """A weak model that may write them for ever does."""
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    grammars = {
+        "llguidance": await compiled(compiler, "json_schema", schema),
+        "llguidance, in a tag": await compiled(compiler, "structural_tag", tag(content)),
+        "xgrammar": await compiled(
+            compiler, "structural_tag", tag({"type": "repeat", "min": 1, "max": 1, "content": content})
+        ),
+    }
+    for name, grammar in grammars.items():
+        for blank in (" ", "\n", "\t"):
+            long = blank * 25
+            assert accepts(grammar, f'{{{blank}"a":{blank}[{blank}]{blank}}}'), name
+            for text in (f'{{{long}"a":[]}}', f'{{"a":{long}[]}}', f'{{"a":[{long}]}}', f'{{"a":[]{long}}}'):
+                assert not accepts(grammar, text), name
+    for indent in (2, 4):
+        pretty = json.dumps({"a": [{"b": [1, {"c": "d"}]}, 2]}, indent=indent)
+        assert accepts(grammars["llguidance"], pretty)
+        assert accepts(grammars["llguidance, in a tag"], pretty)
+
+
 async def test_escapes_that_text_needs_are_there(compiler: Compiler) -> None:
     grammar = await compiled(compiler, "json_schema", {"type": "string"})
     assert accepts(grammar, json.dumps('a "quote", a \\ and a\nline'))
     assert not accepts(grammar, '"a\nline"')
+
+
+CONTROL = "a\x1bb"
+WRITTEN = '"a\\u001bb"'
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"enum": [CONTROL]}, WRITTEN, '"ab"'),
+        ({"const": "\x00\x7f"}, '"\\u0000\\u007f"', '""'),
+        ({"const": [{"k": CONTROL}]}, f'[{{"k":{WRITTEN}}}]', '[{"k":"ab"}]'),
+        ({"type": "string", "pattern": "^a\x1bb$"}, WRITTEN, '"ab"'),
+        ({"type": "string", "pattern": r"^a\x1bb$"}, WRITTEN, '"ab"'),
+        ({"type": "string", "pattern": r"^a\u001bb$"}, WRITTEN, '"ab"'),
+        ({"type": "string", "pattern": "^a\\u001bb$", "minLength": 3}, WRITTEN, '"ab"'),
+        (
+            {"type": "object", "properties": {CONTROL: {"const": CONTROL}}, "required": [CONTROL], **CLOSED},
+            f"{{{WRITTEN}:{WRITTEN}}}",
+            f'{{"ab":{WRITTEN}}}',
+        ),
+        (
+            {"patternProperties": {f"^{CONTROL}$": {"type": "null"}}, **CLOSED},
+            f"{{{WRITTEN}:null}}",
+            '{"ab":null}',
+        ),
+    ],
+    ids=repr,
+)
+async def test_control_characters_are_written_not_dropped(
+    compiler: Compiler, schema: Any, right: str, wrong: str
+) -> None:
+    content = {"type": "json_schema", "json_schema": schema}
+    for grammar in (
+        await compiled(compiler, "json_schema", schema),
+        await compiled(
+            compiler, "structural_tag", tag({"type": "tag", "begin": "", "content": content, "end": ""})
+        ),
+    ):
+        assert accepts(grammar, right)
+        assert not accepts(grammar, wrong)
+
+
+async def test_escapes_for_control_characters_are_no_way_around_a_key(compiler: Compiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"const": "\x1b"}}}
+    for root in (schema, {"allOf": [schema, {"properties": {"c": {"type": "integer"}}}]}):
+        grammar = await compiled(compiler, "json_schema", root)
+        assert accepts(grammar, '{"a":"x","b":"\\u001b","d":5}')
+        assert accepts(grammar, '{"d":5}')
+        for text in ('{"\\u0061":5}', '{"a":"x","\\u0061":5}', '{"a":"x","a":5}', '{"a":5}', '{"b":""}'):
+            assert not accepts(grammar, text)
+
+
+async def test_further_keys_with_a_schema_beside_control_characters_are_refused(compiler: Compiler) -> None:
+    schema = {"properties": {"a": {"const": "\x1b"}}, "additionalProperties": {"type": "integer"}}
+    assert "'additionalProperties' at # must be false" in await refusal(compiler, "json_schema", schema)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["regex", "structural tag"])
+async def test_classes_of_a_regex_are_ascii(compiler: Compiler, wrapped: bool) -> None:
+    async def made(pattern: str) -> Grammar:
+        if wrapped:
+            return await compiled(compiler, "structural_tag", tag({"type": "regex", "pattern": pattern}))
+        return await compiled(compiler, "regex", pattern)
+
+    grammar = await made(r"\d[\d]\w\s")
+    assert accepts(grammar, "12a\n")
+    for text in ("\u06612a ", "1\u0662a ", "12\u00e9 ", "12a\u00a0"):
+        assert not accepts(grammar, text)
+    grammar = await made(r"\D[^\w]\S[\w-]\\d")
+    assert accepts(grammar, "\u0661\u00e9\u00a0-\\d")
+    assert not accepts(grammar, "1\u00e9\u00a0-\\d")
+
+
+async def test_digits_in_a_schema_are_ascii(compiler: Compiler) -> None:
+    grammar = await compiled(compiler, "json_schema", {"type": "string", "pattern": r"^\d\w$"})
+    assert accepts(grammar, '"1a"')
+    assert not accepts(grammar, '"\u0661a"')
 
 
 async def test_regexes_match_the_whole_answer(compiler: Compiler) -> None:
@@ -222,6 +324,39 @@ async def test_what_a_schema_asks_in_vain_is_named(compiler: Compiler, schema: A
 async def test_keywords_that_ask_for_nothing_pass(compiler: Compiler) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": False, "title": "not"}
     assert accepts(await compiled(compiler, "json_schema", schema), "[1,1]")
+
+
+@pytest.mark.parametrize("names", [{"type": "string"}, {}, True])
+async def test_names_that_may_be_any_string_pass(compiler: Compiler, names: Any) -> None:
+    """zod 4 writes it for every record."""
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": {"r": record, "propertyNames": {"enum": [1]}},
+        "required": ["r"],
+    }
+    content = {"type": "json_schema", "json_schema": {**schema, **CLOSED}}
+    for grammar in (
+        await compiled(compiler, "json_schema", schema),
+        await compiled(compiler, "structural_tag", tag(content)),
+    ):
+        assert accepts(grammar, '{"r":{"x":1}}')
+        assert accepts(grammar, '{"r":{"x":1},"propertyNames":1}')
+        assert not accepts(grammar, '{"r":{"x":"1"}}')
+    check_tag(json.dumps(tag(content)))
+
+
+async def test_counts_may_be_written_as_floats(compiler: Compiler) -> None:
+    schema = {
+        "type": "array",
+        "items": {"type": "string", "maxLength": 1.0},
+        "minItems": 1.0,
+        "maxItems": 2.0,
+    }
+    grammar = await compiled(compiler, "json_schema", schema)
+    assert accepts(grammar, '["a","b"]')
+    assert not any(accepts(grammar, text) for text in ("[]", '["ab"]', '["a","b","c"]'))
+    assert "maxItems" in await refusal(compiler, "json_schema", {"type": "array", "maxItems": 1.5})
 
 
 @pytest.mark.parametrize(
