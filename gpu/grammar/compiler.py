@@ -17,7 +17,7 @@ from gpu.grammar.lark import Unwritten
 from gpu.grammar.llg import LlgBackend
 from gpu.grammar.rules import Ruled, RuleStepper
 from gpu.grammar.schema import Refused
-from gpu.grammar.sizes import WIDE, check_text, runs_away
+from gpu.grammar.sizes import SHORT, check_text, runs_away
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.trial import Trials
 from gpu.grammar.xgr import XgrBackend
@@ -35,8 +35,9 @@ class Compiler:
     """`core.grammar.GrammarCompiler` over llguidance, and xgrammar for the structural tags that
     llguidance cannot carry out.
 
-    What is small and bounded compiles in a pool thread. What could run away is compiled by the helper
-    first, which has 5 s and 1 GB: only if it lives through that, the thread repeats it. Repeating was
+    What is bounded compiles in a pool thread, once: large schemas too, by what they are made of and not
+    by their bytes. What could run away is compiled by the helper first, which has 5 s and 1 GB: only if
+    it lives through that, the thread repeats it. Repeating was
     chosen over sending the result across because half of xgrammar's grammars take longer to write down
     and read than to compile, and llguidance's cannot be written at all.
 
@@ -148,7 +149,7 @@ class Compiler:
         return self._llguidance.written(key.text)
 
     async def _made(self, key: Key) -> Grammar:
-        short = len(key.text) <= WIDE and key.kind != "structural_tag"  # looked at in 20 µs
+        short = len(key.text) <= SHORT and key.kind != "structural_tag"  # looked at in 20 µs
         if _checked(key) if short else await self._in_thread(lambda: _checked(key)):
             await self._try(key)
         backend = self._xgrammar if key.kind == "structural_tag" else self._llguidance

@@ -1,7 +1,4 @@
-"""Schemas as llguidance reads them: what asks for nothing is taken out, what it spells otherwise is respelled.
-
-Nothing here changes what a schema asks for.
-"""
+"""Schemas respelled for the backends; what they ask for stays the same."""
 
 from __future__ import annotations
 

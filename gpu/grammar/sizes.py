@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gpu.grammar.schema import Json, Refused, decode
+from gpu.grammar.schema import Json, Refused, decode, subschemas
 from gpu.grammar.xgr import check_tag, light
 
 
@@ -18,23 +18,26 @@ class Size(NamedTuple):
 
 SIZES = {
     "json_object": Size(0, 0),
-    # 11,279 real schemas: the largest is 166 KB, the slowest took 2 s, the 250 above 32 KB 5 to 65 ms.
-    # What grows with the square is the number of an object's optional properties: see `runs_away`.
-    "json_schema": Size(512 * 1024, 192 * 1024),
+    # Text costs nothing by itself (0.5 MB of descriptions 11 ms): see `schema_cost`.
+    "json_schema": Size(512 * 1024, 512 * 1024),
     # A regex of 1 MB compiles in 0.1 s but holds one step for 0.9 s; 37 KB of words cost 0.2 ms.
     "regex": Size(64 * 1024, 8 * 1024),
     "ebnf": Size(64 * 1024, 8 * 1024),
     "choice": Size(256 * 1024, 64 * 1024),
     "structural_tag": Size(256 * 1024, 4 * 1024),
     # A structural tag as llguidance reads it: 300 bytes of options come with each schema.
-    "lark": Size(2**20, 192 * 1024),
+    "lark": Size(2**20, 512 * 1024),
 }
 
 
-WIDE = 16 * 1024
-"""Bytes below which no object can have too many members to be worth counting."""
-MAX_DIRECT = 1_000
-"""Members of one object or list: 1,000 optional properties compile in 0.1 s, 10,000 in 10."""
+SHORT = 2 * 1024
+"""Bytes of a schema that is never worth looking at: the worst known takes 0.1 s."""
+MAX_COST = 400_000
+"""Microseconds that a compile in a thread may be expected to take. It cannot be stopped, but it releases the
+GIL and ends; the helper would compile the same first, for as long, after a start of seconds."""
+MAX_TARGETS = 500
+"""Different references: the library follows a chain of them by recursion, and 1,500 overflow a
+thread's stack, which ends the process."""
 
 
 def check_text(kind: str, text: str) -> None:
@@ -53,27 +56,51 @@ def runs_away(kind: str, text: str) -> bool:
     """Whether compiling could take seconds or gigabytes. Raises `Refused` for a bad structural tag."""
     if kind == "structural_tag":
         return not light(check_tag(text)) or len(text) > SIZES[kind].direct
-    if kind == "lark" and any(_line_runs_away(line) for line in text.split("\n")):
+    if len(text) > SIZES[kind].direct:
         return True
-    if kind == "json_schema" and len(text) > WIDE and _widest(decode(text)) > MAX_DIRECT:
-        return True
-    return len(text) > SIZES[kind].direct
+    if kind == "lark":
+        return _lark_runs_away(text)
+    return kind == "json_schema" and len(text) > SHORT and schema_cost(decode(text)) > MAX_COST
 
 
-def _line_runs_away(line: str) -> bool:
-    """The same for a rule of Lark: a schema, or letters."""
-    body = line.partition(": ")[2]
-    if body.startswith("%json "):
-        return runs_away("json_schema", body.removeprefix("%json "))
-    return runs_away("regex", body)
+def _lark_runs_away(text: str) -> bool:
+    """The same for rules of Lark, each a schema or letters."""
+    cost = 0
+    for line in text.split("\n"):
+        body = line.partition(": ")[2]
+        if not body.startswith("%json "):
+            if runs_away("regex", body):
+                return True
+        elif len(body) > SHORT:
+            cost += schema_cost(decode(body.removeprefix("%json ")))
+    return cost > MAX_COST
 
 
-def _widest(value: Json) -> int:
-    """Members of the largest object or list in `value`."""
-    most, ahead = 0, [value]
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, Mapping | list):
-            most = max(most, len(node))
-            ahead += node.values() if isinstance(node, Mapping) else node
-    return most
+def schema_cost(root: Json) -> int:
+    """Microseconds that llguidance takes for a schema, at most and roughly, on a slow core: a sum over its
+    subschemas, in which lists of properties, branches and patterns of names count by their square.
+    Infinite (`MAX_COST` + 1) with more than `MAX_TARGETS` references."""
+    cost, targets = 0, set()
+    for schema, _ in subschemas(root):
+        cost += 80
+        if not isinstance(schema, Mapping):
+            continue
+        if isinstance(target := schema.get("$ref"), str):
+            targets.add(target)
+        for key, per_pair in _PAIRS:
+            if isinstance(listed := schema.get(key), Mapping | list):
+                cost += int(per_pair * len(listed) ** 2)
+        if isinstance(listed := schema.get("enum"), list):
+            cost += 5 * len(listed)
+    return MAX_COST + 1 if len(targets) > MAX_TARGETS else cost
+
+
+_PAIRS = (
+    ("properties", 0.06),
+    ("patternProperties", 25),  # each is held against each other one: 250 take 1.4 s
+    ("anyOf", 0.05),
+    ("oneOf", 0.2),
+    ("allOf", 0.2),
+    ("prefixItems", 0.01),
+    ("items", 0.01),  # of draft 4
+)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 
 from core.grammar import TokenTable
@@ -9,6 +12,10 @@ from core.helper import Task
 from gpu.grammar.llg import LlgBackend
 from gpu.grammar.schema import Refused
 from gpu.grammar.xgr import XgrBackend
+
+STACK = 4 * 2**20
+"""Bytes, half of what the server's threads usually have: recursion that lives through it here does not
+overflow theirs, which would end the server."""
 
 
 class Trials:
@@ -31,9 +38,14 @@ class Trial:
 
     def __init__(self, state: bytes) -> None:
         self._backend = self._load(msgspec.msgpack.decode(state, type=TokenTable))
+        threading.stack_size(STACK)
+        self._thread = ThreadPoolExecutor(1)
 
     def __call__(self, payload: bytes) -> bytes:
         """Why it is refused, or nothing."""
+        return self._thread.submit(self._refusal, payload).result()
+
+    def _refusal(self, payload: bytes) -> bytes:
         kind, text = msgspec.msgpack.decode(payload, type=tuple[str, str])
         try:
             self._backend.compile(kind, text)

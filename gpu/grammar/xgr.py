@@ -26,8 +26,8 @@ from gpu.grammar.strict import check_strict, narrow
 MAX_BYTES = 64 * 2**20
 """Of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
 BLANKS = 2
-"""White space in a row inside JSON, at most, whatever a tag says or leaves out: with 24 an automaton is nine times as large and takes twice as
-long."""
+"""White space in a row inside JSON, at most, whatever a tag says or leaves out: with 24 an automaton is
+nine times as large and takes twice as long."""
 MAX_VOCABULARIES = 16
 """Kept sets of control tokens that tags name. A model's templates need two or three; each costs 0.1 s,
 half of it with the GIL held, and 10 MB."""

@@ -15,6 +15,7 @@ from core.errors import Overloaded, RequestError
 from core.grammar import GrammarSpec
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.cache import GrammarCache, Key, Refusal
+from gpu.grammar.sizes import runs_away
 from gpu.grammar.stepper import Grammar
 from tests.gpu.grammars import decode, new_slot, table
 from tests.patience import PATIENCE
@@ -196,6 +197,67 @@ async def test_what_waits_for_the_helper_is_bounded_and_nothing_else_waits(patie
     for one in waiting:
         one.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _chain(count: int) -> str:
+    """References that lead to each other, in two maps: no map is long."""
+    half = count // 2
+    names = [f"#/$defs/d{i}" for i in range(half)] + [f"#/definitions/d{i}" for i in range(half)]
+    links = [{"items": {"$ref": name}} for name in names[1:]] + [{"type": "null"}]
+    maps = [{f"d{i}": link for i, link in enumerate(part)} for part in (links[:half], links[half:])]
+    return json.dumps({"$ref": names[0], "$defs": maps[0], "definitions": maps[1]})
+
+
+LARGE = {
+    "enum": {"enum": [f"word number {i}" for i in range(9_000)]},
+    "description": {"type": "object", "description": "x" * 400_000},
+    "required": {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string"} for i in range(1_500)},
+        "required": [f"p{i}" for i in range(1_500)],
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_large_schemas_that_are_cheap_never_wait_for_the_helper(name: str) -> None:
+    class NoHelper:
+        async def run(self, task: object, payload: bytes, seconds: float) -> bytes:
+            raise AssertionError("probed")
+
+        def close(self) -> None:
+            pass
+
+    compiler = Compiler(table(), NoHelper())
+    try:
+        text = json.dumps(LARGE[name])
+        assert isinstance(await compiler.compile(GrammarSpec("json_schema", text)), Grammar)
+        tag = {"format": {"type": "json_schema", "json_schema": LARGE[name]}}
+        if len(text) < 250_000:
+            assert isinstance(await compiler.compile(GrammarSpec("structural_tag", json.dumps(tag))), Grammar)
+    finally:
+        compiler.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        WIDE,
+        json.dumps({"patternProperties": {f"^p{i}x$": {} for i in range(200)}}),
+        json.dumps({"oneOf": [{"const": i} for i in range(3_000)]}),
+        _chain(600),
+    ],
+)
+def test_what_may_take_seconds_or_the_stack_is_tried_in_the_helper(text: str) -> None:
+    assert runs_away("json_schema", text)
+    assert runs_away("lark", f"start: r0\nr0: %json {text}")
+
+
+async def test_a_chain_of_references_ends_the_helper_and_not_the_server(patient: Compiler) -> None:
+    """Followed by recursion, it overflows the stack: the process gets SIGSEGV."""
+    with pytest.raises(RequestError):
+        await patient.compile(GrammarSpec("json_schema", _chain(1_990)))
+    assert isinstance(await patient.compile(GrammarSpec("json_schema", _chain(100))), Grammar)
 
 
 async def test_a_helper_that_was_killed_is_replaced(compiler: Compiler) -> None:
