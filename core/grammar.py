@@ -23,12 +23,15 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     `text` is the schema or structural tag as JSON, the pattern (the syntax of Rust's regex crate, the
     whole answer has to match), the grammar's source (GBNF or Lark), or a JSON list of choices; empty
-    for `json_object`. `param` is the request field that errors name.
+    for `json_object`. `param` is the request field that errors name. Classes of a pattern are ASCII:
+    `\\d` is `[0-9]`, `\\w` is `[0-9A-Za-z_]`; a schema's `pattern` is read so as well. `lenient`: keywords of
+    a `json_schema` that cannot be held are left out, and the grammar warns of them.
     """
 
     kind: GrammarKind
     text: str = ""
     param: str = "response_format"
+    lenient: bool = False
 
 
 class TokenRules(msgspec.Struct, frozen=True):
@@ -56,6 +59,11 @@ class TokenTable(msgspec.Struct, frozen=True):
 
 class CompiledGrammar(Protocol):
     """Ready to constrain any number of rows; immutable, may be shared by threads."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a lenient schema asks for and the output is not held to."""
+        ...
 
     def matcher(self) -> Any:
         """A fresh matcher for one request: opaque to all but the device side that made it."""

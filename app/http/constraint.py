@@ -5,7 +5,7 @@ What is asked for is put into one form here; whether it can be carried out is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,7 +41,15 @@ _STRUCTURED: Mapping[str, GrammarKind] = {
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
 """Its options. None can be honoured."""
 
-_UNSET: tuple[object, ...] = (None, False, "", [])
+_FORMATS: Mapping[str, frozenset[str]] = {
+    "text": frozenset(),
+    "json_object": frozenset(("schema",)),
+    "json_schema": frozenset(("json_schema", "schema")),
+    "structural_tag": frozenset(("format", "structures", "triggers")),
+}
+"""Types of `response_format` and what may stand beside each."""
+_SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
+"""Of `response_format.json_schema`."""
 
 CONSTRAINTS = frozenset({*_PLAIN, "structured_outputs", "response_format"})
 """All the fields."""
@@ -53,6 +61,7 @@ class _Asked(NamedTuple):
     param: str
     kind: GrammarKind
     value: Any
+    lenient: bool = False
 
 
 def constraint_of(body: Refused, inner: Refused | None = None, prefix: str = "") -> GrammarSpec | None:
@@ -67,8 +76,8 @@ def constraint_of(body: Refused, inner: Refused | None = None, prefix: str = "")
             f"'{asked[0].param}' and '{asked[1].param}' cannot both constrain the output: give one.",
             asked[1].param,
         )
-    param, kind, value = asked[0]
-    return GrammarSpec(kind, _text(kind, value, param), param)
+    param, kind, value, lenient = asked[0]
+    return GrammarSpec(kind, _text(kind, value, param), param, lenient)
 
 
 def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
@@ -85,24 +94,30 @@ def _asked(body: Refused, prefix: str) -> list[_Asked]:
 
 def _plain(body: Refused, prefix: str) -> Iterator[_Asked]:
     for name, kind in _PLAIN.items():
-        if (value := getattr(body, name)) not in _UNSET:
+        if (value := getattr(body, name)) is not None:
             yield _Asked(prefix + name, kind, value)
 
 
 def _structured(body: Refused, prefix: str) -> Iterator[_Asked]:
     options = body.structured_outputs
-    if options in (*_UNSET, {}):
+    if options is None:
         return
     param = prefix + "structured_outputs"
     if not isinstance(options, dict):
         raise RequestError(f"'{param}' must be an object.", param)
+    _check_keys(options, frozenset((*_STRUCTURED, *_WHITESPACE, "json_object")), param)
     for name in _WHITESPACE:
-        if options.get(name) not in _UNSET:
+        if options.get(name) not in (None, False):
             raise RequestError(f"'{param}.{name}' is not supported.", f"{param}.{name}", "unsupported")
+    flag = options.get("json_object")
+    if not isinstance(flag, bool | None):
+        raise RequestError(f"'{param}.json_object' must be true or false.", f"{param}.json_object")
+    if not flag and all(options.get(name) is None for name in _STRUCTURED):
+        raise RequestError(f"'{param}' is empty: give {_or(_STRUCTURED)} or json_object.", param)
     for name, kind in _STRUCTURED.items():
-        if options.get(name) not in _UNSET:
+        if options.get(name) is not None:
             yield _Asked(f"{param}.{name}", kind, options[name])
-    if options.get("json_object") not in _UNSET:
+    if flag:
         yield _Asked(f"{param}.json_object", "json_object", "")
 
 
@@ -114,26 +129,50 @@ def _response_format(body: Refused, prefix: str) -> Iterator[_Asked]:
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     if not isinstance(kind, str):
         raise RequestError(f"'{param}' must be an object with a 'type'.", param + ".type")
+    if kind not in _FORMATS:
+        raise RequestError(
+            f"'{param}' of type '{kind[:40]}' is not supported: use {_or(_FORMATS)}.",
+            param + ".type",
+            "unsupported",
+        )
+    _check_keys(wanted, _FORMATS[kind] | {"type"}, param)
     match kind:
-        case "text":
-            return
-        case "json_object":
+        case "json_object" if wanted.get("schema") is None:
             yield _Asked(param, "json_object", "")
+        case "json_object":
+            yield _Asked(param + ".schema", "json_schema", wanted["schema"])
         case "json_schema":
-            inner = wanted.get("json_schema")
-            if not isinstance(inner, dict) or "schema" not in inner:
-                where = param + ".json_schema"
-                raise RequestError(f"'{where}' must be an object with a 'schema'.", where)
-            yield _Asked(param, "json_schema", inner["schema"])
+            yield _schema(wanted, param)
         case "structural_tag":
             yield _Asked(param, "structural_tag", wanted)
-        case _:
-            raise RequestError(
-                f"'{param}' of type '{kind[:40]}' is not supported: use text, json_object, json_schema "
-                "or structural_tag.",
-                param + ".type",
-                "unsupported",
-            )
+
+
+def _schema(wanted: Mapping[str, Any], param: str) -> _Asked:
+    """OpenAI's `json_schema` object, or llama.cpp's bare `schema` in its place."""
+    inner = wanted.get("json_schema")
+    if inner is None and wanted.get("schema") is not None:
+        return _Asked(param + ".schema", "json_schema", wanted["schema"])
+    where = param + ".json_schema"
+    if not isinstance(inner, dict) or inner.get("schema") is None or wanted.get("schema") is not None:
+        raise RequestError(f"'{where}' must be an object with a 'schema'.", where)
+    _check_keys(inner, _SCHEMA_KEYS, where)
+    strict = inner.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"'{where}.strict' must be true or false.", where + ".strict")
+    # OpenAI's default is false, which promises nothing. Absent is true here: who says nothing is told
+    # of what cannot be kept, who says false is let through with a warning.
+    return _Asked(param, "json_schema", inner["schema"], strict is False)
+
+
+def _check_keys(given: Mapping[str, Any], known: frozenset[str], param: str) -> None:
+    """Refuse what nobody would look at: a client believes that it constrains."""
+    for name in given.keys() - known:
+        where = f"{param}.{name[:60]}"
+        raise RequestError(f"'{where}' is not known: '{param}' takes {_or(sorted(known))}.", where)
+
+
+def _or(names: Iterable[str]) -> str:
+    return ", ".join(names)
 
 
 def _text(kind: GrammarKind, value: Any, param: str) -> str:
@@ -144,10 +183,11 @@ def _text(kind: GrammarKind, value: Any, param: str) -> str:
         case "regex" | "ebnf":
             if not isinstance(value, str):
                 raise RequestError(f"'{param}' must be a string.", param)
-            return value
         case "choice":
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise RequestError(f"'{param}' must be a list of strings.", param)
+    if value in ("", []):
+        raise RequestError(f"'{param}' is empty, which constrains nothing: leave it out.", param)
     return value if isinstance(value, str) else _json(kind, value, param)
 
 

@@ -31,7 +31,7 @@ def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
 CASES: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     ({}, None),
     ({"response_format": {"type": "text"}}, None),
-    ({"response_format": None, "regex": None, "structured_outputs": {}, "guided_choice": []}, None),
+    ({"response_format": None, "regex": None, "structured_outputs": None, "guided_choice": None}, None),
     ({"response_format": {"type": "json_object"}}, GrammarSpec("json_object", "", "response_format")),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
@@ -40,6 +40,22 @@ CASES: list[tuple[dict[str, Any], GrammarSpec | None]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"strict": True, "schema": True}}},
         GrammarSpec("json_schema", "true", "response_format"),
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        GrammarSpec("json_schema", TEXT, "response_format.schema"),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        GrammarSpec("json_schema", TEXT, "response_format.schema"),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"strict": False, "schema": SCHEMA}}},
+        GrammarSpec("json_schema", TEXT, "response_format", lenient=True),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"strict": None, "schema": SCHEMA}}},
+        GrammarSpec("json_schema", TEXT, "response_format"),
     ),
     ({"response_format": TAG}, GrammarSpec("structural_tag", TAG_TEXT, "response_format")),
     ({"regex": "a+"}, GrammarSpec("regex", "a+", "regex")),
@@ -76,7 +92,7 @@ async def test_every_spelling_reaches_the_engine_on_every_route(server: Server) 
                 assert made is None
                 continue
             assert made is not None
-            assert (made.kind, made.text) == (expected.kind, expected.text)
+            assert (made.kind, made.text, made.lenient) == (expected.kind, expected.text, expected.lenient)
             prefix = "sampling_params." if path == GENERATE else ""
             assert made.param == prefix + expected.param
 
@@ -115,6 +131,31 @@ async def test_the_first_structural_tags_become_triggered_ones(server: Server) -
             "structured_outputs.whitespace_pattern",
             "not supported",
         ),
+        ({"regex": ""}, "regex", "empty"),
+        ({"ebnf": ""}, "ebnf", "empty"),
+        ({"json_schema": ""}, "json_schema", "empty"),
+        ({"guided_choice": []}, "guided_choice", "empty"),
+        ({"guided_grammar": ""}, "guided_grammar", "empty"),
+        ({"regex": False}, "regex", "string"),
+        ({"structured_outputs": {}}, "structured_outputs", "empty"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "empty"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty"),
+        ({"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs.jsn", "takes"),
+        ({"structured_outputs": {"regex": "a", "lark": "b"}}, "structured_outputs.lark", "takes"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "takes"),
+        ({"response_format": {"type": "json_object", "shema": 1}}, "response_format.shema", "schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": True, "Strict": True}}},
+            "response_format.json_schema.Strict",
+            "strict",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": True, "strict": "yes"}}},
+            "response_format.json_schema.strict",
+            "true or false",
+        ),
+        ({"response_format": {}}, "response_format.type", "type"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"response_format": {"type": 5}}, "response_format.type", "type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
