@@ -10,6 +10,7 @@ import numpy as np
 
 from app.deliver import CircleStream, Stream
 from app.engine import Engine
+from app.http.warning import warn
 from app.job import Job, Run, Sink
 from app.run import LiveRun
 from app.search import BeamRun, Means, check_width
@@ -184,7 +185,13 @@ class Submitter:
                 param,
                 "unsupported",
             )
-        grammar = None if job.grammar is None else await self._grammars.compile(job.grammar)
+        grammar = None
+        if job.grammar is not None:
+            grammar = await self._grammars.compile(job.grammar)
+            if grammar.warnings:
+                warn(
+                    f"'{job.grammar.param}' is not held to all of its schema: {', '.join(grammar.warnings)}."
+                )
         if job.allowed_ids is None and not job.bad_words:
             return grammar
         rules = TokenRules(job.allowed_ids, await self._sequences(job.bad_words))

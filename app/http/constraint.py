@@ -166,7 +166,7 @@ def _schema(wanted: Mapping[str, Any], param: str) -> _Asked:
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], param: str) -> None:
     """Refuse what nobody would look at: a client believes that it constrains."""
-    for name in given.keys() - known:
+    if (name := next((name for name in given if name not in known), None)) is not None:
         where = f"{param}.{name[:60]}"
         raise RequestError(f"'{where}' is not known: '{param}' takes {_or(sorted(known))}.", where)
 

@@ -153,7 +153,7 @@ def _tool(tool: dict[str, Any], param: str) -> Tool:
         raise _wrong(f"{param}.parameters", "must be a JSON schema of type 'object'")
     if not isinstance(schema.get("properties", {}), dict):
         raise _wrong(f"{param}.parameters.properties", "must be an object")
-    return Tool(name, {"type": "object", **schema}, strict is True)
+    return Tool(name, {"type": "object", **schema}, strict is True, strict is False)
 
 
 def _wrong(param: str, what: str) -> RequestError:

@@ -31,9 +31,10 @@ class Unwritable(Exception):
     """The schema asks for something that this way of writing cannot be held to."""
 
 
-def json_element(schema: object) -> Element:
-    """A value as JSON."""
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": SPACES}
+def json_element(schema: object, lenient: bool = False) -> Element:
+    """A value as JSON. What cannot be held to of a `lenient` schema is left out, with a warning."""
+    element = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": SPACES}
+    return {**element, "lenient": True} if lenient else element
 
 
 def const_element(text: str) -> Element:
@@ -140,7 +141,8 @@ class _Writer:
             return _either(texts), fields.gap
         if self._strict and (found := _held(schema)):
             raise Unwritable(
-                f"'{found}' has no grammar in this model's format, which writes strings without quotes."
+                f"'{found}' cannot be held to: this model writes strings without quotes. Leave '{found}' out "
+                'of the parameters, or send the function without "strict": true.'
             )
         return {"type": "any_text", "excludes": [fields.end]}, ""
 

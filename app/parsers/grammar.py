@@ -26,6 +26,8 @@ class Tool(msgspec.Struct, frozen=True):
     name: str
     schema: dict[str, Any]
     strict: bool = False
+    lenient: bool = False
+    """`strict` was sent and is false: what its schema cannot be held to is left out, with a warning."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ def answer_element(answer: GrammarSpec) -> Element:
         case "json_object":
             return json_element({"type": "object", "additionalProperties": True})
         case "json_schema":
-            return json_element(_decoded(answer))
+            return json_element(_decoded(answer), answer.lenient)
         case "regex":
             return {"type": "regex", "pattern": answer.text}
         case "ebnf":
@@ -145,7 +147,7 @@ def _tag(tool: Tool, writing: Writing, free: bool, param: str) -> Element:
     if not loose:
         # Structural tags close objects that say nothing about further properties.
         schema = {"additionalProperties": not tool.schema.get("properties"), **without_notes(tool.schema)}
-    content = json_element(schema)
+    content = json_element(schema, tool.lenient)
     if writing.numbered:
         number = {"type": "regex", "pattern": "[0-9]{1,4}"}
         content = {"type": "sequence", "elements": [number, const_element(writing.numbered), content]}

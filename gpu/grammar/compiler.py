@@ -14,7 +14,7 @@ from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
 from core.helper import Exceeded, Helper
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.lark import Unwritten
-from gpu.grammar.llg import LlgBackend
+from gpu.grammar.llg import LlgBackend, Loose
 from gpu.grammar.rules import Ruled, RuleStepper
 from gpu.grammar.schema import Refused
 from gpu.grammar.sizes import SHORT, check_text, runs_away
@@ -84,7 +84,7 @@ class Compiler:
 
     async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """See `core.grammar.GrammarCompiler.compile`."""
-        key = Key(spec.kind, spec.text)
+        key = Key("lenient_schema" if spec.lenient else spec.kind, spec.text)
         found = self._cache.get(key)
         if found is None:
             found = await self._join(key)
@@ -134,7 +134,10 @@ class Compiler:
         schemas and has the better reasons."""
         refused: Refused | None = None
         try:
-            return await self._made(Key("lark", await self._in_thread(lambda: self._written(key))))
+            loose = await self._in_thread(lambda: self._written(key))
+            made = await self._made(Key("lenient_lark" if loose.lenient else "lark", loose.text))
+            made.warnings = loose.dropped + made.warnings
+            return made
         except Unwritten:
             pass
         except Refused as error:
@@ -144,7 +147,7 @@ class Compiler:
         except Refused as error:
             raise refused or error from None
 
-    def _written(self, key: Key) -> str:
+    def _written(self, key: Key) -> Loose:
         check_text(*key)
         return self._llguidance.written(key.text)
 

@@ -16,12 +16,23 @@ from core.grammar import TokenTable
 from gpu.grammar.regex import ascii_classes
 from gpu.grammar.schema import Json
 
-SchemaText = Callable[[Json, int | None], str]
-"""A schema as JSON with its options, and at most so many blanks in a row; raises `Refused`."""
+
+class SchemaPart(NamedTuple):
+    """A schema within a tag."""
+
+    schema: Json
+    blanks: int | None
+    """White space in a row, at most; None: the usual."""
+    lenient: bool
+    """What cannot be held to is left out."""
+
+
+SchemaText = Callable[[SchemaPart], str]
+"""The schema as JSON with its options; raises `Refused`."""
 
 _KEYS: Mapping[str, frozenset[str]] = {
     "const_string": frozenset(("value",)),
-    "json_schema": frozenset(("json_schema", "max_whitespace_cnt")),
+    "json_schema": frozenset(("json_schema", "max_whitespace_cnt", "lenient")),
     "any_text": frozenset(("excludes",)),
     "regex": frozenset(("pattern",)),
     "sequence": frozenset(("elements",)),
@@ -137,7 +148,8 @@ class _Writer:
         blanks = node.get("max_whitespace_cnt")
         if blanks is not None and (not isinstance(blanks, int) or blanks < 1):
             raise Unwritten
-        return Part(self._rule(f"%json {self._schema_text(node.get('json_schema'), blanks)}"), _JSON)
+        part = SchemaPart(node.get("json_schema"), blanks, node.get("lenient") is True)
+        return Part(self._rule(f"%json {self._schema_text(part)}"), _JSON)
 
     def _letters(self, body: str) -> Part:
         return Part(self.rules.setdefault(body, f"T{len(self.rules)}"), _LETTERS, empty=True, open=True)

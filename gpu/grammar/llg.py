@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from core.grammar import TokenTable
-from gpu.grammar.lark import Unwritten, lark_of, marks_of
+from gpu.grammar.lark import SchemaPart, Unwritten, lark_of, marks_of
 from gpu.grammar.normal import normalise, writes_controls
 from gpu.grammar.regex import ascii_classes
-from gpu.grammar.schema import Json, Refused, check_schema, decode
+from gpu.grammar.schema import Json, Refused, check_schema, decode, loosen
 from gpu.grammar.stepper import Bits, Grammar
 
 _LIMITS: Any = {
@@ -86,24 +86,35 @@ class LlgBackend:
 
     # -- compiling ---------------------------------------------------------------------------------
 
-    def written(self, text: str) -> str:
+    def written(self, text: str) -> Loose:
         """A structural tag as a source of kind "lark". Raises `Unwritten` for what is xgrammar's, and
         `Refused` for a schema in it that cannot be honoured."""
         tag = decode(text, "The structural tag")
         if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
             raise Unwritten
-        return lark_of(tag, self._marks, _inner_schema)
+        dropped: list[str] = []
+        lenient = False
+
+        def schema_text(part: SchemaPart) -> str:
+            nonlocal lenient
+            lenient = lenient or part.lenient
+            return _inner_schema(part, dropped)
+
+        text = lark_of(tag, self._marks, schema_text)
+        return Loose(text, tuple(dropped), lenient)
 
     def compile(self, kind: str, text: str) -> Grammar:
         """Raises `Refused` with the reason. Bounded by the library's fuel, not by time."""
         source = _source(kind, text)
-        prototype = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        prototype = LLMatcher(self._tokenizer, source.text, log_level=0, limits=self._limits)
         _check(prototype)
-        if warnings := prototype.get_grammar_warnings():
+        warnings = prototype.get_grammar_warnings()
+        if warnings and kind not in LENIENT:
             raise Refused(f"Part of the constraint would be ignored: {warnings[0]}")
         self._probe(prototype)
         # Above what was measured over MaskBench: 35 KB of state and automaton, 5 bytes per byte of text.
-        return Grammar(self, prototype.deep_copy, 35_000 + 20 * len(text))
+        size = 35_000 + 20 * len(text)
+        return Grammar(self, prototype.deep_copy, size, (*source.dropped, *dict.fromkeys(warnings)))
 
     def _probe(self, prototype: LLMatcher) -> None:
         """Fail now what would fail at the first tokens. The first mask also warms the prototype."""
@@ -153,13 +164,29 @@ def _reason(error: str) -> str:
     return "nothing can follow" if text in ("", "NoExtensionBias") else text[:400]
 
 
-def _source(kind: str, text: str) -> str:
+class Loose(NamedTuple):
+    """A source in the library's notation, and what a lenient schema asks for beyond it."""
+
+    text: str
+    dropped: tuple[str, ...] = ()
+    lenient: bool = False
+
+
+LENIENT = frozenset(("lenient_schema", "lenient_lark"))
+"""Kinds whose schemas may ask for more than is held, with warnings."""
+
+
+def _source(kind: str, text: str) -> Loose:
     """llguidance's own notation. Raises `Refused` for what it cannot say."""
+    if kind in ("json_schema", "lenient_schema"):
+        return _schema(text, kind in LENIENT)
+    return Loose(_exact(kind, text))
+
+
+def _exact(kind: str, text: str) -> str:
     if kind == "json_object":
-        return _schema('{"type":"object"}')
-    if kind == "json_schema":
-        return _schema(text)
-    if kind == "lark":
+        return _schema('{"type":"object"}', lenient=False).text
+    if kind in ("lark", "lenient_lark"):
         return text
     if kind == "regex":
         return LLMatcher.grammar_from_regex(ascii_classes(text))
@@ -175,33 +202,44 @@ def _source(kind: str, text: str) -> str:
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
-def _schema(text: str) -> str:
+def _schema(text: str, lenient: bool) -> Loose:
     schema = decode(text)
-    options = _prepared(schema)
+    dropped: list[str] = []
+    options: Any = _prepared(schema, lenient, dropped)
     try:
-        return LLMatcher.grammar_from_json_schema(_dumped(schema), overrides=options)
+        return Loose(LLMatcher.grammar_from_json_schema(_dumped(schema), overrides=options), tuple(dropped))
     except ValueError as error:
         raise Refused(f"The schema cannot be read: {_reason(str(error))}.") from error
 
 
-def _inner_schema(schema: Json, blanks: int | None) -> str:
-    """A schema as a part of Lark, with at most `blanks` of white space in a row."""
-    options = _prepared(schema)
+def _inner_schema(part: SchemaPart, dropped: list[str]) -> str:
+    """A schema as a part of Lark. What is left out of it is added to `dropped`."""
+    schema, blanks, lenient = part
+    options = _prepared(schema, lenient, dropped)
     if blanks is not None:
         options["whitespace_pattern"] = _BLANKS % min(blanks, MAX_BLANKS)
     return _dumped({**({} if schema is True else schema), "x-guidance": options})
 
 
-def _prepared(schema: Json) -> dict[str, Any]:
-    """The options for `schema`, which is checked and respelled in place."""
+def _prepared(schema: Json, lenient: bool, dropped: list[str]) -> dict[str, Any]:
+    """The options for `schema`, which is checked and respelled in place; what a `lenient` one loses by it is
+    added to `dropped`."""
     normalise(schema)
-    check_schema(schema)
+    if lenient:
+        dropped += loosen(schema)
+    else:
+        check_schema(schema)
     if schema is False:
         raise Refused("The schema false allows nothing.")
     escapes = _SCHEMA_OPTIONS["json_allowed_escapes"]
     if writes_controls(schema, _dumped(schema)):
         escapes += "u"
-    return {**_SCHEMA_OPTIONS, "json_allowed_escapes": escapes}
+    return {
+        **_SCHEMA_OPTIONS,
+        "json_allowed_escapes": escapes,
+        "lenient": lenient,
+        "coerce_one_of": lenient,
+    }
 
 
 def _dumped(schema: Json) -> str:

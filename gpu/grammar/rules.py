@@ -47,6 +47,11 @@ class Ruled:
         self.reach = max((len(ids) - 1 for ids in longer), default=0)
         """Tokens to remember."""
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """See `CompiledGrammar.warnings`."""
+        return () if self._grammar is None else self._grammar.warnings
+
     def matcher(self) -> Matcher:
         """See `CompiledGrammar.matcher`."""
         inner = None if self._grammar is None else self._grammar.matcher()

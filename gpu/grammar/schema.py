@@ -10,7 +10,8 @@ of reach. `contentEncoding` and `contentMediaType` are annotations, as the stand
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -127,32 +128,77 @@ def subschemas(root: Json) -> Iterator[Place]:
                 ahead += [Place(child, f"{path}/{key}/{i}") for i, child in enumerate(found)]
 
 
+class Fault(NamedTuple):
+    """A keyword that no backend carries out."""
+
+    keyword: str
+    schema: Json
+    path: str
+    why: str = "is not supported"
+
+
 def check_schema(root: Json) -> None:
     """Raise `Refused` for what no backend carries out, naming keyword and place."""
+    for fault in faults(root):
+        refuse(fault.keyword, fault.path, fault.why)
+
+
+def loosen(root: Json) -> list[str]:
+    """Take out of `root` what no backend carries out, and tell what that was. Raises `Refused` for what
+    is no schema."""
+    dropped = []
+    for keyword, schema, path, _ in list(faults(root, _unreachable)):
+        dropped.append(f"'{keyword}' at {path[:200]}")
+        del schema[keyword]
+    return dropped
+
+
+_REGEX_BEYOND = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<|\\[bB]")
+"""Of a pattern: what no regular language has, or llguidance does not know."""
+
+
+def _unreachable(schema: Mapping[str, Json]) -> Iterator[str]:
+    """Keywords that llguidance refuses with its own words, also where it is told to be lenient."""
+    if isinstance(pattern := schema.get("pattern"), str) and _REGEX_BEYOND.search(pattern):
+        yield "pattern"
+    if isinstance(target := schema.get("$ref"), str) and not target.startswith("#"):
+        yield "$ref"
+    names = schema.get("patternProperties")
+    if isinstance(names, Mapping) and (len(names) > 1 or any(map(_REGEX_BEYOND.search, names))):
+        yield "patternProperties"
+
+
+def faults(
+    root: Json, more: Callable[[Mapping[str, Json]], Iterable[str]] = lambda schema: ()
+) -> Iterator[Fault]:
+    """What no backend carries out, and `more`. Raises `Refused` for what is no schema."""
     if not isinstance(root, Mapping | bool):
         raise Refused("The schema must be a JSON object or a boolean.")
     for schema, path in subschemas(root):
         if not isinstance(schema, Mapping | bool):
             raise Refused(f"The schema at {path} must be an object or a boolean.")
         if isinstance(schema, Mapping):
-            for key in _UNSUPPORTED:
+            for key in (*_UNSUPPORTED, *more(schema)):
                 if key in schema:
-                    refuse(key, path)
+                    yield Fault(key, schema, path)
             if schema.get("uniqueItems") not in (None, False):
-                refuse("uniqueItems", path)
-            _check_count(schema, path)
-            if path != "#" and "$ref" in schema and isinstance(schema.get("$id", schema.get("id")), str):
+                yield Fault("uniqueItems", schema, path)
+            if _counts_too_far(schema):
+                why = "is not supported beyond the number of required properties"
+                yield Fault("minProperties", schema, path, why)
+            if path != "#" and "$ref" in schema:
                 # Up to draft 7 the id is ignored there, later it changes what the reference means.
-                refuse("$id", path, "beside '$ref' is not supported")
+                for key in ("$id", "id"):
+                    if isinstance(schema.get(key), str):
+                        yield Fault(key, schema, path, "beside '$ref' is not supported")
 
 
-def _check_count(schema: Mapping[str, Json], path: str) -> None:
+def _counts_too_far(schema: Mapping[str, Json]) -> bool:
     """An object may repeat a key, and whoever parses it counts once: beyond the required properties,
     which differ, only the first member is sure."""
     least, required = schema.get("minProperties", 0), schema.get("required")
     sure = max(len(required), 1) if isinstance(required, list) else 1
-    if isinstance(least, int | float) and least > sure:
-        refuse("minProperties", path, "is not supported beyond the number of required properties")
+    return isinstance(least, int | float) and least > sure
 
 
 def refuse(keyword: str, path: str, why: str = "is not supported") -> None:

@@ -49,15 +49,17 @@ class Matcher(NamedTuple):
 class Grammar:
     """A compiled grammar: `core.grammar.CompiledGrammar`. Immutable but for `broken`.
 
-    `fork` makes a fresh state and may run on any thread; `size` is what the grammar holds, in bytes.
+    `fork` makes a fresh state and may run on any thread; `size` is what the grammar holds, in bytes;
+    `warnings` say what it does not hold an output to.
     """
 
-    __slots__ = ("_fork", "_stepper", "broken", "size")
+    __slots__ = ("_fork", "_stepper", "broken", "size", "warnings")
 
-    def __init__(self, stepper: Stepper, fork: Any, size: int) -> None:
+    def __init__(self, stepper: Stepper, fork: Any, size: int, warnings: tuple[str, ...] = ()) -> None:
         self._stepper = stepper
         self._fork = fork
         self.size = size
+        self.warnings = warnings
         self.broken = False
         """A matcher of it broke. llguidance's share a lexer that stays broken when it passes a limit, so
         no later request may be given one: the grammar is compiled again."""

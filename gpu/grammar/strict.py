@@ -39,6 +39,11 @@ _FORMATS = frozenset(
     ("time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference", "uuid", "json-pointer")
 )
 """Not date and date-time: xgrammar takes the 30th of February."""
+_INSIDE = (
+    "cannot be held to, with this model's vocabulary, where tool calls, thinking or tags of your own stand "
+    "around the JSON: leave it out of the schema, or ask for the JSON without tools and thinking"
+)
+"""What a client can do about it: it may never have heard of structural tags."""
 _KEYS: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
@@ -101,7 +106,7 @@ def _check_node(schema: Mapping[str, Json], path: str) -> None:
     allowed = frozenset().union(*(_KEYS[kind] for kind in listed)) | {"type"}
     for key in sorted(keys - allowed):
         if key in _KNOWN:
-            refuse(key, path, "is not supported in structural tags")
+            refuse(key, path, _INSIDE)
     _check_values(schema, path)
 
 
@@ -116,7 +121,7 @@ def _check_first(first: str, schema: Mapping[str, Json], keys: set[str], path: s
             refuse("type", path, f"contradicts '{first}' beside it")
         beside -= {"type"}
     if beside:
-        refuse(min(beside), path, f"beside '{first}' is not supported in structural tags")
+        refuse(min(beside), path, f"beside '{first}' {_INSIDE}")
     if first == "$ref" and not (isinstance(schema[first], str) and _POINTER.fullmatch(schema[first])):
         refuse(first, path, "must point to '#', '#/$defs/NAME' or '#/definitions/NAME' in structural tags")
     if first in ("anyOf", "oneOf", "allOf"):
@@ -127,9 +132,9 @@ def _check_branches(keyword: str, branches: Json, path: str) -> None:
     if not isinstance(branches, list) or not branches:
         refuse(keyword, path, "needs at least one branch")
     if any(branch is False for branch in branches):
-        refuse(keyword, path, "with a branch 'false' is not supported in structural tags")
+        refuse(keyword, path, f"with a branch 'false' {_INSIDE}")
     if keyword == "allOf" and len(branches) > 1:
-        refuse(keyword, path, "of several schemas is not supported in structural tags")
+        refuse(keyword, path, f"of several schemas {_INSIDE}")
     if keyword == "oneOf" and not _disjoint(branches):
         refuse(keyword, path, "needs branches of different types in structural tags")
 
@@ -155,11 +160,11 @@ def _check_values(schema: Mapping[str, Json], path: str) -> None:
         if name not in properties:
             refuse("required", path, f"names {name!r:.60}, which is not among the properties")
     if any(value is False for value in properties.values()):
-        refuse("properties", path, "with a schema 'false' are not supported in structural tags")
+        refuse("properties", path, f"with a schema 'false' {_INSIDE}")
     if isinstance(schema.get("items"), list):
         refuse("items", path, "as a list is not supported in structural tags: use 'prefixItems'")
     if "format" in schema and schema["format"] not in _FORMATS:
-        refuse("format", path, f"has the unsupported value {schema['format']!r:.60}")
+        refuse("format", path, f"of value {schema['format']!r:.60} {_INSIDE}")
     for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minItems", "maxItems"):
         value = schema.get(key, 0)
         if not _TYPES["number"](value) or abs(value) > _WORD:

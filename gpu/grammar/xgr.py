@@ -152,6 +152,8 @@ def check_tag(text: str) -> Json:
         if kind not in _FORMATS:
             raise Refused(f"The structural tag has a format of unknown type {kind!r:.60}.")
         if kind in ("json_schema", "qwen_xml_parameter"):
+            if isinstance(node, dict):
+                node.pop("lenient", None)  # it is not: llguidance alone leaves out what it cannot hold
             normalise(node.get("json_schema"))
             check_strict(node.get("json_schema"))
             narrow(node.get("json_schema"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.http.warning import warnings
 from app.submit import Limits, Submitter
 from app.text.tokenizer import Tokenizer
 from core.clock import monotonic
@@ -22,6 +23,8 @@ SPEC = GrammarSpec("regex", "a+", "regex")
 
 class Compiled:
     """A grammar that no fake device looks into."""
+
+    warnings: tuple[str, ...] = ()
 
     def matcher(self) -> Any:
         return None
@@ -89,6 +92,15 @@ async def test_a_refusal_leaves_nothing_behind(bench: Bench) -> None:
     compiler.error = None
     run = await bench.start("a", grammar=SPEC)  # the id is free again
     await run.wait()
+
+
+async def test_what_a_grammar_does_not_hold_is_told(bench: Bench) -> None:
+    compiler = compiler_of(bench)
+    compiler.ready.set()
+    compiler.grammar.warnings = ("'not' at #", "Unknown format: topic")
+    with warnings() as said:
+        await (await bench.start("a", grammar=SPEC)).wait()
+    assert said == ["'regex' is not held to all of its schema: 'not' at #, Unknown format: topic."]
 
 
 async def test_a_client_that_goes_away_takes_its_compile_along(bench: Bench) -> None:

@@ -359,6 +359,54 @@ async def test_counts_may_be_written_as_floats(compiler: Compiler) -> None:
     assert "maxItems" in await refusal(compiler, "json_schema", {"type": "array", "maxItems": 1.5})
 
 
+LENIENT: list[tuple[Any, list[str]]] = [
+    ({"type": "object", "not": {"required": ["b"]}}, ["'not' at #"]),
+    ({"if": {}, "then": {}, "else": {}, "type": "object"}, ["'if' at #", "'then' at #", "'else' at #"]),
+    (
+        {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+        ["'uniqueItems' at #/pr"],
+    ),
+    ({"type": "object", "minProperties": 3}, ["'minProperties' at #"]),
+    (
+        {"type": "object", "properties": {"b": {"type": "string", "format": "topic"}}},
+        ["Unknown format: topic"],
+    ),
+    ({"type": "object", "properties": {"a": {"pattern": "(?=b)"}}}, ["'pattern' at #/properties/a"]),
+    ({"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}, ["'$ref' at #/properties/a"]),
+    ({"oneOf": [{"type": "object"}, {"type": "object", "title": "x"}]}, ["oneOf"]),
+    ({"type": "object", "patternProperties": {"^a": {}, "b$": {}}}, ["'patternProperties' at #"]),
+    ({"type": "object", "properties": {"a": {"type": "array"}}}, []),
+]
+
+
+@pytest.mark.parametrize(("schema", "dropped"), LENIENT, ids=lambda one: json.dumps(one)[:40])
+async def test_a_lenient_schema_says_what_it_does_not_hold(
+    compiler: Compiler, schema: Any, dropped: list[str]
+) -> None:
+    text = json.dumps(schema)
+    inner = {"type": "json_schema", "json_schema": schema, "lenient": True}
+    alone = await compiler.compile(GrammarSpec("json_schema", text, "field", lenient=True))
+    tagged = await compiled(compiler, "structural_tag", tag(inner))
+    for grammar in (alone, tagged):
+        assert isinstance(grammar, Grammar)
+        assert len(grammar.warnings) == len(dropped)
+        for warning, words in zip(grammar.warnings, dropped, strict=True):
+            assert words in warning
+        assert accepts(grammar, '{"a":[]}')
+        assert not accepts(grammar, "[]")
+    if dropped:
+        await refusal(compiler, "json_schema", schema)
+        await refusal(compiler, "structural_tag", tag({**inner, "lenient": False}))
+    else:
+        assert (await compiled(compiler, "json_schema", schema)).warnings == ()
+
+
+async def test_what_is_no_schema_is_refused_from_lenient_ones_too(compiler: Compiler) -> None:
+    for text in ("[]", "false", '{"type":"strnig"}', '{"x-guidance":{"lenient":true},"type":5}'):
+        with pytest.raises(RequestError):
+            await compiler.compile(GrammarSpec("json_schema", text, "field", lenient=True))
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "word"),
     [

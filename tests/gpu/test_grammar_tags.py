@@ -68,7 +68,7 @@ def text_of(form: Any) -> str:
 
 
 def both(form: Any) -> list[Grammar]:
-    source = LLGUIDANCE.written(text_of(form))
+    source = LLGUIDANCE.written(text_of(form)).text
     return [LLGUIDANCE.compile("lark", source), XGRAMMAR.compile("structural_tag", text_of(form))]
 
 
@@ -187,7 +187,7 @@ MIXED = {
 @pytest.mark.parametrize("name", MIXED)
 def test_what_llguidance_would_mix_up_is_not_written(name: str) -> None:
     with pytest.raises(Unwritten):
-        lark_of({"format": MIXED[name]}, MARKS, lambda schema, blanks: json.dumps(schema))
+        lark_of({"format": MIXED[name]}, MARKS, lambda part: json.dumps(part.schema))
 
 
 @pytest.fixture
@@ -306,4 +306,4 @@ def test_rows_of_a_step_are_written_over_by_the_next() -> None:
 def test_a_schema_in_a_tag_is_refused_before_it_is_written() -> None:
     with pytest.raises(Refused, match="if"):
         LLGUIDANCE.written(text_of(js({"if": {}})))
-    assert DATED["type"] == "object" and "format" in LLGUIDANCE.written(text_of(js(DATED)))
+    assert DATED["type"] == "object" and "format" in LLGUIDANCE.written(text_of(js(DATED))).text
