@@ -4,6 +4,8 @@
     python -m bench.structured --behind 1000            the same for that many of them behind a thinking
     python -m bench.structured --generate 300           SmolLM2 writes, jsonschema reads
     python -m bench.structured --hostile                its stream beside grammars that mean harm
+    python -m bench.structured --lenient                masks, over what "strict": false lets through
+    python -m bench.structured --suite DIR              verdicts on the official JSON-Schema-Test-Suite
 
 The first feeds each schema's valid and invalid instances (compact JSON) token by token through the masks:
 a token is taken only if its bit is set, and the text counts as accepted if an end may follow. Schemas
@@ -74,16 +76,33 @@ def cases(data: Path) -> list[Case]:
     return found
 
 
+def suite(directory: Path) -> list[Case]:
+    """The groups of the official suite's draft 2020-12, formats as assertions included. The file that has
+    formats as annotations says the opposite of those, and is left out."""
+    found = []
+    root = directory / "tests" / "draft2020-12"
+    for path in sorted([*root.glob("*.json"), *root.glob("optional/**/*.json")]):
+        if path != root / "format.json":
+            for group in json.loads(path.read_text()):
+                tests = [(test["data"], test["valid"]) for test in group["tests"]]
+                found.append(Case(str(path.relative_to(root)), group["schema"], tests))
+    return found
+
+
 class Tally:
     """What was counted over all schemas."""
 
-    def __init__(self, before: list[int] | None = None) -> None:
+    def __init__(self, before: list[int] | None = None, lenient: bool = False) -> None:
+        self.lenient = lenient
+        """Schemas are taken as "strict": false takes them."""
         self.before = before
         """Tokens of a thinking that each instance stands behind; None: it is the whole answer."""
         self.thinking: list[float] = []
         """Seconds of their masks."""
         self.schemas = 0
         self.refused: Counter[str] = Counter()
+        self.warned = 0
+        """Schemas of which something is not held."""
         self.compile: list[float] = []
         self.fills: list[float] = []
         self.valid = 0
@@ -100,6 +119,7 @@ class Tally:
             "compile_failed": failed,
             "supported_share": round(1 - failed / self.schemas, 4),
             "compile_failed_by": dict(self.refused.most_common(40)),
+            **({"warned": self.warned} if self.lenient else {}),
             "valid_instances": self.valid,
             "valid_rejected": sum(self.rejected.values()),
             "valid_rejected_share": round(sum(self.rejected.values()) / max(self.valid, 1), 5),
@@ -147,10 +167,11 @@ async def measure(arguments: argparse.Namespace) -> Tally:
     tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
     compiler = Compiler(tokenizer.token_table(WIDTH), HelperProcess(), cache_bytes=2**24)
     before = tokenizer.encode(f"{THINKING}</think>\n\n", add_special=False).tolist()
-    tally = Tally(before if arguments.behind else None)
+    tally = Tally(before if arguments.behind else None, arguments.lenient)
     deadline = time.monotonic() + arguments.seconds
+    given = suite(arguments.suite) if arguments.suite else cases(arguments.data)
     try:
-        for case in cases(arguments.data)[: arguments.behind or arguments.schemas or None]:
+        for case in given[: arguments.behind or arguments.schemas or None]:
             if time.monotonic() > deadline:
                 break
             await _one(case, compiler, tokenizer, tally)
@@ -167,7 +188,7 @@ async def _one(case: Case, compiler: Compiler, tokenizer: Tokenizer, tally: Tall
     begun = time.perf_counter()
     try:
         text = json.dumps(case.schema, ensure_ascii=False)
-        spec: GrammarSpec | None = GrammarSpec("json_schema", text)
+        spec: GrammarSpec | None = GrammarSpec("json_schema", text, lenient=tally.lenient)
         if tally.before is not None:
             spec = constraint(Wanted(answer=spec, thinking="possible"), TOOLS["hermes"], REASONING["think"])
         assert spec is not None
@@ -178,6 +199,7 @@ async def _one(case: Case, compiler: Compiler, tokenizer: Tokenizer, tally: Tall
     finally:
         tally.compile.append(time.perf_counter() - begun)
     assert isinstance(grammar, Grammar)
+    tally.warned += bool(grammar.warnings)
     for value, valid in case.tests:
         written = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         try:
@@ -479,6 +501,10 @@ async def _others(
             tally[finish.reason.value] += 1
 
 
+PARTS = ("behind_thinking", "generated", "neighbour", "lenient", "test_suite")
+"""Figures of runs with an option of their own."""
+
+
 def main() -> None:
     """Measure, and keep bench/results/structured.json; each part leaves the other's figures alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -489,6 +515,8 @@ def main() -> None:
     parser.add_argument("--behind", type=int, default=0, help="schemas to measure behind a thinking")
     parser.add_argument("--generate", type=int, default=0, help="schemas that the model writes for")
     parser.add_argument("--tokens", type=int, default=200, help="of each generated answer")
+    parser.add_argument("--lenient", action="store_true", help='schemas as "strict": false takes them')
+    parser.add_argument("--suite", type=Path, help="the unpacked JSON-Schema-Test-Suite, in place of --data")
     parser.add_argument("--hostile", action="store_true", help="measure a neighbour of hostile grammars")
     arguments = parser.parse_args()
     kept = RESULTS / "structured.json"
@@ -498,6 +526,10 @@ def main() -> None:
         del figures["name"], figures["conditions"]
     if arguments.generate:
         figures["generated"] = asyncio.run(generate(arguments))
+    elif arguments.suite:
+        figures["test_suite"] = asyncio.run(measure(arguments)).figures()
+    elif arguments.lenient:
+        figures["lenient"] = asyncio.run(measure(arguments)).figures()
     elif arguments.behind:
         figures["behind_thinking"] = asyncio.run(measure(arguments)).figures()
     elif arguments.hostile:
@@ -505,7 +537,7 @@ def main() -> None:
     else:
         tally = asyncio.run(measure(arguments))
         figures = {"tokenizer": "Qwen3", **tally.figures()} | {
-            name: figures[name] for name in ("behind_thinking", "generated", "neighbour") if name in figures
+            name: figures[name] for name in PARTS if name in figures
         }
     write("structured", figures)
 

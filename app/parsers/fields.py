@@ -51,7 +51,7 @@ def arguments(schema: Mapping[str, Any], fields: Fields, strict: bool, loose: bo
     properties = dict(schema.get("properties", {}))
     if loose:
         properties = {name: {} for name in properties}
-    elif found := next((key for key in _WHOLE if key in schema), None):
+    elif found := next((key for key in _WHOLE if key in schema and not _idle(key, schema[key])), None):
         raise Unwritable(
             f"the keyword '{found}' beside its properties has no grammar in this model's format."
         )
@@ -150,6 +150,11 @@ class _Writer:
         """A property's schema with the definitions that it may refer to."""
         shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return {**schema, **shared} if shared and isinstance(schema, Mapping) else schema
+
+
+def _idle(keyword: str, value: Any) -> bool:
+    """Whether it asks for nothing: zod writes of every record that its names are strings."""
+    return keyword == "propertyNames" and value in (True, {}, {"type": "string"})
 
 
 def _held(schema: Any) -> str | None:

@@ -147,6 +147,15 @@ async def test_the_choice_reaches_prompt_and_grammar(server: Server) -> None:
         assert job.text.skip_special_tokens
 
 
+async def test_a_function_is_lenient_where_strict_is_false(server: Server) -> None:
+    know(server)
+    for strict, lenient in ((False, True), (True, False), (None, False)):
+        tool = {"type": "function", "function": {**WEATHER["function"], "strict": strict}}
+        await server.post(CHAT, chat(tools=[tool], tool_choice="required"))
+        text = server.engine.runs[-1].job.grammar.text
+        assert ('"lenient":true' in text) is lenient
+
+
 async def test_one_call_at_most_where_a_grammar_can_say_so(server: Server) -> None:
     know(server)
     for fields in ({"tool_choice": NAMED}, {"tool_choice": "required", "parallel_tool_calls": False}):

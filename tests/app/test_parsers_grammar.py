@@ -264,6 +264,26 @@ def test_functions_that_are_not_strict_are_held_to_names_within_free_text() -> N
     assert not accepts(coder, "<function=trip>\n</function>")  # it would be read as a call
 
 
+def test_names_that_any_string_is_ask_for_nothing() -> None:
+    for family in TAGGED:
+        record = {**TRIP, "propertyNames": {"type": "string"}}
+        assert grammar(TOOLS[family], tools=(Tool("trip", record),)).kind == "structural_tag"
+        with pytest.raises(RequestError, match="propertyNames"):
+            grammar(TOOLS[family], tools=(Tool("trip", {**TRIP, "propertyNames": {"pattern": "a"}}),))
+
+
+def test_only_what_was_said_not_to_be_strict_is_lenient() -> None:
+    for lenient in (False, True):
+        tools = (Tool("f", SCHEMA, lenient=lenient), STRICT)
+        spec = constraint(Wanted(tools=tools, calls="required"), TOOLS["hermes"], None)
+        assert spec is not None
+        begun, held = json.loads(spec.text)["format"]["tags"]
+        assert begun["content"].get("lenient", False) is lenient
+        assert "lenient" not in held["content"]
+    answer = GrammarSpec("json_schema", '{"type":"object"}', lenient=True)
+    assert answer_element(answer)["lenient"] is True and "lenient" not in answer_element(ANSWER)
+
+
 UNHELD: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"type": "string", "pattern": "^x$"}}}, "pattern"),
     ({"properties": {"a": {"type": "string", "maxLength": 5}}}, "maxLength"),
@@ -281,6 +301,8 @@ def test_what_bare_arguments_cannot_be_held_to_is_refused(schema: dict[str, Any]
     with pytest.raises(RequestError) as refused:
         constraint(Wanted(tools=tools, calls="required"), TOOLS["qwen3_coder"], None)
     assert f"'{word}'" in refused.value.message and "'trip'" in refused.value.message
+    if word in ("pattern", "maxLength", "format"):
+        assert f"Leave '{word}' out" in refused.value.message and '"strict": true' in refused.value.message
     assert refused.value.param == "tool_choice"
 
 
