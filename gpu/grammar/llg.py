@@ -15,6 +15,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from core.grammar import TokenTable
+from gpu.grammar.formats import respell_formats
 from gpu.grammar.lark import SchemaPart, Unwritten, lark_of, marks_of
 from gpu.grammar.normal import normalise, writes_controls
 from gpu.grammar.regex import ascii_classes
@@ -231,6 +232,7 @@ def _prepared(schema: Json, lenient: bool, dropped: list[str]) -> dict[str, Any]
         check_schema(schema)
     if schema is False:
         raise Refused("The schema false allows nothing.")
+    respell_formats(schema)
     escapes = _SCHEMA_OPTIONS["json_allowed_escapes"]
     if writes_controls(schema, _dumped(schema)):
         escapes += "u"

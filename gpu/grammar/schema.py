@@ -4,8 +4,8 @@ A keyword that a library ignores makes an answer that looks constrained and is n
 schema is walked first and the request refused with the keyword named. Only real subschema positions
 count: a property called "not" is a name, `not` beside `type` is a keyword.
 
-Formats hold as far as a regular language goes: leap years, leap seconds and the tables of IDNA are out
-of reach. `contentEncoding` and `contentMediaType` are annotations, as the standard has them.
+Formats hold, or are narrowed to what a regular language has of them (`gpu/grammar/formats.py`).
+`contentEncoding` and `contentMediaType` are annotations, as the standard has them.
 """
 
 from __future__ import annotations

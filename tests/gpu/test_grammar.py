@@ -326,6 +326,41 @@ async def test_keywords_that_ask_for_nothing_pass(compiler: Compiler) -> None:
     assert accepts(await compiled(compiler, "json_schema", schema), "[1,1]")
 
 
+LONG = "a." * 126 + "ab"
+"""A host name of 254 characters."""
+FORMATS = [
+    (
+        "date",
+        ["2024-02-29", "2000-02-29", "1999-12-31"],
+        ["2021-02-29", "2100-02-29", "1999-04-31", "1999-1-1"],
+    ),
+    ("time", ["08:30:06Z", "23:59:59.123+05:30"], ["23:59:60+01:00", "24:00:00Z", "08:30:06"]),
+    ("date-time", ["1963-06-19T08:30:06.28Z"], ["1990-02-31T15:59:59Z", "1998-12-31T23:58:60Z"]),
+    ("json-pointer", ["", "/a/b~0~1"], ["/a~", "a"]),
+    ("relative-json-pointer", ["0#", "120/a"], ["/a", "01"]),
+    ("iri", ["http://a/b"], ["//a/b"]),
+    ("hostname", ["a.b-c.example", "a1", "ab-c--d"], ["xn--X", "a.XN--a", "-a", "a" * 64, LONG]),
+    ("idn-hostname", ["a.example"], ["xn--X"]),
+    ("idn-email", ["joe@example.com"], ["2962"]),
+]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong"), FORMATS, ids=lambda one: str(one)[:20])
+async def test_formats_are_held_to(compiler: Compiler, name: str, right: list[str], wrong: list[str]) -> None:
+    alone = await compiled(compiler, "json_schema", {"format": name})
+    beside = await compiled(
+        compiler, "json_schema", {"type": "string", "format": name, "pattern": "^[^Q]*$", "minLength": 0}
+    )
+    for text in right:
+        assert accepts(alone, json.dumps(text)) and accepts(beside, json.dumps(text)), text
+    for text in wrong:
+        assert not accepts(alone, json.dumps(text)) and not accepts(beside, json.dumps(text)), text
+    assert accepts(alone, "12"), "a format is about strings"
+    narrowed = {"type": "string", "format": name, "pattern": "^Q"}
+    if name in ("date", "time", "date-time", "relative-json-pointer"):
+        assert "nsatisfiable" in await refusal(compiler, "json_schema", narrowed)
+
+
 @pytest.mark.parametrize("names", [{"type": "string"}, {}, True])
 async def test_names_that_may_be_any_string_pass(compiler: Compiler, names: Any) -> None:
     """zod 4 writes it for every record."""

@@ -306,4 +306,4 @@ def test_rows_of_a_step_are_written_over_by_the_next() -> None:
 def test_a_schema_in_a_tag_is_refused_before_it_is_written() -> None:
     with pytest.raises(Refused, match="if"):
         LLGUIDANCE.written(text_of(js({"if": {}})))
-    assert DATED["type"] == "object" and "format" in LLGUIDANCE.written(text_of(js(DATED))).text
+    assert DATED["type"] == "object" and "pattern" in LLGUIDANCE.written(text_of(js(DATED))).text
