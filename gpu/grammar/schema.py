@@ -52,6 +52,9 @@ _SINGLE = (
     "unevaluatedProperties",
 )
 
+_POSITIONS = frozenset((*_IN_MAP, *_IN_LIST, *_SINGLE))
+"""Where subschemas stand. A list may stand in a single one's place: `items` of draft 4."""
+
 _UNSUPPORTED = (
     "not",
     "if",
@@ -114,18 +117,15 @@ def subschemas(root: Json) -> Iterator[Place]:
         schema, path = place
         if not isinstance(schema, Mapping):
             continue
-        for key in _IN_MAP:
-            if isinstance(found := schema.get(key), Mapping):
+        for key, found in schema.items():
+            if key not in _POSITIONS:
+                continue
+            if isinstance(found, list) and key not in _IN_MAP:
+                ahead += [Place(child, f"{path}/{key}/{i}") for i, child in enumerate(found)]
+            elif key in _IN_MAP and isinstance(found, Mapping):
                 ahead += [Place(child, f"{path}/{key}/{name}") for name, child in found.items()]
-        for key in _IN_LIST:
-            if isinstance(found := schema.get(key), list):
-                ahead += [Place(child, f"{path}/{key}/{i}") for i, child in enumerate(found)]
-        for key in _SINGLE:
-            found = schema.get(key)
-            if isinstance(found, Mapping | bool):
+            elif key in _SINGLE and isinstance(found, Mapping | bool):
                 ahead.append(Place(found, f"{path}/{key}"))
-            elif isinstance(found, list):  # `items` of draft 4
-                ahead += [Place(child, f"{path}/{key}/{i}") for i, child in enumerate(found)]
 
 
 class Fault(NamedTuple):
