@@ -17,7 +17,7 @@ from gpu.grammar.lark import Unwritten
 from gpu.grammar.llg import LlgBackend, Loose
 from gpu.grammar.rules import Ruled, RuleStepper
 from gpu.grammar.schema import Refused
-from gpu.grammar.sizes import SHORT, check_text, runs_away
+from gpu.grammar.sizes import check_text, runs_away
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.trial import Trials
 from gpu.grammar.xgr import XgrBackend
@@ -152,11 +152,20 @@ class Compiler:
         return self._llguidance.written(key.text)
 
     async def _made(self, key: Key) -> Grammar:
-        short = len(key.text) <= SHORT and key.kind != "structural_tag"  # looked at in 20 µs
-        if _checked(key) if short else await self._in_thread(lambda: _checked(key)):
+        made = await self._in_thread(lambda: self._direct(key))
+        if made is None:
             await self._try(key)
+            made = await self._in_thread(lambda: self._compiled(key))
+        return made
+
+    def _direct(self, key: Key) -> Grammar | None:
+        """The grammar, None when the helper has to try it first. Raises `Refused`."""
+        check_text(key.kind, key.text)
+        return None if runs_away(key.kind, key.text) else self._compiled(key)
+
+    def _compiled(self, key: Key) -> Grammar:
         backend = self._xgrammar if key.kind == "structural_tag" else self._llguidance
-        return await self._in_thread(lambda: backend.compile(key.kind, key.text))
+        return backend.compile(key.kind, key.text)
 
     async def _try(self, key: Key) -> None:
         """Compile in the helper. Raises `Refused` for what it answers or when it passes its limits."""
@@ -181,9 +190,3 @@ class _Shared:
     def __init__(self, task: asyncio.Future[Grammar | Refusal]) -> None:
         self.task = task
         self.waiting = 0
-
-
-def _checked(key: Key) -> bool:
-    """Whether the helper has to try it first. Raises `Refused` for what is too large."""
-    check_text(key.kind, key.text)
-    return runs_away(key.kind, key.text)
