@@ -97,6 +97,12 @@ class Stream:
                 text += self._stops.flush()
         self._send(text, finish)
 
+    def fail(self, finish: Finish) -> None:
+        """The client is told that the text cannot go on; also when it was its last piece that raised."""
+        sink = self._sink if self.done else self._last
+        self.done = True
+        sink(self._index, Piece("", [], None, finish))
+
     def _count(self, token: int, logprobs: RowLogprobs | None) -> None:
         self.count += 1
         if self._tokens is None:

@@ -6,13 +6,16 @@ Everything here runs on the event loop, in callbacks that end within a fraction 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import logging
 from collections.abc import Callable
 
+from app.backlog import Backlog
 from app.deliver import Stream
+from app.logs import log_stacks
 from app.orders import Orders
 from app.recorder import Recorder
 from core.clock import Clock
+from core.errors import Unavailable
 from core.executor import Executor
 from core.order import OrderDone
 from core.plan import StepFailure
@@ -21,12 +24,14 @@ from core.schedule.scheduler import Confirmed, Scheduler
 from core.stats import EngineStatistics
 from core.types import Finish, FinishReason
 
+log = logging.getLogger(__name__)
+
 BACKLOG = 4
 """Results that may wait for delivery before planning pauses. Only a device that is faster than the
 loop gets there; without a bound its tokens would pile up in memory."""
 
-SLICE = 32
-"""Rows delivered in one callback: 32 rows of at most 10 µs stay under the loop's 0.3 ms."""
+PAUSED_TICK = 0.25
+"""Seconds between two ticks while requests wait for a paused engine: their time may run out."""
 
 
 class Engine:
@@ -36,6 +41,9 @@ class Engine:
     `depth` + 1 steps are in flight, and only then deliver, in slices, so that writing to clients
     never delays the device.
 
+    Its callbacks have a boundary: what raises there fails the engine as a whole, since nobody knows
+    whose token was lost. Every stream gets an error then, and nothing runs any more.
+
     Owner: event loop.
     """
 
@@ -43,6 +51,8 @@ class Engine:
         self.scheduler = scheduler
         self.recorder = Recorder(clock)
         self.failure: str | None = None
+        self.hung = False
+        """The failure is a device that does not answer: its threads never end."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.on_add: Callable[[list[Request]], None] = lambda requests: None
         """Called before requests are queued: who runs in the background can make room."""
@@ -53,8 +63,7 @@ class Engine:
         self.orders = Orders(executor)
         self._executor = executor
         self._depth = min(depth, executor.capabilities.max_depth)
-        self._streams: dict[Request, Stream] = {}
-        self._backlog: deque[tuple[Confirmed, int]] = deque()
+        self._backlog = Backlog(self.recorder, self._stopped)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick_due = False
         self._deliver_due = False
@@ -69,49 +78,53 @@ class Engine:
         self._executor.start(wake)
 
     def close(self) -> None:
-        """Stop the executor. Requests that still run end with an error."""
-        self._executor.close()
+        """Stop the executor. Requests and orders that still run end with an error."""
+        if not self.hung:
+            self._executor.close()
+        self._loop = None
         self._end_all("The server is shutting down.")
 
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, requests: list[Request], streams: list[Stream]) -> None:
-        """Queue all of them, or raise and queue none."""
+        """Queue all of them, or raise and queue none. Raises `Unavailable` after a failure."""
+        if self.failure is not None:
+            raise Unavailable(f"The engine has failed: {self.failure}")
         self.on_add(requests)
         self.scheduler.add(requests)
         for request, stream in zip(requests, streams, strict=True):
-            self._streams[request] = stream
+            self._backlog.open(request, stream)
         self._wake()
 
     def abort(self, request: Request, finish: Finish) -> None:
         """End a request in any state; its last piece follows."""
-        self.scheduler.abort(request, finish)
-        self._wake()
+        if self.failure is None:  # else it has had its last piece
+            self.scheduler.abort(request, finish)
+            self._wake()
 
     def abort_all(self, finish: Finish) -> None:
         """End every request that is here."""
         for request in self.scheduler.requests():
-            self.scheduler.abort(request, finish)
-        self._wake()
+            self.abort(request, finish)
 
     def resume(self) -> None:
         """Plan again."""
         self.paused = False
-        self._wake()
+        self._rested()
 
     def slow_down(self, gap: float) -> None:
         """Leave `gap` seconds between a plan and the next; 0: none."""
         self._gap = gap
-        if self._resting is not None:
-            self._resting.cancel()
-            self._rested()
+        self._rested()
 
-    def _rest(self) -> None:
+    def _rest(self, seconds: float) -> None:
         assert self._loop is not None
-        self._resting = self._loop.call_later(self._gap, self._rested)
+        self._resting = self._loop.call_later(seconds, self._rested)
 
     def _rested(self) -> None:
-        self._resting = None
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = None
         self._wake()
 
     # -- the step ----------------------------------------------------------------------------------
@@ -124,19 +137,41 @@ class Engine:
 
     def _tick(self) -> None:
         self._tick_due = False
+        self._bounded(self._step)
+
+    def _deliver(self) -> None:
+        self._deliver_due = False
+        self._bounded(self._deliver_slice)
+
+    def _bounded(self, act: Callable[[], None]) -> None:
+        """The boundary of the callbacks."""
+        if self.failure is not None or self._loop is None:
+            return
+        try:
+            act()
+        except Exception as error:
+            log.exception("the step loop raised")
+            if act == self._deliver_slice:
+                self._backlog.clear()  # what follows the lost tokens would be text with a hole
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def _step(self) -> None:
+        """Apply what has arrived, plan what follows."""
         for result in self._executor.results():
             if isinstance(result, OrderDone):
                 self.orders.settle(result)
                 continue
             if isinstance(result, StepFailure):
-                self._fail(result.reason)
+                self.fail(result.reason)
                 return
             confirmed = self.scheduler.apply(result)
             self.recorder.step(len(confirmed.tokens), result.seconds)
-            self._backlog.append((confirmed, 0))
+            self._backlog.add(confirmed)
         self._submit()
         if not self.scheduler.in_flight:
             self.orders.is_quiet()
+            if self.paused or self.scheduler.idle:
+                self.recorder.rest()
         self._deliver_soon()
 
     def _submit(self) -> None:
@@ -146,103 +181,61 @@ class Engine:
                 break
             self._executor.submit(plan)
             if self._gap:
-                self._rest()
+                self._rest(self._gap)
+        if self.paused and self._resting is None and not self.scheduler.idle:
+            self._rest(PAUSED_TICK)
         ended = self.scheduler.take_finished()
         if ended:
-            self._backlog.append((Confirmed([], [], {}, {}, [], ended), 0))
+            self._backlog.add(Confirmed([], [], {}, {}, [], ended))
 
     def _may_plan(self) -> bool:
         return (
             not self.paused
             and self._resting is None
-            and self.failure is None
             and self.scheduler.in_flight <= self._depth
             and len(self._backlog) < BACKLOG
         )
 
+    # -- delivery ----------------------------------------------------------------------------------
+
     def _deliver_soon(self) -> None:
-        if self._backlog and not self._deliver_due:
-            assert self._loop is not None
+        if self._backlog and not self._deliver_due and self._loop is not None:
             self._deliver_due = True
             self._loop.call_soon(self._deliver)
 
-    def _deliver(self) -> None:
-        self._deliver_due = False
-        if not self._backlog:
-            return
-        confirmed, start = self._backlog.popleft()
-        if start == 0:
-            self._give(confirmed)
-        stop = min(start + SLICE, len(confirmed.requests))
-        self._deliver_rows(confirmed, start, stop)
-        if stop < len(confirmed.requests):
-            self._backlog.appendleft((confirmed, stop))
-        else:
-            for request in confirmed.finished:
-                self._end(request)
+    def _deliver_slice(self) -> None:
+        if self._backlog:
+            self._backlog.deliver()
             if not self._backlog and not self.scheduler.in_flight:
                 self._wake()  # planning may have paused
-        self._deliver_soon()
+            self._deliver_soon()
 
-    def _give(self, confirmed: Confirmed) -> None:
-        """What steps know besides tokens, to whoever is still there."""
-        for request, logprobs in confirmed.prompt_logprobs:
-            if (stream := self._streams.get(request)) is not None:
-                stream.prompt_logprobs.append(logprobs)
-        for request, states in confirmed.hidden:
-            if (stream := self._streams.get(request)) is not None:
-                stream.hidden.append(states)
-        for request, chosen in confirmed.experts:
-            if (stream := self._streams.get(request)) is not None:
-                stream.experts.append(chosen)
-
-    def _deliver_rows(self, confirmed: Confirmed, start: int, stop: int) -> None:
-        requests, tokens, ends, logprobs = confirmed[:4]
-        streams = self._streams
-        for row in range(start, stop):
-            request = requests[row]
-            stream = streams.get(request)
-            if stream is None or stream.done:
-                continue  # ended by a stop string after this token was already on its way
-            if stream.count == 0:
-                self.recorder.first_token(request)
-            if row in ends:
-                # A row without finite logits has no token of its own.
-                last = tokens[row] if tokens[row] >= 0 else None
-                stream.end(ends[row], last, logprobs.get(row))
-                self._close(request, stream)
-            elif (finish := stream.feed(tokens[row], logprobs.get(row))) is not None:
-                self.scheduler.finish(request, finish)
-                self._close(request, stream)
-                self._wake()
-
-    def _end(self, request: Request) -> None:
-        stream = self._streams.get(request)
-        if stream is not None and not stream.done:
-            assert request.finish is not None
-            stream.end(request.finish)
-            self._close(request, stream)
-
-    def _close(self, request: Request, stream: Stream) -> None:
-        del self._streams[request]
-        # Tokens past a stop string were computed but belong to nobody's answer.
-        del request.output[stream.count :]
-        self.recorder.ended(request)
+    def _stopped(self, request: Request, finish: Finish) -> None:
+        """Its stream has ended it."""
+        if self.failure is None:
+            self.scheduler.finish(request, finish)
+            self._wake()
 
     # -- failure -----------------------------------------------------------------------------------
 
-    def _fail(self, reason: str) -> None:
+    def hang(self, reason: str) -> None:
+        """The device does not answer any more: see `app.watchdog`."""
+        self.hung = True
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        """End everything with `reason`, for good. Nothing happens after the first failure."""
+        if self.failure is not None:
+            return
         self.failure = reason
-        self._end_all(reason)
+        log_stacks()
         self.on_failure(reason)
+        self._end_all(reason)
 
     def _end_all(self, reason: str) -> None:
-        """Every promised stream gets its last piece, with the reason."""
-        while self._backlog:
-            self._deliver()
-        for request, stream in list(self._streams.items()):
-            del self._streams[request]
-            stream.end(Finish(FinishReason.ERROR, message=reason))
+        """Every promised stream gets its last piece, and every order its answer, with the reason."""
+        self.orders.fail(reason)
+        self._backlog.end_all(Finish(FinishReason.ERROR, message=reason))
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import logging
 import time
+from collections.abc import Callable
 
 from app.engine import Engine
+from app.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +33,13 @@ class Housekeeping:
     Owner: event loop.
     """
 
-    __slots__ = ("_collections", "_due", "_engine", "_lags", "_loop", "_stopped", "pause")
+    __slots__ = ("_collections", "_due", "_engine", "_lags", "_loop", "_stopped", "_watchdog", "pause")
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, engine: Engine, loop: asyncio.AbstractEventLoop, watchdog: Watchdog | None = None
+    ) -> None:
         self._engine = engine
+        self._watchdog = watchdog
         self._loop = loop
         self._lags: list[float] = []
         self._due = 0.0
@@ -48,8 +53,10 @@ class Housekeeping:
         gc.collect()
         gc.freeze()
         gc.disable()
-        self._measure()
-        self._loop.call_later(COLLECT_EVERY, self._collect)
+        self._every(LAG_EVERY, self._measure)
+        self._every(COLLECT_EVERY, self._collect)
+        if self._watchdog is not None:
+            self._every(self._watchdog.interval, self._watchdog.look)
 
     def stop(self) -> None:
         """Hand collection back."""
@@ -57,19 +64,29 @@ class Housekeeping:
         gc.enable()
         gc.unfreeze()
 
+    def _every(self, seconds: float, act: Callable[[], None]) -> None:
+        """Call `act` again and again. What it raises is a line in the log, not the end of its timer."""
+
+        def again() -> None:
+            if self._stopped:
+                return
+            try:
+                act()
+            except Exception:
+                log.exception("housekeeping raised; it goes on")
+            self._loop.call_later(seconds, again)
+
+        self._loop.call_later(seconds, again)
+
     def _measure(self) -> None:
         """uvloop's own clock stands still during a turn of the loop, so it cannot see a long one."""
         now = time.monotonic()
         if self._due:
             self._lags = [*self._lags[-LAG_WINDOW:], max(now - self._due, 0.0)]
             self._engine.recorder.lag = max(self._lags)
-        if not self._stopped:
-            self._due = now + LAG_EVERY
-            self._loop.call_later(LAG_EVERY, self._measure)
+        self._due = now + LAG_EVERY
 
     def _collect(self) -> None:
-        if self._stopped:
-            return
         begun = time.perf_counter()
         self._collections += 1
         idle = self._engine.idle
@@ -79,4 +96,3 @@ class Housekeeping:
             log.info("garbage collection took %.0f ms", 1e3 * self.pause)
         if idle:
             self._engine.scheduler.check_integrity()
-        self._loop.call_later(COLLECT_EVERY, self._collect)

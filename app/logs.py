@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import sys
+import tempfile
 import threading
 from collections import deque
+
+log = logging.getLogger(__name__)
 
 KEPT = 10_000
 """Lines that may wait for a reader of stderr; the oldest go first. A pipe that nobody reads takes
@@ -72,3 +76,17 @@ def set_up(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for chatty in ("asyncio", "urllib3", "filelock", "matplotlib"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def log_stacks() -> None:
+    """What every thread is doing, for whoever reads the log after a failure. By way of a file: only
+    the log's own thread may wait for the reader of stderr."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:  # a full disk, no descriptor left: what failed is still to be told
+        lines = [f"the stacks could not be dumped: {error}"]
+    for line in lines:
+        log.error("%s", line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from core.errors import RequestError
+from core.errors import EngineFailed, RequestError
 from core.executor import Executor
 from core.order import TAGS, Action, Order, OrderDone, Tag
 
@@ -15,16 +15,24 @@ class Orders:
     Owner: event loop.
     """
 
-    __slots__ = ("_count", "_executor", "_open", "_quiet")
+    __slots__ = ("_count", "_executor", "_failure", "_open", "_quiet")
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._count = 0
+        self._failure: str | None = None
         self._open: dict[int, asyncio.Future[None]] = {}
         self._quiet: list[asyncio.Future[None]] = []
 
+    @property
+    def open(self) -> int:
+        """Orders without an answer yet."""
+        return len(self._open)
+
     async def carry_out(self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS) -> None:
-        """Wait until it is done. Raises `RequestError` with the executor's reason when it is not."""
+        """Wait until it is done. Raises `RequestError` with the executor's reason when it is not, and
+        `EngineFailed` when nobody will ever say."""
+        self._check()
         order = Order(id=self._count, action=action, path=path, tags=tags)
         self._count += 1
         future = self._open[order.id] = asyncio.get_running_loop().create_future()
@@ -42,7 +50,8 @@ class Orders:
             future.set_exception(RequestError(done.error, code="order_refused"))
 
     async def quiet(self, in_flight: int) -> None:
-        """Until no step is in flight."""
+        """Until no step is in flight. Raises `EngineFailed`."""
+        self._check()
         if in_flight:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._quiet.append(future)
@@ -54,3 +63,16 @@ class Orders:
             if not future.done():
                 future.set_result(None)
         self._quiet.clear()
+
+    def fail(self, reason: str) -> None:
+        """The executor answers no more: nobody waits for it in vain, now or later."""
+        self._failure = reason
+        for future in (*self._open.values(), *self._quiet):
+            if not future.done():
+                future.set_exception(EngineFailed(reason))
+        self._open.clear()
+        self._quiet.clear()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(self._failure)

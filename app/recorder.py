@@ -40,6 +40,7 @@ class Recorder:
         "_end_to_end",
         "_inter_token",
         "_last_step",
+        "_previous",
         "_queue",
         "_seconds",
         "_spent",
@@ -56,6 +57,8 @@ class Recorder:
         self._end_to_end = Observations()
         self._queue = Observations()
         self._last_step = 0.0
+        self._previous = 0.0
+        """The step that the next one's tokens have waited since; 0: none, after a rest."""
         self._seconds = 0.0
         self._spent = 0.0
         self.lag = 0.0
@@ -68,11 +71,15 @@ class Recorder:
         self.steps += 1
         self.rows += tokens
         now = self._clock()
-        if self._last_step and tokens:
-            self._inter_token.add(now - self._last_step, tokens)
-        self._last_step = now
+        if self._previous and tokens:
+            self._inter_token.add(now - self._previous, tokens)
+        self._last_step = self._previous = now
         self._seconds = seconds
         self._spent += seconds
+
+    def rest(self) -> None:
+        """Nothing runs: what passes until the next step is nobody's wait for a token."""
+        self._previous = 0.0
 
     def first_token(self, request: Request) -> None:
         request.first_token_at = self._clock()

@@ -20,7 +20,7 @@ from app.job import Job, Piece, Sink
 from app.run import LiveRun
 from app.text.detokenizer import Detokenizer
 from core.clock import Clock
-from core.errors import Overloaded, RequestError
+from core.errors import Overloaded, RequestError, Unavailable
 from core.plan import PromptLogprobs, RowLogprobs
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import MAX_LOGPROBS
@@ -68,6 +68,10 @@ class _Ear(Stream):
             self.feed(last, logprobs)
         self.done, self.finish = True, finish
         self._heard()
+
+    def fail(self, finish: Finish) -> None:
+        """See `Stream.fail`."""
+        self.end(finish)
 
 
 def _ignore(index: int, piece: Piece) -> None:
@@ -162,7 +166,7 @@ class BeamRun(LiveRun):
                     break
                 prompts = await self._next(prompts)
             finish = self._stopped or failed or _LOST
-        except Overloaded as error:
+        except (Overloaded, Unavailable) as error:
             finish = Finish(FinishReason.ABORT, message=str(error))
         finally:
             for index in range(len(self.requests)):

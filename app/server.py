@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +24,7 @@ from aiohttp import web
 from app import logs
 from app.batch import Batches, Room
 from app.compose import Parts, assemble, load
+from app.engine import Engine
 from app.health import Health, Phase
 from app.housekeeping import Housekeeping
 from app.http.keys import BATCHES
@@ -29,6 +32,7 @@ from app.http.routes import make_app
 from app.http.runner import Runner
 from app.service import Service
 from app.submit import Submitter
+from app.watchdog import Watchdog
 from core.clock import monotonic
 from core.config import Config
 from core.errors import ConfigError
@@ -45,17 +49,26 @@ FAREWELL = 0.5
 
 PATHS = (("model", "model"), ("model", "tokenizer"), ("model", "chat_template"), ("serve", "data_dir"))
 """Settings that may name a place on this machine."""
+FAILED = 1
+"""Exit code after a failure of the engine."""
+HUNG = 3
+"""Exit code after the watchdog found that the device does not answer; 2 is for a wrong configuration."""
 
 T = TypeVar("T")
 
 
 def run(config: Config) -> int:
-    """Serve until a signal or a failure; returns the exit code. Raises `ConfigError`."""
+    """Serve until a signal or a failure; returns the exit code: 0, or `FAILED`. Raises `ConfigError`. After
+    a hang the process is ended here, with `HUNG`."""
     logs.set_up(config.serve.log_level)
     raise_file_limit()
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(config).serve())
+        code = runner.run(Server(config).serve())
+    if code == HUNG:
+        logging.shutdown()
+        os._exit(code)  # an ordinary exit waits for the device, inside its driver
+    return code
 
 
 class Server:
@@ -68,7 +81,7 @@ class Server:
         self._config = config
         self._service = Service(told_settings(config))
         self._stop = asyncio.Event()
-        self._failed = False
+        self._exit_code = 0
         self._submitter: Submitter | None = None
 
     async def serve(self) -> int:
@@ -91,7 +104,7 @@ class Server:
                 await self._run_engine(parts, application[BATCHES], begun)
         finally:
             await runner.cleanup()
-        return int(self._failed)
+        return self._exit_code
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -103,10 +116,11 @@ class Server:
     async def _run_engine(self, parts: Parts, batches: Batches, begun: float) -> None:
         live = assemble(parts, self._config)
         engine, self._submitter = live.engine, live.submitter
-        engine.on_failure = self._on_failure
+        engine.on_failure = partial(self._on_failure, engine)
         loop = asyncio.get_running_loop()
         engine.start(loop)
-        housekeeping = Housekeeping(engine, loop)
+        limit = self._config.serve.watchdog_timeout
+        housekeeping = Housekeeping(engine, loop, Watchdog(engine, limit, monotonic) if limit else None)
         housekeeping.start()
         self._service.ready(live.loaded)
         batches.start(self._service, Room(engine, live.capabilities))
@@ -129,22 +143,22 @@ class Server:
                 self._submitter.abort_all("The server is shutting down.")
         self._stop.set()
 
-    def _on_failure(self, reason: str) -> None:
+    def _on_failure(self, engine: Engine, reason: str) -> None:
         log.error("the engine failed: %s", reason)
-        self._failed = True
+        self._exit_code = HUNG if engine.hung else FAILED
         self._service.health = Health(Phase.FAILED, "failed", 1.0, f"the engine failed: {reason}")
         self._stop.set()
 
     async def _drain(self, submitter: Submitter) -> None:
         """Let what runs finish, up to the deadline; then end it with an error event."""
         submitter.drain()
-        if self._failed:
+        if self._exit_code:
             await asyncio.sleep(FAREWELL)
             return
         self._service.health = Health(Phase.DRAINING, "draining", 1.0, "the server is shutting down")
         log.info("draining for up to %g s", self._config.serve.drain_timeout)
         deadline = monotonic() + self._config.serve.drain_timeout
-        while not submitter.idle and not self._failed and monotonic() < deadline:
+        while not submitter.idle and not self._exit_code and monotonic() < deadline:
             await asyncio.sleep(DRAIN_POLL)
         if cut := submitter.abort_all("The server is shutting down."):
             log.warning("the drain deadline cut off %d requests", cut)

@@ -220,6 +220,14 @@ class ServeConfig(Struct, frozen=True, kw_only=True):
             "without it"
         ),
     ] = ""
+    watchdog_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds that a step may be on the device before the server gives it up, dumps every "
+            "thread's stack and ends with exit code 3; 0: for ever",
+            ge=0,
+        ),
+    ] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="what is logged")] = (
         "info"
     )

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from app.engine import BACKLOG, SLICE, Engine
+from app.backlog import SLICE
+from app.engine import BACKLOG, Engine
 from app.job import Job, Piece, TextOptions
 from app.submit import Limits, LiveRun, Submitter
 from app.text.tokenizer import Tokenizer

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from app.server import HUNG
 from tests.e2e.process import Process, dummy_model, flags, serving
 from tests.e2e.test_lifecycle import read_events
 from tests.patience import PATIENCE
@@ -20,7 +21,7 @@ WITHIN = 1.0
 BODY = {"prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
-async def failing(server: Process) -> tuple[list[Any], list[Any], float]:
+async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], list[Any], float]:
     """The events of a neighbour and of the request that breaks the device, and how long health took to
     say so after the neighbour's stream had ended."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
@@ -29,7 +30,7 @@ async def failing(server: Process) -> tuple[list[Any], list[Any], float]:
         async with session.post(url, json=BODY) as neighbour:
             assert neighbour.status == 200
             await neighbour.content.readuntil(b"\n\n")
-            broken = {**BODY, "custom_logit_processor": "fault"}
+            broken = {**BODY, "custom_logit_processor": fault}
             async with session.post(url, json=broken) as breaking:
                 ends = await asyncio.gather(read_events(neighbour), read_events(breaking))
             begun = time.monotonic()
@@ -55,3 +56,16 @@ async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
         assert events[-1] == "[DONE]"
         assert error["type"] == "server_error" and error["message"], error
     assert "the engine failed" in log
+
+
+async def test_a_device_that_hangs(tmp_path: Path) -> None:
+    more = ["--logit-processor", "hang=tests.fakes.boom:hang", "--watchdog-timeout", "1"]
+    with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
+        neighbour, breaking, told = await failing(server, "hang")
+        assert server.wait() == HUNG
+        log = server.log()
+    assert told < WITHIN
+    for events in (neighbour, breaking):
+        assert events[-1] == "[DONE]"
+        assert "--watchdog-timeout" in events[-2]["error"]["message"]
+    assert "loom-launch" in log or "in hang" in log, "the stacks of all threads"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -20,3 +21,9 @@ def fault(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -
         logits.index_select(0, beyond)
     else:
         raise SystemExit("the device is gone")
+
+
+def hang(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
+    """A step that never ends."""
+    if len(output_ids) >= AFTER:
+        threading.Event().wait()

@@ -59,6 +59,8 @@ class FakeExecutor:
         self.pending: deque[StepPlan] = deque()
         self.done: list[StepResult | StepFailure | OrderDone] = []
         self.orders: list[Order] = []
+        self.holds = False
+        """Orders take until `carry_out`."""
         self.refuse: str | None = None
         self.plans: list[StepPlan] = []
         self.eager = eager
@@ -94,9 +96,14 @@ class FakeExecutor:
             self._wake()
 
     def order(self, order: Order) -> None:
-        """Carried out at once; `refuse` says why not."""
+        """Carried out at once, unless `holds`; `refuse` says why not."""
         self.orders.append(order)
-        self.done.append(OrderDone(order.id, self.refuse))
+        if not self.holds:
+            self.carry_out()
+
+    def carry_out(self) -> None:
+        """Answer the last order."""
+        self.done.append(OrderDone(self.orders[-1].id, self.refuse))
         self._wake()
 
     def results(self) -> list[StepResult | StepFailure | OrderDone]:

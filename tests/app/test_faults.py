@@ -1,0 +1,297 @@
+"""Faults in the step loop: whoever lost a token is told, the others notice nothing, nobody waits in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.backlog import Backlog
+from app.deliver import Stream
+from app.engine import PAUSED_TICK
+from app.housekeeping import Housekeeping
+from app.job import Job, Piece
+from app.text.tokenizer import Tokenizer
+from app.watchdog import FIRST, Watchdog
+from core.errors import Unavailable
+from core.types import FinishReason
+from tests.app.test_engine import GREEDY, PROMPT, VOCAB, Bench, settle
+from tests.fakes.executor import oracle
+
+DEPTHS = [0, 1]
+AT = 3
+"""Calls that go well before the fault."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(None, VOCAB, [2])
+
+
+def failing(act: Callable[..., Any], after: int = AT) -> Callable[..., Any]:
+    """`act`, whose call number `after` raises."""
+    calls = 0
+
+    def faulty(*args: object) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise KeyError("injected")
+        return act(*args)
+
+    return faulty
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("where", ["plan", "apply", "deliver"])
+async def test_an_exception_in_the_loop_fails_the_engine_and_every_stream(
+    tokenizer: Tokenizer,
+    depth: int,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(tokenizer, depth=depth, rows=2)
+    reasons: list[str] = []
+    bench.engine.on_failure = reasons.append
+    if where == "deliver":
+        monkeypatch.setattr(Backlog, "deliver", failing(Backlog.deliver))
+    else:
+        monkeypatch.setattr(bench.engine.scheduler, where, failing(getattr(bench.engine.scheduler, where)))
+    runs = [await bench.start(f"j{i}", 50) for i in range(4)]  # two run, two wait
+    await asyncio.gather(*(run.wait() for run in runs))
+    expected = oracle(PROMPT.tolist(), 50, VOCAB)
+    for i in range(4):
+        finish = bench.pieces[f"j{i}-0"][-1].finish
+        assert finish is not None
+        assert (finish.reason, finish.message) == (FinishReason.ERROR, "KeyError: 'injected'")
+        tokens = bench.tokens(f"j{i}-0")
+        assert tokens == expected[: len(tokens)], "no hole before the error"
+    assert reasons == ["KeyError: 'injected'"]
+    assert "most recent call first" in caplog.text, "the stacks of all threads"
+    with pytest.raises(Unavailable):
+        await bench.start("late")
+    runs[0].abort()  # fine, and nothing more comes of it
+    await settle()
+    assert reasons == ["KeyError: 'injected'"]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("act", ["feed", "end"])
+async def test_an_exception_in_one_stream_ends_it_alone(
+    tokenizer: Tokenizer, depth: int, act: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tokenizer, depth=depth)
+    runs = [await bench.start(f"j{i}", 20) for i in range(3)]
+    whole = getattr(Stream, act)
+    faulty = failing(whole, AT if act == "feed" else 0)
+
+    def chosen(self: Stream, *args: object) -> Any:
+        return (faulty if self is runs[1].streams[0] else whole)(self, *args)
+
+    monkeypatch.setattr(Stream, act, chosen)
+    await asyncio.gather(*(run.wait() for run in runs))
+    await settle()
+    assert bench.reason("j1-0") is FinishReason.ERROR
+    for i in (0, 2):
+        assert bench.tokens(f"j{i}-0") == oracle(PROMPT.tolist(), 20, VOCAB)
+        assert bench.reason(f"j{i}-0") is FinishReason.LENGTH
+    assert bench.engine.failure is None
+    assert bench.submitter.idle
+    bench.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("raises", ["once", "last", "always"])
+async def test_a_sink_that_raises_ends_its_request_alone(
+    tokenizer: Tokenizer, depth: int, raises: str
+) -> None:
+    bench = Bench(tokenizer, depth=depth)
+    taken: list[Piece] = []
+    raised = 0
+
+    def sink(index: int, piece: Piece) -> None:
+        nonlocal raised
+        if raises == "always" or (not raised and (raises == "once" or piece.finish is not None)):
+            raised += 1
+            raise ValueError("injected")
+        taken.append(piece)
+
+    job = Job(id="bad", prompt=PROMPT, max_tokens=20, sampling=GREEDY, ignore_eos=True)
+    bad = await bench.submitter.start(job, sink)
+    good = await bench.start("good", 20)
+    await asyncio.gather(bad.wait(), good.wait())
+    await settle()
+    assert raised
+    if raises != "always":
+        finish = taken[-1].finish
+        assert finish is not None and finish.reason is FinishReason.ERROR and finish.message
+    assert bench.tokens("good-0") == oracle(PROMPT.tolist(), 20, VOCAB)
+    assert bench.engine.failure is None
+    assert bench.submitter.idle
+    bench.engine.scheduler.check_integrity()
+
+
+async def test_time_without_work_is_no_latency_between_tokens(tokenizer: Tokenizer) -> None:
+    now = [0.0]
+    bench = Bench(tokenizer, depth=1)
+    bench.engine.recorder._clock = lambda: now[0]
+    for i in range(3):
+        now[0] += 1000.0
+        run = await bench.start(f"j{i}", 5)
+        await run.wait()
+        await settle()
+    assert bench.submitter.statistics().inter_token.total == 0.0
+
+
+async def test_a_paused_engine_looks_at_its_clock_while_requests_wait(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tokenizer)
+    bench.engine.paused = True
+    later: list[tuple[float, Callable[[], None]]] = []
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(bench.engine, "_loop", Timers(loop, later))
+    await settle()
+    assert later == []
+    run = await bench.start("a", 4)
+    await settle()
+    assert [seconds for seconds, _ in later] == [PAUSED_TICK]
+    later.pop()[1]()
+    await settle()
+    assert len(later) == 1, "and again"
+    bench.engine.resume()
+    await run.wait()
+
+
+class Timers:
+    """A loop whose timers a test rings."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, later: list[tuple[float, Callable[[], None]]]
+    ) -> None:
+        self.call_soon = loop.call_soon
+        self.call_soon_threadsafe = loop.call_soon_threadsafe
+        self.later = later
+
+    def call_later(self, seconds: float, act: Callable[..., None], *args: object) -> object:
+        self.later.append((seconds, lambda: act(*args)))
+        return Ringing()
+
+
+class Ringing:
+    def cancel(self) -> None: ...
+
+
+# -- housekeeping -----------------------------------------------------------------------------------
+
+
+async def test_housekeeping_goes_on_after_it_raised(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tokenizer)
+    later: list[tuple[float, Callable[[], None]]] = []
+    housekeeping = Housekeeping(bench.engine, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        raise RuntimeError("pages are missing")
+
+    monkeypatch.setattr(bench.engine.scheduler, "check_integrity", check)
+    housekeeping.start()
+    try:
+        timers = len(later)
+        for round in range(1, 4):
+            due, later[:] = list(later), []
+            for _, act in due:
+                act()
+            assert (checks, len(later)) == (round, timers)
+    finally:
+        housekeeping.stop()
+    assert caplog.text.count("RuntimeError: pages are missing") == 3
+
+
+# -- the watchdog -----------------------------------------------------------------------------------
+
+
+class Watched:
+    """An engine whose device the test steps, and a watchdog whose clock it moves."""
+
+    def __init__(self, tokenizer: Tokenizer, depth: int = 1) -> None:
+        self.bench = Bench(tokenizer, depth=depth, eager=False)
+        self.now = 0.0
+        self.watchdog = Watchdog(self.bench.engine, 8.0, lambda: self.now)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the watchdog looks as it should."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += self.watchdog.interval
+            self.watchdog.look()
+
+    async def step(self) -> None:
+        self.bench.executor.complete()
+        await settle()
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+async def test_a_step_that_never_ends_fails_the_engine(
+    tokenizer: Tokenizer, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched = Watched(tokenizer, depth)
+    bench = watched.bench
+    run = await bench.start("a", 50)
+    await settle()
+    for _ in range(20):  # a slow device is none that hangs
+        watched.wait(6.0)
+        await watched.step()
+    assert bench.engine.failure is None
+    watched.wait(12.0)
+    assert bench.engine.failure is not None and "--watchdog-timeout is 8 s" in bench.engine.failure
+    assert bench.engine.hung
+    await run.wait()
+    assert bench.reason("a-0") is FinishReason.ERROR
+    assert "most recent call first" in caplog.text
+    bench.engine.close()
+    assert not bench.executor.closed, "its threads would be waited for"
+
+
+async def test_the_first_step_may_compile(tokenizer: Tokenizer) -> None:
+    watched = Watched(tokenizer)
+    await watched.bench.start("a", 50)
+    await settle()
+    watched.wait((FIRST - 1) * 8.0)
+    assert watched.bench.engine.failure is None
+    watched.wait(3 * 8.0)
+    assert watched.bench.engine.failure is not None
+
+
+async def test_a_device_without_steps_does_not_hang(tokenizer: Tokenizer) -> None:
+    watched = Watched(tokenizer)
+    bench = watched.bench
+    run = await bench.start("a", 3)
+    await settle()
+    while bench.executor.pending:
+        await watched.step()
+    await run.wait()
+    watched.wait(100.0)  # idle
+    bench.engine.paused = True
+    await bench.start("b", 3)
+    watched.wait(100.0)  # paused
+    bench.executor.holds = True
+    order = asyncio.create_task(bench.engine.orders.carry_out("wake"))
+    await settle()
+    watched.wait(100.0)  # reading weights
+    bench.executor.carry_out()
+    await order
+    assert bench.engine.failure is None
+
+
+@pytest.fixture(autouse=True)
+def quiet_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
