@@ -9,7 +9,7 @@ import pytest
 
 from app.operator import Operator
 from app.text.tokenizer import Tokenizer
-from core.errors import RequestError
+from core.errors import EngineFailed, RequestError
 from core.request import State
 from core.types import FinishReason
 from tests.app.test_engine import PROMPT, VOCAB, Bench, settle
@@ -144,3 +144,110 @@ async def test_a_profile_is_written_where_the_server_says(operator: Operator, be
     assert [o.action for o in bench.executor.orders] == ["profile_start", "profile_stop"]
     assert bench.executor.orders[1].path == str(path)
     assert path.parent.is_dir()
+
+
+# -- clients that leave ------------------------------------------------------------------------------
+
+
+async def left(work: asyncio.Task[None]) -> None:
+    """The client goes, and its handler is cancelled."""
+    await settle()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+
+
+async def test_new_weights_forget_every_kv_when_their_client_has_gone(
+    bench: Bench, operator: Operator, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    bench.executor.eager = True
+    await (await bench.start("a", 20)).wait()
+    await settle()
+    assert bench.engine.scheduler.cache.statistics().cached
+    bench.executor.holds = True
+    await left(asyncio.create_task(operator.load_weights("other")))
+    assert operator.paused, "the weights are on their way"
+    bench.executor.carry_out()
+    await settle()
+    assert bench.engine.scheduler.cache.statistics().cached == 0
+    assert not operator.paused
+    assert "load_weights: done" in caplog.text
+
+
+async def test_a_sleep_whose_client_has_gone_can_be_woken_from(bench: Bench, operator: Operator) -> None:
+    bench.executor.holds = True
+    await left(asyncio.create_task(operator.sleep()))
+    bench.executor.carry_out()
+    await settle()
+    assert operator.asleep == {"weights", "kv_cache"}
+    bench.executor.holds = False
+    await operator.wake()
+    assert [o.action for o in bench.executor.orders] == ["sleep", "wake"]
+    run = await bench.start("a", 4)
+    await settle()
+    await finish(bench)
+    await run.wait()
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 4, VOCAB)
+
+
+@pytest.mark.parametrize("name", ["sleep", "load_weights"])
+async def test_a_call_that_is_left_while_it_waits_for_quiet_comes_to_its_end(
+    bench: Bench, operator: Operator, name: str
+) -> None:
+    await bench.start("a", 8)
+    await settle()
+    act = {"sleep": operator.sleep, "load_weights": lambda: operator.load_weights("other")}[name]
+    await left(asyncio.create_task(act()))
+    assert bench.executor.orders == []
+    bench.executor.complete(len(bench.executor.pending))
+    await settle()
+    assert [o.action for o in bench.executor.orders] == [name]
+    assert operator.paused == (name == "sleep")
+    await operator.wake()
+    await settle()
+    await finish(bench)
+    assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 8, VOCAB)
+
+
+async def test_a_refused_sleep_leaves_nothing_paused(
+    bench: Bench, operator: Operator, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.executor.refuse = "memory is in use"
+    with pytest.raises(RequestError, match="in use"):
+        await operator.sleep()
+    assert not operator.paused
+    assert operator.asleep == frozenset()
+    assert "sleep: refused: memory is in use" in caplog.text
+
+
+@pytest.mark.parametrize("order", [("pause", "sleep"), ("sleep", "pause")])
+async def test_waking_resumes_only_what_sleep_stopped(
+    bench: Bench, operator: Operator, order: tuple[str, str]
+) -> None:
+    for name in order:
+        await getattr(operator, name)()
+    await operator.wake()
+    assert operator.paused, "by the operator, until it is resumed"
+    await operator.wake()
+    assert operator.paused
+    await operator.load_weights("other")
+    assert operator.paused
+    await operator.resume()
+    assert not operator.paused
+
+
+@pytest.mark.parametrize("waiting_for", ["an order", "quiet"])
+async def test_a_failure_answers_who_waits_for_an_order(
+    bench: Bench, operator: Operator, waiting_for: str
+) -> None:
+    if waiting_for == "quiet":
+        await bench.start("a", 8)
+        await settle()
+    bench.executor.holds = True
+    work = asyncio.create_task(operator.load_weights("other"))
+    await settle()
+    bench.engine.fail("the device was lost")
+    for late in (work, operator.sleep()):
+        with pytest.raises(EngineFailed, match="the device was lost"):
+            await late
