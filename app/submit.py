@@ -21,7 +21,7 @@ from app.text.stops import StopScanner, check_stops
 from app.text.tokenizer import Tokenizer
 from app.timeline import JobKey, Timelines, Waits
 from core.clock import Clock
-from core.errors import ContextExceeded, RequestError, Unavailable
+from core.errors import Aborted, ContextExceeded, LoomError, RequestError, Unavailable
 from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import SEED_LIMIT, check, check_starts
@@ -43,6 +43,27 @@ class Limits(msgspec.Struct, frozen=True):
     processors: tuple[str, ...] = ()
     generates: bool = True
     """The model makes tokens; without, only jobs for none are taken."""
+
+
+class _Preparing:
+    """A job that is encoded and compiled, in the task of whoever started it. Owner: event loop."""
+
+    __slots__ = ("_task", "error")
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self.error: LoomError | None = None
+        """What `Submitter.start` raises after an abort."""
+
+    def abort(self, message: str | None = None) -> None:
+        """Queue nothing of it; with a `message` the client is told of an error."""
+        if self.error is None and self._task is not None:
+            self.error = Aborted() if message is None else Unavailable(message)
+            self._task.cancel()
+
+    def aborted(self) -> bool:
+        """The task was cancelled by `abort`, and not by its client's leaving too."""
+        return self.error is not None and self._task is not None and not self._task.uncancel()
 
 
 class Submitter:
@@ -78,7 +99,7 @@ class Submitter:
         self._limits = limits
         self._clock = clock
         self._rng = random.SystemRandom()
-        self._runs: dict[JobKey, LiveRun | None] = {}
+        self._runs: dict[JobKey, LiveRun | _Preparing] = {}
         self._draining = False
         self._timelines = Timelines(engine.recorder, clock)
 
@@ -92,7 +113,7 @@ class Submitter:
         key = job.root.tenant, job.id
         if key in self._runs:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
-        self._runs[key] = None  # the id is taken while the prompt is being encoded
+        preparing = self._runs[key] = _Preparing()
         arrived = self._clock()
         try:
             prompt = await self._encode(job)
@@ -101,8 +122,11 @@ class Submitter:
             pinning = await self._pinning(job, prompt)
             self._check_open(job)
             run = self._enqueue(job, prompt, (grammar, pinning), sink)
-        except BaseException:
+        except BaseException as ended:
             del self._runs[key]
+            if isinstance(ended, asyncio.CancelledError) and preparing.aborted():
+                assert preparing.error is not None
+                raise preparing.error from None
             raise
         self._runs[key] = run
         waits = Waits(arrived, encoded - arrived, self._clock() - encoded)
@@ -132,8 +156,7 @@ class Submitter:
         return run is not None
 
     def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
-        whose = self._runs.items()
-        runs = [run for (owner, _), run in whose if run is not None and tenant in (None, owner)]
+        runs = [run for (owner, _), run in self._runs.items() if tenant in (None, owner)]
         for run in runs:
             run.abort(message)
         return len(runs)

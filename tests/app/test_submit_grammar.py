@@ -12,7 +12,7 @@ from app.http.warning import warnings
 from app.submit import Limits, Submitter
 from app.text.tokenizer import Tokenizer
 from core.clock import monotonic
-from core.errors import RequestError
+from core.errors import Aborted, RequestError, Unavailable
 from core.grammar import CompiledGrammar, GrammarSpec
 from core.request import SamplingParams
 from tests.app.test_engine import VOCAB, Bench
@@ -110,6 +110,41 @@ async def test_a_client_that_goes_away_takes_its_compile_along(bench: Bench) -> 
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert compiler_of(bench).cancelled == 1
+    assert bench.submitter.idle
+
+
+@pytest.mark.parametrize("message", [None, "The server is shutting down."])
+async def test_an_abort_reaches_a_job_that_is_being_compiled(bench: Bench, message: str | None) -> None:
+    starting = asyncio.ensure_future(bench.start("a", grammar=SPEC))
+    await asyncio.sleep(0)
+    if message is None:
+        assert bench.submitter.abort("a")
+    else:
+        assert bench.submitter.abort_all(message) == 1
+    with pytest.raises(Aborted if message is None else Unavailable):
+        await starting
+    assert compiler_of(bench).cancelled == 1
+    assert bench.submitter.idle
+    assert bench.executor.plans == []
+
+
+async def test_an_abort_at_the_last_moment_is_not_lost(bench: Bench) -> None:
+    starting = asyncio.ensure_future(bench.start("a", grammar=SPEC))
+    await asyncio.sleep(0)
+    compiler_of(bench).ready.set()  # it is complete, but nobody has been told yet
+    assert bench.submitter.abort("a")
+    with pytest.raises(Aborted):
+        await starting
+    assert bench.submitter.idle
+
+
+async def test_a_client_that_leaves_an_aborted_job_is_cancelled(bench: Bench) -> None:
+    starting = asyncio.ensure_future(bench.start("a", grammar=SPEC))
+    await asyncio.sleep(0)
+    bench.submitter.abort("a")
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
     assert bench.submitter.idle
 
 
