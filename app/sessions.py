@@ -35,10 +35,12 @@ class SessionParams(msgspec.Struct, kw_only=True):
 
 
 class Turn(msgspec.Struct):
-    """One request. `output` is None while it runs."""
+    """One request. `output` is None while it runs; the turns that it `replaces` go when it is complete:
+    a request that is refused or fails must cost nothing."""
 
     prompt: Ints
     parent: str | None
+    replaces: set[str] = set()
     output: list[int] | None = None
 
 
@@ -103,11 +105,12 @@ class Sessions:
             raise RequestError("'session_params.offset' must be at least -1.", "session_params.offset")
         if rid in session.turns:
             raise RequestError("This session has a turn with this rid.", "rid")
-        before = self._before(session, asked)
+        replaces = _descendants(session.turns, asked.rid) if asked.replace else set()
+        before = self._before(session, asked, replaces)
         if before is not None and len(new) and int(new[0]) == bos:
             new = new[1:]
         prompt = new if before is None else np.concatenate([before, new])
-        session.turns[rid] = Turn(prompt, asked.rid)
+        session.turns[rid] = Turn(prompt, asked.rid, replaces)
         session.used = self._clock()
         return prompt
 
@@ -117,6 +120,8 @@ class Sessions:
         if session is None or rid not in session.turns:
             return
         session.turns[rid].output = output
+        for old in session.turns[rid].replaces:
+            session.turns.pop(old, None)
         session.used = self._clock()
         total = sum(len(turn.prompt) + len(turn.output or ()) for turn in session.turns.values())
         for old in list(session.turns):
@@ -133,18 +138,15 @@ class Sessions:
         if session is not None and rid in session.turns and session.turns[rid].output is None:
             del session.turns[rid]
 
-    def _before(self, session: _Session, asked: SessionParams) -> Ints | None:
+    def _before(self, session: _Session, asked: SessionParams, replaces: set[str]) -> Ints | None:
         """What comes before the new tokens; None when nothing does."""
         if asked.rid is not None and asked.rid not in session.turns:
             raise NotFound("This session has no turn with this rid.", "session_params.rid", "turn_not_found")
-        going = _descendants(session.turns, asked.rid) if asked.replace else set()
-        checked = going if asked.rid is None else {*going, asked.rid}
+        checked = replaces if asked.rid is None else {*replaces, asked.rid}
         if any(session.turns[rid].output is None for rid in checked):
             raise RequestError(
                 "A turn that this would continue or replace is still running.", "session_params.rid"
             )
-        for rid in going:
-            del session.turns[rid]
         if asked.rid is None:
             return None
         turn = session.turns[asked.rid]

@@ -86,6 +86,14 @@ def test_replacing_forgets_what_followed(sessions: Sessions) -> None:
         turn(sessions, "x", ids(1), [], rid="a")
 
 
+def test_a_turn_that_fails_replaces_nothing(sessions: Sessions) -> None:
+    turn(sessions, "a", ids(1), [2])
+    turn(sessions, "b", ids(3), [4], rid="a")
+    turn(sessions, "c", ids(5), None, rid="a", replace=True)
+    sessions.drop("s", "c")
+    assert turn(sessions, "d", ids(6), [7], rid="b") == [1, 2, 3, 4, 6]
+
+
 def test_a_running_turn_can_be_neither_continued_nor_replaced(sessions: Sessions) -> None:
     turn(sessions, "a", ids(1), [2])
     turn(sessions, "b", ids(3), None, rid="a")
@@ -190,6 +198,16 @@ async def test_a_turn_that_failed_never_was(server: Server) -> None:
     assert answer["error"]["code"] == "turn_not_found"
     status, _ = await server.post("/generate", {**asked("ab", id=id), "rid": "one"})
     assert status == 200
+
+
+async def test_a_replacing_request_that_is_refused_costs_no_turn(server: Server) -> None:
+    id = await opened(server)
+    for body in ({**asked("a", id=id), "rid": "one"}, {**asked("b", id=id, rid="one"), "rid": "two"}):
+        assert (await server.post("/generate", body))[0] == 200
+    refused = asked("c", id=id, rid="one", replace=True)
+    refused["sampling_params"]["max_new_tokens"] = 10_000
+    assert (await server.post("/generate", refused))[0] == 400
+    assert (await server.post("/generate", asked("d", id=id, rid="two")))[0] == 200
 
 
 async def test_an_aborted_turn_never_was(server: Server) -> None:
