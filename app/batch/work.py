@@ -131,12 +131,13 @@ class Work:
 
     async def _publish(self) -> None:
         """The journals become files that clients can see."""
-        expired = self.batch.status == "in_progress" and self._late and not self._all_done
-        if expired:
-            await self._expire()
         now = int(time.time())
         if self.batch.status == "in_progress":
-            await self._set(status="finalizing", finalizing_at=now)
+            # How it ends is written down first: after a crash below it must end so all the same.
+            expired = self._late and not self._all_done
+            await self._set(status="finalizing", finalizing_at=now, expired_at=now if expired else None)
+        if self.batch.expired_at is not None:
+            await self._expire()
 
         def publish(disk: Disk) -> dict[str, Any]:
             self._close()
@@ -160,8 +161,8 @@ class Work:
         published = await self._store.run(publish)
         if self.batch.status == "cancelling":
             end: dict[str, Any] = {"status": "cancelled", "cancelled_at": int(time.time())}
-        elif expired:
-            end = {"status": "expired", "expired_at": int(time.time())}
+        elif self.batch.expired_at is not None:
+            end = {"status": "expired"}
         else:
             end = {"status": "completed", "completed_at": int(time.time())}
         await self._set(**published, **end)

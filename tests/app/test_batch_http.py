@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from app.batch.store import Disk
 from app.batch.work import Work
 from app.health import Health, Phase
 from tests.app.batch_rig import CHAT, CONTEXT, Rig, chat_line, jsonl, line, until
@@ -212,6 +213,31 @@ async def test_a_batch_that_ran_out_of_time_says_what_never_ran(
         errors = await rig.records(done.error_file_id)
         assert set(errors) == {f"s{i}" for i in range(30)}
         assert {error["error"]["code"] for error in errors.values()} == {"batch_expired"}
+
+
+@pytest.mark.parametrize("noted", [True, False])
+async def test_a_batch_that_expired_and_crashed_at_its_end_is_still_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: bool
+) -> None:
+    """`noted`: the lines that never ran are in the error file already, or it crashes between two of them."""
+    crashed = asyncio.Event()
+
+    def crash(*_: object) -> None:
+        crashed.set()
+        raise OSError("the disk is gone")
+
+    async with Rig(tmp_path, auto=False) as rig:
+        batch = await rig.submit([line("a", 400)])
+        await until(lambda: rig.engine.scheduler.running > 0)
+        monkeypatch.setattr(Work, "_late", property(lambda self: True))
+        monkeypatch.setattr(*((Disk, "add_file") if noted else (Work, "_append")), crash)
+        await until(crashed.is_set)
+    monkeypatch.undo()
+    async with Rig(tmp_path) as again:
+        done = await again.ended(batch.id)
+        assert done.status == "expired"
+        assert set(await again.records(done.error_file_id)) == {"a"}
+        assert done.output_file_id is None
 
 
 async def test_an_input_file_stays_until_its_batch_is_done(tmp_path: Path) -> None:
