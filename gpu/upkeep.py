@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from core.errors import ConfigError, LoomError
+from core.errors import ConfigError, EngineFailed, LoomError
 from core.order import Order, OrderDone
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
@@ -48,7 +48,8 @@ class Upkeep:
         self._profile: torch.profiler.profile | None = None
 
     def carry_out(self, order: Order, runner: Replaceable) -> OrderDone:
-        """Do it, or say why not; then everything is as it was."""
+        """Do it, or say why not; then everything is as it was. Raises `EngineFailed` where it cannot be:
+        no step may come then."""
         try:
             match order.action:
                 case "profile_start":
@@ -61,6 +62,8 @@ class Upkeep:
                     self._exchange(order, runner, awake=False)
                 case "wake":
                     self._exchange(order, runner, awake=True)
+        except EngineFailed:
+            raise
         except (LoomError, OSError, RuntimeError) as error:
             return OrderDone(order.id, str(error))
         return OrderDone(order.id)
@@ -72,12 +75,21 @@ class Upkeep:
             runner.use_model(None)
         try:
             loaded = self._load(path)
-        except (LoomError, OSError, RuntimeError):
+        except (LoomError, OSError, RuntimeError) as refused:
             if not self._both:
-                runner.use_model(self._load(self._path))
+                self._restore(runner, refused)
             raise
         runner.use_model(loaded)
         self._path = path
+
+    def _restore(self, runner: Replaceable, refused: Exception) -> None:
+        """The old weights again; nothing is left to run without them."""
+        try:
+            runner.use_model(self._load(self._path))
+        except (LoomError, OSError, RuntimeError) as lost:
+            raise EngineFailed(
+                f"The new weights were refused ({refused}), and the old ones could not be read again: {lost}"
+            ) from lost
 
     def _exchange(self, order: Order, runner: Replaceable, awake: bool) -> None:
         if "weights" in order.tags:

@@ -76,9 +76,9 @@ class Worker:
         self._launched: Mailbox[Launched | StepFailure | OrderDone] = Mailbox()
         self._failed = threading.Event()
         # Daemons: a process that dies for another reason must not hang on a step.
-        self._threads = (
-            threading.Thread(target=self._launch, name=f"loom-launch-{index}", daemon=True),
-            threading.Thread(target=self._wait, name=f"loom-wait-{index}", daemon=True),
+        self._threads = tuple(
+            threading.Thread(target=self._run, args=(work,), name=f"loom-{name}-{index}", daemon=True)
+            for name, work in (("launch", self._launch), ("wait", self._wait))
         )
 
     def start(self) -> None:
@@ -112,6 +112,14 @@ class Worker:
             # A device lost since its last step. Whoever closes has streams to end, which need no device.
             log.exception("the device's memory was not given back")
 
+    def _run(self, work: Callable[[], None]) -> None:
+        """Either thread. One that dies, of a device that it cannot enter, must not be waited for in vain."""
+        death = self._attempt(-1, work)
+        if death is not None:
+            self._outbox.put(death)
+        if work == self._launch:
+            self._launched.close()
+
     def _launch(self) -> None:
         """Launch thread: until the plans end, launch them, or drop them after a failure."""
         with device_thread(self._runner.device):
@@ -123,7 +131,6 @@ class Worker:
                     self._launched.put(self._attempt(-1, partial(self._runner.carry_out, plan)))
                 else:
                     self._launched.put(self._attempt(plan.step, partial(self._runner.launch, plan)))
-        self._launched.close()
 
     def _wait(self) -> None:
         """Waiter thread: post results until the first failure, which is the last thing posted."""

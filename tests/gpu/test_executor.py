@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from core.mailbox import Closed
 from core.order import Order
 from core.plan import StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS
+from gpu import worker
 from gpu.executor import LocalExecutor
-from gpu.thread import assert_device_thread
+from gpu.thread import assert_device_thread, device_thread
 
 CPU = torch.device("cpu")
 CAPS = Capabilities(
@@ -199,3 +201,17 @@ def test_a_step_that_never_ends_does_not_keep_the_process(
     assert "loom-wait-0 does not end" in caplog.text
     assert runner.closed_among is None
     runner.gate.set()
+
+
+@pytest.mark.parametrize("name", ["loom-launch-0", "loom-wait-0"])
+def test_a_thread_that_cannot_enter_its_device_is_a_failure(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def enter(device: torch.device) -> AbstractContextManager[None]:
+        if threading.current_thread().name == name:
+            raise RuntimeError("no such device")
+        return device_thread(device)
+
+    monkeypatch.setattr(worker, "device_thread", enter)
+    (failure,) = run(ScriptedRunner(), 0)
+    assert isinstance(failure, StepFailure) and failure.reason == "RuntimeError: no such device"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from core.errors import EngineFailed
 from core.order import Action, Order, OrderDone, Tag
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.types import NO_TOKENS
 from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
+from gpu.upkeep import Upkeep
 from tests.fakes import tiny_model
 from tests.gpu.rig import GREEDY, ints
 
@@ -115,3 +118,33 @@ def test_a_trace_is_written(executor: LocalExecutor, tmp_path: Path) -> None:
     assert [a for a in answers if isinstance(a, OrderDone)][:2] == [OrderDone(1), OrderDone(2)]
     assert isinstance(answers[3], OrderDone) and answers[3].error is not None
     assert any("linear" in event.get("name", "") for event in json.loads(file.read_text())["traceEvents"])
+
+
+class Bare:
+    """A runner that only remembers its model."""
+
+    def __init__(self) -> None:
+        self.model: object = "old"
+
+    def use_model(self, model: object) -> None:
+        self.model = model
+
+    def use_pool(self, pool: object) -> None: ...
+
+
+@pytest.mark.parametrize("old_is_readable", [True, False])
+def test_weights_that_cannot_be_restored_fail_the_engine(old_is_readable: bool) -> None:
+    """Without room for two models a refused one has cost the old one already."""
+
+    def load(path: str) -> Any:
+        if path == "old" and old_is_readable:
+            return "old again"
+        raise OSError(f"no such directory: {path}")
+
+    upkeep, runner = Upkeep("old", load, lambda: None, both=False), Bare()  # type: ignore[arg-type, return-value]
+    if old_is_readable:
+        done = upkeep.carry_out(order(1, "load_weights", "new"), runner)
+        assert (done.error, runner.model) == ("no such directory: new", "old again")
+    else:
+        with pytest.raises(EngineFailed, match=r"new.*old"):
+            upkeep.carry_out(order(1, "load_weights", "new"), runner)
