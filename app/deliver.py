@@ -13,6 +13,10 @@ REPEATED = Finish(FinishReason.STOP, "repetition_detected")
 """vLLM's word, under a reason that every client knows."""
 
 
+def _nobody(index: int, piece: Piece) -> None:
+    """The sink of a stream that has ended."""
+
+
 class Stream:
     """One choice on its way to the client.
 
@@ -118,8 +122,12 @@ class Stream:
         piece = Piece(text, self._tokens or [], self._logprobs, finish)
         self._tokens = self._logprobs = None
         self.done = finish is not None
-        sink = self._sink if finish is None else self._last
-        sink(self._index, piece)
+        if finish is None:
+            self._sink(self._index, piece)
+        else:
+            self._last(self._index, piece)
+            # The run behind it holds this stream: without the cycle no collector needs to find them.
+            self._sink = self._last = _nobody
 
 
 class CircleStream(Stream):

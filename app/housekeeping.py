@@ -19,6 +19,10 @@ LAG_WINDOW = 100
 COLLECT_EVERY = 10.0
 FULL_EVERY = 60
 """Collections between two full ones; a full one walks everything made since the start."""
+LONG = 0.005
+"""Seconds of an idle collection after which the survivors are frozen: a full prefix tree takes 150 ms to
+walk, every time, and none of it is garbage. What is alive for a moment only (connections, their
+requests) must not be: its cycles would never be found, so a small heap is walked again and again."""
 SLOW = 0.01
 """A pause worth a line in the log, in seconds."""
 
@@ -33,7 +37,17 @@ class Housekeeping:
     Owner: event loop.
     """
 
-    __slots__ = ("_collections", "_due", "_engine", "_lags", "_loop", "_stopped", "_watchdog", "pause")
+    __slots__ = (
+        "_checked",
+        "_collections",
+        "_due",
+        "_engine",
+        "_lags",
+        "_loop",
+        "_stopped",
+        "_watchdog",
+        "pause",
+    )
 
     def __init__(
         self, engine: Engine, loop: asyncio.AbstractEventLoop, watchdog: Watchdog | None = None
@@ -43,6 +57,7 @@ class Housekeeping:
         self._loop = loop
         self._lags: list[float] = []
         self._due = 0.0
+        self._checked = -1
         self._collections = 0
         self._stopped = False
         self.pause = 0.0
@@ -92,7 +107,11 @@ class Housekeeping:
         idle = self._engine.idle
         gc.collect(2 if idle or self._collections % FULL_EVERY == 0 else 1)
         self.pause = time.perf_counter() - begun
+        if idle and self.pause > LONG:
+            gc.freeze()
         if self.pause > SLOW:
             log.info("garbage collection took %.0f ms", 1e3 * self.pause)
-        if idle:
+        steps = self._engine.recorder.steps
+        if idle and steps != self._checked:  # as slow as a walk of the tree, and nothing has changed
             self._engine.scheduler.check_integrity()
+            self._checked = steps

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from app import housekeeping as housekeeping_module
 from app.backlog import Backlog
 from app.deliver import Stream
 from app.engine import PAUSED_TICK
@@ -182,6 +184,10 @@ class Timers:
         return Ringing()
 
 
+class Marked:
+    """Something that the collector walks."""
+
+
 class Ringing:
     def cancel(self) -> None: ...
 
@@ -214,6 +220,26 @@ async def test_housekeeping_goes_on_after_it_raised(
     finally:
         housekeeping.stop()
     assert caplog.text.count("RuntimeError: pages are missing") == 3
+
+
+@pytest.mark.parametrize("long", [0.0, 1e9])
+async def test_what_took_long_to_collect_is_not_walked_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, long: float
+) -> None:
+    monkeypatch.setattr(housekeeping_module, "LONG", long)
+    bench = Bench(tokenizer)
+    later: list[tuple[float, Callable[[], None]]] = []
+    housekeeping = Housekeeping(bench.engine, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    housekeeping.start()
+    try:
+        alive = [Marked() for _ in range(1000)]
+        due, later[:] = list(later), []
+        for _, act in due:
+            act()
+        walked = sum(type(each) is Marked for each in gc.get_objects())
+        assert walked == (len(alive) if long else 0)
+    finally:
+        housekeeping.stop()
 
 
 # -- the watchdog -----------------------------------------------------------------------------------
