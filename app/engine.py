@@ -182,8 +182,10 @@ class Engine:
             self._executor.submit(plan)
             if self._gap:
                 self._rest(self._gap)
-        if self.paused and self._resting is None and not self.scheduler.idle:
-            self._rest(PAUSED_TICK)
+        if self.paused:
+            self.scheduler.expire()
+            if self._resting is None and not self.scheduler.idle:
+                self._rest(PAUSED_TICK)
         ended = self.scheduler.take_finished()
         if ended:
             self._backlog.add(Confirmed([], [], {}, {}, [], ended))

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec

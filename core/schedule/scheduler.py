@@ -190,9 +190,10 @@ class Scheduler:
         self._ledger.add(flight)
         return plan
 
-    def expire(self, now: float) -> None:
-        """End the pins and the requests whose time is over at `now`. `plan` does it first; while no step is
-        planned, it is for the caller to do."""
+    def expire(self, now: float | None = None) -> None:
+        """End the pins and the requests whose time is over, by the clock unless `now` is given. `plan` does so
+        first; while no step is planned, it is for the caller to do."""
+        now = self._clock() if now is None else now
         self.cache.expire(now)
         limits = self._config
         if limits.waiting_timeout:

@@ -169,6 +169,27 @@ async def test_a_paused_engine_looks_at_its_clock_while_requests_wait(
     await run.wait()
 
 
+async def test_requests_run_out_of_time_while_the_engine_is_paused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tokenizer, waiting_timeout=10.0)
+    now, later = [0.0], list[tuple[float, Callable[[], None]]]()
+    monkeypatch.setattr(bench.engine.scheduler, "_clock", lambda: now[0])
+    monkeypatch.setattr(bench.engine, "_loop", Timers(asyncio.get_running_loop(), later))
+    bench.engine.paused = True
+    run = await bench.start("a", 4)
+    for at in (9.0, 11.0):
+        await settle()
+        assert "a-0" not in bench.pieces
+        now[0] = at
+        later.pop()[1]()
+    await run.wait()
+    assert bench.reason("a-0") is FinishReason.ABORT
+    await settle()
+    assert later == [], "nobody waits any more"
+    bench.engine.scheduler.check_integrity()
+
+
 class Timers:
     """A loop whose timers a test rings."""
 
