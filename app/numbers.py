@@ -6,6 +6,9 @@ MAX_SLOW = 10_000
 """Numbers with an exponent of three digits in one body: each takes msgspec 6 µs, a hundred times what others
 take, and 8 MB of them took 14 s."""
 
+FEW_SLOW = 100
+"""As many are read on the loop, in 0.6 ms at most; an id of hexadecimal digits often looks like one."""
+
 _PLAIN = bytes.maketrans(b"123456789E+", b"000000000e-")
 _SLOW = (b"e000", b"e-000")
 

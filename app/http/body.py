@@ -13,7 +13,7 @@ from app.http.decoding import decode_json
 from app.http.keys import SERVE, SERVICE
 from app.http.pieces import BodyWorker, assembled
 from app.http.warning import warn_of_near_fields
-from app.numbers import slow_numbers
+from app.numbers import FEW_SLOW, slow_numbers
 from core.errors import BodyTooLarge, RequestError
 from core.helper import Exceeded, Helper, Task
 
@@ -98,7 +98,7 @@ def _forgotten(work: asyncio.Future[bytearray]) -> None:
 
 
 def _small(body: bytes) -> bool:
-    return len(body) <= INLINE and not slow_numbers(body)
+    return len(body) <= INLINE and slow_numbers(body) <= FEW_SLOW
 
 
 def _decoded_here(decoder: msgspec.json.Decoder[T], body: bytes) -> T:

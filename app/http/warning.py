@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, get_args
@@ -59,7 +59,9 @@ def warn_of_near_fields(kind: Any, body: bytes) -> None:
     if _said.get() is None or len(body) > MAX_BODY:
         return
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        _warn_of_near(kind, msgspec.Raw(body), "")
+        # The decoder of a Struct does not look at what it passes over: a name may be no text at all.
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            _warn_of_near(kind, msgspec.Raw(body), "")
 
 
 def _warn_of_near(kind: type[msgspec.Struct], body: msgspec.Raw, prefix: str) -> None:

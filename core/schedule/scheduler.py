@@ -191,8 +191,8 @@ class Scheduler:
         return plan
 
     def expire(self, now: float | None = None) -> None:
-        """End the pins and the requests whose time is over, by the clock unless `now` is given. `plan` does so
-        first; while no step is planned, it is for the caller to do."""
+        """End the pins and the requests whose time is over, at `now` or by the clock. `plan` does so first;
+        while no step is planned, it is for the caller to do."""
         now = self._clock() if now is None else now
         self.cache.expire(now)
         limits = self._config

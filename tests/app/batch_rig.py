@@ -106,6 +106,8 @@ class Rig:
         self.engine.scheduler.check_integrity()
         self.engine.close()
         self.tokenizer.close()
+        self.loaded.helper.close()
+        self.loaded.bodies.close()
 
     async def _step(self) -> None:
         while True:

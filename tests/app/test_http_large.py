@@ -93,6 +93,12 @@ async def test_a_small_body_of_slow_numbers_is_none_of_the_loop_s(server: Server
     assert not here
 
 
+async def test_an_id_that_looks_like_a_slow_number_is(server: Server, here: list[int]) -> None:
+    body = {"messages": HI, "max_tokens": 1, "user": "file-71e308aa-90e123"}
+    assert (await server.post(CHAT, body))[0] == 200
+    assert here == [len(json.dumps(body))]
+
+
 class Inner(msgspec.Struct, kw_only=True):
     """A part of one."""
 

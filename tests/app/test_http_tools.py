@@ -40,9 +40,9 @@ def know(
     family: ToolFamily | None = TOOLS[tools] if tools else None
     thinking = REASONING[reasoning] if reasoning else None
     card = msgspec.structs.replace(CARD, routed=routed)
-    server.service.ready(
-        Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
-    )
+    made = Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
+    before = server.service.loaded
+    server.service.ready(msgspec.structs.replace(made, helper=before.helper, bodies=before.bodies))
 
 
 def chat(**fields: object) -> dict[str, Any]:

@@ -114,3 +114,14 @@ async def test_many_unknown_fields_cost_no_more_than_a_few() -> None:
         await decode(COMPLETION, body + b" " * MAX_BODY, bodies)
     assert said == []
     bodies.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"prompt":"a","max_tok\xe5ns":16}', b'{"text":"a","sampling_params":{"ma\x8f_new_tokens":3}}'],
+)
+async def test_a_name_that_is_no_text_is_passed_over_like_any_other(server: Server, body: bytes) -> None:
+    for path in ("/v1/completions", "/generate"):
+        async with server.http.post(path, data=body) as response:
+            assert response.status in (200, 400), await response.text()
+            assert HEADER not in response.headers
