@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 from app.batch.records import Batch, FileRecord
 from app.batch.store import Disk, Page, Store
 from app.errors import HttpError
+from app.http.form import read_form
 from app.http.keys import BATCHES
 from app.http.reply import json_response
 from app.tenant import tenant
@@ -30,8 +31,11 @@ MAX_FILE = 100 * 10**6
 MAX_FIELD = 4096
 """Bytes of any field but the file."""
 MAX_FIELDS = 16
+MAX_PARTS = 64
+"""Also those that give a field another value."""
 MAX_NAME = 255
-CHUNK = 1 << 20
+CHUNK = 1 << 16
+"""Bytes read at a time; aiohttp holds some four of these for each upload that stands still."""
 IDLE_SECONDS = 60.0
 """How long an upload may stand still."""
 
@@ -49,7 +53,7 @@ async def upload(request: web.Request) -> web.StreamResponse:
     receipt = Upload(store, tenant())
     try:
         try:
-            await receipt.read(await request.multipart())
+            await receipt.read(read_form(request))
         except TimeoutError:
             raise HttpError(408, "The upload did not go on.") from None
         except (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError) as error:
@@ -76,7 +80,11 @@ class Upload:
     async def read(self, form: MultipartReader) -> None:
         """Everything up to the end of the form. Raises `BodyTooLarge`, and what aiohttp raises for
         what is no form."""
+        parts = 0
         while (part := await _soon(form.next())) is not None:
+            parts += 1
+            if parts > MAX_PARTS:
+                raise RequestError(f"The form has more than {MAX_PARTS} parts.")
             if not isinstance(part, BodyPartReader):
                 raise RequestError("Forms do not nest.")
             if part.name == "file" and self._name is None:

@@ -10,9 +10,12 @@ from pathlib import Path
 import aiohttp
 import openai
 import pytest
+from aiohttp import StreamReader
+from aiohttp.base_protocol import BaseProtocol
 
 from app.batch.records import FileRecord
 from app.http import files
+from app.http.form import SLICE, FormStream
 from tests.app.batch_rig import Rig, until
 from tests.app.conftest import Start
 
@@ -125,6 +128,9 @@ PURPOSE = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
         (FORM, b"--b\r\nContent-Type: multipart/mixed; boundary=c\r\n\r\n--c--\r\n--b--\r\n", 400, None),
         (FORM, b"--b\r\n" + b"X: " + b"y" * 20_000 + b"\r\n\r\n\r\n--b--\r\n", 400, None),
         (FORM, FILE[:-4], 400, None),
+        (FORM, b"\n" * (1 << 17) + FILE + PURPOSE + b"--b--\r\n", 400, None),
+        (FORM, b"--b\r\n" + (b"X: " + b"y" * 8000 + b"\r\n") * 20 + b"\r\n\r\n--b--\r\n", 400, None),
+        (FORM, PURPOSE * 65 + FILE + b"--b--\r\n", 400, None),
     ],
 )
 async def test_forms_of_all_kinds(
@@ -198,3 +204,26 @@ async def test_files_can_be_sent_before_the_model_is_there(start: Start) -> None
     form.add_field("file", b"{}\n", filename="a")
     async with server.http.post("/v1/files", data=form) as answer:
         assert answer.status == 200
+
+
+async def test_lines_that_have_arrived_are_read_in_slices() -> None:
+    """A preamble keeps nobody waiting for longer than a slice."""
+    protocol = BaseProtocol(asyncio.get_running_loop())
+    stream = StreamReader(protocol, 1 << 16, loop=asyncio.get_running_loop())
+    stream.feed_data(b"\n" * 1000)
+    stream.feed_eof()
+    form = FormStream(stream)
+    reading = asyncio.create_task(_lines(form))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert reading.result() == 1000
+    assert turns >= 1000 // SLICE
+
+
+async def _lines(form: FormStream) -> int:
+    count = 0
+    while await form.readline():
+        count += 1
+    return count

@@ -1,0 +1,60 @@
+"""A form's bytes, in slices that leave the loop to others, with a limit on what is nobody's content."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from aiohttp import StreamReader, web
+from aiohttp.multipart import MultipartReader
+
+from core.errors import RequestError
+
+MAX_FRAME = 1 << 16
+"""Bytes of all that is not the content of a part: the preamble, boundaries, headers, the epilogue."""
+SLICE = 32
+"""Reads between two turns of the loop. A read of what has arrived awaits nothing: a body of line ends kept
+the loop for as long as its client could send."""
+
+
+def read_form(request: web.Request) -> MultipartReader:
+    """The form of a request. Reading it raises `RequestError` past `MAX_FRAME`."""
+    return MultipartReader(request.headers, cast(StreamReader, FormStream(request.content)))
+
+
+class FormStream:
+    """What `MultipartReader` needs of a stream. It reads contents by size and all else by line."""
+
+    __slots__ = ("_frame", "_reads", "_stream")
+
+    def __init__(self, stream: StreamReader) -> None:
+        self._stream = stream
+        self._reads = 0
+        self._frame = 0
+
+    async def readline(self, *, max_line_length: int | None = None) -> bytes:
+        """The next line. Raises `RequestError` and `LineTooLong`."""
+        await self._turn()
+        line = await self._stream.readline(max_line_length=max_line_length)
+        self._frame += len(line)
+        if self._frame > MAX_FRAME:
+            raise RequestError(
+                f"The form has more than {MAX_FRAME} bytes before, between and after its parts' contents."
+            )
+        return line
+
+    async def read(self, size: int) -> bytes:
+        """What has arrived, up to `size` bytes; empty at the end."""
+        await self._turn()
+        return await self._stream.read(size)
+
+    def unread_data(self, data: bytes) -> None:
+        self._stream.unread_data(data)
+
+    def at_eof(self) -> bool:
+        return self._stream.at_eof()
+
+    async def _turn(self) -> None:
+        self._reads += 1
+        if self._reads % SLICE == 0:
+            await asyncio.sleep(0)
