@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
@@ -10,7 +12,8 @@ from aiohttp import web
 
 from app.errors import HttpError
 from app.http.decoding import decode_json
-from app.http.keys import SERVE, SERVICE
+from app.http.intake import Reading
+from app.http.keys import BODY, INTAKE, SERVE, SERVICE
 from app.http.pieces import BodyWorker, assembled
 from app.http.warning import warn_of_near_fields
 from app.numbers import FEW_SLOW, slow_numbers
@@ -36,38 +39,56 @@ DECODE_SECONDS = 60.0
 """Wall time to decode one. 8 MB take at most one or two seconds of a processor, which may be a busy one."""
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The raw body. Raises `BodyTooLarge` before reading a body that says it is, `HttpError` 415
-    for a compressed one, which is not touched, and 408 when it does not arrive."""
+@asynccontextmanager
+async def received(request: web.Request) -> AsyncIterator[bytes]:
+    """The raw body, which counts as in memory for as long as this is open. Raises `BodyTooLarge` before
+    reading a body that says it is, `HttpError` 415 for a compressed one, which is not touched, 408 when it
+    does not arrive, and `Unavailable` when clients send more than there is room for."""
+    if BODY in request:
+        yield request[BODY]
+        return
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     coding = request.headers.get("Transfer-Encoding", "chunked").strip().lower()
     if encoding not in ("identity", "") or coding != "chunked":
         raise HttpError(415, "Compressed request bodies are not accepted; send the JSON as it is.")
-    limit = request.app[SERVE].max_body
-    if request.content_length is not None and request.content_length > limit:
+    if (request.content_length or 0) > (limit := request.app[SERVE].max_body):
         raise _too_large(limit)
+    with request.app[INTAKE].reading() as reading:
+        yield await _arrived(request, reading, limit)
+
+
+async def _arrived(request: web.Request, reading: Reading, limit: int) -> bytes:
+    body, intake = bytearray(), request.app[INTAKE]
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(limit) from None
+        async with intake.arriving(reading, BODY_SECONDS):
+            while chunk := await request.content.readany():
+                if len(body) + len(chunk) > limit:
+                    raise _too_large(limit)
+                intake.add(reading, len(chunk))
+                body += chunk
     except TimeoutError:
         raise HttpError(408, "The request body did not arrive in time.") from None
     except web.RequestPayloadError:
         raise HttpError(400, "The request body is cut short or badly framed.") from None
+    return bytes(body)
 
 
 def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"The request body is larger than {limit} bytes, the most this server takes.")
 
 
-async def decoded(request: web.Request, decoder: msgspec.json.Decoder[T], empty: bytes = b"") -> T:
-    """The body of a request as a Struct; `empty` is what an empty one stands for. Raises as `read_body` and
-    `decode` do."""
-    body = await read_body(request) or empty
-    if _small(body):
-        return _decoded_here(decoder, body)
-    return await decode(decoder, body, request.app[SERVICE].loaded.bodies)
+async def decoded(
+    request: web.Request, decoder: msgspec.json.Decoder[T], empty: bytes = b"", again: bool = False
+) -> T:
+    """The body of a request as a Struct; `empty` is what an empty one stands for, and `again` keeps the body
+    for the handler that decodes it next. Raises as `received` and `decode` do."""
+    async with received(request) as raw:
+        if again:
+            request[BODY] = raw
+        body = raw or empty
+        if _small(body):
+            return _decoded_here(decoder, body)
+        return await decode(decoder, body, request.app[SERVICE].loaded.bodies)
 
 
 async def decode(decoder: msgspec.json.Decoder[T], body: bytes, bodies: Helper) -> T:

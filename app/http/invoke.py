@@ -25,7 +25,7 @@ INVOCATION = msgspec.json.Decoder(InvocationBody)
 
 async def invocations(request: web.Request) -> web.StreamResponse:
     """Chat or completions, by the field that has the prompt."""
-    body = await decoded(request, INVOCATION)
+    body = await decoded(request, INVOCATION, again=True)
     if body.messages is not None:
         return await chat(request)
     if body.prompt is not None:

@@ -6,13 +6,17 @@ from aiohttp import web
 
 from app.batch import Batches
 from app.http.burst import Burst
+from app.http.intake import Intake
 from app.service import Service
 from core.config import ServeConfig
 
 SERVICE = web.AppKey("service", Service)
 BATCHES = web.AppKey("batches", Batches)
 BURST = web.AppKey("burst", Burst)
+INTAKE = web.AppKey("intake", Intake)
 SERVE = web.AppKey("serve", ServeConfig)
 REQUEST_ID = web.RequestKey("request_id", str)
+BODY = web.RequestKey("body", bytes)
+"""Of a request that two handlers decode."""
 WARNINGS = web.RequestKey("warnings", list[str])
 """What `app.http.warning.warn` was told."""

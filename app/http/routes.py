@@ -34,8 +34,9 @@ from app.http import (
 from app.http.burst import Burst
 from app.http.chat import chat
 from app.http.completions import completions
+from app.http.intake import MAX_HELD, Intake
 from app.http.invoke import invocations
-from app.http.keys import BATCHES, BURST, SERVE, SERVICE
+from app.http.keys import BATCHES, BURST, INTAKE, SERVE, SERVICE
 from app.http.middleware import decorate, expect, make_edge
 from app.http.native import generate
 from app.http.openapi import openapi
@@ -108,10 +109,11 @@ TABLE: tuple[tuple[str, str, Handler], ...] = (
 def make_app(service: Service, serve: ServeConfig) -> web.Application:
     """The application; `app.http.runner.Runner` serves it."""
     keys = Keys(serve.api_key)
-    app = web.Application(middlewares=[make_edge(keys)], client_max_size=serve.max_body)
+    app = web.Application(middlewares=[make_edge(keys)])
     app[SERVICE] = service
     app[SERVE] = serve
     app[BURST] = Burst()
+    app[INTAKE] = Intake(max(MAX_HELD, 4 * serve.max_body), monotonic)
     data = Path(serve.data_dir).expanduser() if serve.data_dir else cache_dir() / "data"
     app[BATCHES] = Batches(Store(data), ANSWERS)
     app[RESPONSES] = Responses(ResponseStore(data, serve.response_store))

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from app.http.body import decode, read_body
+from app.http.body import decode, received
 from app.http.delivery import Collector, running
 from app.http.keys import SERVICE
 from app.http.prompts import Prompt, check_ids, split_prompts
@@ -87,11 +87,11 @@ class Scored(msgspec.Struct):
 
 async def score(request: web.Request) -> web.StreamResponse:
     """The probability of each label token after the query and each item."""
-    raw = await read_body(request)
-    body = await decode(SCORE, raw, request.app[SERVICE].loaded.bodies)
-    loaded = available(request.app[SERVICE], body.model)
-    if body.items is None and any(getattr(body, name) is not None for name in _PAIRS):
-        return json_response(await score_pairs(raw, loaded))
+    async with received(request) as raw:
+        body = await decode(SCORE, raw, request.app[SERVICE].loaded.bodies)
+        loaded = available(request.app[SERVICE], body.model)
+        if body.items is None and any(getattr(body, name) is not None for name in _PAIRS):
+            return json_response(await score_pairs(raw, loaded))
     loaded.card.check_task("generate")
     return json_response(await score_answer(body, loaded))
 

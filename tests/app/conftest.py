@@ -14,6 +14,8 @@ import pytest
 from aiohttp import web
 
 from app.health import Phase
+from app.http.intake import Intake
+from app.http.keys import INTAKE
 from app.http.routes import make_app
 from app.http.runner import Runner
 from app.service import Loaded, ModelCard, Service
@@ -53,6 +55,12 @@ class Server:
         """How many clients the server thinks it has."""
         assert self._runner.server is not None
         return len(self._runner.server.connections)
+
+    def limit_bodies(self, budget: int) -> Intake:
+        """Give request bodies so many bytes in all."""
+        bodies = self._runner.app[INTAKE]
+        bodies.budget = budget
+        return bodies
 
     async def post(self, path: str, body: object = None, data: bytes | None = None) -> tuple[int, dict]:
         """Status and decoded body."""
