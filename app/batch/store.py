@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_STORED = 20 * 2**30
-"""Bytes of all files together: clients must not be able to fill the disk."""
+"""Bytes of all files together, and of what is being uploaded: clients must not be able to fill the disk."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -72,16 +72,25 @@ class Disk:
                 "Another server keeps its files and batches in the same directory; start this one with "
                 "a --data-dir of its own."
             ) from None
-        self._db = sqlite3.connect(root / "store.sqlite", isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.executescript(_SCHEMA)
+        self._reserved = 0
+        try:
+            self._db = self._opened(root)
+            for torn in self._files.glob("*.part"):
+                torn.unlink()
+            self.purge()
+        except (OSError, sqlite3.Error):  # or the next try would take this one for another server
+            os.close(self._lock)
+            raise
+
+    def _opened(self, root: Path) -> sqlite3.Connection:
+        db = sqlite3.connect(root / "store.sqlite", isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        db.executescript(_SCHEMA)
         for table in ("files", "batches"):
-            if not any(row[1] == "owner" for row in self._db.execute(f"PRAGMA table_info({table})")):
-                self._db.execute(_OWNER.format(table))
-        for torn in self._files.glob("*.part"):
-            torn.unlink()
-        self.purge()
+            if not any(row[1] == "owner" for row in db.execute(f"PRAGMA table_info({table})")):
+                db.execute(_OWNER.format(table))
+        return db
 
     def close(self) -> None:
         """Let another server have the directory."""
@@ -94,12 +103,22 @@ class Disk:
         """Where a file of ours lies. `id` is one that we made, never a client's text."""
         return self._files / id
 
-    def check_room(self) -> None:
-        """Raise `RequestError` when no more may be kept."""
-        (kept,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
-        if kept >= MAX_STORED:
-            message = f"Files take {kept} bytes, the most this server keeps. Delete some first."
+    def reserve(self, size: int) -> None:
+        """Keep room for so many bytes of an upload. Raises `RequestError` when there is none."""
+        if self._kept + self._reserved + size > MAX_STORED:
+            message = (
+                f"Files take {self._kept} bytes and uploads {self._reserved}, and this server keeps "
+                f"{MAX_STORED}. Delete some first."
+            )
             raise RequestError(message, "file", "storage_full")
+        self._reserved += size
+
+    def release(self, size: int) -> None:
+        """The upload is a file now, or nothing."""
+        self._reserved -= size
+
+    def _weigh(self) -> None:
+        (self._kept,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
 
     def add_file(self, owner: str, record: FileRecord) -> None:
         """Make a file that lies at its path known, or replace what is known of it."""
@@ -108,6 +127,7 @@ class Disk:
             "ON CONFLICT (id) DO UPDATE SET bytes = excluded.bytes, doc = excluded.doc",
             (record.id, record.purpose, record.bytes, record.expires_at, _encode(record), owner),
         )
+        self._weigh()
 
     def file(self, owner: str, id: str) -> FileRecord:
         """Raises `NotFound`, also for another owner's."""
@@ -130,6 +150,7 @@ class Disk:
         if row is not None:
             raise RequestError(f"The file is the input of {row[0]}, which is not done.", "file_id")
         self._drop(id)
+        self._weigh()
 
     def purge(self) -> None:
         """Remove what has expired and no batch needs."""
@@ -140,6 +161,7 @@ class Disk:
         )
         for (id,) in rows.fetchall():
             self._drop(id)
+        self._weigh()
 
     def _drop(self, id: str) -> None:
         self._db.execute("DELETE FROM files WHERE id = ?", (id,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import sqlite3
 import time
 from collections.abc import Awaitable, Sequence
 from functools import partial
@@ -48,9 +49,7 @@ async def upload(request: web.Request) -> web.StreamResponse:
         raise HttpError(415, "Send the file as multipart/form-data, with a field 'purpose'.")
     if (request.content_length or 0) > MAX_FILE + (1 << 16):
         raise _too_large()
-    store = request.app[BATCHES].store
-    await store.run(Disk.check_room)
-    receipt = Upload(store, tenant())
+    receipt = Upload(request.app[BATCHES].store, tenant())
     try:
         try:
             await receipt.read(read_form(request))
@@ -66,7 +65,7 @@ async def upload(request: web.Request) -> web.StreamResponse:
 class Upload:
     """A form on its way to the disk. Owner: event loop; the file is touched in the store's thread."""
 
-    __slots__ = ("_fields", "_file", "_id", "_name", "_owner", "_size", "_store")
+    __slots__ = ("_fields", "_file", "_id", "_name", "_owner", "_reserved", "_size", "_store")
 
     def __init__(self, store: Store, owner: str) -> None:
         self._store = store
@@ -75,6 +74,8 @@ class Upload:
         self._file: int | None = None
         self._name: str | None = None
         self._size = 0
+        self._reserved = 0
+        """Of the disk's room; a file that is kept counts by itself."""
         self._fields: dict[str, str] = {}
 
     async def read(self, form: MultipartReader) -> None:
@@ -115,8 +116,13 @@ class Upload:
         def keep(disk: Disk) -> None:
             disk.purge()
             self._shut(sync=True)
-            disk.path(f"{self._id}.part").rename(disk.path(self._id))
-            disk.add_file(self._owner, record)
+            path = disk.path(f"{self._id}.part").rename(disk.path(self._id))
+            try:
+                disk.add_file(self._owner, record)
+            except sqlite3.Error:  # nobody would ever find it
+                path.unlink()
+                raise
+            self._release(disk)
 
         await self._store.run(keep)
         return record
@@ -127,6 +133,7 @@ class Upload:
         def close(disk: Disk) -> None:
             self._shut()
             disk.path(f"{self._id}.part").unlink(missing_ok=True)
+            self._release(disk)
 
         # Shielded: a client that goes away in the middle cancels the handler that awaits this.
         await asyncio.shield(self._store.run(close))
@@ -138,8 +145,7 @@ class Upload:
 
         await self._store.run(begin)
         while chunk := await _soon(part.read_chunk(CHUNK)):
-            self._size += len(chunk)
-            if self._size > MAX_FILE:
+            if self._size + len(chunk) > MAX_FILE:
                 raise _too_large()
             await self._store.run(partial(self._write, bytes(chunk)))
 
@@ -151,11 +157,18 @@ class Upload:
                 raise RequestError(f"The field {part.name!r} is too long.", part.name)
         return value.decode()
 
-    def _write(self, data: bytes, _: Disk) -> None:
+    def _write(self, data: bytes, disk: Disk) -> None:
         assert self._file is not None
+        disk.reserve(len(data))
+        self._reserved += len(data)
+        self._size += len(data)
         left = memoryview(data)
         while left:
             left = left[os.write(self._file, left) :]
+
+    def _release(self, disk: Disk) -> None:
+        disk.release(self._reserved)
+        self._reserved = 0
 
     def _shut(self, sync: bool = False) -> None:
         if self._file is not None:

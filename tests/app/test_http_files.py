@@ -174,11 +174,31 @@ async def test_files_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_a_full_store_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.batch.store.MAX_STORED", 2)
+    monkeypatch.setattr("app.batch.store.MAX_STORED", 3)
     async with Rig(tmp_path) as rig:
         await rig.upload(b"{}\n")
         with pytest.raises(openai.BadRequestError, match="Delete some"):
             await rig.upload(b"{}\n")
+
+
+async def test_uploads_at_once_share_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.batch.store.MAX_STORED", 1000)
+    monkeypatch.setattr(files, "CHUNK", 64)
+    async with Rig(tmp_path) as rig:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
+        head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\nContent-Type: {FORM}\r\n\r\n"
+        writer.write(head.encode() + FILE[:-2] + b"x" * 800)
+        await until(lambda: any(path.stat().st_size > 600 for path in (tmp_path / "files").glob("*.part")))
+        with pytest.raises(openai.BadRequestError, match="Delete some") as refused:
+            await rig.upload(b"x" * 500)
+        assert refused.value.code == "storage_full"
+        writer.close()
+        await until(lambda: kept(tmp_path) == [])
+        await rig.upload(b"x" * 500)
+        await rig.upload(b"x" * 500)
+        with pytest.raises(openai.BadRequestError, match="Delete some"):
+            await rig.upload(b"x")
+        assert len(kept(tmp_path)) == 2
 
 
 async def test_one_directory_has_one_server(tmp_path: Path) -> None:
