@@ -11,7 +11,16 @@ from collections.abc import Mapping
 
 import msgspec
 
-from core.errors import BodyTooLarge, EngineFailed, LoomError, NotFound, Overloaded, RequestError, Unavailable
+from core.errors import (
+    BodyTooLarge,
+    DiskFull,
+    EngineFailed,
+    LoomError,
+    NotFound,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
 from core.grammar import BROKEN
 from core.types import Finish, FinishReason
 
@@ -91,6 +100,7 @@ _TABLE = (  # first match wins: the narrow classes come first
     _Row(RequestError, 400, "invalid_request_error"),
     _Row(Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
     _Row(Unavailable, 503, "service_unavailable_error", "service_unavailable"),
+    _Row(DiskFull, 507, "server_error", "disk_full"),
     _Row(EngineFailed, 500, "server_error", "engine_failed"),
 )
 

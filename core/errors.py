@@ -10,12 +10,16 @@
     │   └── BodyTooLarge     more bytes than the server takes
     ├── Overloaded           refused now, may be sent again
     ├── Unavailable          starting, draining or failed
+    ├── DiskFull             what was to be kept has no room
     └── EngineFailed         a step raised; its requests end with this
 
 HTTP status codes live in `app/errors.py`.
 """
 
 from __future__ import annotations
+
+import errno
+import sqlite3
 
 
 class LoomError(Exception):
@@ -88,6 +92,17 @@ class Overloaded(LoomError):
 
 class Unavailable(LoomError):
     """The server is starting, draining or failed."""
+
+
+class DiskFull(LoomError):
+    """What was to be kept has no room on the disk."""
+
+
+def check_disk_full(error: Exception) -> None:
+    """Raise `DiskFull` where `error` is what the system or sqlite says of a full disk or quota."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        raise DiskFull("The server's disk is full; its operator has to make room on it.") from error
 
 
 class EngineFailed(LoomError):

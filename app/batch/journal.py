@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from app.batch.lines import BREATH, PAUSE
-from app.batch.records import Usage, UsagePart
+from app.batch.records import Batch, Counts, Usage, UsagePart
 
 SYNC_LINES = 32
 """Lines between two fsyncs: what a power cut can cost is run again."""
@@ -42,6 +42,12 @@ class Tally:
         if (usage := entry.response.body.usage) is not None:
             self.usage.add(usage)
 
+    def told(self, batch: Batch) -> Batch:
+        """The batch with what was done of it."""
+        counts = Counts(total=batch.request_counts.total, completed=self.completed, failed=self.failed)
+        usage = self.usage.shown() if self.completed else None
+        return msgspec.structs.replace(batch, request_counts=counts, usage=usage)
+
 
 class Journal:
     """Appends lines to one file. Blocks, so not for the loop of a server.
@@ -57,15 +63,7 @@ class Journal:
         self.path = path
         self._unsynced = 0
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-        whole = 0
-        for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            tally.add(line)
-            if number % BREATH == 0:
-                time.sleep(PAUSE)
-        self._file.seek(whole)
+        self._file.seek(_add_lines(self._file, tally))
         self._file.truncate()
 
     def append(self, line: bytes) -> None:
@@ -86,6 +84,29 @@ class Journal:
         if not self._file.closed:
             self.sync()
             self._file.close()
+
+
+def read_tally(directory: Path, batch: Batch) -> Tally:
+    """What the journals of a batch add up to, which nobody writes to meanwhile. Blocks."""
+    tally = Tally()
+    for path in (directory / batch.output_id, directory / batch.error_id):
+        if path.exists():
+            with path.open("rb") as file:
+                _add_lines(file, tally)
+    return tally
+
+
+def _add_lines(file: IO[bytes], tally: Tally) -> int:
+    """Count every whole line; returns their bytes."""
+    whole = 0
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            break
+        whole += len(line)
+        tally.add(line)
+        if number % BREATH == 0:
+            time.sleep(PAUSE)
+    return whole
 
 
 def drop_failed(path: Path) -> int:

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 import msgspec
 
+from app.batch.journal import read_tally
 from app.batch.records import Batch, FileRecord
-from core.errors import NotFound, RequestError, Unavailable
+from core.errors import NotFound, RequestError, Unavailable, check_disk_full
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class Disk:
             self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
+            check_disk_full(error)
             raise Unavailable(
                 f"The directory for files and batches is not usable: {error.strerror}. See --data-dir."
             ) from error
@@ -78,6 +80,7 @@ class Disk:
             for torn in self._files.glob("*.part"):
                 torn.unlink()
             self.purge()
+            self._recount()
         except (OSError, sqlite3.Error):  # or the next try would take this one for another server
             os.close(self._lock)
             raise
@@ -188,6 +191,13 @@ class Disk:
         """Those of an owner."""
         return [_batch(doc) for (doc,) in self._page("batches", owner, page)]
 
+    def _recount(self) -> None:
+        """What was done of a batch stands in its journals; its record is as old as its last status."""
+        rows = self._db.execute("SELECT owner, doc FROM batches WHERE active").fetchall()
+        for owner, batch in ((owner, _batch(doc)) for owner, doc in rows):
+            if (counted := read_tally(self._files, batch).told(batch)) != batch:
+                self.put_batch(owner, counted)
+
     def count_active(self) -> int:
         """How many are not done."""
         count: int = self._db.execute("SELECT COUNT(*) FROM batches WHERE active").fetchone()[0]
@@ -240,13 +250,17 @@ class Store:
 
     async def run(self, work: Callable[[Disk], T]) -> T:
         """`work` in the store's thread, after everything asked before. Raises what it raises, and
-        `Unavailable` when there is no usable directory."""
+        `Unavailable` when there is no usable directory, and `DiskFull`."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, work)
 
     def _run(self, work: Callable[[Disk], T]) -> T:
-        if self._disk is None:
-            self._disk = Disk(self.root)
-        return work(self._disk)
+        try:
+            if self._disk is None:
+                self._disk = Disk(self.root)
+            return work(self._disk)
+        except (OSError, sqlite3.Error) as error:
+            check_disk_full(error)
+            raise
 
     async def close(self) -> None:
         """After what was asked for. Idempotent."""

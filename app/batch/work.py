@@ -295,10 +295,7 @@ class Work:
         self._tally.add(text)
 
     def _count(self) -> None:
-        tally = self._tally
-        counts = Counts(total=self.batch.request_counts.total, completed=tally.completed, failed=tally.failed)
-        usage = tally.usage.shown() if tally.completed else None
-        self.batch = msgspec.structs.replace(self.batch, request_counts=counts, usage=usage)
+        self.batch = self._tally.told(self.batch)
 
 
 def _cut(answer: Mapping[str, Any]) -> bool:

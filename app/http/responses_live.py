@@ -146,7 +146,7 @@ class Responses:
 
     async def start(self, turn: Turn, loaded: Loaded) -> Live:
         """Run a turn in the background. Raises what the engine refuses it with, and `Unavailable`
-        when it cannot be stored: then nobody could fetch it."""
+        and `DiskFull` when it cannot be stored: then nobody could fetch it."""
         if not turn.kept:
             raise RequestError("This server keeps no responses, so none can run in the background.", "store")
         if len(self._live) >= MAX_LIVE:
@@ -158,7 +158,7 @@ class Responses:
         live.begin(run)
         stored = False
         try:
-            stored = live.done.is_set() or await self.store.put(turn.record(live.doc))
+            stored = live.done.is_set() or await self.store.require(turn.record(live.doc))
         finally:
             if not stored:  # or the client has gone before it knew the response's id
                 run.abort()

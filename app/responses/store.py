@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from app.responses.disk import Disk, Item, Record, no_previous
-from core.errors import NotFound, Unavailable
+from core.errors import DiskFull, NotFound, Unavailable, check_disk_full
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Store:
         def guarded() -> bool:
             try:
                 return self._run(put)
-            except Unavailable as error:
+            except (Unavailable, DiskFull) as error:
                 log.error("response %s is not kept: %s", record.id, error)
                 return False
 
@@ -57,6 +57,10 @@ class Store:
             closed.set_result(False)
             return closed
         return self._submit(guarded)
+
+    async def require(self, record: Record) -> bool:
+        """`put` for an answer that is nothing unless it is kept: raises `Unavailable` and `DiskFull`."""
+        return await self._submit(lambda: self._run(lambda disk: disk.put(record)))
 
     async def get(self, owner: str, id: str) -> Record:
         """Raises `NotFound`, also for another owner's, and `Unavailable` when the disk refuses."""
@@ -101,6 +105,7 @@ class Store:
                 self._disk = Disk(self._root, self._limit)
             return work(self._disk)
         except (OSError, sqlite3.Error) as error:
+            check_disk_full(error)
             reason = getattr(error, "strerror", None) or type(error).__name__  # which names no path of ours
             raise Unavailable(f"Stored responses cannot be reached: {reason}.") from error
 

@@ -56,9 +56,14 @@ class Server:
         assert self._runner.server is not None
         return len(self._runner.server.connections)
 
+    @property
+    def app(self) -> web.Application:
+        """The application that is served."""
+        return self._runner.app
+
     def limit_bodies(self, budget: int) -> Intake:
         """Give request bodies so many bytes in all."""
-        bodies = self._runner.app[INTAKE]
+        bodies = self.app[INTAKE]
         bodies.budget = budget
         return bodies
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.batch.store import Disk
+from app.batch.store import Disk, Store
 from app.batch.work import Work
 from app.health import Health, Phase
 from tests.app.batch_rig import CHAT, CONTEXT, Rig, chat_line, jsonl, line, until
@@ -195,6 +195,24 @@ async def test_a_restart_goes_on_where_the_last_one_stopped(tmp_path: Path) -> N
         started = sum(len(plan.new_slots) for plan in again.executor.plans)
         assert started <= 30
         assert done.usage is not None and done.usage.output_tokens == 120
+
+
+async def test_counts_are_right_before_a_restarted_batch_goes_on(tmp_path: Path) -> None:
+    async with Rig(tmp_path, auto=False) as rig:
+        batch = await rig.submit([line(f"l{i}", 2, prompt=f"prompt {i}") for i in range(20)])
+        await until(lambda: rig.engine.scheduler.running > 0)
+        async with asyncio.timeout(PATIENCE):
+            while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 5:  # type: ignore[union-attr]
+                await rig.step()
+        await rig.batches.stop()
+        before = await rig.batches.store.run(lambda disk: disk.batch("", batch.id))
+        written = (tmp_path / "files" / before.output_id).read_bytes().count(b"\n")
+    store = Store(tmp_path)
+    after = await store.run(lambda disk: disk.batch("", batch.id))
+    await store.close()
+    assert written >= 5
+    assert (after.request_counts.total, after.request_counts.completed) == (20, written)
+    assert after.usage is not None and after.usage["output_tokens"] == 2 * written
 
 
 async def test_a_batch_that_ran_out_of_time_says_what_never_ran(
