@@ -1,6 +1,22 @@
 """`python -m app`: see `app.cli`."""
 
-from app.cli import main
+import sys
+
+OWN = ("app", "core", "gpu")
+"""Rooms of this program: one of their modules that is missing is our fault, not the operator's."""
 
 if __name__ == "__main__":
-    main()
+    try:
+        from app.cli import main
+
+        main()
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if not package or package in OWN:
+            raise
+        print(
+            f"loom: error: the Python package {package!r} is not installed; run 'pip install -e .' in the "
+            "directory of pyproject.toml",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -31,6 +32,9 @@ BAD_USAGE = 2
 
 
 INTERRUPTED = 130
+
+PROBE = 1 << 16
+"""Bytes that are written to the temporary folder at the start, and removed."""
 
 ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --max-model-len, ...) work too."
 
@@ -58,8 +62,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     raise SystemExit(code)
 
 
+def check_temporary_folder() -> None:
+    """Raise `ConfigError` unless torch, triton and others can write where they will: some look for the folder
+    as they are imported, and end in a traceback."""
+    try:
+        with tempfile.TemporaryFile(buffering=0) as file:
+            file.write(bytes(PROBE))
+    except OSError as error:
+        raise ConfigError(
+            f"the temporary folder cannot be written to: {error.strerror or error}. Make room in it, or name "
+            "another with the environment variable TMPDIR."
+        ) from error
+
+
 def _serve(argv: Sequence[str]) -> int:
     config = parse(argv)
+    check_temporary_folder()
     from app.server import run  # deferred: it brings torch
 
     return run(config)
@@ -67,6 +85,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _generate(argv: Sequence[str]) -> int:
     config, flags = parse_generate(argv)
+    check_temporary_folder()
     from app.generate import run  # deferred: the same
 
     return run(config, **msgspec.structs.asdict(flags))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from app.cli import GROUPS, GenerateFlags, make_parser, parse, parse_generate
+from app.cli import GROUPS, GenerateFlags, main, make_parser, parse, parse_generate
 from core.config import Config
+from tests.e2e.process import ROOT
 
 
 def test_no_flags_are_the_defaults() -> None:
@@ -67,3 +74,37 @@ def test_generate_refuses_what_has_no_meaning(more: list[str], capsys: pytest.Ca
         parse_generate(["--input", "i", "--output", "o", *more])
     assert ended.value.code == 2
     assert more[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("folder", "words"), [("none", "No such file"), ("full", "No space left")])
+def test_a_temporary_folder_that_cannot_be_used_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    if folder == "full":
+        device = os.open("/dev/full", os.O_WRONLY)
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda buffering: os.fdopen(device, "wb", buffering))
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "none"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error and "TMPDIR" in error
+
+
+@pytest.mark.parametrize("package", ["torch", "aiohttp", "uvloop", "msgspec"])
+def test_a_package_that_is_missing_is_one_line(tmp_path: Path, package: str) -> None:
+    script = (
+        "import runpy, sys\n"
+        f"sys.modules[{package!r}] = None\n"
+        "sys.argv[1:] = ['--model', 'none']\n"
+        "runpy.run_module('app', run_name='__main__')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert repr(package) in ended.stderr and "pip install" in ended.stderr

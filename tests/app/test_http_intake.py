@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from app.http import intake, runner
+from app.http import connection, intake
 from app.http.intake import Intake, Reading
 from core.config import ServeConfig
 from core.errors import Unavailable
@@ -119,12 +119,12 @@ async def test_a_body_that_two_handlers_decode_is_read_once(server: Server) -> N
 async def test_connections_are_limited_and_the_log_says_so_once(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 3)
     server = await start()
     inside = [await connect(server, GET) for _ in range(3)]
     for reader, _ in inside:
         assert await status(reader) == 200
-    with caplog.at_level(logging.WARNING, logger="app.http.runner"):
+    with caplog.at_level(logging.WARNING, logger="app.http.connection"):
         for _ in range(3):
             reader, writer = await connect(server, GET)
             answer = await reader.read()
@@ -140,8 +140,8 @@ async def test_connections_are_limited_and_the_log_says_so_once(
 
 
 async def test_refusals_are_limited_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(runner, "REFUSALS", 0)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(connection, "REFUSALS", 0)
     server = await start()
     reader, writer = await connect(server, GET)
     assert await status(reader) == 200
@@ -164,7 +164,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(
     idle, kept = await connect(server, GET)  # between requests: it has its own, longer time
     assert await status(idle) == 200
     await idle.readuntil(b"}")
-    monkeypatch.setattr(runner, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
     again, second = await connect(server, GET)
     assert await status(again) == 200
     await again.readuntil(b"}")
@@ -178,7 +178,7 @@ async def test_a_head_that_does_not_come_ends_its_connection(
 
 
 async def test_bytes_that_trickle_prolong_no_head(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
     server = await start()
     reader, writer = await connect(server, GET)
     assert await status(reader) == 200
@@ -193,7 +193,7 @@ async def test_bytes_that_trickle_prolong_no_head(start: Start, monkeypatch: pyt
 
 
 async def test_a_slow_body_is_no_slow_head(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
     server = await start()
     body = b'{"input_ids": [1, 2]}'
     reader, writer = await connect(server, posted(0, len(body)) + body[:1])
@@ -207,6 +207,6 @@ async def test_a_slow_body_is_no_slow_head(start: Start, monkeypatch: pytest.Mon
 
 def test_the_limit_follows_that_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 1024))
-    assert runner.connection_limit() == 1024 - runner.OWN_FILES
+    assert connection.connection_limit() == 1024 - connection.OWN_FILES
     monkeypatch.setattr("resource.getrlimit", lambda _: (1_000_000, 1_000_000))
-    assert runner.connection_limit() == runner.MAX_CONNECTIONS
+    assert connection.connection_limit() == connection.MAX_CONNECTIONS
