@@ -55,21 +55,29 @@ class Journal:
     Owner: one thread at a time.
     """
 
-    __slots__ = ("_file", "_unsynced", "path")
+    __slots__ = ("_file", "_unsynced", "_whole", "path")
 
     def __init__(self, path: Path, tally: Tally) -> None:
         """Opens or makes the file and adds what it has to `tally`. A last line without its end was
         torn by a crash and is cut off."""
         self.path = path
         self._unsynced = 0
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-        self._file.seek(_add_lines(self._file, tally))
-        self._file.truncate()
+        # Unbuffered: what a full disk refuses must not be written later, over what came after it.
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", 0)
+        with path.open("rb") as written:
+            self._whole = _add_lines(written, tally)
+        self._file.truncate(self._whole)
 
     def append(self, line: bytes) -> None:
-        """One more line, which ends with a newline."""
-        self._file.write(line)
-        self._file.flush()
+        """One more line, which ends with a newline. Raises `OSError`, and then nothing of it is there."""
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self._file.truncate(self._whole)
+            raise
+        self._whole += len(line)
         self._unsynced += 1
         if self._unsynced >= SYNC_LINES:
             self.sync()
@@ -82,8 +90,10 @@ class Journal:
     def close(self) -> None:
         """Sync and close. Idempotent."""
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            try:
+                self.sync()
+            finally:
+                self._file.close()
 
 
 def read_tally(directory: Path, batch: Batch) -> Tally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -126,8 +127,9 @@ class Work:
         self._count()
 
     def _close(self) -> None:
-        for journal in self._journals.values():
-            journal.close()
+        with contextlib.ExitStack() as last:
+            for journal in self._journals.values():
+                last.callback(journal.close)
 
     async def _publish(self) -> None:
         """The journals become files that clients can see."""

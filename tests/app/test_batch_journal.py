@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,19 @@ def test_a_name_that_may_be_given_for_the_model(name: str, kept: bool) -> None:
     assert (b'"gpt-4o"' in made) is kept
     assert b'[1e999, "\\ud83d\\ude00"]' in made  # the rest stays as it was written
     assert for_model(b"{oops", name) == b"{oops"
+
+
+def test_a_line_without_room_is_not_half_there(tmp_path: Path) -> None:
+    path, tally = tmp_path / "out", Tally()
+    journal = Journal(path, tally)
+    journal.append(b'{"custom_id": "a"}\n')
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (25, hard))
+    try:
+        with pytest.raises(OSError):
+            journal.append(b'{"custom_id": "b"}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    journal.append(b'{"custom_id": "c"}\n')
+    journal.close()
+    assert path.read_bytes() == b'{"custom_id": "a"}\n{"custom_id": "c"}\n'
