@@ -1,0 +1,5 @@
+"""`python -m bench.chaos`."""
+
+from bench.chaos.main import main
+
+main()

@@ -1,0 +1,224 @@
+"""The server of the suite: `app.server.Server` in a process that also says how its books stand.
+
+    python -m bench.chaos.child
+
+One JSON object a line on standard input asks, one on standard output answers; the end of the input ends the
+process. `start` serves until the server ends by itself or by a signal, as often as it is told: torch is
+imported once. Every other question is answered on the server's own loop, between its callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import uvloop
+
+from bench.chaos.decoding import Decoding
+
+DECODING = Decoding()
+DECODING.install()  # before any module of the server makes its decoders
+
+import app.compose  # noqa: E402
+import app.server  # noqa: E402
+from app.cli import parse  # noqa: E402
+from app.compose import Live, Parts  # noqa: E402
+from app.http.runner import Runner  # noqa: E402
+from app.logs import set_up  # noqa: E402
+from app.server import bind  # noqa: E402
+from bench.chaos import counting  # noqa: E402
+from bench.chaos.faults import FAULTS, Patches  # noqa: E402
+from core.config import Config  # noqa: E402
+from gpu.layers.linear import Linear  # noqa: E402
+
+
+class Served:
+    """The server that runs now. Owner: its loop; `loop` and `live` are read by the thread of questions."""
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.live: Live | None = None
+        self.runner: Runner | None = None
+        self.patches = Patches()
+
+    def run(self, flags: Sequence[str], device: str) -> int:
+        """Serve until it ends; the exit code that a process would have."""
+        config = parse(flags)
+        set_up(config.serve.log_level)
+        app.server.raise_file_limit()
+        with Patches() as wiring:
+            wiring.replace(app.server, "assemble", self._assemble)
+            wiring.replace(app.server, "Runner", self._runner)
+            wiring.replace(app.server, "bind", _bind)
+            if device == "tiny":
+                # oneDNN keeps what it compiled for each number of rows that it has seen, some 0.3 MB, until
+                # it has a thousand: on rows as torch lays them out memory shows what the server keeps.
+                wiring.replace(Linear, "seal", lambda linear: None)
+            if device == "counting":
+                wiring.replace(app.compose, "build_executor", counting.build_executor)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                self.loop = runner.get_loop()
+                try:
+                    return runner.run(app.server.Server(config).serve())
+                finally:
+                    self.loop = self.live = self.runner = None
+                    self.patches.undo()
+
+    def _assemble(self, parts: Parts, config: Config) -> Live:
+        self.live = app.compose.assemble(parts, config)
+        return self.live
+
+    def _runner(self, *arguments: Any, **named: Any) -> Runner:
+        self.runner = Runner(*arguments, **named)
+        return self.runner
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def books(self) -> dict[str, Any]:
+        """Everything that must be as before once nobody asks for anything."""
+        assert self.live is not None and self.loop is not None
+        engine = self.live.engine
+        now = engine.scheduler.statistics()
+        try:
+            engine.scheduler.check_integrity()
+            integrity = ""
+        except Exception as error:
+            integrity = f"{type(error).__name__}: {error}"
+        return {
+            **self.progress(),
+            "pages": now.cache.total,
+            "free": now.cache.free,
+            "cached": now.cache.cached,
+            "protected": now.cache.protected,
+            "in_flight": now.in_flight,
+            "integrity": integrity,
+            "jobs": len(self.live.submitter._runs),
+            "connections": self._connections(),
+            "tasks": sorted(_name(task) for task in asyncio.all_tasks(self.loop)),
+            "threads": threading.active_count(),
+            "files": len(os.listdir("/proc/self/fd")),
+            "rss": _rss(),
+            "decoded": DECODING.largest,
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """What moves while requests run."""
+        assert self.live is not None
+        engine = self.live.engine
+        now = engine.scheduler.statistics()
+        return {
+            "running": now.running,
+            "waiting": now.waiting,
+            "steps": now.steps,
+            "output": now.output_tokens,
+            "retractions": now.retractions,
+            "finished": now.finished,
+            "failure": engine.failure or "",
+            "lag": engine.recorder.lag,
+            "buffered": self._buffered(),
+        }
+
+    def _connections(self) -> int:
+        server = self.runner.server if self.runner is not None else None
+        return len(server.connections) if server is not None else 0
+
+    def _buffered(self) -> int:
+        """Most bytes that wait in one connection for its reader."""
+        server = self.runner.server if self.runner is not None else None
+        transports = [c.transport for c in server.connections] if server is not None else []
+        # uvloop's transports are no subclasses of asyncio's.
+        sizes = [cast(asyncio.WriteTransport, t).get_write_buffer_size() for t in transports if t is not None]
+        return max(sizes, default=0)
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One question."""
+        match message["ask"]:
+            case "books":
+                return self.books()
+            case "progress":
+                return self.progress()
+            case "fault":
+                assert self.live is not None
+                FAULTS[message["name"]](self.patches, self.live)
+            case "mend":
+                self.patches.undo()
+            case "forget":
+                DECODING.largest = 0
+        return {}
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """With little room in the kernel: what waits for a slow reader is to be seen here."""
+    listener = bind(host, port)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
+    return listener
+
+
+def _name(task: asyncio.Task[Any]) -> str:
+    return getattr(task.get_coro(), "__qualname__", "?")
+
+
+def _rss() -> int:
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Serve whatever standard input asks for."""
+    # The server's own prints must not get between the answers.
+    told = os.dup(1)
+    os.dup2(2, 1)
+    served, starts = Served(), queue.SimpleQueue[dict[str, Any]]()
+    lock = threading.Lock()
+
+    def tell(message: dict[str, Any]) -> None:
+        with lock:
+            os.write(told, json.dumps(message).encode() + b"\n")
+
+    def answer(message: dict[str, Any]) -> None:
+        try:
+            found = served.answer(message)
+        except Exception as error:
+            found = {"error": repr(error)}
+        tell({"id": message["id"], **found})
+
+    def listen() -> None:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if message["ask"] == "start":
+                starts.put(message)
+            elif (loop := served.loop) is not None and served.live is not None:
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(answer, message)
+                    continue
+                tell({"id": message["id"], "error": "the server has ended"})
+            else:
+                tell({"id": message["id"], "error": "no server runs"})
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        message = starts.get()
+        try:
+            code = served.run(message["flags"], message["device"])
+        except Exception as error:
+            tell({"ended": -1, "error": repr(error)})
+            raise
+        tell({"ended": code})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A pool of pages that holds a twentieth of what is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from bench.chaos.bench import Bench
+from bench.chaos.clients import TEXT, post
+from bench.chaos.row import Found, Setting
+
+TOKENS = 120
+LENGTHS = (16, 40, 64)
+SHARE = 0.05
+
+
+async def pool(bench: Bench) -> Found:
+    """Requests are sent back to the queue and go on; every text is the one of a pool with room."""
+    found, count = Found(), bench.count(256, 16)
+    roomy = bench.server.setting
+    assert roomy is not None
+    bodies: list[dict[str, Any]] = [
+        {
+            "prompt": f"{i} is a number, and after it comes another one, greater by one"[: LENGTHS[i % 3]],
+            "max_tokens": TOKENS,
+            "temperature": 0.0 if i % 2 else 1.0,
+            "seed": i,
+            "ignore_eos": True,
+        }
+        for i in range(count)
+    ]
+    expected = await _texts(bench, bodies)
+    need = sum(len(body["prompt"]) + 1 + TOKENS for body in bodies)
+    tokens = max(int(need * SHARE) // 16 * 16, 2 * (max(LENGTHS) + TOKENS))
+    await bench.serve(Setting(roomy.device, ("--kv-tokens", str(tokens), "--conservativeness", "0.01")))
+    await bench.seed()
+    texts = await _texts(bench, bodies)
+    retractions = (await bench.server.tell("progress"))["retractions"]
+    different = sum(a != b for a, b in zip(texts, expected, strict=True))
+    found.figures |= {"requests": count, "pool_tokens": tokens, "needed": need, "retractions": retractions}
+    found.expect(retractions > 0, "nothing was retracted: the pool has room")
+    found.expect(not different, f"{different} texts differ from those of a pool with room")
+    return found
+
+
+async def _texts(bench: Bench, bodies: list[dict[str, Any]]) -> list[str]:
+    answers = await asyncio.gather(*(post(bench.port, TEXT, body) for body in bodies))
+    return [answer.text for answer in answers]

@@ -1,0 +1,44 @@
+"""What `SECURITY.md` says of a whole process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+
+from tests.e2e.process import dummy_model, flags, serving
+
+LISTENS = "0A"
+
+
+def listening(pid: int) -> list[int]:
+    """Ports on which a process and its children listen, over any address."""
+    sockets: set[str] = set()
+    for child in (pid, *children(pid)):
+        for link in Path(f"/proc/{child}/fd").iterdir():
+            target = str(link.readlink())
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and words[9] in sockets:
+                ports.append(int(words[1].rpartition(":")[2], 16))
+    return ports
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+async def test_one_port_listens(tmp_path: Path) -> None:
+    with serving(*flags(dummy_model(tmp_path / "model"))) as server:
+        async with aiohttp.ClientSession() as session:
+            await server.ready(session)
+            # Its helper process too, which starts with the first constraint.
+            body = {"prompt": "a", "max_tokens": 4, "regex": "[a-z]{0,400}(b|c){2,300}"}
+            async with session.post(f"{server.url}/v1/completions", json=body) as answer:
+                assert answer.status in (200, 400)
+        assert listening(server.process.pid) == [server.port]

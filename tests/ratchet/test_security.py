@@ -1,0 +1,75 @@
+"""What `SECURITY.md` promises of the sources, and that the tests it names are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.ratchet import tree
+from tests.ratchet.tree import ROOMS, files, name
+
+SECURITY = tree.ROOT / "SECURITY.md"
+
+
+def names_of(path: str) -> set[str]:
+    parsed = ast.parse((tree.ROOT / path).read_text())
+    return {function.name for function in tree.functions(parsed)}
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SECURITY.read_text())
+    assert len(named) > 25
+    assert [f"{path}::{test}" for path, test in named if test not in names_of(path)] == []
+
+
+def test_every_class_of_faults_is_answered() -> None:
+    """A row of the table ends with a test's name."""
+    rows = [line for line in SECURITY.read_text().splitlines() if "CVE-" in line and line.startswith("|")]
+    assert len(rows) > 15
+    assert [row[:60] for row in rows if not re.search(r"::test_\w+` \|$", row)] == []
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    """No module that runs what a file or a socket says, and no call that does."""
+    modules = {
+        "pickle",
+        "marshal",
+        "shelve",
+        "dill",
+        "cloudpickle",
+        "joblib",
+        "yaml",
+        "zmq",
+        "multiprocessing",
+    }
+    calls = {"eval", "exec", "compile", "__import__"}
+    found = [
+        f"{name(path)}: {target}"
+        for room in ROOMS
+        for path in files(room)
+        for target, _ in tree.imports(path)
+        if target.split(".")[0] in modules
+    ]
+    found += [
+        f"{name(path)}: {node.func.id}"
+        for room in ROOMS
+        for path in files(room)
+        for node in ast.walk(tree.parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in calls
+    ]
+    assert found == []
+    assert tree.count(r"torch\.load\(|trust_remote_code=True|shell=True|allow_pickle=True", *ROOMS) == 0
+
+
+def test_nothing_is_fetched_for_clients() -> None:
+    """What reaches other hosts belongs to the start: a model, by pip or from the hub."""
+    clients = ("urllib.request", "http.client", "requests", "httpx", "huggingface_hub", "ftplib", "smtplib")
+    found = {
+        f"{name(path)}: {target}"
+        for room in ROOMS
+        for path in files(room)
+        for target, _ in tree.imports(path)
+        if target.startswith(clients)
+    }
+    assert found == {"app/checkpoint.py: huggingface_hub"}
+    assert tree.count(r"ClientSession|create_connection\(|open_connection\(", *ROOMS) == 0
