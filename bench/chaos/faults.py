@@ -15,14 +15,14 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from aiohttp import web
 from jinja2.sandbox import SandboxedEnvironment
 
 import app.batch.store
+import app.http.body
 from app.compose import Live
 from app.deliver import Stream
 from app.engine import Engine
-from app.http.runner import Connection
+from app.http.connection import Connection
 from app.http.sse import EventStream
 from app.recorder import Recorder
 from app.server import Server
@@ -181,13 +181,13 @@ def _keeps(original: Any) -> Any:
 
 
 def _decodes(original: Any) -> Any:
-    async def read(request: web.BaseRequest) -> bytes:
-        data: bytes = await original(request)
+    async def arrived(*arguments: Any) -> bytes:
+        data: bytes = await original(*arguments)
         with contextlib.suppress(ValueError, RecursionError):
             json.loads(data)
         return data
 
-    return read
+    return arrived
 
 
 def _unseen(original: Any) -> Any:
@@ -233,7 +233,7 @@ FAULTS: dict[str, Fault] = {
     "the queue has no bound": instead(Waiting, "check_room", _nothing),
     "the drain cuts": instead(Server, "_drain", _cuts),
     "failures are silent": instead(LocalExecutor, "results", _without_failures),
-    "bodies are decoded on the loop": instead(web.BaseRequest, "read", _decodes),
+    "bodies are decoded on the loop": instead(app.http.body, "_arrived", _decodes),
     "congestion is not seen": instead(EventStream, "_send", _unseen),
     "the sandbox is open": open_sandbox,
     "compiling breaks": instead(Compiler, "compile", _breaks),
