@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from core.types import Ints, RootKey
@@ -16,44 +17,31 @@ Edge = bytes | RootKey
 """What a node is filed under at its parent: the first page of its key, or a root's name."""
 
 
-class RadixNode:
+class RadixNode(msgspec.Struct, eq=False, gc=False):
     """A run of whole pages whose prefix is spelled by the nodes above it.
 
     Owner: event loop, through `RadixTree`. `pages` is never written in place. `locks` counts the
     holds at this node or below it. A node that was dropped from the tree has no parent.
+
+    The garbage collector does not look at nodes: a walk of 60,000 took 0.2 s of an idle loop. It has nothing
+    to find there, because a node that is dropped leaves its parent's `children` and so every cycle.
     """
 
-    __slots__ = (
-        "children",
-        "created",
-        "edge",
-        "hits",
-        "key",
-        "last_access",
-        "locks",
-        "pages",
-        "parent",
-        "pins",
-        "priority",
-        "queued",
-    )
-
-    def __init__(self, parent: RadixNode | None, edge: Edge, key: bytes, pages: Ints, now: int) -> None:
-        self.parent = parent
-        self.edge = edge
-        self.key = key
-        self.pages = pages
-        self.children: dict[Edge, RadixNode] = {}
-        self.locks = 0
-        self.hits = 0
-        """Admissions that stood on this node."""
-        self.created = now
-        self.last_access = now
-        self.priority = LOWEST
-        self.pins: dict[str, int] | None = None
-        """By owner, the pins at this node or below it; None: nobody's."""
-        self.queued = False
-        """The tree's eviction queue has an entry for this node."""
+    parent: RadixNode | None
+    edge: Edge
+    key: bytes
+    pages: Ints
+    created: int
+    last_access: int
+    children: dict[Edge, RadixNode] = msgspec.field(default_factory=dict)
+    locks: int = 0
+    hits: int = 0
+    """Admissions that stood on this node."""
+    priority: int = LOWEST
+    pins: dict[str, int] | None = None
+    """By owner, the pins at this node or below it; None: nobody's."""
+    queued: bool = False
+    """The tree's eviction queue has an entry for this node."""
 
     def split(self, num_pages: int) -> RadixNode:
         """Cut after the first `num_pages` pages; return the new node, which takes them.
@@ -68,9 +56,13 @@ class RadixNode:
         cut = num_pages * step
         # The halves are copies: a slice would keep the whole array alive after one half is evicted.
         prefix = RadixNode(
-            self.parent, self.edge, self.key[:cut], self.pages[:num_pages].copy(), self.created
+            self.parent,
+            self.edge,
+            self.key[:cut],
+            self.pages[:num_pages].copy(),
+            self.created,
+            self.last_access,
         )
-        prefix.last_access = self.last_access
         prefix.locks = self.locks
         prefix.hits = self.hits
         prefix.priority = self.priority

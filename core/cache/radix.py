@@ -66,7 +66,7 @@ class RadixTree:
     )
 
     def __init__(self, page_size: int, order: Order) -> None:
-        self.top = RadixNode(None, b"", b"", NO_PAGES, 0)
+        self.top = RadixNode(None, b"", b"", NO_PAGES, 0, 0)
         self.evictable = 0
         self.protected = 0
         self.pinned = 0
@@ -163,7 +163,7 @@ class RadixTree:
             at += len(node.key)
 
     def _attach(self, parent: RadixNode, edge: bytes | RootKey, key: bytes, pages: Ints) -> RadixNode:
-        node = parent.children[edge] = RadixNode(parent, edge, key, pages, self._now)
+        node = parent.children[edge] = RadixNode(parent, edge, key, pages, self._now, self._now)
         self.evictable += len(pages)
         self.nodes += parent is not self.top
         return node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,10 @@ from app.text.tokenizer import Tokenizer
 from app.watchdog import FIRST, Watchdog
 from core.errors import Unavailable
 from core.types import FinishReason
+from tests.app.conftest import until
 from tests.app.test_engine import GREEDY, PROMPT, VOCAB, Bench, settle
 from tests.fakes.executor import oracle
+from tests.patience import PATIENCE
 
 DEPTHS = [0, 1]
 AT = 3
@@ -198,6 +201,7 @@ class Timers:
     ) -> None:
         self.call_soon = loop.call_soon
         self.call_soon_threadsafe = loop.call_soon_threadsafe
+        self.run_in_executor = loop.run_in_executor
         self.later = later
 
     def call_later(self, seconds: float, act: Callable[..., None], *args: object) -> object:
@@ -229,8 +233,8 @@ async def test_housekeeping_goes_on_after_it_raised(
         checks += 1
         raise RuntimeError("pages are missing")
 
-    monkeypatch.setattr(bench.engine.scheduler, "check_integrity", check)
     housekeeping.start()
+    monkeypatch.setattr(housekeeping_module.gc, "collect", lambda generation: check())
     try:
         timers = len(later)
         for round in range(1, 4):
@@ -241,6 +245,42 @@ async def test_housekeeping_goes_on_after_it_raised(
     finally:
         housekeeping.stop()
     assert caplog.text.count("RuntimeError: pages are missing") == 3
+
+
+@pytest.mark.parametrize("change", ["nothing", "work"])
+async def test_books_that_do_not_agree_are_told_where_nothing_has_changed(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    bench = Bench(tokenizer)
+    later: list[tuple[float, Callable[[], None]]] = []
+    housekeeping = Housekeeping(bench.engine, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    threads: list[int] = []
+    looking, go_on = threading.Event(), threading.Event()
+
+    def check() -> None:
+        threads.append(threading.get_ident())
+        looking.set()
+        go_on.wait(PATIENCE)
+        raise RuntimeError("pages are missing")
+
+    monkeypatch.setattr(bench.engine.scheduler, "check_integrity", check)
+    housekeeping.start()
+    try:
+        collect = next(act for seconds, act in later if seconds == housekeeping_module.COLLECT_EVERY)
+        collect()
+        assert await asyncio.to_thread(looking.wait, PATIENCE)
+        if change == "work":
+            await (await bench.start("a", 4)).wait()
+            await settle()
+        go_on.set()
+        await until(lambda: not housekeeping._checking)
+        assert ("RuntimeError: pages are missing" in caplog.text) is (change == "nothing")
+        collect()  # again only where something has changed
+        await until(lambda: not housekeeping._checking)
+        assert len(threads) == (1 if change == "nothing" else 2)
+        assert threading.get_ident() not in threads
+    finally:
+        housekeeping.stop()
 
 
 @pytest.mark.parametrize("long", [0.0, 1e9])

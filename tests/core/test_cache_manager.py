@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -413,3 +415,22 @@ def test_a_peek_changes_nothing_and_knows_when_it_is_outdated() -> None:
     assert not cache.is_current(nowhere)
     cache.flush()
     assert not cache.is_current(longer)
+
+
+def test_the_collector_walks_no_node_and_a_dropped_one_is_gone_at_once() -> None:
+    cache = CacheManager(65, 4)
+    for tokens in (seq(8), seq(8, 100), ints([0, 1, 2, 3, 7, 7, 7, 7])):
+        serve(cache, tokens)
+    nodes = list(cache._tree.walk())
+    assert len(nodes) == 5  # the root, one alone, and two behind their common page
+    assert not any(gc.is_tracked(node) or gc.is_tracked(node.children) for node in nodes)
+    pages = [weakref.ref(node.pages) for node in nodes if len(node.pages)]
+    del nodes
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        cache.flush()
+        assert [ref() for ref in pages] == [None] * 4
+    finally:
+        if enabled:
+            gc.enable()
