@@ -63,7 +63,8 @@ def listen(port: int) -> tuple[list[float], str]:
                 gaps.append(now - last)
             last = now
             received += part
-    events = [line[6:] for line in received.split(b"\n\n") if line.startswith(b"data: {")]
+    body = received.partition(b"\r\n\r\n")[2]  # the first event may come with the head, or behind a comment
+    events = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: {")]
     choices = [json.loads(event).get("choices") for event in events]
     if not received.endswith(b"data: [DONE]\n\n") or not all(choices):
         return gaps, "broken: " + received[-300:].decode(errors="replace")

@@ -15,6 +15,8 @@ from bench.chaos.server import PATIENCE
 
 BUFFERED = 2 * 64 * 1024
 """Bytes that may wait in one connection: the mark from which deltas are merged, and one merged event."""
+OTHERS = 8
+"""Streams beside the sleepers: as many more would be felt by a neighbour, whoever sleeps."""
 HEADERS = 10.0
 """Seconds after which headers that do not come end a connection."""
 DRIBBLE = {"prompt": "The readers sleep", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -35,7 +37,7 @@ async def slow(bench: Bench) -> Found:
                 await loop.sock_sendall(own, part)
             short = {**DRIBBLE, "max_tokens": 40, "stream": True}
             most = 0
-            others = [asyncio.create_task(post(bench.port, TEXT, short)) for _ in range(bench.count(200, 10))]
+            others = [asyncio.create_task(post(bench.port, TEXT, short)) for _ in range(OTHERS)]
             while (await bench.server.tell("progress"))["running"] > 1 or not all(t.done() for t in others):
                 most = max(most, (await bench.server.tell("progress"))["buffered"])
                 await asyncio.sleep(0.02)
