@@ -29,7 +29,7 @@ _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.txt", "*.model", "*.jinja"]
 """Never pickles and never Python."""
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Of generation_config.json, what becomes the default of requests: vLLM's and SGLang's choice."""
+"""Fields of generation_config.json that become defaults of requests, as in vLLM and SGLang."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -52,7 +52,7 @@ PATHS = (("model", "model"), ("model", "tokenizer"), ("model", "chat_template"),
 FAILED = 1
 """Exit code after a failure of the engine."""
 HUNG = 3
-"""Exit code after the watchdog found that the device does not answer; 2 is for a wrong configuration."""
+"""Exit code when the watchdog ends the server because a step hangs; 2 is for a wrong configuration."""
 
 T = TypeVar("T")
 

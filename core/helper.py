@@ -47,7 +47,7 @@ class Helper(Protocol):
 
 
 class Exceeded(LoomError):
-    """The job was killed. The message ends a sentence: "takes longer than 5 s", "takes more than 1 GB"."""
+    """The job exceeded a limit and was killed. The message is a predicate: "takes longer than 5 s"."""
 
 
 class Failed(LoomError):

@@ -20,7 +20,7 @@ NICE = 10
 """Streams come first where cores are few: on two of them a compile at equal priority tripled the p95 of
 a neighbour's gaps."""
 CPU_SECONDS = 15
-"""Processor time of one job, should the server be unable to kill us."""
+"""CPU seconds of one job (RLIMIT_CPU): a limit for when the server cannot kill this process."""
 _PDEATHSIG = 1
 
 

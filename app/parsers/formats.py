@@ -14,7 +14,7 @@ LLAMA = "<|python_tag|>"
 LLAMA_BEGINS = tuple(
     f'{{{gap}"{key}"' for key in ("name", "type") for gap in ("", " ", "\n", "\n  ", "\n    ", "\n\t")
 )
-"""How an object that is a call begins, as models write it without the tag."""
+"""Beginnings of a call's JSON object that models write without the tag."""
 DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
 KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
 

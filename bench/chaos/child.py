@@ -2,9 +2,9 @@
 
     python -m bench.chaos.child
 
-One JSON object a line on standard input asks, one on standard output answers; the end of the input ends the
-process. `start` serves until the server ends by itself or by a signal, as often as it is told: torch is
-imported once. Every other question is answered on the server's own loop, between its callbacks.
+Reads one JSON request a line from standard input and writes one JSON answer a line to standard output; EOF
+ends the process. `start` serves until the server ends by itself or by a signal. It may be sent again, so that
+torch is imported once. Every other request is answered on the server's event loop, between its callbacks.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Served:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """With little room in the kernel: what waits for a slow reader is to be seen here."""
+    """A listener with small socket buffers: bytes for a slow reader stay in the process and are counted."""
     listener = bind(host, port)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
     return listener

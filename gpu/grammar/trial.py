@@ -1,4 +1,4 @@
-"""A compile whose result is thrown away: what the helper process does before a thread repeats it."""
+"""Trial compile of a costly grammar in the helper process; a pool thread compiles it again if that passes."""
 
 from __future__ import annotations
 

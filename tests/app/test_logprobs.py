@@ -29,7 +29,7 @@ NEAR = 2e-3
 
 
 class Scores(NamedTuple):
-    """What transformers says of a prompt: log-probabilities [n, vocab], row p those of the token at p + 1."""
+    """Log-probabilities of a prompt by transformers, [n, vocab]; row p is the distribution of token p + 1."""
 
     prompt: list[int]
     raw: np.ndarray

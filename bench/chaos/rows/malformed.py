@@ -24,7 +24,7 @@ LOOP_BYTES = 64 * 1024
 
 
 async def malformed(bench: Bench) -> Found:
-    """No answer is a fault of the server's, each error has its shape, none fails to come."""
+    """No response is a 5xx, every error has its dialect's shape, and every request is answered."""
     found, statuses = Found(), Counter[int]()
     told = (await ask(bench.port, "GET", "/openapi.json")).json
     routes = [
@@ -90,7 +90,7 @@ def _fields(told: dict[str, Any], operation: dict[str, Any]) -> list[str]:
 
 
 def _is_error(body: bytes) -> bool:
-    """OpenAI's shape, Anthropic's, Cohere's or Ollama's: all are objects that name what is wrong."""
+    """Whether it is an error body of OpenAI, Anthropic, Cohere or Ollama: an object with a message."""
     try:
         told = json.loads(body)
     except ValueError:
