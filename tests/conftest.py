@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
+settings.register_profile("search", settings.get_profile("default"))
+settings.register_profile("repeatable", derandomize=True, database=None)
+# The same examples on every run: a new example must not fail a change that has nothing to do with it.
+# `pytest --hypothesis-profile search` looks for new ones.
+settings.load_profile("repeatable")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Side by side: torch would take all cores for each worker, and for each server that it starts.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
