@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gpu.kernels.moe as moe
+import gpu.kernels.moe.fused as moe
 from core.models import ModelSpec
 
 

@@ -16,7 +16,7 @@ from core.executor import Capabilities
 from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
 from core.models.quant import BLOCK
 from gpu.attention import AttentionBackend, TorchAttention, WholeAttention
-from gpu.attention.device import check_cpu_backends
+from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool

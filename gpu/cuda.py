@@ -8,11 +8,12 @@ import torch
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
-from gpu.attention.device import AttentionOptions, Caches, attention_facts, device_attention
+from gpu.attention.backend import AttentionOptions, Caches, attention_facts
+from gpu.attention.registry import device_attention
 from gpu.device import HOPPER, CudaFacts
-from gpu.kernels.cublas import products
-from gpu.kernels.linear_mid import mid_counters
-from gpu.kernels.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.gemm.cublaslt import products
+from gpu.kernels.gemm.skinny import mid_counters
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kv.pool import KvPool
 from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype

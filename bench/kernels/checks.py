@@ -19,25 +19,18 @@ from torch import Tensor
 from bench.kernels import inputs
 from bench.kernels.inputs import LINEARS, Heads, MoeSize, error, scalar
 from bench.kernels.timing import capture
-from gpu.kernels import (
-    cascade,
-    decode,
-    embed,
-    gated,
-    linear_mid,
-    linear_small,
-    merge,
-    moe,
-    norm,
-    prefill,
-    prefill_plan,
-    qkv,
-    reference,
-    route,
-    sample,
-)
-from gpu.kernels.moe_gemm import TileConfig
-from gpu.kernels.tuned import MoeConfig, MoeShape, rule
+from gpu.kernels import embed, norm, reference
+from gpu.kernels import silu_mul as gated
+from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
+from gpu.kernels.attention import merge_state as merge
+from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.gemm import gemv as linear_small
+from gpu.kernels.gemm import skinny as linear_mid
+from gpu.kernels.moe import fused as moe
+from gpu.kernels.moe import route
+from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
+from gpu.kernels.sampling import sample
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

@@ -17,10 +17,10 @@ from bench.kernels.checks import DEVICE, DTYPE
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import Heads
 from bench.kernels.timing import Row, microseconds
-from gpu.attention.device import AttentionFacts, AttentionOptions, PhaseAttention
+from gpu.attention.backend import AttentionFacts, AttentionOptions, PhaseAttention
 from gpu.attention.flashinfer_fa3 import FlashInferPrefill
 from gpu.attention.triton_paged import TritonPrefill
-from gpu.kernels import prefill, prefill_plan
+from gpu.kernels.attention import prefill, prefill_plan
 from gpu.state.view import StepView
 
 CHUNK_CUTS = (

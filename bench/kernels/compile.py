@@ -28,25 +28,19 @@ from triton.runtime.jit import JITFunction
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
 from core.models import Fp8
-from gpu.kernels import (
-    cascade,
-    decode,
-    embed,
-    gated,
-    linear_block,
-    linear_mid,
-    linear_small,
-    merge,
-    moe,
-    norm,
-    prefill,
-    prefill_join,
-    prefill_plan,
-    qkv,
-    sample,
-)
-from gpu.kernels.moe_gemm import TileConfig
-from gpu.kernels.tuned import MoeConfig, MoeShape, rule, weight_name
+from gpu.kernels import embed, norm
+from gpu.kernels import silu_mul as gated
+from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
+from gpu.kernels.attention import merge_state as merge
+from gpu.kernels.attention import prefill_merge as prefill_join
+from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.gemm import fp8_block as linear_block
+from gpu.kernels.gemm import gemv as linear_small
+from gpu.kernels.gemm import skinny as linear_mid
+from gpu.kernels.moe import fused as moe
+from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
+from gpu.kernels.sampling import sample
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.quant import FP8, scale_shape
 

@@ -21,7 +21,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from core.types import Ints
 from gpu.cuda import MAX_CHUNKS
-from gpu.kernels.penalty import count_tokens, penalise, start_counts
+from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
 from gpu.kernels.step import begin_step, emit, mask_rows
 from gpu.sample.penalties import Counts
 from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits

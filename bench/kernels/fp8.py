@@ -28,12 +28,12 @@ from bench.results import keep
 from core.models import Fp8
 from core.models.quant import BLOCK
 from gpu.device import HOPPER
-from gpu.kernels.gated import silu_mul
-from gpu.kernels.linear_block import BlockLinear, block_linear, block_linear_config
-from gpu.kernels.linear_mid import MidLinear, Scales, mid_counters, mid_fp8_config, mid_gated, mid_linear
-from gpu.kernels.moe import fused_moe
-from gpu.kernels.quant import quantise_rows
-from gpu.kernels.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.gemm.fp8_block import BlockLinear, block_linear, block_linear_config
+from gpu.kernels.gemm.quant import quantise_rows
+from gpu.kernels.gemm.skinny import MidLinear, Scales, mid_counters, mid_fp8_config, mid_gated, mid_linear
+from gpu.kernels.moe.fused import fused_moe
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.ops.fused import library_product
 from gpu.quant import FP8, quantise, quantise_blocks, scale_shape

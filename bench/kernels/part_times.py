@@ -18,13 +18,13 @@ from bench.kernels.timing import Row, microseconds
 from core.models.quant import BLOCK
 from gpu.attention.flashinfer_fa3 import KEYS_PER_TOKEN, PACK_TILE, PAIRS_PER_KEY
 from gpu.cuda import MAX_CHUNKS
-from gpu.kernels.moe_sum import moe_sum_add_norm
-from gpu.kernels.packing import pack, plan_packing
-from gpu.kernels.prefill_join import join_parts, prefill_space
-from gpu.kernels.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
-from gpu.kernels.quant import quantise_rows
-from gpu.kernels.rope import rope_rows
-from gpu.kernels.route import Routing
+from gpu.kernels.attention.kv_packing import pack, plan_packing
+from gpu.kernels.attention.prefill_merge import join_parts, prefill_space
+from gpu.kernels.attention.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
+from gpu.kernels.attention.rope import rope_rows
+from gpu.kernels.gemm.quant import quantise_rows
+from gpu.kernels.moe.combine import moe_sum_add_norm
+from gpu.kernels.moe.route import Routing
 
 COPIES = 4
 """Input sets: what one kernel reads here the kernel before has just written in a step, mostly to L2."""

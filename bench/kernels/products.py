@@ -2,7 +2,7 @@
 
 At thousands of rows a device is at its power limit, so a burst says little: every variant runs for a part
 of a second at a time, in turn with the others and with cuBLAS's own choice, three times over; the sum of
-the last two decides. What beats cuBLAS by 0.5% is written as `gpu.kernels.cublas` reads it.
+the last two decides. What beats cuBLAS by 0.5% is written as `gpu.kernels.gemm.cublaslt` reads it.
 
 At the row counts of captured steps up to 512 (`--few`) bursts are what counts, over weights that L2 does not
 hold; there it must beat cuBLAS by 3%, twice. All times go to bench/results/, and FILE keeps the choices for
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from bench.kernels.inputs import LINEARS
 from bench.kernels.timing import capture, microseconds
 from bench.results import write as keep
-from gpu.kernels.cublas import (
+from gpu.kernels.gemm.cublaslt import (
     CLUSTER,
     KIND,
     MANY,
@@ -39,7 +39,7 @@ from gpu.kernels.cublas import (
     Products,
     sizes_of,
 )
-from gpu.kernels.linear_mid import MOST_ROWS
+from gpu.kernels.gemm.skinny import MOST_ROWS
 from gpu.step.shapes import decode_sizes, mixed_sizes
 
 ALONE, CLUSTERS = 2, (3, 5)
@@ -57,7 +57,7 @@ WEIGHTS = {name: (n, k) for name, (n, k, _) in LINEARS.items() if n * k >= LARGE
 """Outputs and inputs of what is searched."""
 
 Entries = dict[str, dict[str, int]]
-"""What `gpu.kernels.cublas` reads: a choice's fields by the name of its sizes."""
+"""What `gpu.kernels.gemm.cublaslt` reads: a choice's fields by the name of its sizes."""
 
 
 class Variant(NamedTuple):

@@ -17,11 +17,18 @@ from bench.kernels.end_times import ends
 from bench.kernels.inputs import LINEARS, Heads, MoeSize
 from bench.kernels.part_times import parts
 from bench.kernels.timing import Row, microseconds
-from gpu.kernels import cascade, decode, embed, gated, merge, moe, norm, qkv, route, sample
-from gpu.kernels.linear_mid import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
-from gpu.kernels.linear_small import SmallLinear, small_gated, small_linear, small_linear_config
-from gpu.kernels.moe_small import SmallConfig, small_moe
-from gpu.kernels.tuned import MoeShape, rule
+from gpu.kernels import embed, norm
+from gpu.kernels import silu_mul as gated
+from gpu.kernels.attention import cascade, decode
+from gpu.kernels.attention import merge_state as merge
+from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.gemm.gemv import SmallLinear, small_gated, small_linear, small_linear_config
+from gpu.kernels.gemm.skinny import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
+from gpu.kernels.moe import fused as moe
+from gpu.kernels.moe import route
+from gpu.kernels.moe.few_rows import SmallConfig, small_moe
+from gpu.kernels.moe.tuned import MoeShape, rule
+from gpu.kernels.sampling import sample
 
 COPIES = 8
 """Input sets of the small kernels: at decode sizes their data sits in L2 in a real step too, so no more

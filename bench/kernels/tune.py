@@ -27,11 +27,11 @@ from triton.errors import TritonError
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import MoeSize, distinct_experts, moe_weights
 from bench.kernels.timing import Row, microseconds
-from gpu.kernels.moe import fused_moe
-from gpu.kernels.moe_gemm import TileConfig, down, gate_up
-from gpu.kernels.moe_tall import TALL
-from gpu.kernels.route import Tiles, max_blocks, route
-from gpu.kernels.tuned import MoeConfig, MoeShape, rule
+from gpu.kernels.moe.fused import fused_moe
+from gpu.kernels.moe.grouped_gemm import TileConfig, down, gate_up
+from gpu.kernels.moe.grouped_gemm_tma import TALL
+from gpu.kernels.moe.route import Tiles, max_blocks, route
+from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SHARED = 227 * 1024

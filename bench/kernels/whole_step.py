@@ -27,13 +27,14 @@ from torch import Tensor
 
 from bench.kernels.compile import compiling, report
 from core.models import Fp8, ModelSpec
-from gpu.attention.device import AttentionOptions, Caches, PhasedAttention, attention_facts
+from gpu.attention.backend import AttentionOptions, Caches, attention_facts
+from gpu.attention.registry import PhasedAttention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
-from gpu.kernels.linear_mid import mid_counters
-from gpu.kernels.penalty import start_counts
-from gpu.kernels.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.gemm.skinny import mid_counters
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.sampling.penalty import start_counts
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.layers.moe import expert_scales

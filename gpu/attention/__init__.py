@@ -1,7 +1,7 @@
 """Attention over pages: one protocol, one file per backend."""
 
 from gpu.attention.base import AttentionBackend
-from gpu.attention.torch_cpu import TorchAttention
-from gpu.attention.whole import WholeAttention
+from gpu.attention.torch_encoder import WholeAttention
+from gpu.attention.torch_paged import TorchAttention
 
 __all__ = ["AttentionBackend", "TorchAttention", "WholeAttention"]

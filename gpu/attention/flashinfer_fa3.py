@@ -1,15 +1,16 @@
 """Prefill of captured steps by FlashInfer's FA3 kernel, scheduled on the device.
 
 What is called are the kernels' own entries, below FlashInfer's wrappers and their host plan: they take the
-byte offsets of a schedule in device memory, and `gpu.kernels.fa3_schedule` writes that schedule. The
-entries are no public interface: written against FlashInfer 0.6.13.
+byte offsets of a schedule in device memory, and `gpu.kernels.attention.fa3_schedule` writes that schedule.
+The entries are no public interface: written against FlashInfer 0.6.13.
 
 FA3 gives a tile of queries to one multiprocessor, however many keys it sees, and where a small step's chunks
-stand behind many it leaves the others idle: those are attended to by `gpu.kernels.prefill`, which cuts the
-keys among all.
+stand behind many it leaves the others idle: those are attended to by `gpu.kernels.attention.prefill`, which
+cuts the keys among all.
 
-Steps that can hold long chunks launch two of them, one that reads packed keys (`gpu.kernels.packing`) and
-one that reads pages; which of them has work is decided on the device.
+Steps that can hold long chunks launch two of them, one that reads packed keys
+(`gpu.kernels.attention.kv_packing`) and one that reads pages; which of them has work is decided on the
+device.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
+from gpu.attention.backend import AttentionFacts, AttentionOptions, Caches
 from gpu.attention.triton_paged import TritonPrefill
-from gpu.kernels.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
-from gpu.kernels.packing import pack, plan_packing
+from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
+from gpu.kernels.attention.kv_packing import pack, plan_packing
 from gpu.state.view import StepView
 
 CAUSAL, NHD = 1, 0

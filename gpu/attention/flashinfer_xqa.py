@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
+from gpu.attention.backend import AttentionFacts, AttentionOptions, Caches
 from gpu.state.view import StepView
 
 PAGES = (16, 32, 64, 128)

@@ -1,4 +1,4 @@
-"""Attention of captured steps by our own kernels: `gpu.kernels.decode`, `cascade`, `merge`, `prefill`."""
+"""Attention of captured steps by our own kernels (`gpu.kernels.attention`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from gpu.attention.device import AttentionFacts, AttentionOptions, Caches
-from gpu.kernels.cascade import Prefix, PrefixConfig, prefix_attention, prefix_config, prefix_space
-from gpu.kernels.decode import (
+from gpu.attention.backend import AttentionFacts, AttentionOptions, Caches
+from gpu.kernels.attention.cascade import Prefix, PrefixConfig, prefix_attention, prefix_config, prefix_space
+from gpu.kernels.attention.decode import (
     DecodeConfig,
     DecodePlan,
     decode_config,
@@ -16,10 +16,10 @@ from gpu.kernels.decode import (
     paged_decode,
     plan_decode,
 )
-from gpu.kernels.merge import merge_state
-from gpu.kernels.prefill import paged_prefill
-from gpu.kernels.prefill_join import prefill_space
-from gpu.kernels.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
+from gpu.kernels.attention.merge_state import merge_state
+from gpu.kernels.attention.prefill import paged_prefill
+from gpu.kernels.attention.prefill_merge import prefill_space
+from gpu.kernels.attention.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
 from gpu.state.view import StepView
 
 LEAST_CAPABILITY = (8, 0)

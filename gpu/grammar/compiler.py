@@ -13,14 +13,14 @@ from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
 from core.helper import Exceeded, Helper
 from gpu.grammar.cache import GrammarCache, Key, Refusal
-from gpu.grammar.lark import Unwritten
-from gpu.grammar.llg import LlgBackend, Loose
-from gpu.grammar.rules import Ruled, RuleStepper
+from gpu.grammar.limits import check_text, runs_away
+from gpu.grammar.llguidance_backend import LlgBackend, Loose
 from gpu.grammar.schema import Refused
-from gpu.grammar.sizes import check_text, runs_away
 from gpu.grammar.stepper import Grammar
+from gpu.grammar.structural_tag_lark import Unwritten
+from gpu.grammar.token_rules import Ruled, RuleStepper
 from gpu.grammar.trial import Trials
-from gpu.grammar.xgr import XgrBackend
+from gpu.grammar.xgrammar_backend import XgrBackend
 
 SECONDS = 5.0
 """Wall time of one compile in the helper."""

@@ -9,9 +9,9 @@ import msgspec
 
 from core.grammar import TokenTable
 from core.helper import Task
-from gpu.grammar.llg import LlgBackend
+from gpu.grammar.llguidance_backend import LlgBackend
 from gpu.grammar.schema import Refused
-from gpu.grammar.xgr import XgrBackend
+from gpu.grammar.xgrammar_backend import XgrBackend
 
 STACK = 4 * 2**20
 """Bytes, half of what the server's threads usually have: recursion that lives through it here does not

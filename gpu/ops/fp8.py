@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from core.models.quant import BLOCK
-from gpu.kernels.gated import silu_mul
-from gpu.kernels.linear_block import block_linear, block_linear_config
-from gpu.kernels.linear_mid import Scales, mid_fp8_config, mid_gated, mid_linear
-from gpu.kernels.quant import quantise_rows
+from gpu.kernels.gemm.fp8_block import block_linear, block_linear_config
+from gpu.kernels.gemm.quant import quantise_rows
+from gpu.kernels.gemm.skinny import Scales, mid_fp8_config, mid_gated, mid_linear
+from gpu.kernels.silu_mul import silu_mul
 
 
 class Fp8Weight(NamedTuple):

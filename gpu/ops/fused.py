@@ -18,7 +18,7 @@ Launches per layer on a GPU, by plain torch and here, a matrix product counted a
 Products of up to 2 or 4 rows, and a router's of up to 32, are `linear_small`'s, others of large weights
 `linear_mid`'s at 3 to 64 rows, and the rest cuBLAS's: it splits K at few rows and sums the parts in a
 launch more, and no kernel of its own begins before the last has ended. (Some run by an algorithm that was
-measured to be quicker, or of thousands of rows to take less power: `gpu.kernels.cublas`.) On an H200 a
+measured to be quicker, or of thousands of rows to take less power: `gpu.kernels.gemm.cublaslt`.) On an H200 a
 layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `linear_mid`, 139 and 121 at 8 rows,
 159 and 147 at 32, 193 and 186 at 64; of Qwen3-30B-A3B, without experts, 34 and 30, 47 and 43, 61 and 60.
 
@@ -41,15 +41,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import ModelError
-from gpu.kernels.cublas import Products
-from gpu.kernels.gated import silu_mul
-from gpu.kernels.linear_mid import mid_gated, mid_linear, mid_linear_config
-from gpu.kernels.linear_small import small_gated, small_linear, small_linear_config
-from gpu.kernels.moe import fused_moe_add_norm
+from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
+from gpu.kernels.attention.rope import rope_rows
+from gpu.kernels.gemm.cublaslt import Products
+from gpu.kernels.gemm.gemv import small_gated, small_linear, small_linear_config
+from gpu.kernels.gemm.skinny import mid_gated, mid_linear, mid_linear_config
+from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import add_rms_norm, rms_norm
-from gpu.kernels.qkv import norm_rope_store
-from gpu.kernels.rope import rope_rows
-from gpu.kernels.tuned import MoeConfigs
+from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Experts, HeadNorms, Part, PendingExperts, Rotation
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.ops.plain import ACTIVATIONS, gate

@@ -26,8 +26,8 @@ from gpu.embeds import Embedded, embedded
 from gpu.grammar.matchers import Matchers
 from gpu.hidden import HiddenRows
 from gpu.inputs import place
-from gpu.kernels.penalty import count_tokens, penalise, start_counts
-from gpu.kernels.sample import Filters, sample
+from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
+from gpu.kernels.sampling.sample import Filters, sample
 from gpu.kernels.step import begin_step, emit, mask_rows
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel

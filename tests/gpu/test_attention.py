@@ -105,7 +105,7 @@ def test_every_mix_of_rows(page_size: int, layer: int, window: int, consecutive:
 
 
 def test_a_long_chunk_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.attention.torch_cpu.QUERY_BLOCK", 5)
+    monkeypatch.setattr("gpu.attention.torch_paged.QUERY_BLOCK", 5)
     for layer in (0, 1):
         table = Table(4, 6)
         table.step(layer, [], [(1, 3)])
@@ -133,7 +133,7 @@ def test_stale_table_entries_are_not_read() -> None:
 
 @pytest.mark.parametrize(("layer", "window"), [(0, 3), (1, 3), (1, 200)])
 def test_rows_of_very_different_length(layer: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.attention.torch_cpu.MERGED_KEYS", 4)
+    monkeypatch.setattr("gpu.attention.torch_paged.MERGED_KEYS", 4)
     table = Table(4, window)
     table.step(layer, [], [(1, 2), (2, 100), (3, 9), (4, 11)])
     for _ in range(5):

@@ -16,8 +16,8 @@ from core.grammar import GrammarKind, GrammarSpec
 from gpu.grammar import Compiler
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
-from gpu.grammar.strict import check_strict
-from gpu.grammar.xgr import check_tag
+from gpu.grammar.xgrammar_backend import check_tag
+from gpu.grammar.xgrammar_schema import check_strict
 from tests.gpu.grammars import (
     END,
     THINK,

@@ -15,7 +15,7 @@ from core.errors import Overloaded, RequestError
 from core.grammar import GrammarSpec
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.cache import GrammarCache, Key, Refusal
-from gpu.grammar.sizes import runs_away
+from gpu.grammar.limits import runs_away
 from gpu.grammar.stepper import Grammar
 from tests.gpu.grammars import decode, new_slot, table
 from tests.patience import PATIENCE

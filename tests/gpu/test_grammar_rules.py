@@ -15,7 +15,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from core.types import NO_TOKENS
 from gpu.grammar import Compiler, Matchers
-from gpu.grammar.rules import Ruled, RuleStepper
+from gpu.grammar.token_rules import Ruled, RuleStepper
 
 WIDTH = 70
 

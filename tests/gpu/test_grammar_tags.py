@@ -13,11 +13,11 @@ from app.helper.process import HelperProcess
 from core.errors import RequestError
 from core.grammar import BROKEN, GrammarSpec, TokenRules
 from gpu.grammar import Compiler, Matchers
-from gpu.grammar.lark import Unwritten, lark_of
-from gpu.grammar.llg import LlgBackend
+from gpu.grammar.llguidance_backend import LlgBackend
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
-from gpu.grammar.xgr import XgrBackend
+from gpu.grammar.structural_tag_lark import Unwritten, lark_of
+from gpu.grammar.xgrammar_backend import XgrBackend
 from tests.gpu.grammars import END, THINK, TOOL, TURN, UNTHINK, accepts, allowed, decode, new_slot, table
 
 TABLE = table()

@@ -17,22 +17,19 @@ from torch import Tensor
 from bench.kernels.inputs import Heads, chunks, error, pages
 from core.errors import ConfigError
 from gpu.attention import TorchAttention
-from gpu.attention.device import (
-    AttentionFacts,
-    AttentionOptions,
-    DeviceAttention,
-    Phase,
+from gpu.attention.backend import AttentionFacts, AttentionOptions, DeviceAttention, Phase
+from gpu.attention.flashinfer_xqa import refusal
+from gpu.attention.registry import (
     PhasedAttention,
     check_cpu_backends,
     choose,
     device_attention,
     parse_backends,
 )
-from gpu.attention.flashinfer_xqa import refusal
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.kernels import reference
-from gpu.kernels.decode import DecodeConfig, decode_config
+from gpu.kernels.attention.decode import DecodeConfig, decode_config
 from gpu.kv.pool import KvPool
 from gpu.state.slots import SlotState
 from gpu.state.view import StepView

@@ -7,9 +7,9 @@ import torch
 
 from bench.kernels.inputs import Heads, error, pages, scalar
 from gpu.kernels import reference
-from gpu.kernels.cascade import PrefixConfig, prefix_attention
-from gpu.kernels.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
-from gpu.kernels.merge import merge_state
+from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention
+from gpu.kernels.attention.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.merge_state import merge_state
 
 LENGTHS = [70, 49, 130, 65, 50]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.kernels.products import write
-from gpu.kernels.cublas import (
+from gpu.kernels.gemm.cublaslt import (
     CLUSTER,
     IN_FLOAT32,
     KIND,
@@ -29,7 +29,7 @@ from gpu.kernels.cublas import (
     choices,
     products,
 )
-from gpu.kernels.linear_mid import MOST_ROWS
+from gpu.kernels.gemm.skinny import MOST_ROWS
 
 H200 = "NVIDIA H200"
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from bench.kernels.inputs import Heads, error, pages, rope, scalar
 from gpu.kernels import reference
-from gpu.kernels.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
-from gpu.kernels.qkv import norm_rope_store
+from gpu.kernels.attention.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 
 WIDE = [5, 1, 130, 64, 2]
 

@@ -8,7 +8,7 @@ import torch
 
 from core.plan import Chunk
 from core.request import SamplingParams
-from gpu.kernels.route import route
+from gpu.kernels.moe.route import route
 from gpu.ops.base import Experts
 from gpu.ops.fused import TritonOps
 from tests.fakes import tiny_model

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.inputs import error, scalar
-from gpu.kernels.linear_mid import mid_counters
+from gpu.kernels.gemm.skinny import mid_counters
 from gpu.ops import fp8
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.ops.plain import product
@@ -22,8 +22,8 @@ OUTPUTS, INPUTS = 1024, 1024
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """These sizes are multiplied as large ones are."""
-    monkeypatch.setattr("gpu.kernels.linear_mid.LEAST_WEIGHTS", 1)
-    monkeypatch.setattr("gpu.kernels.linear_mid.FILLED", 4)
+    monkeypatch.setattr("gpu.kernels.gemm.skinny.LEAST_WEIGHTS", 1)
+    monkeypatch.setattr("gpu.kernels.gemm.skinny.FILLED", 4)
 
 
 @pytest.fixture

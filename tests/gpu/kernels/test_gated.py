@@ -7,7 +7,7 @@ import torch
 
 from bench.kernels.inputs import error, scalar
 from gpu.kernels import reference
-from gpu.kernels.gated import silu_mul
+from gpu.kernels.silu_mul import silu_mul
 
 
 @pytest.mark.parametrize("width", [40, 1100])

@@ -24,7 +24,7 @@ from core.request import SamplingParams
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
-from gpu.kernels.tuned import MoeConfigs, MoeShape
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels
 from gpu.sample.sampler import Sampler

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.kernels.inputs import error
-from gpu.kernels.linear_block import BlockLinear, block_linear, block_linear_config
+from gpu.kernels.gemm.fp8_block import BlockLinear, block_linear, block_linear_config
 from gpu.ops.plain import product
 from gpu.quant import quantise_blocks, quantise_groups
 

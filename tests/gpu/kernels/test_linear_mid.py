@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels.inputs import LINEARS, error, linear
-from gpu.kernels.linear_mid import (
+from gpu.kernels.gemm.skinny import (
     MidLinear,
     Scales,
     mid_counters,

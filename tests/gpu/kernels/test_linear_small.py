@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels.inputs import error, linear
-from gpu.kernels.linear_small import SmallLinear, small_gated, small_linear, small_linear_config
+from gpu.kernels.gemm.gemv import SmallLinear, small_gated, small_linear, small_linear_config
 
 # (rows, outputs, inputs, cut): outputs that the columns do not divide, inputs in one piece, in several and
 # with a rest, rows that one program takes together and rows that two share

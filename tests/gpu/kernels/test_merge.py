@@ -6,7 +6,7 @@ import torch
 
 from bench.kernels.inputs import Heads, error, pages, scalar
 from gpu.kernels import reference
-from gpu.kernels.merge import merge_state
+from gpu.kernels.attention.merge_state import merge_state
 
 
 def test_merge_equals_attention_over_all(device: torch.device) -> None:

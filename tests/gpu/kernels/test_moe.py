@@ -9,10 +9,10 @@ import torch
 
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, scalar
 from gpu.kernels import reference
-from gpu.kernels.moe import fused_moe, fused_moe_add_norm
-from gpu.kernels.moe_gemm import TileConfig
-from gpu.kernels.moe_small import SmallConfig, small_moe
-from gpu.kernels.tuned import MoeConfig
+from gpu.kernels.moe.few_rows import SmallConfig, small_moe
+from gpu.kernels.moe.fused import fused_moe, fused_moe_add_norm
+from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.tuned import MoeConfig
 from gpu.quant import quantise, quantise_blocks
 
 SIZE = MoeSize(experts=6, width=48, hidden=96, top_k=2)

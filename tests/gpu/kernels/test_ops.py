@@ -22,9 +22,9 @@ from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.context import ForwardContext
 from gpu.inputs import StepInputs, gather
-from gpu.kernels.linear_mid import MidLinear, mid_counters
-from gpu.kernels.linear_small import SmallLinear
-from gpu.kernels.tuned import MoeConfigs, MoeShape
+from gpu.kernels.gemm.gemv import SmallLinear
+from gpu.kernels.gemm.skinny import MidLinear, mid_counters
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.plain import TorchOps

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.kernels.inputs import Heads, chunks, pages, scalar
-from gpu.kernels.packing import pack, plan_packing
+from gpu.kernels.attention.kv_packing import pack, plan_packing
 
 TILE = 32
 

@@ -9,11 +9,11 @@ import torch
 
 from bench.kernels.inputs import Heads, chunks, error, pages, scalar
 from gpu.kernels import reference
-from gpu.kernels.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
-from gpu.kernels.packing import plan_packing
-from gpu.kernels.prefill import paged_prefill
-from gpu.kernels.prefill_join import prefill_space
-from gpu.kernels.prefill_plan import PrefillConfig, plan_prefill
+from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
+from gpu.kernels.attention.kv_packing import plan_packing
+from gpu.kernels.attention.prefill import paged_prefill
+from gpu.kernels.attention.prefill_merge import prefill_space
+from gpu.kernels.attention.prefill_plan import PrefillConfig, plan_prefill
 
 SMALL = PrefillConfig(queries=16, tile=16, warps=4, stages=2)
 

@@ -7,7 +7,7 @@ import torch
 
 from bench.kernels.inputs import Heads, error, rope, scalar
 from gpu.kernels import reference
-from gpu.kernels.qkv import norm_rope_store
+from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 
 
 @pytest.mark.parametrize("heads", [Heads(4, 2, 32), Heads(9, 3, 24)], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.kernels.inputs import error, scalar
-from gpu.kernels.quant import quantise_rows
+from gpu.kernels.gemm.quant import quantise_rows
 from gpu.ops.fp8 import scaled_product
 from gpu.ops.plain import product
 from gpu.quant import TOP, quantise, restore

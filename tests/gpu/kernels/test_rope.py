@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.kernels.inputs import scalar
-from gpu.kernels.rope import rope_rows
+from gpu.kernels.attention.rope import rope_rows
 from gpu.ops.plain import turn
 
 

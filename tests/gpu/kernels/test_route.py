@@ -8,7 +8,7 @@ import torch
 from bench.kernels.inputs import scalar
 from gpu.kernels import reference
 from gpu.kernels.jit import cdiv, pow2_divisor
-from gpu.kernels.route import max_blocks, route
+from gpu.kernels.moe.route import max_blocks, route
 
 
 def expected_blocks(experts: torch.Tensor, count: int, block_m: int) -> list[tuple[int, ...]]:
@@ -55,8 +55,8 @@ def test_tiles(
 @pytest.mark.parametrize("chunks", [128, 2], ids=["a span a chunk", "spans"])
 def test_tiles_of_many_rows(chunks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than are sorted by comparing: each chunk ranks its own, in one span or in several."""
-    monkeypatch.setattr("gpu.kernels.route.SMALL", 60)
-    monkeypatch.setattr("gpu.kernels.route.CHUNKS", chunks)
+    monkeypatch.setattr("gpu.kernels.moe.route.SMALL", 60)
+    monkeypatch.setattr("gpu.kernels.moe.route.CHUNKS", chunks)
     logits = torch.randn(300, 20, device=device).bfloat16()
     logits[7, 4:] = -torch.inf  # an expert that no value speaks for
     check_tiles(logits, 290, 3, 16)

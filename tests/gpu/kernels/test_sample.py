@@ -10,7 +10,7 @@ import triton.language as tl
 from bench.kernels.inputs import scalar
 from gpu.kernels import reference
 from gpu.kernels.jit import jit
-from gpu.kernels.sample import _A, _B, Filters, _bits, _key, sample
+from gpu.kernels.sampling.sample import _A, _B, Filters, _bits, _key, sample
 from gpu.sample.filters import Rule, survivors
 from gpu.sample.noise import bits, exponential, row_keys
 

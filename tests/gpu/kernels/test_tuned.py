@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.models import Fp8
-from gpu.kernels.tuned import (
+from gpu.kernels.moe.tuned import (
     FOLDER,
     FP8_NAME,
     MoeConfigs,

@@ -16,7 +16,7 @@ on the tensor cores:
     tma       weights come through tensor descriptors: one thread asks for a tile.
 
 A tile of `down` needs the outputs of its own rows alone: `gate_up` counts them in the table of tiles, and
-`down` begins where they are done (`gpu.kernels.handover`).
+`down` begins where they are done (`gpu.kernels.moe.tile_dependency`).
 
 In FP8 both operands are e4m3 with float32 scales, of `a` by row and of the weights by output, which meet
 the sums behind the loop; or of `a` by groups of 128 inputs and of the weights by blocks of 128 x 128, which
@@ -33,10 +33,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
-from gpu.kernels.handover import await_count, finish, have_come, release, tell
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
-from gpu.kernels.moe_tall import TALL, tall_gemm
-from gpu.kernels.route import Tiles
+from gpu.kernels.moe.grouped_gemm_tma import TALL, tall_gemm
+from gpu.kernels.moe.route import Tiles
+from gpu.kernels.moe.tile_dependency import await_count, finish, have_come, release, tell
 
 
 class TileConfig(NamedTuple):
@@ -363,7 +363,7 @@ def down(
     order (row * k + j), rows of pairs that went nowhere not written.
 
     With `after` it is launched behind the `gate_up` of that config, with nothing between them, and a tile
-    waits for its own rows alone (`gpu.kernels.handover`).
+    waits for its own rows alone (`gpu.kernels.moe.tile_dependency`).
     """
     out = hidden.new_empty(len(hidden), w2.shape[1], dtype=dtype or hidden.dtype)
     parts = cdiv(hidden.shape[1], after.block_n) if after is not None else 0

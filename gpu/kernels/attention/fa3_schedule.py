@@ -2,14 +2,15 @@
 
 Its kernel is as many programs as the device has multiprocessors; each walks its own run of a work list
 that lies in device memory: a tile of queries of one query head. FlashInfer makes that list on the host
-(`PrefillSM90Plan`), which a captured step cannot wait for. Here it is `gpu.kernels.prefill_plan.plan_prefill`
-with the tile that FA3 uses and heads unpacked, dealt out to and fro: who has the heaviest tile of a round
-has the lightest of the next.
+(`PrefillSM90Plan`), which a captured step cannot wait for. Here it is
+`gpu.kernels.attention.prefill_plan.plan_prefill` with the tile that FA3 uses and heads unpacked, dealt out to
+and fro: who has the heaviest tile of a round has the lightest of the next.
 
     rank      0 1 2 3 | 4 5 6 7 | 8 9      tiles by keys, most first, every head in turn
     program   0 1 2 3 | 3 2 1 0 | 0 1
 
-Where a step may pack its keys (`gpu.kernels.packing`) there are two lists, and one of them is empty.
+Where a step may pack its keys (`gpu.kernels.attention.kv_packing`) there are two lists, and one of them is
+empty.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, plan_prefill
 from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
-from gpu.kernels.prefill_plan import FIELDS, PrefillConfig, plan_prefill
 
 ARRAYS = 7
 """Of the list: tile, first row, first page-table entry or packed key, queries, keys, head, chunk."""

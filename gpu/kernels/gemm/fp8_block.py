@@ -16,8 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
+from gpu.kernels.gemm.skinny import PROCESSORS
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
-from gpu.kernels.linear_mid import PROCESSORS
 
 _BLOCK = tl.constexpr(BLOCK)
 

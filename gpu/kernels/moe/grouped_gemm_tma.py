@@ -42,9 +42,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu.kernels.handover import await_count, finish, have_come, release, tell
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
-from gpu.kernels.route import Tiles
+from gpu.kernels.moe.route import Tiles
+from gpu.kernels.moe.tile_dependency import await_count, finish, have_come, release, tell
 
 TALL = 192
 """Rows of a tile: what `route` cuts for these kernels."""
@@ -242,7 +242,8 @@ def tall_gemm(
     after: int = 0,
     pdl: bool = False,
 ) -> Tensor:
-    """`gate_up` (`gated`) or `down` of `gpu.kernels.moe_gemm`, whose arguments these are, `tiles` cut with
+    """`gate_up` (`gated`) or `down` of `gpu.kernels.moe.grouped_gemm`, whose arguments these are, `tiles` cut
+    with
     TALL rows. Rows of `w`, and for `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each.
     `after` is how many programs of `gate_up` a tile of `down` waits for; 0: for the kernels before.
     """

@@ -1,8 +1,8 @@
 """Structural tags in llguidance's notation: text, marks and schemas in one grammar.
 
 What a tag spells is cut at the names of control tokens: a mark that is a token matches as that token
-only, never as the same letters. Tags with more than this knows are xgrammar's (`gpu/grammar/xgr.py`),
-which is slower and takes fewer schemas.
+only, never as the same letters. Tags with more than this knows are xgrammar's
+(`gpu/grammar/xgrammar_backend.py`), which is slower and takes fewer schemas.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from core.models.quant import BLOCK
-from gpu.kernels.moe_gemm import down, gate_up
-from gpu.kernels.moe_small import small_moe
-from gpu.kernels.moe_sum import moe_sum, moe_sum_add_norm
+from gpu.kernels.gemm.quant import quantise_rows
+from gpu.kernels.moe.combine import moe_sum, moe_sum_add_norm
+from gpu.kernels.moe.few_rows import small_moe
+from gpu.kernels.moe.grouped_gemm import down, gate_up
+from gpu.kernels.moe.route import Routing, route
+from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.norm import add_rms_norm
-from gpu.kernels.quant import quantise_rows
-from gpu.kernels.route import Routing, route
-from gpu.kernels.tuned import MoeConfig
 
 
 def _parts(
@@ -66,7 +66,7 @@ def fused_moe(
     x         [T, hidden], contiguous
     logits    [T, experts], contiguous: the router's
     weights   w13 [experts, 2 * width, hidden] (gate over up) and w2 [experts, hidden, width]
-    config    from `gpu.kernels.tuned`, for T rows
+    config    from `gpu.kernels.moe.tuned`, for T rows
     scales    of e4m3 weights: float32 [experts, 2 * width] and [experts, hidden], or those of blocks,
               [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written

@@ -10,9 +10,9 @@ All rows' keys are laid end to end in tiles, and every program takes an equal ru
 so long rows get more programs, short ones share one, and no length changes the grid: one captured
 graph serves them all. What a program does of one row is a segment. A row of one segment is finished
 there. Of a row of several, each leaves a partial result; whoever is last (a counter per row and head)
-merges them (`gpu.kernels.parts`), which saves the launch of a second kernel. The segment of program c in
-the row that is the r-th with any keys lies at c + r: along the staircase above one of the two grows at each
-step, so no two share a place, a program's lie side by side, and so do a row's.
+merges them (`gpu.kernels.attention.split_kv`), which saves the launch of a second kernel. The segment of
+program c in the row that is the r-th with any keys lies at c + r: along the staircase above one of the two
+grows at each step, so no two share a place, a program's lie side by side, and so do a row's.
 
 A program runs through its tiles in one loop, whatever row they are of: the next row's keys and queries
 are on their way while a row ends. (A loop per row ran dry at each end: 512 rows of 96 keys took 89 us
@@ -30,9 +30,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.fold import KEPT, find_pages, fold
+from gpu.kernels.attention.online_softmax import KEPT, find_pages, fold
+from gpu.kernels.attention.split_kv import leave, merge_parts
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
-from gpu.kernels.parts import leave, merge_parts
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per segment: one sector."""

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gpu.kernels.tuned import FOLDER
+from gpu.kernels.moe.tuned import FOLDER
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a step's prompt chunks are cut into, decided on the device: the work list of `gpu.kernels.prefill`.
+"""The work list of `gpu.kernels.attention.prefill`: a step's prompt chunks cut into blocks, on the device.
 
 A block is a tile of a chunk's queries, of all heads of a KV head's group. Where a step has fewer blocks than
 the device holds programs, their keys are cut too, and each part has a program of its own:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
-from gpu.kernels.route import Routing
+from gpu.kernels.moe.route import Routing
 
 
 @jit

@@ -1,4 +1,4 @@
-"""Partial results of a chunk's blocks as one: what `gpu.kernels.prefill` ends with where keys were cut.
+"""Partial results of a chunk's blocks as one: the end of `prefill` where keys were cut.
 
 A kernel of its own: where whoever of a block's programs came last merged alone, all other multiprocessors
 idled, and 128 tokens behind 2,048 keys took 27 us on an H200 that take 22 so. A block has as many
@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
 from gpu.kernels.jit import begin, jit, options, pow2
-from gpu.kernels.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
 
 ROWS = 8
 """Queries that a program merges at once."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gpu.grammar.schema import Json, Refused, decode, subschemas
-from gpu.grammar.xgr import check_tag, light
+from gpu.grammar.xgrammar_backend import check_tag, light
 
 
 class Size(NamedTuple):

@@ -16,11 +16,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 
 from core.grammar import TokenTable
 from gpu.grammar.formats import respell_formats
-from gpu.grammar.lark import SchemaPart, Unwritten, lark_of, marks_of
 from gpu.grammar.normal import normalise, writes_controls
 from gpu.grammar.regex import ascii_classes
 from gpu.grammar.schema import Json, Refused, check_schema, decode, loosen
 from gpu.grammar.stepper import Bits, Grammar
+from gpu.grammar.structural_tag_lark import SchemaPart, Unwritten, lark_of, marks_of
 
 _LIMITS: Any = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms of regex analysis when compiling

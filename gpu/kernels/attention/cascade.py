@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.fold import find_pages, fold
+from gpu.kernels.attention.online_softmax import find_pages, fold
 from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
 
 

@@ -10,8 +10,8 @@ for all of them, and the causal edge crosses one tile of keys instead of two.
 
 `plan_prefill` runs once a step for all layers: it lists the blocks of all chunks, those with the most
 keys first, so that the device ends on short ones, or parts of their keys where there are few
-(`gpu.kernels.prefill_plan`, `prefill_join`). The grid is the most entries that the graph could have;
-programs behind the list find an empty one and end. (A grid of as many programs as the device holds,
+(`gpu.kernels.attention.prefill_plan`, `prefill_join`). The grid is the most entries that the graph could
+have; programs behind the list find an empty one and end. (A grid of as many programs as the device holds,
 each walking the list, costs the registers that let the compiler overlap products and exponentials.)
 
 The tensor cores are kept busy during the exponentials: a tile's scores are asked for one tile ahead, so
@@ -27,10 +27,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.fold import LOG2E
+from gpu.kernels.attention.online_softmax import LOG2E
+from gpu.kernels.attention.prefill_merge import PrefillSpace, join_parts
+from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
 from gpu.kernels.jit import begin, jit, options, pow2
-from gpu.kernels.prefill_join import PrefillSpace, join_parts
-from gpu.kernels.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
 
 
 @jit

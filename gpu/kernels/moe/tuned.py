@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from core.models import Fp8
 from core.models.quant import BLOCK
-from gpu.kernels.moe_gemm import TileConfig
-from gpu.kernels.moe_tall import TALL
+from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.grouped_gemm_tma import TALL
 from gpu.quant import FP8
 
-FOLDER = Path(__file__).resolve().parents[2] / "configs" / "kernels"
+FOLDER = Path(__file__).resolve().parents[3] / "configs" / "kernels"
 
 SMALL_ROWS = 4
 """Rows up to which every row reading its own experts is no dearer than tiles: at 4 rows of Qwen3's
@@ -56,7 +56,7 @@ class MoeShape(NamedTuple):
 
 
 class MoeConfig(NamedTuple):
-    """How one MoE layer runs at one token count. With `small`, `gpu.kernels.moe_small` takes it and the
+    """How one MoE layer runs at one token count. With `small`, `gpu.kernels.moe.few_rows` takes it and the
     rest is unused."""
 
     small: bool

@@ -1,0 +1,1 @@
+"""Routed experts: routing, grouped products, the weighted sum."""

@@ -1,0 +1,1 @@
+"""From logits to tokens, and the counts that penalties read."""
