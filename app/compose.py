@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from app.checkpoint import Checkpoint, resolve
-from app.engine import Engine
+from app.checkpoint.checkpoint import Checkpoint, resolve
+from app.engine.loop import Engine
+from app.engine.operator import Operator
+from app.engine.submit import Limits, Submitter
 from app.helper.process import HelperProcess
-from app.operator import Operator
 from app.parsers.registry import reasoning_family, tool_family
 from app.service import AnswerDefaults, Loaded, ModelCard
-from app.submit import Limits, Submitter
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager

@@ -13,9 +13,9 @@ import msgspec
 from tqdm import tqdm
 
 from app import logs
+from app.api.answers import ANSWERS
 from app.batch.journal import Journal, Tally, drop_failed
 from app.batch.lines import BadLine, Line, answered, bad, failed, parse_line, read_lines, unanswered
-from app.http.whole import ANSWERS
 from app.offline import CHAT_URL, COMPLETION_URL, LLM
 from core.config import Config
 from core.errors import ConfigError, LoomError

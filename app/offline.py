@@ -17,23 +17,23 @@ import numpy as np
 import uvloop
 from tqdm import tqdm
 
+from app.api.answers import ANSWERS
+from app.api.openai.chat import chat_job
+from app.api.openai.common import request_id
+from app.api.openai.completions import completion_jobs
+from app.api.pooling.classify import ClassifyBody
+from app.api.pooling.embeddings import EmbeddingBody
+from app.api.request.beam import check_streamed
+from app.api.request.hidden import check_states, last_state
+from app.api.request.sampling import MAX_CHOICES
+from app.api.request.schema import CHAT, COMPLETION, ChatBody, CompletionBody
 from app.compose import Live, assemble, load
-from app.errors import failure
-from app.http.beam import check_streamed
+from app.engine.failure import failure
+from app.engine.job import Generator, Job, Piece, Run
+from app.engine.reasoning_budget import Watcher
 from app.http.body import decode
-from app.http.chat import chat_job
-from app.http.classify import ClassifyBody
-from app.http.completions import completion_jobs
 from app.http.delivery import running
-from app.http.embeddings import EmbeddingBody
-from app.http.hidden import check_states, last_state
-from app.http.openai import request_id
-from app.http.sampling import MAX_CHOICES
-from app.http.schema import CHAT, COMPLETION, ChatBody, CompletionBody
-from app.http.whole import ANSWERS
-from app.job import Generator, Job, Piece, Run
 from app.outputs import Choice, Delta, Output, delta_of, output_of
-from app.watch import Watcher
 from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig
 from core.errors import ConfigError, LoomError, Unavailable
 from core.types import Floats
@@ -168,7 +168,7 @@ class LLM:
         return [each for answer in answers for each in answer["data"]]
 
     def submit(self, url: str, body: bytes) -> Future[Mapping[str, object]]:
-        """The answer to what would be posted to `url`, a key of `app.http.whole.ANSWERS`. Cancelling
+        """The answer to what would be posted to `url`, a key of `app.api.answers.ANSWERS`. Cancelling
         the future ends the request."""
         return self._call(self._answer(url, body))
 

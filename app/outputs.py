@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from app.job import Piece
+from app.engine.job import Piece
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

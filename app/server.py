@@ -22,17 +22,16 @@ import uvloop
 from aiohttp import web
 
 from app import logs
+from app.api.openai.files import BATCHES
+from app.api.routes import make_app
 from app.batch import Batches, Room
 from app.compose import Parts, assemble, load
-from app.engine import Engine
-from app.health import Health, Phase
-from app.housekeeping import Housekeeping
-from app.http.keys import BATCHES
-from app.http.routes import make_app
-from app.http.runner import Runner
-from app.service import Service
-from app.submit import Submitter
-from app.watchdog import Watchdog
+from app.engine.gc import Housekeeping
+from app.engine.loop import Engine
+from app.engine.submit import Submitter
+from app.engine.watchdog import Watchdog
+from app.http.server import Runner
+from app.service import Health, Phase, Service
 from core.clock import monotonic
 from core.config import Config
 from core.errors import ConfigError

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from app.health import Health, Phase
+from app.engine.job import Generator
 from app.helper.lanes import Lanes
 from app.helper.process import HelperProcess
-from app.job import Generator
 from app.parsers.registry import ReasoningFamily, ToolFamily
 from core.errors import Overloaded, RequestError, Unavailable
 from core.helper import Helper
@@ -21,7 +21,7 @@ from core.request import SamplingParams
 from core.stats import EngineStatistics
 
 if TYPE_CHECKING:
-    from app.operator import Operator
+    from app.engine.operator import Operator
     from app.text.template import ChatTemplate
     from app.text.tokenizer import Tokenizer
 
@@ -187,3 +187,21 @@ class Service:
             reason = self.health.reason or f"the server is starting: {self.health.stage}"
             raise Unavailable(reason)
         return self._loaded
+
+
+class Phase(Enum):
+    """A server's life. Only READY takes requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`stage` and `progress` (0 to 1) say how far the start is; `reason` why it is not ready."""
+
+    phase: Phase = Phase.STARTING
+    stage: str = "starting"
+    progress: float = 0.0
+    reason: str | None = None

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from app.checkpoint import resolve
+from app.checkpoint.checkpoint import resolve
 from bench.load.client import Target
 from bench.load.pool import Job, Pool
 from bench.load.records import Record

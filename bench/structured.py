@@ -35,8 +35,8 @@ import msgspec
 import numpy as np
 
 from app.compose import Live, assemble, load
+from app.engine.job import Job, Piece
 from app.helper.process import HelperProcess
-from app.job import Job, Piece
 from app.parsers.grammar import Wanted, constraint
 from app.parsers.registry import REASONING, TOOLS
 from app.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@
     ├── DiskFull             what was to be kept has no room
     └── EngineFailed         a step raised; its requests end with this
 
-HTTP status codes live in `app/errors.py`.
+HTTP status codes live in `app/http/errors.py`.
 """
 
 from __future__ import annotations

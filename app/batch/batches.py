@@ -16,8 +16,8 @@ from app.batch.records import Batch
 from app.batch.room import Room
 from app.batch.store import Disk, Page, Store
 from app.batch.work import Answers, Work
+from app.http.tenant import acting_for
 from app.service import Service
-from app.tenant import acting_for
 from core.errors import LoomError, RequestError
 
 log = logging.getLogger(__name__)

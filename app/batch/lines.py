@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from app.batch.records import BatchError
-from app.errors import fault
-from app.numbers import MAX_SLOW, slow_numbers
+from app.http.errors import fault
+from app.text.numbers import MAX_SLOW, slow_numbers
 
 MAX_LINES = 50_000
 """Requests in one batch: OpenAI's bound."""

@@ -6,8 +6,8 @@ from typing import cast
 
 import msgspec
 
-from app.engine import Engine
-from app.job import Job, Run, Sink
+from app.engine.job import Job, Run, Sink
+from app.engine.loop import Engine
 from app.service import Control, Loaded
 from core.executor import Capabilities
 from core.request import Request, State
@@ -41,7 +41,7 @@ class Lane:
         """Ended to make way: whatever it answered does not count."""
 
     async def start(self, job: Job, sink: Sink) -> Run:
-        """See `app.job.Generator.start`."""
+        """See `app.engine.job.Generator.start`."""
         run = await self._engine.start(msgspec.structs.replace(job, priority=BACKGROUND), sink)
         self.runs.append(run)
         if self.aside:

@@ -18,8 +18,7 @@ from app.batch.lines import Line, answered, check_input, failed, parse_line, rea
 from app.batch.records import Batch, BatchError, BatchErrors, Counts, FileRecord
 from app.batch.room import Lane, Room
 from app.batch.store import Disk, Store
-from app.health import Phase
-from app.service import Loaded, Service
+from app.service import Loaded, Phase, Service
 from core.errors import Aborted, LoomError, Overloaded, RequestError, Unavailable
 from core.types import FinishReason
 

@@ -10,13 +10,13 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from app.errors import HttpError
 from app.http.decoding import decode_json
+from app.http.errors import HttpError
 from app.http.intake import Reading
 from app.http.keys import BODY, INTAKE, SERVE, SERVICE
 from app.http.pieces import BodyWorker, assembled
-from app.http.warning import warn_of_near_fields
-from app.numbers import FEW_SLOW, slow_numbers
+from app.text.numbers import FEW_SLOW, slow_numbers
+from app.warning import warn_of_near_fields
 from core.errors import BodyTooLarge, RequestError
 from core.helper import Exceeded, Helper, Task
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from app.errors import HttpError, fault
+from app.http.errors import HttpError, fault
 from app.http.reply import error_response
 from core.errors import Unavailable
 

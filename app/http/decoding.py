@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from app.numbers import MAX_SLOW, slow_numbers
+from app.text.numbers import MAX_SLOW, slow_numbers
 from core.errors import RequestError
 
 T = TypeVar("T")

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from app.errors import UNREADABLE, failure
+from app.engine.failure import UNREADABLE, failure
+from app.engine.job import Generator, Job, Piece, Run, Sink
 from app.http.burst import Write
 from app.http.sse import EventStream
-from app.job import Generator, Job, Piece, Run, Sink
 from core.errors import Aborted, EngineFailed, LoomError
 from core.plan import RowLogprobs
 from core.types import Finish, FinishReason

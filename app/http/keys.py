@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from app.batch import Batches
 from app.http.burst import Burst
 from app.http.intake import Intake
 from app.service import Service
 from core.config import ServeConfig
 
 SERVICE = web.AppKey("service", Service)
-BATCHES = web.AppKey("batches", Batches)
 BURST = web.AppKey("burst", Burst)
 INTAKE = web.AppKey("intake", Intake)
 SERVE = web.AppKey("serve", ServeConfig)
@@ -19,4 +17,4 @@ REQUEST_ID = web.RequestKey("request_id", str)
 BODY = web.RequestKey("body", bytes)
 """Of a request that two handlers decode."""
 WARNINGS = web.RequestKey("warnings", list[str])
-"""What `app.http.warning.warn` was told."""
+"""What `app.warning.warn` was told."""

@@ -11,11 +11,11 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler, Middleware
 
-from app.errors import HttpError, fault
+from app.http.errors import HttpError, fault
 from app.http.keys import REQUEST_ID, WARNINGS
 from app.http.reply import error_response
-from app.http.warning import HEADER, header_value, warnings
-from app.tenant import Keys, acting_for
+from app.http.tenant import Keys, acting_for
+from app.warning import HEADER, header_value, warnings
 from core.errors import LoomError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from app.errors import Fault
+from app.http.errors import Fault
 from app.http.sse import patience
 
 PIECE = 64 * 1024

@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from app.errors import Fault, fault
+from app.http.errors import Fault, fault
 from app.http.keys import BURST, REQUEST_ID
 from core.errors import LoomError
 

@@ -12,8 +12,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from app.job import Job
-from core.errors import RequestError
 from core.types import Ints
 
 
@@ -81,34 +79,8 @@ def find_marks(words: Words) -> Marks | None:
     return None
 
 
-async def encoded(job: Job, words: Words, context: int = 0) -> Ints:
-    """A job's text, and its suffix where it has one, as ids. Raises `RequestError` where there are no
-    marks, and for a text of far more than `context` tokens (0: none is too long) that is not to be cut."""
-    assert isinstance(job.prompt, str)
-    most = context if job.truncate_prompt is None else 0
-    if not job.suffix:
-        return await words.encode_async(job.prompt, job.add_special_tokens, job.prompt_param, most)
-    marks = find_marks(words)
-    if marks is None:
-        raise RequestError(
-            "'suffix' is not supported: this model's vocabulary has no marks for text insertion.",
-            "suffix",
-            "unsupported",
-        )
-    # Encoded apart, and the marks by id: that is how the models were trained.
-    begin = await words.encode_async("", job.add_special_tokens)
-    before = await words.encode_async(job.prompt, False, job.prompt_param, most)
-    after = await _suffix(job.suffix, marks.family, words, most)
-    first, second = (marks.prefix, before), (marks.suffix, after)
-    if marks.family.suffix_first:
-        first, second = second, first
-    parts = [begin, [first[0]], first[1], [second[0]], second[1]]
-    if marks.middle is not None:
-        parts.append([marks.middle])
-    return np.concatenate([np.asarray(part, np.int32) for part in parts])
-
-
-async def _suffix(text: str, family: Family, words: Words, most: int) -> Ints:
+async def encode_suffix(text: str, family: Family, words: Words, most: int) -> Ints:
+    """The ids of a suffix; `most` tokens are not too long (0: none is)."""
     if family.glued:
         glue = await words.encode_async(_GLUE, False)
         ids = await words.encode_async(_GLUE + text, False, "suffix", most)

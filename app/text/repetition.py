@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.job import Repetition
+import msgspec
 
 MAX_LENGTH = 128
 """Tokens of a run: each is compared with as many places before it, at 0.05 µs a place."""
@@ -33,3 +33,12 @@ class RepetitionScanner:
         if len(tokens) > asked.longest:
             del tokens[0]
         return found
+
+
+class Repetition(msgspec.Struct, frozen=True):
+    """A run of `shortest` to `longest` tokens that is said `count` times in a row. `longest` >=
+    `shortest` >= 1, `count` >= 2."""
+
+    shortest: int
+    longest: int
+    count: int

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from app.job import Job, Piece
+from app.engine.job import Job, Piece
 from app.text.tokenizer import Tokenizer
 from bench.app import readers
 from bench.app.paced import PacedExecutor

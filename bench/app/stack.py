@@ -8,14 +8,14 @@ import time
 
 from aiohttp import web
 
-from app.checkpoint import resolve
-from app.engine import Engine
-from app.housekeeping import Housekeeping
-from app.http.routes import make_app
-from app.http.runner import Runner
+from app.api.routes import make_app
+from app.checkpoint.checkpoint import resolve
+from app.engine.gc import Housekeeping
+from app.engine.loop import Engine
+from app.engine.submit import Limits, Submitter
+from app.http.server import Runner
 from app.server import raise_file_limit
 from app.service import Loaded, ModelCard, Service
-from app.submit import Limits, Submitter
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager

@@ -33,7 +33,7 @@ import app.compose  # noqa: E402
 import app.server  # noqa: E402
 from app.cli import parse  # noqa: E402
 from app.compose import Live, Parts  # noqa: E402
-from app.http.runner import Runner  # noqa: E402
+from app.http.server import Runner  # noqa: E402
 from app.logs import set_up  # noqa: E402
 from app.server import bind  # noqa: E402
 from bench.chaos import counting  # noqa: E402

@@ -20,11 +20,11 @@ from jinja2.sandbox import SandboxedEnvironment
 import app.batch.store
 import app.http.body
 from app.compose import Live
-from app.deliver import Stream
-from app.engine import Engine
+from app.engine.loop import Engine
+from app.engine.metrics import Recorder
+from app.engine.output import Stream
 from app.http.connection import Connection
 from app.http.sse import EventStream
-from app.recorder import Recorder
 from app.server import Server
 from app.text.tokenizer import Tokenizer
 from bench.chaos.opened import HELPER, OPENED, everything

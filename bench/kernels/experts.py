@@ -22,10 +22,11 @@ from bench.kernels.timing import BANDWIDTH, FLOPS, Row, microseconds
 from bench.kernels.tune import TOKENS, Bench, describe, row
 from bench.results import keep
 from gpu.device import HOPPER
+from gpu.kernels.gemm.cublaslt import FOLDER
 from gpu.kernels.moe.fused import fused_moe
 from gpu.kernels.moe.grouped_gemm import down, gate_up
 from gpu.kernels.moe.route import route
-from gpu.kernels.moe.tuned import FOLDER, MoeConfigs, MoeShape
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 
 
 def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: float = 0.0) -> Iterator[Row]:

@@ -15,14 +15,14 @@ from aiohttp import web
 from openai import AsyncOpenAI
 from openai.types import Batch
 
+from app.api.openai.files import BATCHES
+from app.api.routes import make_app
 from app.batch import Room
-from app.engine import Engine
-from app.http.keys import BATCHES
-from app.http.routes import make_app
-from app.http.runner import Runner
-from app.job import Job, Piece
+from app.engine.job import Job, Piece
+from app.engine.loop import Engine
+from app.engine.submit import Limits, LiveRun, Submitter
+from app.http.server import Runner
 from app.service import Loaded, Service
-from app.submit import Limits, LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic

@@ -13,12 +13,11 @@ import openai
 import pytest
 from aiohttp import web
 
-from app.health import Phase
+from app.api.routes import make_app
 from app.http.intake import Intake
 from app.http.keys import INTAKE
-from app.http.routes import make_app
-from app.http.runner import Runner
-from app.service import Loaded, ModelCard, Service
+from app.http.server import Runner
+from app.service import Loaded, ModelCard, Phase, Service
 from core.config import ServeConfig
 from tests.fakes.engine import CONTEXT, WIDTH, FakeEngine
 from tests.fakes.tokenizer import VOCAB, ByteTokenizer, JoinTemplate

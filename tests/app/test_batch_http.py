@@ -11,7 +11,7 @@ import pytest
 
 from app.batch.store import Disk, Store
 from app.batch.work import Work
-from app.health import Health, Phase
+from app.service import Health, Phase
 from tests.app.batch_rig import CHAT, CONTEXT, Rig, chat_line, jsonl, line, until
 from tests.patience import PATIENCE
 

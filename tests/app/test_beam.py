@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from app.beam import Beams, Found, Rules
+from app.engine.beam_search import Beams, Found, Rules
 from core.plan import RowLogprobs
 
 PROMPT = 4
@@ -41,7 +41,7 @@ class Model:
 
 
 def search(model: Model, rules: Rules) -> tuple[list[Found], int]:
-    """What `app.search` does, without an engine; and the rounds it took."""
+    """What `app.engine.beam_search` does, without an engine; and the rounds it took."""
     beams, prompts, rounds = Beams(rules), [[]], 0
     while True:
         beams.grow([model.row(prompt, 2 * rules.width) for prompt in prompts])

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 import pytest
 
-from app.checkpoint import Checkpoint, resolve
-from app.text.convert import gguf_config, with_split
+from app.checkpoint.checkpoint import Checkpoint, resolve
+from app.checkpoint.convert import gguf_config, with_split
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.config import ModelConfig
@@ -260,7 +260,7 @@ def test_a_gguf_file(tmp_path: Path, cache: Path) -> None:
 
     # A later start reads the converted files and imports nothing that converts.
     script = (
-        "import sys; from app.checkpoint import resolve; from core.config import ModelConfig\n"
+        "import sys; from app.checkpoint.checkpoint import resolve; from core.config import ModelConfig\n"
         f"found = resolve(ModelConfig(model={str(path)!r}), print)\n"
         "assert found.vocab_size == 264 and not {'gguf', 'transformers', 'torch'} & set(sys.modules)"
     )

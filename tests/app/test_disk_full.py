@@ -11,12 +11,12 @@ from typing import Any
 import openai
 import pytest
 
+from app.api.openai import files
+from app.api.responses import Store
+from app.api.responses.background import RESPONSES
 from app.batch import batches
 from app.batch.journal import Journal
 from app.batch.store import Disk
-from app.http import files
-from app.http.responses_live import RESPONSES
-from app.responses import Store
 from core.errors import DiskFull
 from tests.app.batch_rig import Rig, line, until
 from tests.app.conftest import Server

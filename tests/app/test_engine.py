@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from app.backlog import SLICE
-from app.engine import BACKLOG, Engine
-from app.job import Job, Piece, TextOptions
-from app.submit import Limits, LiveRun, Submitter
+from app.engine.backlog import SLICE
+from app.engine.job import Job, Piece, TextOptions
+from app.engine.loop import BACKLOG, Engine
+from app.engine.submit import Limits, LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from app.errors import failure, fault
+from app.engine.failure import failure
+from app.http.errors import fault
 from core.grammar import BROKEN
 from core.types import Finish, FinishReason
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from app.http.experts import experts
-from app.job import TextOptions
+from app.api.request.experts import experts
+from app.engine.job import TextOptions
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
 from core.request import SamplingParams

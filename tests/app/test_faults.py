@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from app import housekeeping as housekeeping_module
-from app.backlog import Backlog
-from app.deliver import Stream
-from app.engine import PAUSED_TICK
-from app.housekeeping import Housekeeping
-from app.job import Job, Piece
+from app.engine import gc as housekeeping_module
+from app.engine.backlog import Backlog
+from app.engine.gc import Housekeeping
+from app.engine.job import Job, Piece
+from app.engine.loop import PAUSED_TICK
+from app.engine.output import Stream
+from app.engine.watchdog import FIRST, Watchdog
 from app.text.tokenizer import Tokenizer
-from app.watchdog import FIRST, Watchdog
 from core.errors import Unavailable
 from core.types import FinishReason
 from tests.app.conftest import until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.fetch import Pinned, default_model
+from app.checkpoint.fetch import Pinned, default_model
 from core.errors import ModelError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64

@@ -12,13 +12,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from app.http.anthropic_events import DIALECT
-from app.http.anthropic_input import chat_messages
-from app.http.anthropic_schema import MESSAGES
+from app.api.anthropic.events import DIALECT
+from app.api.anthropic.input import chat_messages
+from app.api.anthropic.schema import MESSAGES
+from app.engine.job import Piece
 from app.http.burst import Burst
 from app.http.keys import BURST
 from app.http.sse import EventStream
-from app.job import Piece
 from core.config import ServeConfig
 from core.errors import Overloaded, Unavailable
 from core.types import Finish, FinishReason

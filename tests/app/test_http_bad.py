@@ -14,9 +14,9 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.http.routes import make_app
-from app.http.runner import Runner
-from app.http.schema import ChatBody, CompletionBody, NativeBody, NativeSampling
+from app.api.request.schema import ChatBody, CompletionBody, NativeBody, NativeSampling
+from app.api.routes import make_app
+from app.http.server import Runner
 from app.service import Loaded, Service
 from core.config import ServeConfig
 from tests.app.conftest import CARD, Server, Start

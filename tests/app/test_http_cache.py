@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.http.anthropic_cache import kept
-from app.http.anthropic_schema import MESSAGES
-from app.job import Keep
+from app.api.anthropic.cache import kept
+from app.api.anthropic.schema import MESSAGES
+from app.engine.job import Keep
 from app.service import Loaded
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.http.cohere_input import chat_messages
-from app.job import Piece
+from app.api.cohere.schema import chat_messages
+from app.engine.job import Piece
 from core.config import ServeConfig
 from core.errors import Overloaded, Unavailable
 from core.types import Finish, FinishReason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.http.control import TABLE
+from app.api.admin.control import TABLE
 from app.service import Loaded
 from core.config import ServeConfig
 from tests.app.conftest import CARD, Server, Start

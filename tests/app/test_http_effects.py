@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from app.api.sglang.parsing import MAX_TEXT
+from app.engine.submit import Limits, Submitter
 from app.http import middleware
-from app.http.parsing import MAX_TEXT
-from app.job import Repetition
 from app.service import Loaded
-from app.submit import Limits, Submitter
+from app.text.repetition import Repetition
 from app.text.tokenizer import Tokenizer
 from core.clock import monotonic
 from core.config import ServeConfig

@@ -11,10 +11,10 @@ import numpy as np
 import openai
 import pytest
 
-from app.http.pool import SLICE, cut, unit
+from app.api.answers import ANSWERS
+from app.api.pooling.common import SLICE, cut, unit
+from app.engine.job import Piece
 from app.http.reply import PIECE, pieces
-from app.http.whole import ANSWERS
-from app.job import Piece
 from app.service import Loaded
 from core.models import PoolingSpec
 from core.types import Finish, FinishReason

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.http.embeds import embedded
-from app.job import Job
+from app.api.request.embeds import embedded
+from app.engine.job import Job
 from app.service import Loaded, NumberBudget
 from app.text.tokenizer import Tokenizer
 from core.types import Floats, RootKey
@@ -115,7 +115,7 @@ async def test_what_is_too_long_may_be_cut_to_fit(server: Server) -> None:
 
 
 async def test_long_prompts_are_read_in_pieces(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.http.embeds.PIECE", 64)
+    monkeypatch.setattr("app.api.request.embeds.PIECE", 64)
     await ask(server, COMPLETIONS, completion(tensor(rows(400))))
     await ask(server, GENERATE, native(rows(400).tolist()))
     for job in jobs(server):

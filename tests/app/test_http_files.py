@@ -13,8 +13,8 @@ import pytest
 from aiohttp import StreamReader
 from aiohttp.base_protocol import BaseProtocol
 
+from app.api.openai import files
 from app.batch.records import FileRecord
-from app.http import files
 from app.http.form import SLICE, FormStream
 from tests.app.batch_rig import Rig, until
 from tests.app.conftest import Start

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+import app.api.openai.chat
 import app.http.body
-import app.http.chat
+from app.api.routes import TABLE
 from app.batch.lines import BadLine, parse_line
 from app.http.aside import MANY
 from app.http.body import INLINE
 from app.http.pieces import MAX_ITEMS, MAX_VALUES, BodyWorker, assembled
-from app.http.routes import TABLE
-from app.numbers import MAX_SLOW
+from app.text.numbers import MAX_SLOW
 from tests.app.conftest import Server, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -204,9 +204,10 @@ async def test_many_messages_are_gone_through_off_the_loop(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[int] = set()
-    check = app.http.chat.check_messages
+    check = app.api.openai.chat.check_messages
     monkeypatch.setattr(
-        "app.http.chat.check_messages", lambda sent: (threads.add(threading.get_ident()), check(sent))[1]
+        "app.api.openai.chat.check_messages",
+        lambda sent: (threads.add(threading.get_ident()), check(sent))[1],
     )
     body = {"messages": HI * (MANY + 1), "max_tokens": 1, "truncate_prompt_tokens": 10}
     assert (await server.post(CHAT, body))[0] == 200

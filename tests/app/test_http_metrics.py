@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from app.metrics import escape
+from app.http.prometheus import escape
 from tests.app.conftest import Server
 
 LINE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*\})? (\S+)')

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from app.api.ollama.routes import LINES
 from app.http.burst import Burst
 from app.http.keys import BURST, REQUEST_ID
-from app.http.ollama import LINES
 from app.http.sse import EventStream
 from core.config import ServeConfig
 from tests.app.conftest import Server, Start

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from app.job import Piece
+from app.engine.job import Piece
 from core.errors import ContextExceeded, Overloaded
 from core.types import Finish, FinishReason
 from tests.app.conftest import Server, until

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from app.http.responses_input import messages, own_items, shortened
+from app.api.responses.input import messages, own_items, shortened
 from core.config import ServeConfig
 from core.errors import Overloaded
 from core.types import Finish, FinishReason

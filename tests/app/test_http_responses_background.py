@@ -11,12 +11,12 @@ import openai
 import pytest
 from aiohttp import web
 
-from app.http import responses_live
-from app.http.responses_events import ResponseEvents
-from app.http.routes import make_app
-from app.http.runner import Runner
-from app.job import Piece
-from app.responses import Record, Store
+from app.api.responses import Record, Store
+from app.api.responses import background as responses_live
+from app.api.responses.events import ResponseEvents
+from app.api.routes import make_app
+from app.engine.job import Piece
+from app.http.server import Runner
 from core.config import ServeConfig
 from tests.app.conftest import Server, Start, until
 from tests.app.test_http_responses import STOP, URL, events, frames, split

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.health import Health, Phase
-from app.http.routes import TABLE
-from app.http.sampling import root_key
+from app.api.request.sampling import root_key
+from app.api.routes import TABLE
+from app.service import Health, Phase
 from core.config import ServeConfig
 from tests.app.conftest import Server, Start, until
 
@@ -366,7 +366,7 @@ async def test_health_generate_runs_a_token_within_a_deadline(
 ) -> None:
     assert await get(server, "/health_generate") == (200, {"status": "ok"})
     assert server.engine.runs[0].job.max_tokens == 1
-    monkeypatch.setattr("app.http.admin.HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr("app.api.admin.admin.HEALTH_SECONDS", 0.02)
     server.engine.manual = True
     assert (await get(server, "/health_generate"))[0] == 503
     assert server.engine.runs[1].aborted

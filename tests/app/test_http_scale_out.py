@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.job import Piece
+from app.engine.job import Piece
 from core.errors import Overloaded
 from tests.app.conftest import Server, until
 from tests.app.test_http_tools import CALL, WEATHER, know

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.http.score import SCORE, WINDOW, _scores, score_answer
+from app.api.pooling.score import SCORE, WINDOW, _scores, score_answer
 from app.offline import LLM
 from core.errors import RequestError
 from tests.app.conftest import Server

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.api.openai.stream import Chunks
+from app.engine.job import Piece
 from app.http import sse
-from app.http.chunks import Chunks
-from app.job import Piece
 from app.parsers.registry import REASONING
 from app.service import AnswerDefaults
 from core.errors import Overloaded

@@ -10,11 +10,11 @@ import aiohttp
 import openai
 import pytest
 
+from app.api.routes import TABLE
+from app.api.sglang.session_tree import MAX_SESSIONS
 from app.batch.store import Disk
-from app.http.routes import TABLE
+from app.http.tenant import Keys
 from app.server import told_settings
-from app.sessions import MAX_SESSIONS
-from app.tenant import Keys
 from core.config import Config, ModelConfig, ServeConfig
 from core.request import Request
 from tests.app.batch_rig import Rig, line

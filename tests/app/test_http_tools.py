@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from app.http.answers import finished
+from app.api.openai.chat_stream import finished
 from app.parsers.registry import REASONING, TOOLS, ToolFamily
 from app.service import Loaded
 from app.text.template import ChatTemplate

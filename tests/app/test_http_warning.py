@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.api.request.schema import COMPLETION
+from app.engine.job import Job, Sink
 from app.helper.lanes import Lanes
 from app.http.body import decode
-from app.http.schema import COMPLETION
-from app.http.warning import (
+from app.warning import (
     HEADER,
     MAX_BODY,
     MAX_CHARS,
@@ -21,7 +22,6 @@ from app.http.warning import (
     warn,
     warnings,
 )
-from app.job import Job, Sink
 from tests.app.conftest import Server
 
 CHAT = "/v1/chat/completions"

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import tokenizers
 
-from app.job import Job
+from app.engine.job import Job
+from app.engine.submit import encoded
 from app.service import Loaded
-from app.text.infill import FAMILIES, encoded, find_marks
+from app.text.infill import FAMILIES, find_marks
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
 from tests.app.assets import asset

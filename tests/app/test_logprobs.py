@@ -12,8 +12,8 @@ import pytest_asyncio
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 
+from app.api.routes import make_app
 from app.compose import Parts, assemble, load
-from app.http.routes import make_app
 from app.service import Service
 from app.text.tokenizer import Tokenizer
 from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.http.openapi import document, openapi
-from app.http.openapi_table import ABOUT
-from app.http.routes import TABLE
+from app.api.openapi import document, openapi
+from app.api.openapi_table import ABOUT
+from app.api.routes import TABLE
 from app.service import Loaded, ModelCard
 from core.config import ServeConfig
 from core.models import PoolingSpec

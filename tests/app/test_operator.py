@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.operator import Operator
+from app.engine.operator import Operator
 from app.text.tokenizer import Tokenizer
 from core.errors import EngineFailed, RequestError
 from core.request import State

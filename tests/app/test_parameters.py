@@ -14,13 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.http.anthropic_schema import MessagesBody
-from app.http.chat_batch import BatchChatBody
-from app.http.cohere_schema import CohereBody
-from app.http.generative import GenerativeBody
-from app.http.inference import InferenceBody
-from app.http.responses_schema import ResponsesBody
-from app.http.schema import (
+from app.api.anthropic.schema import MessagesBody
+from app.api.cohere.schema import CohereBody
+from app.api.pooling.generative import GenerativeBody
+from app.api.pooling.score import ScoreBody
+from app.api.request.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -28,7 +26,9 @@ from app.http.schema import (
     NativeSampling,
     TokenizeBody,
 )
-from app.http.score import ScoreBody
+from app.api.responses.schema import ResponsesBody
+from app.api.vllm.chat_batch import BatchChatBody
+from app.api.vllm.inference import InferenceBody
 from core.request import SamplingParams
 from tests.app.conftest import Server
 from tests.app.tensors import tensor

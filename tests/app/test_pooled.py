@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.http.rerank import score_pairs
+from app.api.pooling.rerank import score_pairs
 from app.offline import LLM
 from core.errors import ConfigError, ContextExceeded, RequestError
 from tests.fakes import tiny_model

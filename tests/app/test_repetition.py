@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from app.engine.job import Piece, TextOptions
 from app.http.delivery import Spaced
-from app.job import Piece, Repetition, TextOptions
-from app.text.repetition import RepetitionScanner
+from app.text.repetition import Repetition, RepetitionScanner
 from app.text.tokenizer import Tokenizer
 from core.types import Finish, FinishReason
 from tests.app.test_engine import VOCAB, Bench, settle

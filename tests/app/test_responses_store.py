@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.responses import Record, Store, disk
+from app.api.responses import Record, Store, disk
 from core.errors import NotFound, RequestError, Unavailable
 
 Open = Callable[..., Store]

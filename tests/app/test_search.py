@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from app.beam import Rules
-from app.job import BeamOptions
+from app.engine.beam_search import Rules
+from app.engine.job import BeamOptions
+from app.engine.submit import LiveRun
 from app.offline import LLM
 from app.service import Loaded
-from app.submit import LiveRun
 from app.text.tokenizer import Tokenizer
 from core.errors import ContextExceeded, RequestError
 from core.plan import RowLogprobs, StepPlan, StepResult

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.job import Piece
-from app.sessions import IDLE, MAX_SESSIONS, MAX_TOKENS, SessionParams, Sessions
+from app.api.request.schema import SessionParams
+from app.api.sglang.session_tree import IDLE, MAX_SESSIONS, MAX_TOKENS, Sessions
+from app.engine.job import Piece
 from core.errors import NotFound, Overloaded, RequestError
 from core.types import Finish, FinishReason, Ints
 from tests.app.conftest import Server, until

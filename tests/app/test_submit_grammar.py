@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from app.http.warning import warnings
-from app.submit import Limits, Submitter
+from app.engine.submit import Limits, Submitter
 from app.text.tokenizer import Tokenizer
+from app.warning import warnings
 from core.clock import monotonic
 from core.errors import Aborted, RequestError, Unavailable
 from core.grammar import CompiledGrammar, GrammarSpec

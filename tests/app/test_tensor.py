@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from app.tensor import Dense, TensorError, read_tensor
+from app.api.request.tensor import Dense, TensorError, read_tensor
 from tests.app.tensors import npy
 
 GENERATOR = torch.Generator().manual_seed(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.http.logprobs import Namer, Offsets
-from app.job import Piece
+from app.api.request.logprobs import Namer, Offsets
+from app.engine.job import Piece
 from core.types import Finish, FinishReason
 from tests.app.conftest import Server
 from tests.fakes.tokenizer import BOS, EOS, ByteTokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.recorder import Recorder
-from app.timeline import KEPT, Timelines, Waits
+from app.engine.metrics import Recorder
+from app.engine.timeline import KEPT, Timelines, Waits
 from core.types import FinishReason
 from tests.core.harness import Harness
 

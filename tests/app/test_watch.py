@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from app.job import Job, Piece
+from app.engine.job import Job, Piece
+from app.engine.reasoning_budget import Watch, WatchedRun, Watcher
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING
 from app.text.tokenizer import Tokenizer
-from app.watch import Watch, WatchedRun, Watcher
 from core.errors import Unavailable
 from core.types import FinishReason
 from tests.app.test_engine import GREEDY, PROMPT, VOCAB, Bench, bench, settle, tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.job import Job, Sink
+from app.engine.job import Job, Sink
 from core.errors import LoomError
 from tests.app.conftest import Server, server, start
 from tests.fakes.engine import FakeRun

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from app.job import Piece
+from app.engine.job import Piece
 from core.errors import Overloaded, Unavailable
 from tests.app.batch_rig import Rig
 from tests.app.conftest import Server, until

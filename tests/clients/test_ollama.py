@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.job import Piece
+from app.engine.job import Piece
 from tests.app.conftest import Server, until
 from tests.app.test_http_tools import WEATHER, know
 

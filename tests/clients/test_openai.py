@@ -14,7 +14,7 @@ import openai
 import pydantic
 import pytest
 
-from app.job import Piece
+from app.engine.job import Piece
 from core.errors import Overloaded, Unavailable
 from tests.app.conftest import Server, until
 from tests.app.test_http_tools import know

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from app.compose import Live, Parts, assemble, load
-from app.job import Job, Piece
+from app.engine.job import Job, Piece
 from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig
 from core.grammar import GrammarKind, GrammarSpec
 from core.request import SamplingParams

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from app.job import Job, Piece, Sink
+from app.engine.job import Job, Piece, Sink
 from app.text.stops import check_stops
 from core.errors import ContextExceeded, LoomError, RequestError
 from core.plan import PromptLogprobs, RowLogprobs, Support

@@ -1,4 +1,4 @@
-"""`app.operator.Operator` without an engine."""
+"""`app.engine.operator.Operator` without an engine."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,20 +49,27 @@ def test_deferred_imports_are_the_listed_ones() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_packages_of_a_room_form_no_cycle(room: str) -> None:
-    """Units are the room's sub-packages and top-level modules; deferred and typing-only imports count."""
-    edges: dict[str, set[str]] = {}
-    units = {".".join(module(path).split(".")[:2]) for path in files(room)} - {room}
-    for path in files(room):
-        unit = ".".join(module(path).split(".")[:2])
+    """Units are the folders of a room, at any depth, and the modules beside them; deferred and typing-only
+    imports count."""
+    modules = {module(path): path for path in files(room)}
+    unit_of = {name: unit(room, name, path) for name, path in modules.items()}
+    edges: dict[str, set[str]] = {each: set() for each in unit_of.values()}
+    for name_, path in modules.items():
         for target, _ in tree.imports(path):
-            other = ".".join(target.split(".")[:2])
-            if other in units and other != unit and unit != room:
-                edges.setdefault(unit, set()).add(other)
+            other = unit_of.get(target) or unit_of.get(target.rpartition(".")[0])
+            if other is not None and other != unit_of[name_]:
+                edges[unit_of[name_]].add(other)
     order: list[str] = []
-    while left := units - set(order):
-        free = sorted(unit for unit in left if edges.get(unit, set()) <= set(order))
-        assert free, f"a cycle among {sorted(left)}: { {u: sorted(edges.get(u, ())) for u in sorted(left)} }"
+    while left := set(edges) - set(order):
+        free = sorted(each for each in left if edges[each] <= set(order))
+        assert free, f"a cycle among { {each: sorted(edges[each] & left) for each in sorted(left)} }"
         order += free
+
+
+def unit(room: str, name: str, path: Path) -> str:
+    """The folder of a module; the module itself where it lies in no folder of its room."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    return name if package == room else package
 
 
 def test_nothing_imports_bench_or_tests() -> None:
@@ -98,4 +106,4 @@ def test_the_command_line_needs_no_heavy_library() -> None:
 
 
 def test_http_never_brings_torch() -> None:
-    run("import sys, app.http.routes, app.submit\nassert 'torch' not in sys.modules")
+    run("import sys, app.api.routes, app.engine.submit\nassert 'torch' not in sys.modules")

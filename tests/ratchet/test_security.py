@@ -71,5 +71,5 @@ def test_nothing_is_fetched_for_clients() -> None:
         for target, _ in tree.imports(path)
         if target.startswith(clients)
     }
-    assert found == {"app/checkpoint.py: huggingface_hub"}
+    assert found == {"app/checkpoint/checkpoint.py: huggingface_hub"}
     assert tree.count(r"ClientSession|create_connection\(|open_connection\(", *ROOMS) == 0

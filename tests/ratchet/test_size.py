@@ -58,13 +58,5 @@ def test_everything_public_is_documented(path: Path) -> None:
     assert silent == []
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_files_stay_small_on_the_whole(room: str) -> None:
-    """Half of the files under about two screens; one in twenty may be long."""
-    sizes = sorted(len(path.read_text().splitlines()) for path in files(room))
-    assert sizes[len(sizes) // 2] <= limits()["shape"][room]["p50"]
-    assert sizes[int(len(sizes) * 0.95)] <= limits()["shape"][room]["p95"]
-
-
 def test_tight_limits_name_files_that_exist() -> None:
     assert [p for p in limits()["size"] if p.endswith(".py") and not (tree.ROOT / p).exists()] == []

@@ -25,7 +25,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gpu.kernels.moe.tuned import FOLDER
+FOLDER = Path(__file__).resolve().parents[3] / "configs" / "kernels"
+"""Files of measured choices, by device."""
+
 
 log = logging.getLogger(__name__)
 

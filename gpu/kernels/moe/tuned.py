@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 from core.models import Fp8
 from core.models.quant import BLOCK
+from gpu.kernels.gemm.cublaslt import FOLDER
 from gpu.kernels.moe.grouped_gemm import TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL
 from gpu.quant import FP8
-
-FOLDER = Path(__file__).resolve().parents[3] / "configs" / "kernels"
 
 SMALL_ROWS = 4
 """Rows up to which every row reading its own experts is no dearer than tiles: at 4 rows of Qwen3's

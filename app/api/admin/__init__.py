@@ -1,0 +1,1 @@
+"""Routes of operators: weights, sleep, profiles, load."""

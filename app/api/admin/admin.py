@@ -1,0 +1,166 @@
+"""For operators: health, statistics, cache, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import secrets
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from app.api.request.sampling import MAX_CHOICES, available, job_id
+from app.api.request.schema import ABORT, ABORT_MANY
+from app.engine.job import Job
+from app.http.body import decoded
+from app.http.delivery import Collector, running
+from app.http.errors import fault
+from app.http.keys import SERVICE
+from app.http.prometheus import CONTENT_TYPE, exposition
+from app.http.reply import json_response
+from app.http.tenant import tenant
+from app.service import Control, Phase
+from core.errors import NotFound, RequestError, Unavailable
+from core.request import SamplingParams
+
+HEALTH_SECONDS = 20.0
+"""How long one token may take before `/health_generate` calls the server sick. SGLang's figure."""
+
+
+def version() -> str:
+    """The installed version."""
+    try:
+        return importlib.metadata.version("loom-serve")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was never installed
+        return "unknown"
+
+
+VERSION = version()
+
+
+async def root(request: web.Request) -> web.StreamResponse:
+    """That there is a server, and where it describes itself: Claude Code and Ollama ask before all else."""
+    return json_response({"name": "loom", "health": "/health", "openapi": "/openapi.json"})
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """What the server says of itself; asks nobody, so it answers at any load."""
+    state = request.app[SERVICE].health
+    if state.phase is Phase.READY:
+        return json_response({"status": "ok"})
+    described = {
+        "status": state.phase.value,
+        "stage": state.stage,
+        "progress": round(state.progress, 3),
+        "reason": state.reason,
+    }
+    response = json_response(described, 503)
+    response.headers.update(fault(Unavailable("")).headers)
+    return response
+
+
+async def health_generate(request: web.Request) -> web.StreamResponse:
+    """Run one token through the whole engine."""
+    loaded = available(request.app[SERVICE], None)
+    job = Job(
+        id=f"health-{secrets.token_hex(8)}",
+        prompt=np.zeros(1, np.int32),
+        sampling=SamplingParams(temperature=0.0),
+        max_tokens=1 if loaded.card.task == "generate" else 0,
+        ignore_eos=True,
+    )
+    collector = Collector(1)
+    try:
+        async with asyncio.timeout(HEALTH_SECONDS):
+            async with running(loaded.engine, [job], collector.take):
+                await collector.collect()
+    except TimeoutError:
+        raise Unavailable(f"One token took more than {HEALTH_SECONDS:g} s.") from None
+    return json_response({"status": "ok"})
+
+
+async def server_info(request: web.Request) -> web.StreamResponse:
+    """Settings and statistics; `internal_states` and `max_total_num_tokens`, the KV pool's size, are where
+    SGLang's bench looks."""
+    service = request.app[SERVICE]
+    statistics = service.loaded.engine.statistics()
+    pool = statistics.scheduler.cache
+    card = msgspec.to_builtins(service.loaded.card)
+    del card["path"]
+    return json_response(
+        {
+            **service.settings,
+            "version": VERSION,
+            "status": service.health.phase.value,
+            "started_at": service.started_at,
+            "model_card": card,
+            "max_total_num_tokens": pool.total * pool.page_size,
+            "internal_states": [msgspec.to_builtins(statistics)],
+        }
+    )
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """Prometheus text; also while starting, so that a scraper sees the start."""
+    text = exposition(request.app[SERVICE], VERSION)
+    # Always this content type: OpenMetrics renames what has a colon, and dashboards break.
+    return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def show_version(request: web.Request) -> web.StreamResponse:
+    """The version alone."""
+    return json_response({"version": VERSION})
+
+
+async def flush_cache(request: web.Request) -> web.StreamResponse:
+    """Empty the prefix cache, if nothing runs."""
+    if not request.app[SERVICE].loaded.engine.flush():
+        raise RequestError("The cache is in use: requests are running or waiting.", code="cache_in_use")
+    return json_response({"success": True, "message": "Cache flushed."})
+
+
+async def timeline(request: web.Request) -> web.StreamResponse:
+    """Why was it slow: where the time of one recent request went."""
+    id = request.match_info["id"]
+    found = request.app[SERVICE].loaded.engine.timeline(id, tenant())
+    if found is None:
+        raise NotFound(f"No recent request has the id '{id[:200]}'.", "id", "request_not_found")
+    return json_response(found)
+
+
+async def abort_request(request: web.Request) -> web.StreamResponse:
+    """End one request by id, or all of them."""
+    body = await decoded(request, ABORT)
+    engine = request.app[SERVICE].loaded.engine
+    if body.abort_all:
+        return json_response({"success": True, "aborted": engine.abort_all(tenant=tenant())})
+    if not body.rid:
+        raise RequestError("Give 'rid', or 'abort_all': true.", "rid")
+    aborted = _abort(engine, job_id(body.rid, ""))
+    if not aborted:
+        raise NotFound(f"No request with id '{body.rid[:200]}' is here.", "rid", "request_not_found")
+    return json_response({"success": True, "aborted": aborted})
+
+
+async def abort_requests(request: web.Request) -> web.StreamResponse:
+    """End requests by their ids, after vLLM: those that are not here are passed over."""
+    ids = (await decoded(request, ABORT_MANY)).request_ids
+    engine = request.app[SERVICE].loaded.engine
+    if ids is None:
+        raise RequestError("'request_ids' is missing.", "request_ids")
+    if len(ids) > MAX_CHOICES:
+        raise RequestError(f"'request_ids' takes at most {MAX_CHOICES} ids, got {len(ids)}.", "request_ids")
+    aborted = 0
+    for id in ids:
+        aborted += _abort(engine, job_id(id, "", "request_ids"))
+        await asyncio.sleep(0)  # an id that is not here costs 0.8 ms
+    return json_response({"success": True, "aborted": aborted})
+
+
+def _abort(engine: Control, id: str) -> int:
+    """How many jobs ended. The prompts of one request with several are jobs of their own."""
+    whose = tenant()
+    if engine.abort(id, whose):
+        return 1
+    return sum(engine.abort(f"{id}-{i}", whose) for i in range(MAX_CHOICES))

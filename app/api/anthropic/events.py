@@ -1,0 +1,198 @@
+"""An answer as Anthropic's clients read it: blocks, whole or as events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from app.api.anthropic.cache import prompt_usage
+from app.engine.job import Piece
+from app.engine.reasoning_budget import WatchedRun
+from app.http.errors import Fault
+from app.http.sse import Dialect
+from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
+from app.parsers.reading import Reading
+from app.parsers.typed import members
+from core.types import Finish, FinishReason
+
+_encode = msgspec.json.Encoder().encode
+
+Block = dict[str, Any]
+
+
+class Telling(msgspec.Struct, frozen=True, kw_only=True):
+    """How one answer is told."""
+
+    id: str
+    model: str
+    context: int
+    """Tokens that the model takes, prompt and answer together."""
+    reading: Reading
+    mute: bool = False
+    """No token is asked for: the answer has no block at all."""
+
+
+def _event(type_: str, **fields: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (type_.encode(), _encode({"type": type_, **fields}))
+
+
+def _error(fault: Fault, request_id: str) -> bytes:
+    return b"event: error\ndata: %b\n\n" % fault.anthropic_body(request_id)
+
+
+DIALECT = Dialect(error=_error, keep_alive=_event("ping"))
+
+
+def whole_usage(run: WatchedRun, tokens: int) -> dict[str, object]:
+    """Tokens of the prompt and of the whole answer."""
+    thinking = {"thinking_tokens": run.reasoning_tokens}
+    return {**prompt_usage(run), "output_tokens": tokens, "output_tokens_details": thinking}
+
+
+def stop_fields(finish: Finish, calls: int, full: bool) -> dict[str, object]:
+    """How an answer with this many whole calls ended; `full`: no other token fits the context."""
+    reason, matched = "end_turn", None
+    if finish.reason is FinishReason.LENGTH:
+        reason = "model_context_window_exceeded" if full else "max_tokens"
+    elif calls:
+        reason = "tool_use"
+    elif isinstance(finish.matched, str):
+        reason, matched = "stop_sequence", finish.matched
+    return {"stop_reason": reason, "stop_sequence": matched}
+
+
+def message(telling: Telling, run: WatchedRun, piece: Piece) -> dict[str, object]:
+    """The whole answer."""
+    assert piece.finish is not None
+    answer = telling.reading.answer()
+    read = assemble(answer.feed(piece.text) + answer.finish())
+    blocks: list[Block] = []
+    if read.reasoning:
+        blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": telling.id})
+    if read.content or not (read.calls or read.reasoning or telling.mute):
+        blocks.append({"type": "text", "text": read.content})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": members(call.arguments)}
+        for call in read.calls
+    ]
+    count = len(piece.tokens)
+    used, full = whole_usage(run, count), len(run.prompt) + count >= telling.context
+    stop = stop_fields(piece.finish, answer.whole, full)
+    return {**_shell(telling), "content": blocks, **stop, "usage": used}
+
+
+def _shell(telling: Telling) -> dict[str, object]:
+    return {
+        "id": telling.id,
+        "type": "message",
+        "role": "assistant",
+        "model": telling.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+class MessageFrames:
+    """`Frames` of one answer. Owner: event loop."""
+
+    __slots__ = ("_answer", "_count", "_head", "_index", "_kind", "_run", "_started", "_telling")
+
+    def __init__(self, telling: Telling, run: WatchedRun) -> None:
+        self._telling = telling
+        self._run = run
+        self._answer = telling.reading.answer()
+        self._count = 0
+        self._index = -1
+        self._kind = ""
+        """Of the open block; empty between two."""
+        self._head = b""
+        """Of the open block's deltas, up to their text."""
+        self._started = False
+
+    def delta(self, index: int, piece: Piece) -> bytes | None:
+        """See `Frames.delta`. All events of a piece go out in one write, the message's start with the
+        first token: only then it is known what the cache had."""
+        self._count += len(piece.tokens)
+        events = self._answer.feed(piece.text)
+        if piece.finish is not None:
+            events += self._answer.finish()
+        frames: list[bytes] = []
+        if not self._started:
+            self._start(frames)
+        for event in events:
+            self._tell(event, frames)
+        return b"".join(frames) or None
+
+    def finish(self, index: int, finish: Finish) -> bytes:
+        """See `Frames.finish`."""
+        frames: list[bytes] = []
+        if not self._started:
+            self._start(frames)
+        if self._index < 0 and not self._telling.mute:  # an answer has at least one block
+            self._open("text", {"text": ""}, b"", frames)
+        self._close(frames)
+        used = whole_usage(self._run, self._count)
+        full = len(self._run.prompt) + self._count >= self._telling.context
+        stop = stop_fields(finish, self._answer.whole, full)
+        frames += [_event("message_delta", delta=stop, usage=used), _event("message_stop")]
+        return b"".join(frames)
+
+    def tail(self) -> bytes | None:
+        """See `Frames.tail`."""
+        return None
+
+    def _start(self, frames: list[bytes]) -> None:
+        self._started = True
+        used = {**prompt_usage(self._run), "output_tokens": self._count}
+        frames.append(_event("message_start", message={**_shell(self._telling), "usage": used}))
+
+    def _tell(self, event: Event, frames: list[bytes]) -> None:
+        match event:
+            case Content(text):
+                self._text(text, frames)
+            case Reasoning(text):
+                if self._kind != "thinking":
+                    block = {"thinking": "", "signature": ""}
+                    self._open("thinking", block, b'"thinking_delta","thinking"', frames)
+                self._add(text, frames)
+            case CallStart(_, id, name):
+                call: Block = {"id": id, "name": name, "input": {}}
+                self._open("tool_use", call, b'"input_json_delta","partial_json"', frames)
+            case CallArguments(_, text):
+                self._add(text, frames)
+            case CallBroken(_, _, rest):
+                self._close(frames)
+                self._text(rest, frames)
+
+    def _text(self, text: str, frames: list[bytes]) -> None:
+        if not text:
+            return
+        if self._kind != "text":
+            self._open("text", {"text": ""}, b'"text_delta","text"', frames)
+        self._add(text, frames)
+
+    def _open(self, kind: str, block: Block, delta: bytes, frames: list[bytes]) -> None:
+        self._close(frames)
+        self._kind = kind
+        self._index += 1
+        block = {"type": kind, **block}
+        frames.append(_event("content_block_start", index=self._index, content_block=block))
+        self._head = (
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b:'
+            % (self._index, delta)
+        )
+
+    def _add(self, text: str, frames: list[bytes]) -> None:
+        """The hot path: only the text is encoded."""
+        frames.append(b"%b%b}}\n\n" % (self._head, _encode(text)))
+
+    def _close(self, frames: list[bytes]) -> None:
+        if not self._kind:
+            return
+        if self._kind == "thinking":
+            signature = {"type": "signature_delta", "signature": self._telling.id}
+            frames.append(_event("content_block_delta", index=self._index, delta=signature))
+        self._kind = ""
+        frames.append(_event("content_block_stop", index=self._index))

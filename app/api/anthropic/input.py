@@ -1,0 +1,142 @@
+"""Anthropic's messages to chat messages: blocks of text, thinking, calls and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from app.api.anthropic.schema import Block, MessagesBody
+from app.http.body import check_depth
+from core.errors import RequestError
+
+Message = dict[str, Any]
+
+_VOLATILE = "x-anthropic-billing-header:"
+"""Begins a system block of Claude Code's that is another one in every request. It tells the model
+nothing, and in front of everything else it would keep every prefix from being found again."""
+
+_MEDIA = frozenset({"image", "document", "audio", "video"})
+"""Blocks that a model of text must not be thought to have seen. Others that nobody knows are passed
+over: newer clients send some of their own, and those of Anthropic's servers (`redacted_thinking`,
+`server_tool_use`, `mcp_tool_result`) say nothing to another model."""
+
+
+def chat_messages(body: MessagesBody) -> list[Message]:
+    """System prompt and messages as chat has them. Raises `RequestError` naming message and block."""
+    if not body.messages:
+        raise RequestError("'messages' must have at least one message.", "messages")
+    check_depth(body.messages, "messages")
+    made: list[Message] = []
+    if system := _system(body.system):
+        made.append({"role": "system", "content": system})
+    for i, message in enumerate(body.messages):
+        param = f"messages[{i}]"
+        content, role = message.get("content"), message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise RequestError(f"'{param}.role' must be 'user' or 'assistant'.", f"{param}.role")
+        if isinstance(content, str):
+            made.append({"role": role, "content": content})
+        elif not isinstance(content, list):
+            raise RequestError(f"'{param}.content' must be a string or a list.", f"{param}.content")
+        elif role == "assistant":
+            made.append(_assistant(content, f"{param}.content"))
+        else:
+            made += _user(content, str(role), f"{param}.content")
+    return made
+
+
+def _system(system: str | list[Block] | None) -> str:
+    if isinstance(system, str) or system is None:
+        return system or ""
+    check_depth(system, "system")
+    texts = _texts((block, f"system[{i}]") for i, block in enumerate(system))
+    return "\n".join(text for text in texts if not text.startswith(_VOLATILE))
+
+
+def _assistant(blocks: list[Block], param: str) -> Message:
+    texts: list[str] = []
+    thinking: list[str] = []
+    calls: list[Message] = []
+    for block, where in _blocks(blocks, param):
+        match block["type"]:
+            case "thinking":
+                thinking.append(_string(block, "thinking", where))
+            case "tool_use":
+                calls.append(_call(block, where))
+            case _:
+                texts += _texts([(block, where)])
+    message: Message = {"role": "assistant", "content": "".join(texts)}
+    if thinking:
+        message["reasoning_content"] = message["reasoning"] = "".join(thinking)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: Block, param: str) -> Message:
+    given = block.get("input")
+    if not isinstance(given, dict | None):
+        raise RequestError(f"'{param}.input' must be an object.", f"{param}.input")
+    function = {"name": _string(block, "name", param), "arguments": given or {}}
+    return {"id": _string(block, "id", param), "type": "function", "function": function}
+
+
+def _user(blocks: list[Block], role: str, param: str) -> Iterator[Message]:
+    """Results of calls, each as a message, and the text around them."""
+    texts: list[str] = []
+    for block, where in _blocks(blocks, param):
+        if block["type"] != "tool_result":
+            texts += _texts([(block, where)])
+            continue
+        if texts:
+            yield {"role": role, "content": "\n".join(texts)}
+            texts = []
+        id = _string(block, "tool_use_id", where)
+        yield {"role": "tool", "tool_call_id": id, "content": _result(block, f"{where}.content")}
+    # A message that says nothing is one, too: an empty list of messages is nobody's turn.
+    if texts or all(block["type"] != "tool_result" for block in blocks):
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _result(block: Block, param: str) -> str:
+    content = block.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"'{param}' must be a string or a list.", param)
+    return "\n".join(_texts(_blocks(content, param)))
+
+
+def _blocks(blocks: list[Block], param: str) -> Iterator[tuple[Block, str]]:
+    for j, block in enumerate(blocks):
+        where = f"{param}[{j}]"
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise RequestError(f"'{where}' must be an object with a 'type'.", f"{where}.type")
+        yield block, where
+
+
+def _texts(blocks: Iterable[tuple[Block, str]]) -> Iterator[str]:
+    """What blocks say to a model of text. Raises `RequestError` for what only others can see."""
+    for block, param in blocks:
+        kind, source = str(block.get("type")), block.get("source")
+        if kind == "text":
+            yield _string(block, "text", param)
+        elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+            yield _string(source, "data", f"{param}.source")
+        elif kind == "search_result":
+            yield _string(block, "title", param)
+            yield _result(block, f"{param}.content")
+        elif kind == "tool_reference":
+            yield _string(block, "tool_name", param)
+        elif kind in _MEDIA:
+            said = f"'{param}' is of type '{kind}', but this model takes text only."
+            raise RequestError(said, param, "unsupported")
+
+
+def _string(block: Block, name: str, param: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
+    return value

@@ -1,0 +1,117 @@
+"""Anthropic's `/v1/messages`. Errors on these paths have their shape (`app/http/middleware.py`)."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.api.anthropic.cache import kept
+from app.api.anthropic.events import DIALECT, MessageFrames, Telling, message
+from app.api.anthropic.input import chat_messages
+from app.api.anthropic.schema import INNER, MESSAGES, NAMES, MessagesBody, chat_body
+from app.api.openai.chat import chat_job
+from app.api.request.field_names import rename_fields
+from app.api.request.sampling import check_model, ready
+from app.engine.job import Job
+from app.engine.reasoning_budget import Watch, WatchedRun, Watcher
+from app.http.aside import aside
+from app.http.body import decoded
+from app.http.delivery import Collector, Delivery, running
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.http.sse import EventStream
+from app.service import Loaded
+from core.errors import ContextExceeded, RequestError
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Render, run, answer."""
+    body = await decoded(request, MESSAGES)
+    loaded = ready(request.app[SERVICE], body.model)
+    if body.max_tokens is None:
+        raise RequestError("'max_tokens' is missing.", "max_tokens")
+    try:
+        return await _run(request, body, loaded)
+    except ContextExceeded as error:
+        raise too_long(error) from error
+    except RequestError as error:
+        rename_fields(error, NAMES, INNER)
+        raise
+
+
+async def _run(request: web.Request, body: MessagesBody, loaded: Loaded) -> web.StreamResponse:
+    job, watch = await _job(body, loaded)
+    card = loaded.card
+    telling = Telling(
+        id=job.id,
+        model=card.name,
+        context=card.context_length,
+        reading=watch.reading,
+        mute=job.max_tokens == 0,
+    )
+    watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
+    if body.stream:
+        return await _stream(request, telling, watcher, job)
+    collector = Collector(1)
+    async with running(watcher, [job], collector.take) as runs:
+        (piece,) = await collector.collect()
+        run = runs[0]
+        assert isinstance(run, WatchedRun)
+        return json_response(message(telling, run, piece))
+
+
+async def _stream(request: web.Request, telling: Telling, watcher: Watcher, job: Job) -> web.StreamResponse:
+    delivery = Delivery(1)
+    async with running(watcher, [job], delivery.take) as runs:
+        run = runs[0]
+        assert isinstance(run, WatchedRun)
+        async with EventStream(request, dialect=DIALECT) as stream:
+            await delivery.run(stream, MessageFrames(telling, run))
+        return stream.response
+
+
+def too_long(error: ContextExceeded) -> RequestError:
+    """The same in Anthropic's words, by which Claude Code knows that it is to sum up its conversation."""
+    most = min(error.limit, error.prompt - 1)  # a prompt that fills the context leaves no room for an answer
+    return RequestError(f"prompt is too long: {error.prompt} tokens > {most} maximum", "messages", error.code)
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """Tokens of the prompt that the same body would be run with."""
+    body = await decoded(request, MESSAGES)
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, body.model)
+    try:
+        job, _ = await _job(msgspec.structs.replace(body, max_tokens=None), loaded)
+    except RequestError as error:
+        rename_fields(error, NAMES, INNER)
+        raise
+    assert isinstance(job.prompt, str)
+    ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, "messages")
+    return json_response({"input_tokens": len(ids)})
+
+
+async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
+    id = f"msg_{secrets.token_hex(12)}"
+    count = len(body.messages or ())
+    chat = await aside(count, lambda: chat_body(body, chat_messages(body), id, loaded))
+    if chat.max_completion_tokens == 0:  # which chat has no use for: the prompt fills the cache, no more
+        chat.max_completion_tokens = None
+    job, watch = await chat_job(chat, loaded)
+    if body.max_tokens == 0:
+        job = msgspec.structs.replace(job, max_tokens=0)
+    assert isinstance(job.prompt, str)
+    # Clients ask for the longest answer of Anthropic's models (Claude Code: 32,000 tokens), whatever the
+    # model; Anthropic, too, cuts it to the context.
+    prompt = job.prompt
+    keep = await aside(count, lambda: kept(body, prompt))
+    return msgspec.structs.replace(job, keep=keep, cut_to_fit=True), watch
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+)

@@ -1,0 +1,174 @@
+"""What `/v1/messages` takes, and its fields as chat knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from app.api.request.schema import ChatBody, Int
+from app.http.errors import THREAD_UNSUPPORTED
+from app.service import Loaded
+from core.errors import RequestError
+
+Block = dict[str, Any]
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """`thinking`. `adaptive` leaves it to the model."""
+
+    type: str = "disabled"
+    budget_tokens: Int | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """`output_config`."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+class MessagesBody(msgspec.Struct, kw_only=True):
+    """`/v1/messages` and `/v1/messages/count_tokens`."""
+
+    model: str | None = None
+    messages: list[Block] | None = None
+    max_tokens: Int | None = None
+    system: str | list[Block] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    thinking: Thinking | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    cache_control: Any = None
+    thread: Any = None
+    compaction: Any = None
+    metadata: dict[str, Any] | None = None
+    priority: Int | None = None
+    custom_logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
+
+
+MESSAGES = msgspec.json.Decoder(MessagesBody)
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded) -> ChatBody:
+    """The same request as chat takes it; `id` is what it can be aborted by."""
+    _check_whole(body)
+    choice = body.tool_choice or {}
+    budget, arguments = _thinking(body, loaded)
+    return ChatBody(
+        rid=id,
+        messages=messages,
+        max_completion_tokens=body.max_tokens,
+        stop=body.stop_sequences or None,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        tools=functions(body.tools),
+        tool_choice=_choice(choice),
+        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") is True else None,
+        max_thinking_tokens=budget,
+        reasoning_effort=body.output_config.effort if body.output_config is not None else None,
+        chat_template_kwargs=arguments,
+        response_format=_format(body),
+        priority=body.priority,
+        custom_logit_processor=body.custom_logit_processor,
+        custom_params=body.custom_params,
+        # An answer that is begun goes on where it stops.
+        continue_final_message=True if _begun(messages) else None,
+    )
+
+
+def _check_whole(body: MessagesBody) -> None:
+    """Raise `RequestError` for a conversation that is to be held or summed up here. A client whose thread
+    was taken as nothing would send new messages only, and the model would forget the rest; refused by
+    this code, it sends all of them."""
+    if body.thread is not None:
+        said = "Conversations are not held here: send all messages, without 'thread'."
+        raise RequestError(said, "thread", THREAD_UNSUPPORTED)
+    if body.compaction is not None:
+        raise RequestError("'compaction' is not supported.", "compaction", "unsupported")
+
+
+def _begun(messages: list[Block]) -> bool:
+    return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
+def functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools with a schema as chat has them. Those without are Anthropic's own (`bash_20250124`,
+    `web_search_20250305`): only its models know them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.get("name"),
+                "description": tool.get("description"),
+                "parameters": tool["input_schema"],
+                "strict": tool.get("strict"),
+            },
+        }
+        for tool in tools or ()
+        if tool.get("input_schema") is not None
+    ] or None
+
+
+def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
+    kind = choice.get("type")
+    if kind is None:
+        return None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise RequestError("'tool_choice.type' must be 'auto', 'any', 'tool' or 'none'.", "tool_choice.type")
+    return _CHOICES[kind]
+
+
+def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str, Any] | None]:
+    """(tokens of thinking at most, template arguments). Clients ask every model to think: one that
+    does not is no reason to refuse."""
+    asked = body.thinking
+    if asked is not None and asked.type not in ("enabled", "disabled", "adaptive"):
+        raise RequestError("'thinking.type' must be 'enabled', 'disabled' or 'adaptive'.", "thinking.type")
+    budget = asked.budget_tokens if asked is not None and asked.type == "enabled" else None
+    if budget is not None:
+        if budget < 1:
+            raise RequestError("'thinking.budget_tokens' must be at least 1.", "thinking.budget_tokens")
+        if body.max_tokens is not None and budget >= body.max_tokens:
+            raise RequestError("'max_tokens' must be greater than 'thinking.budget_tokens'.", "max_tokens")
+    if loaded.reasoning is None:
+        return None, None
+    if asked is None:  # no thinking unless asked for, where the template leaves the choice
+        return None, {"enable_thinking": False}
+    if asked.type == "disabled":
+        return 0, {"enable_thinking": False}
+    return budget, {"enable_thinking": True}
+
+
+def _format(body: MessagesBody) -> Any:
+    wanted = body.output_config.format if body.output_config is not None else None
+    wanted = wanted or body.output_format
+    if wanted is None:
+        return None
+    if wanted.get("type") != "json_schema" or "schema" not in wanted:
+        where = "output_config.format"
+        raise RequestError(f"'{where}' must be of type 'json_schema' and have a 'schema'.", where)
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}
+
+
+NAMES = (
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("max_completion_tokens", "max_tokens"),
+    ("max_thinking_tokens", "thinking.budget_tokens"),
+    ("stop", "stop_sequences"),
+)
+INNER = ((".function.parameters", ".input_schema"), (".function.", "."))
+"""Chat's names of fields and ours, as `rename_fields` takes them."""

@@ -1,0 +1,221 @@
+"""An answer as Cohere's clients read it: a message of blocks and calls, whole or as events."""
+
+from __future__ import annotations
+
+import msgspec
+
+from app.api.request.logprobs import Namer, output_entries
+from app.engine.job import Piece, Run
+from app.http.errors import Fault
+from app.http.sse import DONE, Dialect
+from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
+from app.parsers.reading import Reading
+from core.plan import RowLogprobs
+from core.types import Finish, FinishReason
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Telling(msgspec.Struct, frozen=True, kw_only=True):
+    """How one answer is told."""
+
+    id: str
+    reading: Reading
+    namer: Namer | None = None
+    """Tokens are told with their log-probabilities."""
+
+
+def _event(type_: str, **fields: object) -> bytes:
+    return b"data: %b\n\n" % _encode({"type": type_, **fields})
+
+
+def _error(fault: Fault, request_id: str) -> bytes:
+    """Their streams know no event of failure: the message ends with it, as in vLLM."""
+    return _event("message-end", delta={"error": fault.message, "finish_reason": "ERROR"})
+
+
+DIALECT = Dialect(error=_error, done=DONE)
+
+
+def finish_reason(finish: Finish, calls: int) -> str:
+    """How an answer with this many whole calls ended."""
+    match finish.reason:
+        case FinishReason.LENGTH:
+            return "MAX_TOKENS"
+        case FinishReason.STOP if calls:
+            return "TOOL_CALL"
+        case FinishReason.STOP:
+            return "STOP_SEQUENCE" if isinstance(finish.matched, str) else "COMPLETE"
+    return "ERROR"
+
+
+def usage(run: Run, tokens: int) -> dict[str, object]:
+    """Tokens of the prompt and of the whole answer. Nothing is billed, but clients count by it."""
+    counts = {"input_tokens": len(run.prompt), "output_tokens": tokens}
+    return {"billed_units": counts, "tokens": counts, "cached_tokens": run.requests[0].cached}
+
+
+def message(telling: Telling, run: Run, piece: Piece) -> dict[str, object]:
+    """The whole answer."""
+    assert piece.finish is not None
+    answer = telling.reading.answer()
+    read = assemble(answer.feed(piece.text) + answer.finish())
+    blocks = []
+    if read.reasoning:
+        blocks.append({"type": "thinking", "thinking": read.reasoning})
+    if read.content or not (read.calls or read.reasoning):  # clients look into the first block
+        blocks.append({"type": "text", "text": read.content})
+    said: dict[str, object] = {"role": "assistant"}
+    if blocks:
+        said["content"] = blocks
+    if read.calls:
+        said["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in read.calls]
+    whole: dict[str, object] = {
+        "id": telling.id,
+        "finish_reason": finish_reason(piece.finish, answer.whole),
+        "message": said,
+        "usage": usage(run, len(piece.tokens)),
+    }
+    if telling.namer is not None:
+        whole["logprobs"] = [
+            {"text": telling.namer.text(entry.token), "token_ids": [entry.token], "logprobs": [entry.value]}
+            for entry in output_entries(piece.tokens, piece.logprobs or ())
+        ]
+    return whole
+
+
+def _call(id: str, name: str, arguments: str) -> dict[str, object]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class ReplyFrames:
+    """`Frames` of one answer. Owner: event loop."""
+
+    __slots__ = (
+        "_answer",
+        "_blocks",
+        "_count",
+        "_head",
+        "_index",
+        "_kind",
+        "_rows",
+        "_run",
+        "_started",
+        "_telling",
+        "_tokens",
+    )
+
+    def __init__(self, telling: Telling, run: Run) -> None:
+        self._telling = telling
+        self._run = run
+        self._answer = telling.reading.answer()
+        self._count = 0
+        self._blocks = 0
+        """Blocks of text or thinking so far. Calls are counted for themselves."""
+        self._kind = ""
+        """Of what is open: `text`, `thinking`, `call`; empty between two."""
+        self._index = 0
+        """Of what is open."""
+        self._head = b""
+        """Of its deltas, up to their text."""
+        self._started = False
+        self._tokens: list[int] = []
+        self._rows: list[RowLogprobs] = []
+        """Log-probabilities that the next delta of a block tells, and whose they are."""
+
+    def delta(self, index: int, piece: Piece) -> bytes | None:
+        """See `Frames.delta`. All events of a piece go out in one write."""
+        self._count += len(piece.tokens)
+        if self._telling.namer is not None:
+            self._tokens += piece.tokens
+            self._rows += piece.logprobs or ()
+        events = self._answer.feed(piece.text)
+        if piece.finish is not None:
+            events += self._answer.finish()
+        frames: list[bytes] = []
+        if not self._started:
+            self._start(frames)
+        for event in events:
+            self._tell(event, frames)
+        return b"".join(frames) or None
+
+    def finish(self, index: int, finish: Finish) -> bytes:
+        """See `Frames.finish`."""
+        frames: list[bytes] = []
+        if not self._started:
+            self._start(frames)
+        if not (self._blocks or self._answer.made):  # as in a whole answer
+            self._open_block("text", frames)
+        self._close(frames)
+        reason = finish_reason(finish, self._answer.whole)
+        ended = {"finish_reason": reason, "usage": usage(self._run, self._count)}
+        frames.append(_event("message-end", id=self._telling.id, delta=ended))
+        return b"".join(frames)
+
+    def tail(self) -> bytes | None:
+        """See `Frames.tail`."""
+        return None
+
+    def _start(self, frames: list[bytes]) -> None:
+        self._started = True
+        delta = {"message": {"role": "assistant"}}
+        frames.append(_event("message-start", id=self._telling.id, delta=delta))
+
+    def _tell(self, event: Event, frames: list[bytes]) -> None:
+        match event:
+            case Content(text):
+                self._add("text", text, frames)
+            case Reasoning(text):
+                self._add("thinking", text, frames)
+            case CallStart(index, id, name):
+                self._open_call(index, id, name, frames)
+            case CallArguments(_, text):
+                frames.append(b"%b%b}}}}}\n\n" % (self._head, _encode(text)))
+            case CallBroken(_, _, rest):
+                self._close(frames)
+                self._add("text", rest, frames)
+
+    def _add(self, kind: str, text: str, frames: list[bytes]) -> None:
+        """The hot path: only the text is encoded."""
+        if not text:
+            return
+        if self._kind != kind:
+            self._open_block(kind, frames)
+        told = self._logprobs() if self._tokens else b""
+        frames.append(b"%b%b}}}%b}\n\n" % (self._head, _encode(text), told))
+
+    def _logprobs(self) -> bytes:
+        namer = self._telling.namer
+        assert namer is not None
+        values = [entry.value for entry in output_entries(self._tokens, self._rows)]
+        item = {"text": namer.joined(self._tokens), "token_ids": self._tokens, "logprobs": values}
+        self._tokens, self._rows = [], []
+        return b',"logprobs":%b' % _encode(item)
+
+    def _open_block(self, kind: str, frames: list[bytes]) -> None:
+        self._close(frames)
+        self._kind, self._index = kind, self._blocks
+        self._blocks += 1
+        content = {"message": {"content": {"type": kind, kind: ""}}}
+        frames.append(_event("content-start", index=self._index, delta=content))
+        self._head = b'data: {"type":"content-delta","index":%d,"delta":{"message":{"content":{"%b":' % (
+            self._index,
+            kind.encode(),
+        )
+
+    def _open_call(self, index: int, id: str, name: str, frames: list[bytes]) -> None:
+        self._close(frames)
+        self._kind, self._index = "call", index
+        call = {"message": {"tool_calls": _call(id, name, "")}}
+        frames.append(_event("tool-call-start", index=index, delta=call))
+        self._head = (
+            b'data: {"type":"tool-call-delta","index":%d,"delta":{"message":{"tool_calls":{"function":'
+            b'{"arguments":' % index
+        )
+
+    def _close(self, frames: list[bytes]) -> None:
+        if self._kind:
+            frames.append(
+                _event("tool-call-end" if self._kind == "call" else "content-end", index=self._index)
+            )
+        self._kind = ""

@@ -1,0 +1,210 @@
+"""What `/v2/chat` takes, and its fields as chat knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from app.api.request.messages import check_known_role
+from app.api.request.schema import ChatBody, Int
+from app.http.body import check_depth
+from app.service import Loaded
+from core.errors import RequestError
+
+Message = dict[str, Any]
+
+
+class CohereThinking(msgspec.Struct, kw_only=True):
+    """`thinking`."""
+
+    type: str = "enabled"
+    token_budget: Int | None = None
+
+
+class CohereBody(msgspec.Struct, kw_only=True):
+    """`/v2/chat`: Cohere's fields, and those that vLLM adds. `citation_options` says how models are to cite
+    that were trained to."""
+
+    model: str | None = None
+    messages: list[Message] | None = None
+    stream: bool | None = None
+    max_tokens: Int | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    k: Int | None = None
+    p: float | None = None
+    seed: Int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: bool | None = None
+    response_format: dict[str, Any] | None = None
+    documents: list[str | dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    strict_tools: bool | None = None
+    tool_choice: str | None = None
+    thinking: CohereThinking | None = None
+    safety_mode: str | None = None
+    citation_options: Any = None
+    priority: Int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+COHERE = msgspec.json.Decoder(CohereBody)
+
+_CHOICES = {"REQUIRED": "required", "NONE": "none"}
+
+
+def chat_body(body: CohereBody, loaded: Loaded) -> ChatBody:
+    """The same request as chat takes it."""
+    if body.tool_choice is not None and body.tool_choice not in _CHOICES:
+        raise RequestError("'tool_choice' must be 'REQUIRED' or 'NONE'.", "tool_choice")
+    budget, arguments = _thinking(body.thinking, loaded)
+    if body.safety_mode is not None:
+        arguments["safety_mode"] = body.safety_mode  # which the templates of Cohere's models know
+    return ChatBody(
+        messages=chat_messages(body.messages),
+        max_completion_tokens=body.max_tokens,
+        stop=body.stop_sequences or None,
+        temperature=body.temperature,
+        top_k=body.k,
+        top_p=body.p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logprobs=body.logprobs,
+        response_format=_format(body.response_format),
+        documents=_documents(body.documents),
+        tools=_strict(body.tools) if body.strict_tools else body.tools,
+        tool_choice=_CHOICES.get(body.tool_choice or ""),
+        max_thinking_tokens=budget,
+        priority=body.priority,
+        chat_template_kwargs=arguments | (body.chat_template_kwargs or {}),
+    )
+
+
+def _thinking(asked: CohereThinking | None, loaded: Loaded) -> tuple[int | None, dict[str, Any]]:
+    """(tokens of thinking at most, template arguments). Unset leaves it to the model, and one that does
+    not think is no reason to refuse."""
+    if asked is None:
+        return None, {}
+    if asked.type not in ("enabled", "disabled"):
+        raise RequestError("'thinking.type' must be 'enabled' or 'disabled'.", "thinking.type")
+    budget = asked.token_budget
+    if budget is not None and budget < 1:
+        raise RequestError("'thinking.token_budget' must be at least 1.", "thinking.token_budget")
+    if loaded.reasoning is None:
+        return None, {}
+    if asked.type == "disabled":
+        return 0, {"enable_thinking": False}
+    return budget, {"enable_thinking": True}
+
+
+def _format(wanted: dict[str, Any] | None) -> Any:
+    """`json_object` may bring a schema."""
+    if wanted is None or wanted.get("type") != "json_object" or wanted.get("json_schema") is None:
+        return wanted
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted["json_schema"]}}
+
+
+def _documents(documents: list[str | dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Flat, as templates print them or look for `title` and `text`. (vLLM leaves the data inside `data`, for
+    a renderer of its own.)"""
+    check_depth(documents, "documents")
+    return [_document(each, f"documents[{i}]") for i, each in enumerate(documents or ())] or None
+
+
+def _document(document: str | dict[str, Any], param: str) -> dict[str, Any]:
+    if isinstance(document, str):
+        return {"text": document}
+    data = document.get("data")
+    if isinstance(data, str):
+        data = {"text": data}
+    if not isinstance(data, dict):
+        raise RequestError(f"'{param}.data' must be an object or a string.", f"{param}.data")
+    named = {} if document.get("id") is None else {"id": document["id"]}
+    return named | data
+
+
+def _strict(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The tools, each held to its schema."""
+    made = []
+    for tool in tools or ():
+        named = tool.get("function")
+        made.append({**tool, "function": {**named, "strict": True}} if isinstance(named, dict) else tool)
+    return made
+
+
+NAMES = (
+    ("max_completion_tokens", "max_tokens"),
+    ("max_thinking_tokens", "thinking.token_budget"),
+    ("stop", "stop_sequences"),
+    ("top_k", "k"),
+    ("top_p", "p"),
+)
+"""Chat's names of fields and ours, as `rename_fields` takes them."""
+
+
+def chat_messages(messages: list[Message] | None) -> list[Message]:
+    """Messages as chat has them. Raises `RequestError` naming message and block."""
+    check_depth(messages, "messages")
+    for i, message in enumerate(messages or ()):
+        check_known_role(message, f"messages[{i}].role")
+    return [
+        _assistant(message, f"messages[{i}]")
+        if message.get("role") == "assistant"
+        else _other(message, f"messages[{i}]")
+        for i, message in enumerate(messages or ())
+    ]
+
+
+def _assistant(message: Message, param: str) -> Message:
+    """Citations are left out: they say where in the text, not what."""
+    content = message.get("content")
+    thinking: list[str] = []
+    if isinstance(content, list):
+        texts: list[str] = []
+        for j, block in enumerate(content):
+            where = f"{param}.content[{j}]"
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind not in ("text", "thinking"):
+                raise RequestError(f"'{where}.type' must be 'text' or 'thinking'.", f"{where}.type")
+            (texts if kind == "text" else thinking).append(_string(block, kind, where))
+        content = "".join(texts)
+    if message.get("tool_plan") is not None:
+        thinking.append(_string(message, "tool_plan", param))
+    made = {"role": "assistant", "content": content, "tool_calls": message.get("tool_calls")}
+    if thinking:
+        made["reasoning_content"] = made["reasoning"] = "".join(thinking)
+    return made
+
+
+def _other(message: Message, param: str) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    told = [
+        {"type": "text", "text": _document_text(block, f"{param}.content[{j}].document")}
+        if isinstance(block, dict) and block.get("type") == "document"
+        else block
+        for j, block in enumerate(content)
+    ]
+    return {**message, "content": told}
+
+
+def _document_text(block: Message, param: str) -> str:
+    """What a document says: its text, or its fields as JSON."""
+    document = block.get("document")
+    data = document.get("data") if isinstance(document, dict) else None
+    if isinstance(data, dict):
+        return msgspec.json.encode(data).decode()
+    if not isinstance(data, str):
+        raise RequestError(f"'{param}.data' must be an object or a string.", f"{param}.data")
+    return data
+
+
+def _string(block: Message, name: str, param: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
+    return value

@@ -1,0 +1,175 @@
+"""Ollama's routes over the one model. A stream is lines of JSON; errors are a plain text
+(`app/http/middleware.py`)."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.api.admin.admin import VERSION
+from app.api.ollama.lines import Lines
+from app.api.ollama.schema import (
+    CHAT,
+    GENERATE,
+    NAMES,
+    SHOW,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    chat_body,
+    check_whole,
+    model_name,
+    raw_body,
+)
+from app.api.openai.chat import chat_job
+from app.api.openai.common import request_id
+from app.api.openai.completions import completion_jobs
+from app.api.request.field_names import rename_fields
+from app.api.request.sampling import check_model, ready
+from app.engine.job import Job
+from app.engine.reasoning_budget import Watch, Watcher
+from app.http.aside import aside
+from app.http.body import decoded
+from app.http.delivery import Collector, Delivery, running
+from app.http.errors import Fault
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.http.sse import Dialect, EventStream
+from app.parsers.reading import Reading
+from app.service import Loaded
+from core.errors import RequestError
+
+
+def _error(fault: Fault, id: str) -> bytes:
+    return fault.plain_body() + b"\n"
+
+
+NEVER = "2318-01-01T00:00:00Z"
+"""`expires_at` of a model that stays loaded: Ollama's clients parse a date, and have no word for none."""
+
+LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation, after Ollama. Without messages nothing is run: the model is loaded."""
+    body = await decoded(request, CHAT)
+    return await _answered(request, body, bool(body.messages))
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Answer a prompt, after Ollama. Without one nothing is run: the model is loaded."""
+    body = await decoded(request, GENERATE)
+    check_whole(body)
+    return await _answered(request, body, bool(body.prompt))
+
+
+async def _answered(
+    request: web.Request, body: OllamaChatBody | OllamaGenerateBody, asks: bool
+) -> web.StreamResponse:
+    loaded = request.app[SERVICE].loaded
+    loaded = ready(request.app[SERVICE], model_name(body.model, loaded))
+    if not asks:
+        teller = Lines(body, loaded, Reading(), None)
+        return json_response(teller.line([], end={"done_reason": "load"}))
+    try:
+        job, watch = await _job(body, loaded)
+        watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
+        if body.stream is not False:
+            delivery = Delivery(1)
+            async with running(watcher, [job], delivery.take) as runs:
+                async with EventStream(request, dialect=LINES) as stream:
+                    await delivery.run(stream, Lines(body, loaded, watch.reading, runs[0]))
+                return stream.response
+        collector = Collector(1)
+        async with running(watcher, [job], collector.take) as runs:
+            (piece,) = await collector.collect()
+            return json_response(Lines(body, loaded, watch.reading, runs[0]).whole(piece))
+    except RequestError as error:
+        own = () if isinstance(body, OllamaChatBody) else (("messages", "prompt"),)
+        rename_fields(error, NAMES + own, ())
+        raise
+
+
+async def _job(body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded) -> tuple[Job, Watch]:
+    if isinstance(body, OllamaGenerateBody) and body.raw:
+        asked = raw_body(body)
+        (job,) = completion_jobs(asked, request_id(asked, "ollama"), loaded)
+        return msgspec.structs.replace(job, max_tokens=asked.max_tokens), Watch(reading=Reading())
+    count = len(body.messages or ()) if isinstance(body, OllamaChatBody) else 1
+    job, watch = await chat_job(await aside(count, lambda: chat_body(body)), loaded)
+    return msgspec.structs.replace(job, cut_to_fit=True), watch
+
+
+def _details(loaded: Loaded) -> dict[str, object]:
+    family = loaded.card.architecture.removesuffix("ForCausalLM").lower()
+    return {
+        "parent_model": "",
+        "format": loaded.card.format,
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": loaded.card.weight_dtype or loaded.card.dtype,
+    }
+
+
+def _listed(loaded: Loaded, **more: object) -> web.Response:
+    """The one model, by all its names."""
+    told = {"size": loaded.card.size, "digest": "", "details": _details(loaded), **more}
+    return json_response({"models": [{"name": name, "model": name, **told} for name in loaded.card.names]})
+
+
+async def tags(request: web.Request) -> web.StreamResponse:
+    """The list with the one model, after Ollama."""
+    loaded = request.app[SERVICE].loaded
+    made = datetime.fromtimestamp(loaded.card.created, UTC).isoformat()
+    return _listed(loaded, modified_at=made)
+
+
+async def running_models(request: web.Request) -> web.StreamResponse:
+    """The models in memory, after Ollama: the one model, which stays there."""
+    loaded = request.app[SERVICE].loaded
+    on_device = loaded.card.size if loaded.card.device != "cpu" else 0
+    context = loaded.card.context_length
+    return _listed(loaded, expires_at=NEVER, size_vram=on_device, context_length=context)
+
+
+async def show(request: web.Request) -> web.StreamResponse:
+    """What the model is and can do, after Ollama."""
+    body = await decoded(request, SHOW)
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, model_name(body.model or body.name, loaded))
+    card, details = loaded.card, _details(loaded)
+    can = [("completion", True), ("tools", loaded.tools), ("thinking", loaded.reasoning)]
+    return json_response(
+        {
+            "modelfile": f"FROM {card.name}",
+            "parameters": f"num_ctx {card.context_length}",
+            "template": loaded.template.source,
+            "details": details,
+            "model_info": {
+                "general.architecture": details["family"],
+                f"{details['family']}.context_length": card.context_length,
+                f"{details['family']}.embedding_length": card.hidden_size,
+            },
+            "capabilities": [name for name, there in can if there]
+            if card.task == "generate"
+            else ["embedding"],
+        }
+    )
+
+
+async def version(request: web.Request) -> web.StreamResponse:
+    """This server's version, where Ollama's clients look for one."""
+    return json_response({"version": VERSION})
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/api/chat", chat),
+    ("POST", "/api/generate", generate),
+    ("GET", "/api/tags", tags),
+    ("GET", "/api/ps", running_models),
+    ("POST", "/api/show", show),
+    ("GET", "/api/version", version),
+)

@@ -1,0 +1,141 @@
+"""What Ollama's routes take, and their fields as chat knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from app.api.request.schema import ChatBody, CompletionBody, Int, Text
+from app.service import Loaded
+from core.errors import RequestError
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """`options`. What says how to load a model (`num_ctx`, `num_gpu`) means nothing here."""
+
+    num_predict: Int | None = None
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: Int | None = None
+    stop: Text | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class OllamaBody(msgspec.Struct, kw_only=True):
+    """What `/api/chat` and `/api/generate` share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    """Unset means yes."""
+    format: Any = None
+    options: OllamaOptions | None = None
+    think: bool | str | None = None
+
+
+class OllamaChatBody(OllamaBody, kw_only=True):
+    """`/api/chat`."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateBody(OllamaBody, kw_only=True):
+    """`/api/generate`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    suffix: Any = None
+    template: Any = None
+    images: Any = None
+
+
+class OllamaShowBody(msgspec.Struct, kw_only=True):
+    """`/api/show`; `name` is what it was called before."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+def model_name(name: str | None, loaded: Loaded) -> str | None:
+    """Ollama's clients put a tag behind every name; ours has none, or its own."""
+    return name if name is None or name in loaded.card.names else name.removesuffix(":latest")
+
+
+def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
+    """The same request as chat takes it."""
+    if isinstance(body, OllamaChatBody):
+        messages, tools = [_message(each, i) for i, each in enumerate(body.messages or ())], body.tools
+    else:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        messages, tools = [*system, {"role": "user", "content": body.prompt}], None
+    asked = ChatBody(messages=messages, tools=tools, response_format=_format(body.format))
+    if isinstance(body.think, bool):
+        asked.chat_template_kwargs = {"enable_thinking": body.think}
+    else:
+        asked.reasoning_effort = body.think
+    _sampling(asked, body.options)
+    return asked
+
+
+def raw_body(body: OllamaGenerateBody) -> CompletionBody:
+    """The same for a prompt that no template is put around."""
+    asked = CompletionBody(prompt=body.prompt, response_format=_format(body.format))
+    _sampling(asked, body.options)
+    return asked
+
+
+def check_whole(body: OllamaGenerateBody) -> None:
+    """Raise `RequestError` for what cannot be done."""
+    for name in ("suffix", "template", "images"):
+        if getattr(body, name):
+            raise RequestError(f"'{name}' is not supported.", name, "unsupported")
+
+
+def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
+    if message.get("images"):
+        param = f"messages[{index}].images"
+        raise RequestError(f"'{param}' is not supported: this model takes text only.", param, "unsupported")
+    made = {**message, "reasoning": message.get("thinking")}
+    return made | ({"name": message["tool_name"]} if message.get("tool_name") else {})
+
+
+def _format(wanted: Any) -> Any:
+    if wanted in (None, ""):
+        return None
+    if wanted == "json":
+        return {"type": "json_object"}
+    if not isinstance(wanted, dict):
+        raise RequestError("'format' must be 'json' or a JSON schema.", "format")
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": wanted}}
+
+
+def _sampling(asked: ChatBody | CompletionBody, options: OllamaOptions | None) -> None:
+    options = options or OllamaOptions()
+    for name in ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"):
+        setattr(asked, name, getattr(options, name))
+    asked.repetition_penalty = options.repeat_penalty
+    if options.seed is not None and options.seed >= 0:  # -1 asks for another one every time
+        asked.seed = options.seed
+    # -1 and -2 ask for all that fits.
+    asked.max_tokens = (
+        options.num_predict if options.num_predict is None or options.num_predict >= 0 else None
+    )
+
+
+NAMES = (
+    ("response_format", "format"),
+    ("repetition_penalty", "options.repeat_penalty"),
+    ("max_tokens", "options.num_predict"),
+    *((name, f"options.{name}") for name in OllamaOptions.__struct_fields__),
+)
+"""Chat's names of fields and ours, as `rename_fields` takes them."""
+
+CHAT = msgspec.json.Decoder(OllamaChatBody)
+GENERATE = msgspec.json.Decoder(OllamaGenerateBody)
+SHOW = msgspec.json.Decoder(OllamaShowBody)

@@ -1,0 +1,81 @@
+"""`/v1/batches`."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.api.openai.files import BATCHES, page, page_limit
+from app.batch.store import Page
+from app.http.body import decoded
+from app.http.reply import json_response
+from app.http.tenant import tenant
+from core.errors import RequestError
+
+MAX_METADATA = 16
+MAX_KEY, MAX_VALUE = 64, 512
+"""OpenAI's, all three."""
+
+
+class BatchBody(msgspec.Struct, kw_only=True):
+    """`POST /v1/batches`."""
+
+    input_file_id: str | None = None
+    endpoint: str | None = None
+    completion_window: str | None = None
+    metadata: dict[str, str] | None = None
+
+
+BATCH = msgspec.json.Decoder(BatchBody)
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Take a batch; whether its lines make sense is found out later, as OpenAI does."""
+    body = await decoded(request, BATCH)
+    batches = request.app[BATCHES]
+    if not body.input_file_id:
+        raise RequestError("'input_file_id' is missing.", "input_file_id")
+    if body.endpoint not in batches.endpoints:
+        raise RequestError(f"'endpoint' must be one of {', '.join(batches.endpoints)}.", "endpoint")
+    _check_metadata(body.metadata)
+    window = body.completion_window or "24h"
+    return json_response(
+        await batches.create(tenant(), body.input_file_id, body.endpoint, window, body.metadata)
+    )
+
+
+async def batches(request: web.Request) -> web.StreamResponse:
+    """The list, newest first."""
+    limit = page_limit(request.query.get("limit"), 20, 100)
+    listed = await request.app[BATCHES].list(tenant(), Page(request.query.get("after"), limit + 1))
+    return json_response(page(listed, limit))
+
+
+async def batch(request: web.Request) -> web.StreamResponse:
+    """One batch."""
+    return json_response(await request.app[BATCHES].get(tenant(), request.match_info["id"]))
+
+
+async def cancel(request: web.Request) -> web.StreamResponse:
+    """Stop one; its results so far become files."""
+    return json_response(await request.app[BATCHES].cancel(tenant(), request.match_info["id"]))
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> None:
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA:
+        raise RequestError(f"'metadata' takes at most {MAX_METADATA} pairs.", "metadata")
+    if any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in metadata.items()):
+        raise RequestError(
+            f"'metadata' takes keys of {MAX_KEY} and values of {MAX_VALUE} characters.", "metadata"
+        )
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/batches", create),
+    ("GET", "/v1/batches", batches),
+    ("GET", "/v1/batches/{id}", batch),
+    ("POST", "/v1/batches/{id}/cancel", cancel),
+)

@@ -1,0 +1,261 @@
+"""`/v1/files`: uploads for batches, streamed to disk, and what batches made."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.multipart import MultipartReader
+from aiohttp.typedefs import Handler
+
+from app.batch import Batches
+from app.batch.records import Batch, FileRecord
+from app.batch.store import Disk, Page, Store
+from app.http.errors import HttpError
+from app.http.form import read_form
+from app.http.reply import json_response
+from app.http.tenant import tenant
+from core.errors import BodyTooLarge, RequestError
+
+T = TypeVar("T")
+
+MAX_FILE = 100 * 10**6
+"""Bytes. OpenAI takes 200 MB for a batch of the same 50,000 lines."""
+MAX_FIELD = 4096
+"""Bytes of any field but the file."""
+MAX_FIELDS = 16
+MAX_PARTS = 64
+"""Also those that give a field another value."""
+MAX_NAME = 255
+CHUNK = 1 << 16
+"""Bytes read at a time; aiohttp holds some four of these for each upload that stands still."""
+IDLE_SECONDS = 60.0
+"""How long an upload may stand still."""
+
+PURPOSES = ("batch",)
+
+
+async def upload(request: web.Request) -> web.StreamResponse:
+    """Take a file of purpose `batch`. Never held in memory: a chunk at most."""
+    if not request.content_type.startswith("multipart/form-data"):
+        raise HttpError(415, "Send the file as multipart/form-data, with a field 'purpose'.")
+    if (request.content_length or 0) > MAX_FILE + (1 << 16):
+        raise _too_large()
+    receipt = Upload(request.app[BATCHES].store, tenant())
+    try:
+        try:
+            await receipt.read(read_form(request))
+        except TimeoutError:
+            raise HttpError(408, "The upload did not go on.") from None
+        except (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError) as error:
+            raise RequestError(f"The form is malformed: {str(error)[:200]!r}.") from None
+        return json_response(await receipt.keep())
+    finally:
+        await receipt.close()
+
+
+class Upload:
+    """A form on its way to the disk. Owner: event loop; the file is touched in the store's thread."""
+
+    __slots__ = ("_fields", "_file", "_id", "_name", "_owner", "_reserved", "_size", "_store")
+
+    def __init__(self, store: Store, owner: str) -> None:
+        self._store = store
+        self._owner = owner
+        self._id = f"file-{secrets.token_hex(12)}"
+        self._file: int | None = None
+        self._name: str | None = None
+        self._size = 0
+        self._reserved = 0
+        """Of the disk's room; a file that is kept counts by itself."""
+        self._fields: dict[str, str] = {}
+
+    async def read(self, form: MultipartReader) -> None:
+        """Everything up to the end of the form. Raises `BodyTooLarge`, and what aiohttp raises for
+        what is no form."""
+        parts = 0
+        while (part := await _soon(form.next())) is not None:
+            parts += 1
+            if parts > MAX_PARTS:
+                raise RequestError(f"The form has more than {MAX_PARTS} parts.")
+            if not isinstance(part, BodyPartReader):
+                raise RequestError("Forms do not nest.")
+            if part.name == "file" and self._name is None:
+                self._name = (part.filename or "upload.jsonl")[:MAX_NAME]
+                await self._take(part)
+            elif part.name and part.name != "file" and len(self._fields) < MAX_FIELDS:
+                self._fields[part.name] = await self._field(part)
+            else:
+                raise RequestError("The form has parts that nobody asked for.", part.name)
+
+    async def keep(self) -> FileRecord:
+        """Check what came and make it a file. Raises `RequestError`."""
+        purpose = self._fields.get("purpose")
+        if purpose not in PURPOSES:
+            raise RequestError(f"'purpose' must be {' or '.join(map(repr, PURPOSES))}.", "purpose")
+        if self._name is None:
+            raise RequestError("'file' is missing.", "file")
+        now = int(time.time())
+        record = FileRecord(
+            id=self._id,
+            bytes=self._size,
+            created_at=now,
+            filename=self._name,
+            purpose=purpose,
+            expires_at=self._expiry(now),
+        )
+
+        def keep(disk: Disk) -> None:
+            disk.purge()
+            self._shut(sync=True)
+            path = disk.path(f"{self._id}.part").rename(disk.path(self._id))
+            try:
+                disk.add_file(self._owner, record)
+            except sqlite3.Error:  # nobody would ever find it
+                path.unlink()
+                raise
+            self._release(disk)
+
+        await self._store.run(keep)
+        return record
+
+    async def close(self) -> None:
+        """Leave nothing of an upload that was not kept."""
+
+        def close(disk: Disk) -> None:
+            self._shut()
+            disk.path(f"{self._id}.part").unlink(missing_ok=True)
+            self._release(disk)
+
+        # Shielded: a client that goes away in the middle cancels the handler that awaits this.
+        await asyncio.shield(self._store.run(close))
+
+    async def _take(self, part: BodyPartReader) -> None:
+        def begin(disk: Disk) -> None:
+            path = disk.path(f"{self._id}.part")
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+        await self._store.run(begin)
+        while chunk := await _soon(part.read_chunk(CHUNK)):
+            if self._size + len(chunk) > MAX_FILE:
+                raise _too_large()
+            await self._store.run(partial(self._write, bytes(chunk)))
+
+    async def _field(self, part: BodyPartReader) -> str:
+        value = b""
+        while chunk := await _soon(part.read_chunk(MAX_FIELD)):
+            value += chunk
+            if len(value) > MAX_FIELD:
+                raise RequestError(f"The field {part.name!r} is too long.", part.name)
+        return value.decode()
+
+    def _write(self, data: bytes, disk: Disk) -> None:
+        assert self._file is not None
+        disk.reserve(len(data))
+        self._reserved += len(data)
+        self._size += len(data)
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+    def _release(self, disk: Disk) -> None:
+        disk.release(self._reserved)
+        self._reserved = 0
+
+    def _shut(self, sync: bool = False) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            if sync:
+                os.fsync(file)
+            os.close(file)
+
+    def _expiry(self, now: int) -> int | None:
+        text = self._fields.get("expires_after[seconds]")
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and 3600 <= int(text[:12]) <= 2592000):
+            raise RequestError("'expires_after' takes 3600 to 2592000 seconds.", "expires_after")
+        return now + int(text)
+
+
+async def _soon(step: Awaitable[T]) -> T:
+    """What comes next of the form. Raises `TimeoutError` when nothing does."""
+    async with asyncio.timeout(IDLE_SECONDS):
+        return await step
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge(f"The file is larger than {MAX_FILE} bytes, the most this server takes.", "file")
+
+
+async def files(request: web.Request) -> web.StreamResponse:
+    """The list, newest first unless `order=asc`."""
+    query = request.query
+    purpose, after, newest = query.get("purpose"), query.get("after"), query.get("order") != "asc"
+    limit = page_limit(query.get("limit"), 10_000, 10_000)
+    store, asked, owner = request.app[BATCHES].store, Page(after, limit + 1, newest), tenant()
+    listed = await store.run(lambda disk: disk.files(owner, purpose, asked))
+    return json_response(page(listed, limit))
+
+
+async def file(request: web.Request) -> web.StreamResponse:
+    """One file's record."""
+    id, owner = request.match_info["id"], tenant()
+    return json_response(await request.app[BATCHES].store.run(lambda disk: disk.file(owner, id)))
+
+
+async def content(request: web.Request) -> web.StreamResponse:
+    """One file's bytes."""
+    id, owner = request.match_info["id"], tenant()
+    path = await request.app[BATCHES].store.run(lambda disk: disk.path(disk.file(owner, id).id))
+    # Never shown by a browser as what the client that uploaded it says it is.
+    headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
+    return web.FileResponse(path, headers=headers)
+
+
+async def delete(request: web.Request) -> web.StreamResponse:
+    """Remove a file, unless a batch still needs it."""
+    id, owner = request.match_info["id"], tenant()
+    await request.app[BATCHES].store.run(lambda disk: disk.delete_file(owner, id))
+    return json_response({"id": id, "object": "file", "deleted": True})
+
+
+def page_limit(text: str | None, default: int, most: int) -> int:
+    """`limit` of a query. Raises `RequestError`."""
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise RequestError(f"'limit' must be between 1 and {most}.", "limit")
+    return int(text[:9])
+
+
+def page(listed: Sequence[FileRecord] | Sequence[Batch], limit: int) -> dict[str, object]:
+    """OpenAI's list of what was looked up with one more than `limit`."""
+    shown = listed[:limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0].id if shown else None,
+        "last_id": shown[-1].id if shown else None,
+        "has_more": len(listed) > limit,
+    }
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/files", upload),
+    ("GET", "/v1/files", files),
+    ("GET", "/v1/files/{id}", file),
+    ("GET", "/v1/files/{id}/content", content),
+    ("DELETE", "/v1/files/{id}", delete),
+)
+
+
+BATCHES = web.AppKey("batches", Batches)

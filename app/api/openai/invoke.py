@@ -1,0 +1,33 @@
+"""SageMaker's one route for every kind of request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from app.api.openai.chat import chat
+from app.api.openai.completions import completions
+from app.http.body import decoded
+from core.errors import RequestError
+
+
+class InvocationBody(msgspec.Struct, kw_only=True):
+    """What tells the kinds apart; the rest is theirs."""
+
+    messages: Any = None
+    prompt: Any = None
+
+
+INVOCATION = msgspec.json.Decoder(InvocationBody)
+
+
+async def invocations(request: web.Request) -> web.StreamResponse:
+    """Chat or completions, by the field that has the prompt."""
+    body = await decoded(request, INVOCATION, again=True)
+    if body.messages is not None:
+        return await chat(request)
+    if body.prompt is not None:
+        return await completions(request)
+    raise RequestError("Give 'messages' or 'prompt'.", "messages")

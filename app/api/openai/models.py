@@ -1,0 +1,84 @@
+"""What the model is: `/v1/models`, `/model_info`, `/tokenizer_info`."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from aiohttp import web
+
+from app.api.request.sampling import check_model
+from app.http.keys import SERVE, SERVICE
+from app.http.reply import json_response
+from app.service import Loaded
+
+_VERSION = "Anthropic-Version"
+"""A header of Anthropic's clients."""
+
+
+def _model(loaded: Loaded, name: str) -> dict[str, object]:
+    card = loaded.card
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "loom",
+        "root": card.name,
+        "parent": None,
+        "max_model_len": card.context_length,
+    }
+
+
+def _told(request: web.Request, loaded: Loaded, name: str) -> dict[str, object]:
+    """A model in the words of both APIs where Anthropic's client asks."""
+    card = loaded.card
+    told = _model(loaded, name)
+    if _VERSION in request.headers:
+        told |= {"type": "model", "display_name": name, "max_input_tokens": card.context_length}
+        told["created_at"] = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return told
+
+
+async def models(request: web.Request) -> web.StreamResponse:
+    """The list with the one model, by all its names."""
+    loaded = request.app[SERVICE].loaded
+    names = loaded.card.names
+    told: dict[str, object] = {"object": "list", "data": [_told(request, loaded, name) for name in names]}
+    if _VERSION in request.headers:
+        told |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response(told)
+
+
+async def model(request: web.Request) -> web.StreamResponse:
+    """One model by name."""
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, asked := request.match_info["id"])
+    return json_response(_told(request, loaded, asked if asked in loaded.card.names else loaded.card.name))
+
+
+async def model_info(request: web.Request) -> web.StreamResponse:
+    """SGLang's names for what the model is. Its bench takes the tokenizer from here: where the server is open
+    to all, by its path on this machine; holders of keys learn the name alone."""
+    card = request.app[SERVICE].loaded.card
+    place = card.name if request.app[SERVE].api_key else card.path
+    return json_response(
+        {
+            "model_path": place,
+            "tokenizer_path": place,
+            "served_model_name": card.name,
+            "is_generation": card.task == "generate",
+            "architecture": card.architecture,
+            "max_context_length": card.context_length,
+            "vocab_size": card.vocab_size,
+            "dtype": card.dtype,
+        }
+    )
+
+
+async def tokenizer_info(request: web.Request) -> web.StreamResponse:
+    """The special tokens and the chat template, after vLLM; lm-eval needs no tokenizer of its own then."""
+    loaded = request.app[SERVICE].loaded
+    told: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    told |= loaded.tokenizer.special_tokens
+    if loaded.template.source:
+        told["chat_template"] = loaded.template.source
+    return json_response(told)

@@ -1,0 +1,110 @@
+"""`/v1/classify` after vLLM, and SGLang's `/encode`, which tells vectors and what a head says as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from app.api.pooling.common import PoolBody, activated, encode, run_pooled, unit
+from app.api.pooling.embeddings import (
+    EmbeddingBody,
+    check_dimensions,
+    encoded_inputs,
+    envelope,
+    listed_inputs,
+)
+from app.api.request.sampling import available
+from app.api.request.schema import Int, Text
+from app.http.body import decoded
+from app.http.keys import SERVICE
+from app.http.reply import json_response, long_response
+from app.service import Loaded
+from core.errors import RequestError
+
+
+class ClassifyBody(EmbeddingBody, kw_only=True):
+    """`/v1/classify`."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+
+class EncodeBody(PoolBody, kw_only=True):
+    """`/encode`."""
+
+    dimensions: Int | None = None
+    text: Text | None = None
+    input_ids: list[Int | list[Int]] | None = None
+
+
+CLASSIFY = msgspec.json.Decoder(ClassifyBody)
+ENCODE = msgspec.json.Decoder(EncodeBody)
+
+
+async def classify(request: web.Request) -> web.StreamResponse:
+    """The likeliest class of each input and the probabilities of all."""
+    body = await decoded(request, CLASSIFY)
+    loaded = available(request.app[SERVICE], body.model)
+    return json_response(await classify_answer(body, loaded))
+
+
+async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, object]:
+    """The whole answer. Raises `RequestError` naming the field."""
+    loaded.card.check_task("classify")
+    spec = loaded.card.pooling
+    pooled = await run_pooled(await encoded_inputs(body, loaded), body, "classify", loaded)
+    wanted = body.activation if body.use_activation is None else body.use_activation
+    data: list[dict[str, object]] = []
+    for i, logits in enumerate(pooled.vectors):
+        scores = activated(logits, spec, wanted)
+        data.append(
+            {
+                "index": i,
+                "label": spec.labels[int(np.argmax(scores))],
+                "probs": scores.tolist(),
+                "num_classes": len(scores),
+            }
+        )
+    return envelope(pooled, data, loaded)
+
+
+async def encode_native(request: web.Request) -> web.StreamResponse:
+    """The vector of each text, or what a head says of it, as the model made it; after SGLang."""
+    body = await decoded(request, ENCODE)
+    return await long_response(request, await _encoded(body, available(request.app[SERVICE], body.model)))
+
+
+async def _encoded(body: EncodeBody, loaded: Loaded) -> Any:
+    check_dimensions(body.dimensions, loaded)
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("Give exactly one of 'text' and 'input_ids'.", "text")
+    param, value = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
+    prompts, single = listed_inputs(value, param)
+    inputs = [
+        await encode(prompt, param if single else f"{param}[{i}]", body, loaded)
+        for i, prompt in enumerate(prompts)
+    ]
+    pooled = await run_pooled(inputs, body, "encode", loaded)
+    vectors = await unit(pooled.vectors, loaded.card.pooling, body.dimensions)
+    told = [
+        {
+            "embedding": vector,
+            "meta_info": {
+                "id": pooled.id if single else f"{pooled.id}-{i}",
+                "finish_reason": {"type": "length", "length": 0},
+                "prompt_tokens": len(input.ids),
+            },
+        }
+        for i, (vector, input) in enumerate(zip(vectors, inputs, strict=True))
+    ]
+    return told[0] if single else told
+
+
+TABLE = (
+    ("POST", "/v1/classify", classify),
+    ("POST", "/classify", classify),
+    ("POST", "/encode", encode_native),
+)

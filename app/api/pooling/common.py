@@ -1,0 +1,243 @@
+"""Inputs to vectors: what embeddings, rerank, classify and their aliases share."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from app.api.request.hidden import joined
+from app.api.request.prompts import Prompt, check_prompt
+from app.api.request.sampling import job_id, priority, root_key
+from app.api.request.schema import Int
+from app.engine.job import Job, Run
+from app.http.delivery import Collector, running
+from app.service import Loaded
+from core.errors import ContextExceeded, EngineFailed, RequestError
+from core.models import Pooling, PoolingSpec
+from core.request import SamplingParams
+from core.request.params import Hidden
+from core.types import Floats, Ints
+
+WINDOW = 128
+"""Inputs in the engine at once: enough to fill steps, and a bound on what is held."""
+
+SLICE = 2**16
+"""Numbers scaled in one turn of the loop: about 0.2 ms."""
+
+
+_HIDDEN: Mapping[Pooling, Hidden] = {"first": "first", "last": "last", "mean": "sum"}
+
+
+class PoolBody(msgspec.Struct, kw_only=True):
+    """What all of these routes take."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: str | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    rid: str | None = None
+    request_id: str | None = None
+    user: str | None = None
+
+
+class Input(msgspec.Struct, frozen=True):
+    """One text, or pair of texts, as tokens."""
+
+    ids: Ints
+    param: str
+    """The field that errors about it name."""
+    second: int = 0
+    """Where the second text of a pair begins; 0: there is one."""
+
+
+class Pooled(msgspec.Struct):
+    """What the engine made of the inputs, in their order: float32 [width] each, or [n, width] where every
+    token's was asked for."""
+
+    id: str
+    vectors: list[Floats]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def usage(self) -> dict[str, object]:
+        """As all of these routes tell it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens,
+            "completion_tokens": 0,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def most_tokens(body: PoolBody, loaded: Loaded) -> int | None:
+    """What longer inputs are cut to; None: they are refused."""
+    value = body.truncate_prompt_tokens
+    if body.truncation_side not in (None, "left", "right"):
+        raise RequestError("'truncation_side' must be 'left' or 'right'.", "truncation_side")
+    if value is None:
+        return None
+    if value == -1:
+        return loaded.card.context_length
+    if value < 1:
+        raise RequestError("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
+    return value
+
+
+def cut(ids: Ints, most: int, special: frozenset[int], side: str | None = None) -> Ints:
+    """The first `most` tokens (`left`: the last), with the special ones at both ends kept: vectors are
+    read at them."""
+    if len(ids) <= most:
+        return ids
+    ends = int(len(ids) > 0 and int(ids[-1]) in special)
+    if most <= ends:
+        return ids[:most]
+    if side != "left":
+        return np.concatenate([ids[: most - ends], ids[len(ids) - ends :]])
+    begins = int(int(ids[0]) in special and most > 1)
+    return np.concatenate([ids[:begins], ids[len(ids) - most + begins :]])
+
+
+async def encode(
+    prompt: Prompt,
+    param: str,
+    body: PoolBody,
+    loaded: Loaded,
+    add_special: bool = True,
+    most: int | None = None,
+) -> Input:
+    """One text or list of ids, of which `most` tokens are kept. Raises `RequestError` naming `param`."""
+    checked = check_prompt(prompt, loaded.card.vocab_size, param)
+    if isinstance(checked, str):
+        ids = await loaded.tokenizer.encode_async(checked, add_special, param)
+        if add_special and loaded.tokenizer.added_eos:
+            ids = np.append(ids, np.array(loaded.tokenizer.added_eos, np.int32))
+    else:
+        ids = checked
+    await asyncio.sleep(0)  # ids are checked and short texts encoded at once: a long list would be one slice
+    if most is not None:
+        ids = cut(ids, most, loaded.tokenizer.special_ids)
+    return fitting(Input(ids, param), body, loaded)
+
+
+def fitting(input: Input, body: PoolBody, loaded: Loaded) -> Input:
+    """The input, cut where the client wants that. Raises `ContextExceeded` for one that is too long."""
+    most = most_tokens(body, loaded)
+    if most is not None:
+        ids = cut(input.ids, most, loaded.tokenizer.special_ids, body.truncation_side)
+        second = input.second
+        if second and body.truncation_side == "left":
+            second = max(second - (len(input.ids) - len(ids)), 1)
+        input = msgspec.structs.replace(input, ids=ids, second=second)
+    if len(input.ids) > loaded.card.context_length:
+        raise ContextExceeded(loaded.card.context_length, len(input.ids), 0, input.param)
+    return input
+
+
+# -- through the engine ----------------------------------------------------------------------------
+
+
+async def run_pooled(
+    inputs: Sequence[Input], body: PoolBody, prefix: str, loaded: Loaded, every: bool = False
+) -> Pooled:
+    """One vector for each input: of the kind that the checkpoint was made for, or `every` token's."""
+    pooling = loaded.card.pooling
+    hidden: Hidden = "all" if every else _HIDDEN[pooling.kind]
+    param = "rid" if body.rid else "request_id"
+    base = Job(
+        id=job_id(body.rid or body.request_id, f"{prefix}-{secrets.token_hex(16)}", param),
+        prompt="",
+        sampling=SamplingParams(temperature=0.0, hidden=hidden),
+        max_tokens=0,
+        seed=0,
+        ignore_eos=True,
+        priority=priority(body.priority),
+        root=root_key(body.cache_salt, body.extra_key),
+    )
+    done = Pooled(base.id, [])
+    jobs = _jobs(inputs, base)
+    while part := list(islice(jobs, WINDOW)):
+        collector = Collector(len(part))
+        async with running(loaded.engine, part, collector.take) as runs:
+            await collector.finished()
+            for run in runs:
+                done.vectors.append(_vector(run, hidden))
+                done.prompt_tokens += len(run.prompt)
+                done.cached_tokens += run.requests[0].cached
+    return done
+
+
+def _jobs(inputs: Sequence[Input], base: Job) -> Iterator[Job]:
+    """Made as they are needed."""
+    for i, input in enumerate(inputs):
+        yield msgspec.structs.replace(
+            base,
+            id=f"{base.id}-{i}" if len(inputs) > 1 else base.id,
+            prompt=input.ids,
+            sampling=msgspec.structs.replace(base.sampling, pair=input.second),
+            prompt_param=input.param,
+            continues=i > 0,  # an answer that has begun is made to its end
+        )
+
+
+def _vector(run: Run, hidden: Hidden) -> Floats:
+    found = joined(run, 0)
+    if hidden == "sum":
+        found = (found.sum(axis=0, keepdims=True) / len(run.prompt)).astype(np.float32)
+    if hidden != "all":
+        found = found.reshape(-1)
+    if not np.isfinite(found).all():
+        raise EngineFailed("The model produced values that are not finite.")
+    return found
+
+
+# -- vectors ---------------------------------------------------------------------------------------
+
+
+async def unit(
+    vectors: Sequence[Floats], pooling: PoolingSpec, dimensions: int | None = None
+) -> list[Floats]:
+    """Cut to their first numbers, then to length 1 where the model is used so; a slice at a time."""
+    if dimensions is not None:
+        vectors = [vector[..., :dimensions] for vector in vectors]
+    if not pooling.normalize:
+        return list(vectors)
+    made = []
+    for vector in vectors:
+        rows = np.atleast_2d(vector)
+        scaled = np.empty_like(rows)
+        step = SLICE // rows.shape[1] + 1
+        for at in range(0, len(rows), step):
+            part = rows[at : at + step]
+            scaled[at : at + step] = part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-12)
+            await asyncio.sleep(0)
+        made.append(scaled.reshape(vector.shape))
+    return made
+
+
+def activated(logits: Floats, pooling: PoolingSpec, wanted: bool | None = None) -> Floats:
+    """Scores of the classes: [n] of what a head said. `wanted` False leaves them as they are."""
+    values = logits.astype(np.float64)
+    if wanted is False or pooling.activation == "none":
+        return logits
+    if pooling.activation == "sigmoid":
+        scores = 0.5 * (1.0 + np.tanh(0.5 * values))
+    else:
+        weights = np.exp(values - values.max())
+        scores = weights / weights.sum()
+    return np.asarray(scores, np.float32)
+
+
+def base64_of(vector: Floats) -> str:
+    """Little-endian float32, as OpenAI's clients ask for it unasked."""
+    return base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode()

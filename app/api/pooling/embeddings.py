@@ -1,0 +1,178 @@
+"""`/v1/embeddings` and vLLM's `/pooling`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from app.api.pooling.common import Input, PoolBody, Pooled, activated, base64_of, encode, run_pooled, unit
+from app.api.request.hidden import check_numbers
+from app.api.request.messages import check_messages, generation_prompt, template_arguments
+from app.api.request.prompts import Prompt, split_prompts
+from app.api.request.sampling import MAX_CHOICES, available
+from app.api.request.schema import Int
+from app.http.aside import aside
+from app.http.body import decoded
+from app.http.keys import SERVICE
+from app.http.reply import long_response
+from app.service import Loaded
+from core.errors import RequestError
+from core.types import Floats
+
+FORMATS = ("float", "base64")
+
+
+class EmbeddingBody(PoolBody, kw_only=True):
+    """`/v1/embeddings`. `input`: a text, texts, token ids or lists of them; or `messages`."""
+
+    input: str | list[str | Int | list[Int]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    encoding_format: str | None = None
+    dimensions: Int | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    lora_path: Any = None
+
+
+class PoolingBody(EmbeddingBody, kw_only=True):
+    """`/pooling`: `task` says which of the things that the model can do."""
+
+    task: Literal["embed", "classify", "score", "token_embed"] | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+
+EMBEDDING = msgspec.json.Decoder(EmbeddingBody)
+POOLING = msgspec.json.Decoder(PoolingBody)
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """A vector for each input: the hidden state of its last token, or what the checkpoint was made for."""
+    body = await decoded(request, EMBEDDING)
+    loaded = available(request.app[SERVICE], body.model)
+    return await long_response(request, await embeddings_answer(body, loaded))
+
+
+async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, object]:
+    """The whole answer, vectors as numpy's. Raises `RequestError` naming the field."""
+    loaded.card.check_task("embed", "generate")
+    check_format(body)
+    inputs = await encoded_inputs(body, loaded)
+    pooled = await run_pooled(inputs, body, "embd", loaded)
+    told = await told_vectors(body, await unit(pooled.vectors, loaded.card.pooling, body.dimensions))
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(told)]
+    return envelope(pooled, data, loaded)
+
+
+async def pooling(request: web.Request) -> web.StreamResponse:
+    """What the model makes of each input: a vector, a vector for each token, or scores of classes."""
+    body = await decoded(request, POOLING)
+    loaded = available(request.app[SERVICE], body.model)
+    card = loaded.card
+    task = body.task or ("classify" if card.task == "classify" else "embed")
+    check_format(body)
+    inputs = await encoded_inputs(body, loaded)
+    if task in ("classify", "score"):
+        card.check_task("classify")
+        pooled = await run_pooled(inputs, body, "pool", loaded)
+        wanted = body.activation if body.use_activation is None else body.use_activation
+        vectors = [activated(vector, card.pooling, wanted) for vector in pooled.vectors]
+    else:
+        card.check_task("embed", "generate")
+        every = task == "token_embed"
+        if every:
+            check_numbers(sum(len(input.ids) for input in inputs), loaded, "input")
+        pooled = await run_pooled(inputs, body, "pool", loaded, every)
+        vectors = await unit(pooled.vectors, card.pooling, body.dimensions)
+    told = await told_vectors(body, vectors)
+    data = [{"object": "pooling", "index": i, "data": vector} for i, vector in enumerate(told)]
+    return await long_response(request, envelope(pooled, data, loaded))
+
+
+def check_format(body: EmbeddingBody) -> None:
+    """Raise `RequestError` for a spelling of numbers that nobody knows, or an adapter."""
+    if body.encoding_format not in (None, *FORMATS):
+        raise RequestError(f"'encoding_format' must be one of {', '.join(FORMATS)}.", "encoding_format")
+    if body.lora_path:
+        raise RequestError("Adapters are not available on this server.", "lora_path", "unsupported")
+
+
+async def encoded_inputs(body: EmbeddingBody, loaded: Loaded) -> list[Input]:
+    """All inputs as tokens, checked."""
+    check_dimensions(body.dimensions, loaded)
+    if (body.input is None) == (body.messages is None):
+        raise RequestError("Give exactly one of 'input' and 'messages'.", "input")
+    if body.messages is not None:
+        text = await _rendered(body, loaded)
+        return [await encode(text, "messages", body, loaded, body.add_special_tokens is True)]
+    prompts, single = listed_inputs(body.input, "input")
+    add_special = body.add_special_tokens is not False
+    return [
+        await encode(prompt, "input" if single else f"input[{i}]", body, loaded, add_special)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def listed_inputs(value: str | list[Any] | None, param: str) -> tuple[list[Prompt], bool]:
+    """The inputs, and whether there is one that is no list."""
+    if not value:
+        raise RequestError(f"'{param}' must not be empty.", param)
+    prompts, single = split_prompts(value, param)
+    if len(prompts) > MAX_CHOICES:
+        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} inputs, got {len(prompts)}.", param)
+    return prompts, single
+
+
+async def _rendered(body: EmbeddingBody, loaded: Loaded) -> str:
+    add, continued = generation_prompt(body.add_generation_prompt is True, body.continue_final_message)
+    return await loaded.template.render_async(
+        await aside(len(body.messages or ()), lambda: check_messages(body.messages)),
+        add_generation_prompt=add,
+        continue_final_message=continued,
+        **template_arguments(body.chat_template_kwargs),
+    )
+
+
+def check_dimensions(dimensions: int | None, loaded: Loaded) -> None:
+    """Raise `RequestError` for more numbers than a vector has, or none."""
+    if dimensions is not None and not 1 <= dimensions <= loaded.card.hidden_size:
+        raise RequestError(
+            f"'dimensions' must be between 1 and {loaded.card.hidden_size}, got {dimensions}.", "dimensions"
+        )
+
+
+async def told_vectors(body: EmbeddingBody, vectors: list[Floats]) -> Sequence[object]:
+    """As the client wants to read them."""
+    if body.encoding_format != "base64":
+        return vectors
+    told = []
+    for vector in vectors:
+        told.append(base64_of(vector))
+        await asyncio.sleep(0)  # a long list, or a vector for each of many tokens, would be one slice
+    return told
+
+
+def envelope(pooled: Pooled, data: list[dict[str, object]], loaded: Loaded) -> dict[str, object]:
+    """What every list of vectors or scores comes in."""
+    return {
+        "id": pooled.id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": loaded.card.name,
+        "data": data,
+        "usage": pooled.usage(),
+    }
+
+
+TABLE = (
+    ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/embeddings", embeddings),
+    ("POST", "/pooling", pooling),
+)

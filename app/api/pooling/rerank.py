@@ -1,0 +1,224 @@
+"""`/rerank` after Cohere and Jina, and the scores of pairs of texts after vLLM.
+
+A cross-encoder reads query and document together; a model for embeddings compares their vectors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from app.api.pooling.common import Input, PoolBody, Pooled, activated, cut, encode, fitting, run_pooled, unit
+from app.api.pooling.embeddings import envelope
+from app.api.request.sampling import MAX_CHOICES, available
+from app.api.request.schema import Int
+from app.http.body import decode, decoded
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.service import Loaded
+from core.errors import RequestError
+
+
+class Document(msgspec.Struct):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(PoolBody, kw_only=True):
+    """`documents`: texts, or objects with a `text`."""
+
+    query: str | None = None
+    documents: list[str | Document] | None = None
+    top_n: Int | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None
+    instruct: str | None = None
+    max_tokens_per_doc: Int | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+
+class PairBody(PoolBody, kw_only=True):
+    """vLLM's forms of `/score`: one text and many, or as many on both sides."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    data_1: Any = None
+    data_2: Any = None
+    queries: Any = None
+    documents: Any = None
+    use_activation: bool | None = None
+    activation: bool | None = None
+
+
+RERANK = msgspec.json.Decoder(RerankBody)
+PAIRS = msgspec.json.Decoder(PairBody)
+
+SIDES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """Two texts and what errors call them."""
+
+    texts: tuple[str, str]
+    params: tuple[str, str]
+
+
+async def rerank(request: web.Request) -> web.StreamResponse:
+    """Documents by how well they answer the query, best first."""
+    body = await decoded(request, RERANK)
+    loaded = available(request.app[SERVICE], body.model)
+    check_ranks(loaded)
+    pairs = _pairs(body)
+    scores, pooled = await scored(pairs, body, loaded, body.max_tokens_per_doc)
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])
+    results = []
+    for i in order[: body.top_n]:
+        result: dict[str, object] = {"index": i, "relevance_score": scores[i]}
+        if body.return_documents is not False:
+            result["document"] = {"text": pairs[i].texts[1]}
+        results.append(result)
+    answer = {"id": pooled.id, "model": loaded.card.name, "results": results, "usage": pooled.usage()}
+    return json_response(answer)
+
+
+async def score_pairs(raw: bytes, loaded: Loaded) -> dict[str, object]:
+    """The answer to vLLM's `/score`: one score for each pair."""
+    body = await decode(PAIRS, raw, loaded.bodies)
+    check_ranks(loaded)
+    scores, pooled = await scored(_sides(body), body, loaded)
+    data: list[dict[str, object]] = [
+        {"object": "score", "index": i, "score": value} for i, value in enumerate(scores)
+    ]
+    return envelope(pooled, data, loaded)
+
+
+def check_ranks(loaded: Loaded) -> None:
+    """Raise `RequestError` for a model that gives a text no score."""
+    card = loaded.card
+    if card.task == "generate":
+        raise RequestError(
+            "This model generates text. Ranking needs a cross-encoder (a checkpoint for sequence "
+            "classification with one class) or a model for embeddings; for a model that answers yes or no, "
+            "send /v1/score with 'query', 'items' and the 'label_token_ids' of the two.",
+            "model",
+            "unsupported_model",
+        )
+    if card.task == "classify" and len(card.pooling.labels) != 1:
+        raise RequestError(
+            f"Ranking needs a head with one class; this model's has {len(card.pooling.labels)}: "
+            "use /v1/classify.",
+            "model",
+            "unsupported_model",
+        )
+
+
+async def scored(
+    pairs: Sequence[Pair], body: RerankBody | PairBody, loaded: Loaded, most: int | None = None
+) -> tuple[list[float], Pooled]:
+    """A score for each pair. `most`: tokens of a second text."""
+    if most is not None and most < 1:
+        raise RequestError("'max_tokens_per_doc' must be at least 1.", "max_tokens_per_doc")
+    spec = loaded.card.pooling
+    if loaded.card.task == "classify":
+        inputs = [await _joined(pair, body, loaded, most) for pair in pairs]
+        pooled = await run_pooled(inputs, body, "rerank", loaded)
+        wanted = body.activation if body.use_activation is None else body.use_activation
+        return [float(activated(logits, spec, wanted)[0]) for logits in pooled.vectors], pooled
+    inputs, places = await _apart(pairs, body, loaded, most)
+    pooled = await run_pooled(inputs, body, "rerank", loaded)
+    vectors = await unit(pooled.vectors, msgspec.structs.replace(spec, normalize=True))
+    return [float(np.dot(vectors[one], vectors[two])) for one, two in places], pooled
+
+
+async def _joined(pair: Pair, body: PoolBody, loaded: Loaded, most: int | None) -> Input:
+    """A pair as one input."""
+    ids, second = await loaded.tokenizer.encode_pair_async(pair.texts, pair.params)
+    await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
+    ids = np.append(ids, np.array(loaded.tokenizer.added_eos, np.int32))
+    if most is not None:
+        ids = cut(ids, second + most + 1, loaded.tokenizer.special_ids)
+    return fitting(Input(ids, pair.params[1], min(second, len(ids) - 1)), body, loaded)
+
+
+async def _apart(
+    pairs: Sequence[Pair], body: PoolBody, loaded: Loaded, most: int | None
+) -> tuple[list[Input], list[tuple[int, int]]]:
+    """Each text once, and which two of them a pair is."""
+    inputs: list[Input] = []
+    known: dict[tuple[str, int | None], int] = {}
+    places = []
+    for pair in pairs:
+        ends = []
+        for side, (text, param) in enumerate(zip(pair.texts, pair.params, strict=True)):
+            limit = most if side else None
+            if (text, limit) not in known:
+                known[text, limit] = len(inputs)
+                inputs.append(await encode(text, param, body, loaded, most=limit))
+            ends.append(known[text, limit])
+        places.append((ends[0], ends[1]))
+    return inputs, places
+
+
+def _pairs(body: RerankBody) -> list[Pair]:
+    if not body.query:
+        raise RequestError("'query' is missing or empty.", "query")
+    if not body.documents:
+        raise RequestError("'documents' is missing or empty.", "documents")
+    _check_many(len(body.documents), "documents")
+    if body.top_n is not None and body.top_n < 1:
+        raise RequestError("'top_n' must be at least 1.", "top_n")
+    told = body.instruction or body.instruct
+    query = f"{told}\n{body.query}" if told else body.query
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    for i, text in enumerate(texts):
+        if not text:
+            raise RequestError(f"'documents[{i}]' must not be empty.", f"documents[{i}]")
+    return [Pair((query, text), ("query", f"documents[{i}]")) for i, text in enumerate(texts)]
+
+
+def _sides(body: PairBody) -> list[Pair]:
+    for names in SIDES:
+        if any(getattr(body, name) is not None for name in names):
+            break
+    else:
+        raise RequestError("Give 'text_1' and 'text_2', or 'queries' and 'documents'.", "text_1")
+    one, two = (_texts(getattr(body, name), name) for name in names)
+    if len(one) not in (1, len(two)):
+        raise RequestError(
+            f"'{names[0]}' has {len(one)} texts and '{names[1]}' has {len(two)}: one, or as many.", names[0]
+        )
+    return [
+        Pair(
+            (one[i % len(one)], text),
+            (names[0] if len(one) == 1 else f"{names[0]}[{i}]", f"{names[1]}[{i}]"),
+        )
+        for i, text in enumerate(two)
+    ]
+
+
+def _texts(value: object, param: str) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    texts = [text for text in listed if isinstance(text, str) and text]
+    if not listed or len(texts) < len(listed):
+        raise RequestError(f"'{param}' must be a text or a list of texts, none of them empty.", param)
+    _check_many(len(texts), param)
+    return texts
+
+
+def _check_many(count: int, param: str) -> None:
+    if count > MAX_CHOICES:
+        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} texts, got {count}.", param)
+
+
+TABLE = (
+    ("POST", "/v1/rerank", rerank),
+    ("POST", "/rerank", rerank),
+    ("POST", "/v2/rerank", rerank),
+)

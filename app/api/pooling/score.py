@@ -1,0 +1,229 @@
+"""`/v1/score`, after SGLang: how likely tokens are after a text."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from app.api.pooling.rerank import score_pairs
+from app.api.request.prompts import Prompt, check_ids, split_prompts
+from app.api.request.sampling import MAX_CHOICES, available, priority, root_key
+from app.api.request.schema import Int, Text
+from app.engine.job import Job, Run
+from app.http.body import decode, received
+from app.http.delivery import Collector, running
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.service import Loaded
+from core.errors import ContextExceeded, EngineFailed, RequestError
+from core.request import SamplingParams
+from core.types import Ints
+
+WINDOW = 128
+"""Prompts in the engine at once. Without a bound, 2,048 of a long context's length would hold 1 GB of
+ids; more than the rows of a step gain nothing."""
+
+_PAIRS = ("text_1", "text_2", "data_1", "data_2", "queries", "documents")
+
+
+class ScoreBody(msgspec.Struct, kw_only=True):
+    """SGLang's form, and the fields of vLLM's, which asks a cross-encoder."""
+
+    model: str | None = None
+    query: str | list[Int] | None = None
+    items: str | list[str | Int | list[Int]] | None = None
+    label_token_ids: list[Int] | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    text_1: Text | None = None
+    text_2: Text | None = None
+    data_1: Any = None
+    data_2: Any = None
+    queries: Any = None
+    documents: Any = None
+
+
+SCORE = msgspec.json.Decoder(ScoreBody)
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A checked body: texts or ids, and the tokens that may follow each item. They are joined one at a
+    time: a long query copied for every item would be gigabytes."""
+
+    query: Prompt
+    items: list[Prompt]
+    item_first: bool
+    labels: list[int]
+    base: Job
+
+    def prompt(self, index: int) -> Prompt:
+        """The query with one item."""
+        query, item = self.query, self.items[index]
+        if isinstance(query, str):
+            assert isinstance(item, str)
+            return item + query if self.item_first else query + item
+        assert isinstance(item, list)
+        return item + query if self.item_first else query + item
+
+
+class Scored(msgspec.Struct):
+    """What the engine said so far. `logprobs`: item by item, label by label."""
+
+    logprobs: list[float]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+async def score(request: web.Request) -> web.StreamResponse:
+    """The probability of each label token after the query and each item."""
+    async with received(request) as raw:
+        body = await decode(SCORE, raw, request.app[SERVICE].loaded.bodies)
+        loaded = available(request.app[SERVICE], body.model)
+        if body.items is None and any(getattr(body, name) is not None for name in _PAIRS):
+            return json_response(await score_pairs(raw, loaded))
+    loaded.card.check_task("generate")
+    return json_response(await score_answer(body, loaded))
+
+
+async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
+    """The whole answer. `scores[i][j]`: of label j after item i. Raises `RequestError` naming the field.
+
+    A label is scored as the last token of a prompt that generates nothing: the radix tree computes what
+    prompts share once, whatever the labels are, and their number is not bound by a top-k.
+    """
+    asked = _check(body, loaded.card.vocab_size)
+    scored = Scored([])
+    step = max(1, WINDOW // len(asked.labels))
+    for start in range(0, len(asked.items), step):
+        await _score(asked, range(start, min(start + step, len(asked.items))), loaded, scored)
+    width = len(asked.labels)
+    rows = [scored.logprobs[at : at + width] for at in range(0, len(scored.logprobs), width)]
+    return {
+        "object": "scoring",
+        "model": loaded.card.name,
+        "scores": [_scores(row, body.apply_softmax is True) for row in rows],
+        "usage": {
+            "prompt_tokens": scored.prompt_tokens,
+            "completion_tokens": 0,
+            "total_tokens": scored.prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": scored.cached_tokens},
+        },
+    }
+
+
+def _check(body: ScoreBody, vocab_size: int) -> Asked:
+    """Everything that can be told without tokens."""
+    for name in ("query", "items", "label_token_ids"):
+        if getattr(body, name) is None or (name != "query" and not getattr(body, name)):
+            raise RequestError(f"'{name}' is missing or empty.", name)
+    assert body.query is not None and body.items and body.label_token_ids
+    labels, (items, _) = body.label_token_ids, split_prompts(body.items, "items")
+    if len(items) * len(labels) > MAX_CHOICES:  # before anything is made of them
+        raise RequestError(
+            f"{len(items)} items with {len(labels)} labels are more than {MAX_CHOICES} scores.", "items"
+        )
+    check_ids(labels, vocab_size, "label_token_ids")
+    _check_items(body.query, items, vocab_size)
+    base = Job(
+        id=f"score-{secrets.token_hex(16)}",
+        prompt="",
+        max_tokens=0,
+        seed=0,
+        priority=priority(body.priority),
+        root=root_key(body.cache_salt, body.extra_key),
+    )
+    return Asked(body.query, items, body.item_first is True, labels, base)
+
+
+def _check_items(query: Prompt, items: Sequence[Prompt], vocab_size: int) -> None:
+    """All texts, or all ids inside the vocabulary."""
+    if isinstance(query, list):
+        check_ids(query, vocab_size, "query")
+    for i, item in enumerate(items):
+        param = f"items[{i}]"
+        if type(item) is not type(query):
+            raise RequestError(f"'query' and '{param}' must both be texts or both be token ids.", param)
+        if isinstance(item, list):
+            check_ids(item, vocab_size, param)
+        if not query and not item:
+            raise RequestError(f"'query' and '{param}' must not both be empty.", param)
+
+
+async def _score(asked: Asked, items: range, loaded: Loaded, scored: Scored) -> None:
+    """Add the log-probabilities of every label after `items`."""
+    encoded: list[Ints] = []
+    for i in items:
+        ids = await _encode(asked.prompt(i), f"items[{i}]", loaded)
+        encoded.append(ids)
+        await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
+        scored.prompt_tokens += len(ids)
+    jobs = _jobs(asked, items, encoded)
+    while part := list(islice(jobs, WINDOW)):
+        collector = Collector(len(part))
+        async with running(loaded.engine, part, collector.take) as runs:
+            await collector.finished()
+            scored.logprobs += [_last_logprob(run) for run in runs]
+            # An item's first label is what found others' pages; the rest find the first one's.
+            for job, run in zip(part, runs, strict=True):
+                if job.id.endswith("-0"):
+                    scored.cached_tokens += min(run.requests[0].cached, len(run.prompt) - 1)
+
+
+async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:
+    if isinstance(prompt, str):
+        ids = await loaded.tokenizer.encode_async(prompt, True, param)
+    else:
+        ids = np.asarray(prompt, np.int32)
+    if len(ids) + 1 > loaded.card.context_length:  # known before anything runs, and by its own name
+        raise ContextExceeded(loaded.card.context_length, len(ids), 1, param)
+    return ids
+
+
+def _jobs(asked: Asked, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
+    """One for each item and label, made as they are needed."""
+    for i, ids in zip(items, encoded, strict=True):
+        wanted = SamplingParams(temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=len(ids))
+        for j, label in enumerate(asked.labels):
+            yield msgspec.structs.replace(
+                asked.base,
+                id=f"{asked.base.id}-{i}-{j}",
+                prompt=np.append(ids, np.int32(label)),
+                sampling=wanted,
+                prompt_param=f"items[{i}]",
+                continues=i + j > 0,  # an answer that has begun is made to its end
+            )
+
+
+def _last_logprob(run: Run) -> float:
+    chunk = run.prompt_logprobs()[-1]
+    value = float(chunk.values[len(run.prompt) - 1 - chunk.start])
+    if math.isnan(value):
+        raise EngineFailed("The model's logits were not finite.")
+    return value
+
+
+def _scores(logprobs: Sequence[float], softmax: bool) -> list[float]:
+    """Probabilities among all tokens, or among the labels alone."""
+    highest = max(logprobs) if softmax else 0.0
+    if math.isinf(highest):  # no label is possible: no share to give
+        return [0.0] * len(logprobs)
+    weights = [math.exp(value - highest) for value in logprobs]
+    total = math.fsum(weights) if softmax else 1.0
+    return [weight / total for weight in weights]
+
+
+TABLE = (
+    ("POST", "/v1/score", score),
+    ("POST", "/score", score),
+)

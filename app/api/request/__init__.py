@@ -1,0 +1,1 @@
+"""From a request's fields to a job, for every API."""

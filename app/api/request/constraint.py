@@ -1,0 +1,219 @@
+"""The constraint of a request in all its spellings: OpenAI's, SGLang's, vLLM's and vLLM's older ones.
+
+What is asked for is put into one form here; whether it can be carried out is the compiler's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from app.api.request.schema import Refused
+from app.http.body import check_depth
+from core.errors import RequestError
+from core.grammar import GrammarKind, GrammarSpec
+
+_PLAIN: Mapping[str, GrammarKind] = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+}
+"""Fields of a body: SGLang's, among them `json_schema` and `grammar` as llama.cpp names them (its GBNF is
+what `ebnf` takes), then vLLM's before 0.12."""
+
+_STRUCTURED: Mapping[str, GrammarKind] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "structural_tag": "structural_tag",
+}
+"""Members of vLLM's `structured_outputs`, beside `json_object`, which is a flag."""
+
+_WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
+"""Its options. None can be honoured."""
+
+_FORMATS: Mapping[str, frozenset[str]] = {
+    "text": frozenset(),
+    "json_object": frozenset(("schema",)),
+    "json_schema": frozenset(("json_schema", "schema")),
+    "structural_tag": frozenset(("format", "structures", "triggers")),
+}
+"""Types of `response_format` and what may stand beside each."""
+_SCHEMA_KEYS = frozenset(("name", "description", "schema", "strict"))
+"""Of `response_format.json_schema`."""
+
+CONSTRAINTS = frozenset({*_PLAIN, "structured_outputs", "response_format"})
+"""All the fields."""
+
+
+class _Asked(NamedTuple):
+    """One constraint as it was sent."""
+
+    param: str
+    kind: GrammarKind
+    value: Any
+    lenient: bool = False
+
+
+def constraint_of(body: Refused, inner: Refused | None = None, prefix: str = "") -> GrammarSpec | None:
+    """The one constraint of a request, or None. `inner` is a part of the body with the same fields,
+    under `prefix`. Raises `RequestError` for two constraints (naming both) and for one that is not of
+    its type."""
+    asked = _asked(body, "") + (_asked(inner, prefix) if inner is not None else [])
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise RequestError(
+            f"'{asked[0].param}' and '{asked[1].param}' cannot both constrain the output: give one.",
+            asked[1].param,
+        )
+    param, kind, value, lenient = asked[0]
+    return GrammarSpec(kind, _text(kind, value, param), param, lenient)
+
+
+def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
+    """The same constraint as the field of that name spells it."""
+    for name, kind in _STRUCTURED.items():
+        if kind == spec.kind:
+            return {name: msgspec.json.decode(spec.text) if kind == "choice" else spec.text}
+    return {"json_object": True}
+
+
+def _asked(body: Refused, prefix: str) -> list[_Asked]:
+    return [*_plain(body, prefix), *_structured(body, prefix), *_response_format(body, prefix)]
+
+
+def _plain(body: Refused, prefix: str) -> Iterator[_Asked]:
+    for name, kind in _PLAIN.items():
+        if (value := getattr(body, name)) is not None:
+            yield _Asked(prefix + name, kind, value)
+
+
+def _structured(body: Refused, prefix: str) -> Iterator[_Asked]:
+    options = body.structured_outputs
+    if options is None:
+        return
+    param = prefix + "structured_outputs"
+    if not isinstance(options, dict):
+        raise RequestError(f"'{param}' must be an object.", param)
+    _check_keys(options, frozenset((*_STRUCTURED, *_WHITESPACE, "json_object")), param)
+    for name in _WHITESPACE:
+        if options.get(name) not in (None, False):
+            raise RequestError(f"'{param}.{name}' is not supported.", f"{param}.{name}", "unsupported")
+    flag = options.get("json_object")
+    if not isinstance(flag, bool | None):
+        raise RequestError(f"'{param}.json_object' must be true or false.", f"{param}.json_object")
+    if not flag and all(options.get(name) is None for name in _STRUCTURED):
+        raise RequestError(f"'{param}' is empty: give {_or(_STRUCTURED)} or json_object.", param)
+    for name, kind in _STRUCTURED.items():
+        if options.get(name) is not None:
+            yield _Asked(f"{param}.{name}", kind, options[name])
+    if flag:
+        yield _Asked(f"{param}.json_object", "json_object", "")
+
+
+def _response_format(body: Refused, prefix: str) -> Iterator[_Asked]:
+    wanted = body.response_format
+    if wanted is None:
+        return
+    param = prefix + "response_format"
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if not isinstance(kind, str):
+        raise RequestError(f"'{param}' must be an object with a 'type'.", param + ".type")
+    if kind not in _FORMATS:
+        raise RequestError(
+            f"'{param}' of type '{kind[:40]}' is not supported: use {_or(_FORMATS)}.",
+            param + ".type",
+            "unsupported",
+        )
+    _check_keys(wanted, _FORMATS[kind] | {"type"}, param)
+    match kind:
+        case "json_object" if wanted.get("schema") is None:
+            yield _Asked(param, "json_object", "")
+        case "json_object":
+            yield _Asked(param + ".schema", "json_schema", wanted["schema"])
+        case "json_schema":
+            yield _schema(wanted, param)
+        case "structural_tag":
+            yield _Asked(param, "structural_tag", wanted)
+
+
+def _schema(wanted: Mapping[str, Any], param: str) -> _Asked:
+    """OpenAI's `json_schema` object, or llama.cpp's bare `schema` in its place."""
+    inner = wanted.get("json_schema")
+    if inner is None and wanted.get("schema") is not None:
+        return _Asked(param + ".schema", "json_schema", wanted["schema"])
+    where = param + ".json_schema"
+    if not isinstance(inner, dict) or inner.get("schema") is None or wanted.get("schema") is not None:
+        raise RequestError(f"'{where}' must be an object with a 'schema'.", where)
+    _check_keys(inner, _SCHEMA_KEYS, where)
+    strict = inner.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"'{where}.strict' must be true or false.", where + ".strict")
+    # OpenAI's default is false, which promises nothing. Absent is true here: who says nothing is told
+    # of what cannot be kept, who says false is let through with a warning.
+    return _Asked(param, "json_schema", inner["schema"], strict is False)
+
+
+def _check_keys(given: Mapping[str, Any], known: frozenset[str], param: str) -> None:
+    """Refuse what nobody would look at: a client believes that it constrains."""
+    if (name := next((name for name in given if name not in known), None)) is not None:
+        where = f"{param}.{name[:60]}"
+        raise RequestError(f"'{where}' is not known: '{param}' takes {_or(sorted(known))}.", where)
+
+
+def _or(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _text(kind: GrammarKind, value: Any, param: str) -> str:
+    """What was sent, as the compiler takes it."""
+    match kind:
+        case "json_object":
+            return ""
+        case "regex" | "ebnf":
+            if not isinstance(value, str):
+                raise RequestError(f"'{param}' must be a string.", param)
+        case "choice":
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                raise RequestError(f"'{param}' must be a list of strings.", param)
+    if value in ("", []):
+        raise RequestError(f"'{param}' is empty, which constrains nothing: leave it out.", param)
+    return value if isinstance(value, str) else _json(kind, value, param)
+
+
+def _json(kind: GrammarKind, value: Any, param: str) -> str:
+    if not isinstance(value, dict | bool | list) or (isinstance(value, list) and kind != "choice"):
+        raise RequestError(f"'{param}' must be a JSON object, or one as a string.", param)
+    check_depth(value, param)
+    if kind == "structural_tag" and isinstance(value, dict) and "structures" in value:
+        value = _triggered(value, param)
+    return msgspec.json.encode(value).decode()
+
+
+def _triggered(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """SGLang's and OpenAI's first structural tags: `structures` with a begin, schema and end each, and
+    `triggers`, after which one of them follows."""
+    structures, triggers = tag["structures"], tag.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise RequestError(f"'{param}' needs lists of 'structures' and 'triggers'.", param)
+    tags = []
+    for i, one in enumerate(structures):
+        if not isinstance(one, dict) or not {"begin", "end"} <= set(one):
+            where = f"{param}.structures[{i}]"
+            raise RequestError(f"'{where}' must be an object with 'begin', 'schema' and 'end'.", where)
+        schema = {"type": "json_schema", "json_schema": one.get("schema", True)}
+        tags.append({"type": "tag", "begin": one["begin"], "content": schema, "end": one["end"]})
+    return {
+        "type": "structural_tag",
+        "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags},
+    }

@@ -1,0 +1,228 @@
+"""Prompts as embeddings: `prompt_embeds` of `/v1/completions`, after vLLM, and `input_embeds` of
+`/generate`, after SGLang.
+
+vLLM takes base64 of what torch.save writes, [tokens, hidden]; .npy and safetensors are taken too. SGLang
+takes rows of numbers. Both are read in slices that leave the loop to others, into memory that is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from binascii import Error as Base64Error
+from binascii import a2b_base64
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from app.api.request.sampling import MAX_CHOICES, truncation
+from app.api.request.schema import CompletionBody, NativeBody
+from app.api.request.tensor import Dense, TensorError, read_tensor
+from app.engine.job import Job
+from app.service import Loaded
+from app.text.numbers import slow_numbers
+from core.errors import ContextExceeded, RequestError
+from core.types import Floats
+
+PIECE = 2**16
+"""Characters of base64, or numbers, that are read in one turn of the loop: about 0.1 ms."""
+
+SLOW = 100
+"""How much longer a number with an exponent of three digits takes to read."""
+
+PLACEHOLDER = 0
+"""The id of a token that is none; vLLM's."""
+
+
+class Given(NamedTuple):
+    """Prompts as embeddings, float32 [tokens, hidden] each, and whether it is one and not a list."""
+
+    prompts: list[Floats]
+    single: bool
+
+
+def embedded(job: Job, rows: Floats, param: str) -> Job:
+    """`job` with a prompt of embeddings. Nobody shares its prefixes, and nobody could find it kept."""
+    root = msgspec.structs.replace(job.root, own=secrets.token_hex(16))
+    ids = np.full(len(rows), PLACEHOLDER, np.int32)
+    return msgspec.structs.replace(
+        job, prompt=ids, embeds=rows, root=root, prompt_param=param, truncate_prompt=None, keep=None
+    )
+
+
+# -- completions -----------------------------------------------------------------------------------
+
+_OF_TEXT = ("echo", "return_prompt_text", "prompt_logprobs", "suffix")
+"""What is said of a prompt's tokens, or put behind them. vLLM refuses these with embeddings too."""
+
+
+async def prompt_embeds(body: CompletionBody, loaded: Loaded) -> list[Floats]:
+    """The prompts that come as embeddings; none where the field is unset. Raises `RequestError` for bytes
+    that are no dense tensor of finite numbers of the model's size, and for fields that need tokens."""
+    sent = body.prompt_embeds or []
+    if not sent:
+        return []
+    for name in _OF_TEXT:
+        if (asked := getattr(body, name)) is not None and asked is not False and asked != "":
+            raise RequestError(
+                f"'{name}' is not supported with 'prompt_embeds': such a prompt has no tokens. Leave it out.",
+                name,
+                "unsupported",
+            )
+    if isinstance(sent, str):
+        return [await _tensor(sent, body, loaded, "prompt_embeds")]
+    _check_many(len(sent), "prompt_embeds")
+    return [await _tensor(each, body, loaded, f"prompt_embeds[{i}]") for i, each in enumerate(sent)]
+
+
+async def _tensor(text: str, body: CompletionBody, loaded: Loaded, param: str) -> Floats:
+    try:
+        tensor = read_tensor(await _bytes(text))
+    except (Base64Error, UnicodeEncodeError):
+        raise RequestError(f"'{param}' is not base64.", param) from None
+    except TensorError as error:
+        raise RequestError(f"'{param}' was not taken: {error}.", param) from None
+    most = truncation(body, loaded.card.context_length) or tensor.rows
+    first = 0 if body.truncation_side == "right" else max(tensor.rows - most, 0)
+    rows = min(most, tensor.rows)
+    _check_size(rows, tensor.columns, loaded, param)
+    return await _floats(tensor, first, first + rows, param)
+
+
+async def _bytes(text: str) -> bytes:
+    data, found = text.encode("ascii"), bytearray()
+    for at in range(0, len(data), PIECE):
+        found += a2b_base64(data[at : at + PIECE], strict_mode=True)
+        await asyncio.sleep(0)
+    return bytes(found)
+
+
+async def _floats(tensor: Dense, first: int, last: int, param: str) -> Floats:
+    rows = np.empty((last - first, tensor.columns), np.float32)
+    step = max(PIECE // tensor.columns, 1)
+    for at in range(first, last, step):
+        part = tensor.floats(at, min(at + step, last))
+        _check_finite(part, param)
+        rows[at - first : at - first + len(part)] = part
+        await asyncio.sleep(0)
+    return _frozen(rows)
+
+
+# -- native ----------------------------------------------------------------------------------------
+
+
+async def input_embeds(body: NativeBody, loaded: Loaded) -> Given | None:
+    """The prompts that come as rows of numbers; None where the field is unset. Raises `RequestError` for
+    what is none, and for fields that need tokens."""
+    raw, param = bytes(body.input_embeds), "input_embeds"
+    if raw in (b"", b"null"):
+        return None
+    for name, asked in (
+        ("session_params", body.session_params is not None),
+        ("logprob_start_len", body.return_logprob and body.logprob_start_len not in (None, -1)),
+    ):
+        if asked:
+            raise RequestError(
+                f"'{name}' is not supported with '{param}': such a prompt has no tokens. Leave it out.",
+                name,
+                "unsupported",
+            )
+    _check_counts(raw, loaded.card.hidden_size, param)
+    await asyncio.sleep(0)
+    items = _items(raw, param)
+    if bytes(_items(items[0], f"{param}[0]")[0]).startswith(b"["):
+        _check_many(len(items), param)
+        lists = [(_items(each, f"{param}[{i}]"), f"{param}[{i}]") for i, each in enumerate(items)]
+        return Given([await _rows(rows, loaded, name) for rows, name in lists], False)
+    return Given([await _rows(items, loaded, param)], True)
+
+
+def _check_counts(raw: bytes, columns: int, param: str) -> None:
+    """A long body has as many commas and lists as rows need: 8 MB of `[],` would be 3 million objects.
+    A short one is told more precisely what is wrong with it."""
+    if len(raw) <= PIECE:
+        return
+    numbers, lists = raw.count(b",") + 1, raw.count(b"[")
+    rows = numbers // columns
+    if rows * columns != numbers or not rows < lists <= 2 * rows + 1:
+        raise RequestError(
+            f"'{param}' has {numbers} numbers in {lists} lists; this model's embeddings have {columns} each.",
+            param,
+        )
+
+
+def _items(raw: bytes | msgspec.Raw, param: str) -> list[msgspec.Raw]:
+    """What a list has, unread: as objects of Python, 8 MB of numbers would be 130 MB."""
+    try:
+        items = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    except msgspec.DecodeError:
+        items = []
+    if not items:
+        raise RequestError(
+            f"'{param}' is not what was expected: a list of rows of numbers, or a list of such lists.", param
+        )
+    return items
+
+
+async def _rows(items: list[msgspec.Raw], loaded: Loaded, param: str) -> Floats:
+    columns = loaded.card.hidden_size
+    _check_size(len(items), columns, loaded, param)
+    rows = np.empty((len(items), columns), np.float32)
+    read = 0
+    for i, item in enumerate(items):
+        rows[i] = _row(bytes(item), columns, f"{param}[{i}]")
+        read += columns + SLOW * slow_numbers(bytes(item))
+        if read > PIECE // 8:  # of text, which takes that much longer
+            read = 0
+            await asyncio.sleep(0)
+    return _frozen(rows)
+
+
+def _row(text: bytes, columns: int, param: str) -> Floats:
+    count = text.count(b",") + 1  # before any is read
+    if count != columns:
+        raise RequestError(
+            f"'{param}' has {count} numbers; this model's embeddings have {columns} each.", param
+        )
+    try:
+        numbers = msgspec.json.decode(text, type=list[float])
+    except msgspec.DecodeError:
+        raise RequestError(f"'{param}' is not a list of {columns} finite numbers.", param) from None
+    with np.errstate(over="ignore"):  # what float32 does not hold is refused below
+        row = np.array(numbers, np.float32)
+    _check_finite(row, param)
+    return row
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def _check_many(count: int, param: str) -> None:
+    if count > MAX_CHOICES:
+        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} prompts, got {count}.", param)
+
+
+def _check_size(rows: int, columns: int, loaded: Loaded, param: str) -> None:
+    """Before there is memory for them, which is counted until the request's task ends."""
+    card = loaded.card
+    card.check_task("generate")
+    if columns != card.hidden_size:
+        raise RequestError(
+            f"'{param}' has rows of {columns} numbers; this model's embeddings have {card.hidden_size} each.",
+            param,
+        )
+    if rows > card.context_length:
+        raise ContextExceeded(card.context_length, rows, 0, param)
+    loaded.numbers.hold(rows * columns)
+
+
+def _check_finite(rows: Floats, param: str) -> None:
+    if not np.isfinite(rows).all():
+        raise RequestError(f"'{param}' has numbers that are not finite in float32.", param)
+
+
+def _frozen(rows: Floats) -> Floats:
+    """It will cross threads, in slices."""
+    rows.setflags(write=False)
+    return rows

@@ -1,0 +1,83 @@
+"""`return_hidden_states`, after SGLang: what the model knew at each token, behind its last norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from app.engine.job import Job, Piece, Run
+from app.service import Loaded
+from core.errors import EngineFailed, RequestError
+from core.types import Floats
+
+
+def check_states(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> None:
+    """Raise `RequestError` where prompts and what may follow are more than an answer should hold. Once
+    they run: only then it is known how long they are."""
+    if jobs[0].sampling.hidden != "none":
+        tokens = sum(r.params.max_tokens + len(r.prompt) for run in runs for r in run.requests)
+        check_numbers(tokens, loaded, "return_hidden_states")
+
+
+def states(run: Run, choice: int, tokens: int) -> list[Floats]:
+    """SGLang's list: the prompt's states as one list of lists, then one list for each of the `tokens` but
+    the last, which the model never read."""
+    rows = _rows(run, choice, tokens)
+    return [rows[: len(run.prompt)], *rows[len(run.prompt) :]]
+
+
+def with_last_states(
+    answer: dict[str, object], jobs: Sequence[Job], runs: Sequence[Run], pieces: Sequence[Piece]
+) -> dict[str, object]:
+    """The answer of chat or completions, its choices with the state that made their last token."""
+    if jobs[0].sampling.hidden == "none":
+        return answer
+    listed: Any = answer["choices"]
+    for index, (choice, piece) in enumerate(zip(listed, pieces, strict=True)):
+        which, own = divmod(index, jobs[0].n)
+        choice["hidden_states"] = last_state(runs[which], own, len(piece.tokens))
+    return answer
+
+
+def last_state(run: Run, choice: int, tokens: int) -> list[float] | None:
+    """The state that made the last of a complete choice's `tokens`, [hidden]; None where it was ended
+    before there was any."""
+    if not run.hidden(choice):
+        return None
+    state: list[float] = _rows(run, choice, tokens)[-1].tolist()
+    return state
+
+
+def _rows(run: Run, choice: int, tokens: int) -> Floats:
+    """float32 [prompt + tokens - 1, hidden]: a stop string leaves states of tokens behind it. Fewer where
+    it was ended before."""
+    if not run.hidden(choice):
+        return np.zeros((0, 0), np.float32)
+    return joined(run, choice)[: len(run.prompt) + max(tokens - 1, 0)]
+
+
+MAX_NUMBERS = 2**22
+"""Numbers in an answer with a vector for every token: 80 MB of JSON."""
+
+
+def joined(run: Run, choice: int) -> Floats:
+    """float32 [n, width]: all that steps gave of one choice."""
+    given = run.hidden(choice)
+    if not given:
+        raise EngineFailed("The device gave no hidden states.")
+    return np.concatenate(given)
+
+
+def check_numbers(tokens: int, loaded: Loaded, param: str) -> None:
+    """Raise `RequestError` for hidden states that no answer should hold, `Overloaded` where all answers
+    together hold too many; these count until the current task ends."""
+    width = max(loaded.card.hidden_size, 1)
+    if tokens * width > MAX_NUMBERS:
+        raise RequestError(
+            f"The hidden states of {tokens} tokens are {tokens * width} numbers; an answer holds at most "
+            f"{MAX_NUMBERS}, which are {MAX_NUMBERS // width} tokens of this model.",
+            param,
+        )
+    loaded.numbers.hold(tokens * width)

@@ -1,0 +1,198 @@
+"""Chat messages: checked by hand, because a template may read any field of theirs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from app.http.body import check_depth
+from app.http.pieces import MAX_VALUES
+from app.service import Loaded
+from app.text.numbers import slow_numbers
+from app.text.sent import SentTemplate
+from app.text.template import ChatTemplate
+from core.errors import RequestError
+
+Message = dict[str, Any]
+
+_RENAMED = {"developer": "system", "function": "tool"}
+"""Role to the role that templates know: most drop a `developer` message without a word. Others reach the
+template as they are: models have their own (Llama's `ipython`, GLM's `observation`)."""
+
+_KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
+
+MAX_ROLE = 64
+"""Characters of a role."""
+
+MAX_SLOW = 500
+"""Numbers in a call's arguments that take long to read, at 6 µs each."""
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+
+_TEMPLATE_OWN = frozenset(
+    {"chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "continue_final_message"}
+)
+"""Arguments of the renderer that a client must not set behind its back (CVE-2025-62426)."""
+
+
+def check_messages(messages: list[Message] | None) -> list[Message]:
+    """Messages as templates take them: their roles, text content, tool arguments as objects.
+
+    Raises `RequestError` naming the message and, for a part that is not text, the part.
+    """
+    if not messages:
+        raise RequestError("'messages' must have at least one message.", "messages")
+    check_depth(messages, "messages")
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def check_known_role(message: Message, param: str) -> None:
+    """Raise `RequestError` naming `param` for a role that OpenAI's API does not have: the dialects that say
+    which roles there are leave none to the model's template."""
+    if message.get("role") not in _KNOWN:
+        raise RequestError(f"'{param}' must be one of {', '.join(_KNOWN)}.", param)
+
+
+def _message(message: Message, param: str) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
+        raise RequestError(f"'{param}.role' must be a text of 1 to {MAX_ROLE} characters.", f"{param}.role")
+    checked = {name: value for name, value in message.items() if value is not None}
+    checked["role"] = _RENAMED.get(role, role)
+    checked["content"] = _content(message.get("content"), role, bool(message.get("tool_calls")), param)
+    if "tool_calls" in checked:
+        checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{param}.tool_calls")
+    for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
+        if name in checked and not isinstance(checked[name], str):
+            raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
+    if "reasoning" in checked:  # templates know the other name
+        checked.setdefault("reasoning_content", checked["reasoning"])
+    return checked
+
+
+def _content(content: object, role: str, calls: bool, param: str) -> str:
+    param = f"{param}.content"
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(_part(part, f"{param}[{j}]") for j, part in enumerate(content))
+    if content is None and (role == "assistant" or calls):
+        return ""
+    raise RequestError(f"'{param}' must be a string or a list of text parts.", param)
+
+
+def _part(part: object, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise RequestError(f"'{param}' must be an object with a 'type'.", param)
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
+    if kind not in _TEXT_PARTS:
+        raise RequestError(
+            f"'{param}' is of type '{kind[:40]}', but this model takes text only.", param, "unsupported"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"'{param}.text' must be a string.", f"{param}.text")
+    return text
+
+
+def _tool_calls(calls: object, param: str) -> list[Message]:
+    if not isinstance(calls, list):
+        raise RequestError(f"'{param}' must be a list.", param)
+    return [_tool_call(call, f"{param}[{j}]") for j, call in enumerate(calls)]
+
+
+def _tool_call(call: object, param: str) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(call, dict)
+        or not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+    ):
+        raise RequestError(f"'{param}' must have a 'function' with a 'name'.", param)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # Clients send JSON in a string; templates iterate over an object.
+        arguments = _parsed(arguments, f"{param}.function.arguments")
+        check_depth(arguments, f"{param}.function.arguments")
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _parsed(arguments: str, param: str) -> object:
+    data = arguments.encode("utf-8", "replace")
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES or slow_numbers(data) > MAX_SLOW:
+        raise RequestError(f"'{param}' has more values than the {MAX_VALUES:,} that a call may have.", param)
+    try:
+        parsed: object = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def template_arguments(sent: dict[str, Any] | None, **named: object) -> dict[str, Any]:
+    """`chat_template_kwargs` and the named fields that are set, for the template."""
+    arguments = dict(sent or {})
+    check_depth(arguments, "chat_template_kwargs")
+    for name in arguments:
+        if name in _TEMPLATE_OWN or not name.isidentifier() or name == "self":
+            raise RequestError(
+                f"'chat_template_kwargs' must not set '{name[:40]}'.", f"chat_template_kwargs.{name[:40]}"
+            )
+    arguments.update({name: value for name, value in named.items() if value is not None})
+    return arguments
+
+
+def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate | SentTemplate:
+    """The model's template, or the one that a request brings where the operator trusts its clients with
+    that (CVE-2025-61620). Raises `RequestError` naming `chat_template`."""
+    if sent in (None, ""):
+        return loaded.template
+    if not loaded.trusts_templates:
+        raise RequestError(
+            "'chat_template' is not supported: the operator sets the template, and has to allow requests "
+            "their own with --trust-request-chat-template.",
+            "chat_template",
+            "unsupported",
+        )
+    if not isinstance(sent, str):
+        raise RequestError("'chat_template' must be a string.", "chat_template")
+    return SentTemplate(sent, loaded.template.special_tokens, loaded.helper)
+
+
+def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:
+    """(add_generation_prompt, continue_final_message): one excludes the other."""
+    if add and continue_final:
+        raise RequestError(
+            "'add_generation_prompt' and 'continue_final_message' exclude each other.",
+            "continue_final_message",
+        )
+    continued = bool(continue_final)
+    return (not continued if add is None else add), continued
+
+
+def short_ids(messages: list[Message]) -> list[Message]:
+    """Messages whose call ids have nine letters and digits, which Mistral's templates insist on. Equal
+    ids stay equal."""
+    return [_short(message) for message in messages]
+
+
+def _short(message: Message) -> Message:
+    short = dict(message)
+    if isinstance(id := short.get("tool_call_id"), str):
+        short["tool_call_id"] = _nine(id)
+    if calls := short.get("tool_calls"):
+        short["tool_calls"] = [
+            {**call, "id": _nine(id)} if isinstance(id := call.get("id"), str) else call for call in calls
+        ]
+    return short
+
+
+def _nine(id: str) -> str:
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.sha256(id.encode("utf-8", "surrogatepass")).hexdigest()[:9]

@@ -1,0 +1,100 @@
+"""A bound on thinking: what it is called, and how the routes keep it that tell text as it is."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from app.api.request.schema import Refused
+from app.engine.job import Generator, Job, Run, Sink
+from app.engine.reasoning_budget import Watch, Watcher
+from app.parsers.grammar import Wanted, constraint
+from app.parsers.reading import Reading
+from app.parsers.registry import ReasoningFamily
+from app.service import Loaded
+from core.errors import RequestError
+from core.types import Ints
+
+SEEN = 512
+"""Of a prompt that comes as ids, the last that are read to see whether a thinking is open."""
+
+_NAMES = ("max_thinking_tokens", "thinking_token_budget")
+"""SGLang's and vLLM's."""
+
+
+def thinking_budget(body: Refused, loaded: Loaded, prefix: str = "") -> int | None:
+    """Tokens that the thinking may take. Raises `RequestError` where the model does not think."""
+    name = next((name for name in _NAMES if getattr(body, name) is not None), None)
+    if name is None:
+        return None
+    budget: int = getattr(body, name)
+    if loaded.reasoning is None:
+        name = prefix + name
+        raise RequestError(f"'{name}': this model is not known to think.", name, "unsupported")
+    if budget < 0:
+        raise RequestError(f"'{prefix}{name}' must not be negative.", prefix + name)
+    return budget
+
+
+def shown(prompt: str | Ints, loaded: Loaded) -> str:
+    """The end of a prompt as text, special tokens too."""
+    return prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt[-SEEN:].tolist(), False)
+
+
+async def unthinking(prompt: str | Ints, family: ReasoningFamily, loaded: Loaded) -> str | Ints:
+    """The prompt with the thinking ended before it has begun."""
+    text = shown(prompt, loaded)
+    skipped = family.skipped(text)
+    if isinstance(prompt, str):
+        return skipped
+    same = 0
+    while text[same : same + 1] == skipped[same : same + 1] != "":
+        same += 1
+    rest = skipped[same:]
+    return np.concatenate([prompt, await loaded.tokenizer.encode_async(rest, False)]) if rest else prompt
+
+
+def constrained(job: Job, prompt: str, wanted: Wanted, watch: Watch) -> tuple[Job, Watch]:
+    """The job with one grammar for all that was asked, and the watch with the one for after a cut.
+    `prompt`: the job's, as text."""
+    reading = watch.reading
+    family = reading.reasoning
+    grammar = after = constraint(wanted, reading.tools, family)
+    if family is not None and not family.closed(prompt):
+        thinking = msgspec.structs.replace(wanted, thinking="open" if reading.inside else "possible")
+        grammar = constraint(thinking, reading.tools, family)
+    text = job.text
+    if any(each is not None and each.special for each in (reading.tools, family)):
+        text = msgspec.structs.replace(text, skip_special_tokens=False)  # the marks are such tokens
+    job = msgspec.structs.replace(job, grammar=grammar, text=text)
+    return job, msgspec.structs.replace(watch, after=after)
+
+
+class Bounded:
+    """A `Generator` over the engine: its jobs think for at most so many tokens, and a constraint holds for
+    what follows the thinking, as in chat. Their text is told with its marks. Owner: event loop."""
+
+    __slots__ = ("_budget", "_loaded")
+
+    def __init__(self, loaded: Loaded, budget: int) -> None:
+        """The model must be one that thinks."""
+        self._loaded = loaded
+        self._budget = budget
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """See `Generator.start`."""
+        loaded, family = self._loaded, self._loaded.reasoning
+        assert family is not None
+        if self._budget == 0:
+            prompt = await unthinking(job.prompt, family, loaded)
+            return await loaded.engine.start(msgspec.structs.replace(job, prompt=prompt), sink)
+        text = shown(job.prompt, loaded)
+        reading = Reading(reasoning=family, inside=family.opened(text))
+        watch = Watch(reading=reading, budget=self._budget)
+        job, watch = constrained(job, text, Wanted(answer=job.grammar), watch)
+        return await Watcher(loaded.engine, loaded.tokenizer, watch).start(job, sink)
+
+
+def bounded(loaded: Loaded, budget: int | None) -> Generator:
+    """The engine, with a bound on thinking where one is asked for."""
+    return loaded.engine if budget is None else Bounded(loaded, budget)

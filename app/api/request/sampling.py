@@ -1,0 +1,300 @@
+"""Bodies to jobs: the fields that every generating route shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from app.api.request.prompts import check_ids
+from app.api.request.schema import Generation, NativeSampling, Refused, RepetitionDetection
+from app.engine.job import Keep, TextOptions
+from app.http.body import check_depth
+from app.http.tenant import tenant
+from app.service import Loaded, ModelCard, Phase, Service
+from app.text.repetition import MAX_LENGTH, Repetition
+from core.errors import NotFound, RequestError, Unavailable
+from core.request import SamplingParams
+from core.request.params import MAX_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from core.types import RootKey
+
+SERVED = "default"
+"""A name of the one model: what SGLang's and llama.cpp's clients send who do not know what is served."""
+MAX_N = 128
+MAX_CHOICES = 2048
+"""Prompts times n of one request: the largest batch that lm-eval and batch clients send is 1,024.
+Checked before anything is allocated."""
+MAX_NAME = 256
+"""Length of a request id or cache salt."""
+PRIORITY_LIMIT = 2**31
+RETENTION = {"in_memory": 300.0, "in-memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 86_400.0}
+"""Seconds that a prompt is kept: OpenAI's words (its clients spell the first one both ways) and
+Anthropic's."""
+MAX_BAD_WORDS = 128
+"""Each may become two sequences that are looked for at every token."""
+MAX_PARAMS = 2**16
+"""Of a logit processor: decoded on the launch thread, at some 5 ns a character."""
+
+
+def ready(service: Service, model: str | None) -> Loaded:
+    """The model, for a request that wants tokens. No name means the only model there is."""
+    loaded = available(service, model)
+    loaded.card.check_task("generate")
+    return loaded
+
+
+def available(service: Service, model: str | None) -> Loaded:
+    """The same for any request, whatever the model was made for."""
+    loaded = service.loaded
+    if service.health.phase is not Phase.READY:
+        raise Unavailable(service.health.reason or "The server is shutting down.")
+    check_model(loaded, model)
+    return loaded
+
+
+def check_model(loaded: Loaded, model: str | None) -> None:
+    """Raise `NotFound` unless `model` is unset or the one served: by a name, or by the word for whatever is
+    served."""
+    if model and model not in (*loaded.card.names, SERVED):
+        raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
+
+
+def choices(n: int | None, prompts: int = 1, prefix: str = "") -> int:
+    """`n`, checked before anything is made n times."""
+    n = 1 if n is None else n
+    if not 1 <= n <= MAX_N:
+        raise RequestError(f"'n' must be between 1 and {MAX_N}, got {n}.", prefix + "n")
+    if n * prompts > MAX_CHOICES:
+        raise RequestError(
+            f"{prompts} prompts with n={n} ask for more than {MAX_CHOICES} completions.",
+            prefix + ("n" if n > 1 else "prompt"),
+        )
+    return n
+
+
+def sampling_params(
+    body: Generation | NativeSampling, card: ModelCard, prefix: str = "", **extra: int | str | tuple[int, ...]
+) -> SamplingParams:
+    """Fields that are set, over the model's defaults. `extra` are the fields whose names differ by route.
+
+    Ranges are the engine's to check (`core.request.params.check`), once everything is known.
+    """
+    fields: dict[str, object] = {**processor_fields(body, prefix), **extra}
+    for name in _PLAIN:
+        value = getattr(body, name)
+        if value is not None:
+            fields[name] = value
+    if fields.get("top_k") == -1:  # how the other servers spell "the whole vocabulary"
+        fields["top_k"] = 0
+    if wants_states(body):
+        fields["hidden"] = "all"
+    fields |= told_fields(body)
+    if body.logit_bias:
+        fields["logit_bias"] = _bias(body.logit_bias, prefix)
+    if body.stop_token_ids:
+        _check_count(body.stop_token_ids, MAX_STOP_IDS, prefix + "stop_token_ids")
+        check_ids(body.stop_token_ids, card.vocab_size, prefix + "stop_token_ids")
+        fields["stop_ids"] = frozenset(body.stop_token_ids)
+    named = getattr(body, "logprob_token_ids", None)
+    if named:
+        if fields.get("logprobs", -1) == -1:
+            raise RequestError("'logprob_token_ids' needs 'logprobs'.", "logprob_token_ids")
+        _check_count(named, MAX_LOGPROBS, "logprob_token_ids")
+        fields["logprob_ids"] = tuple(named)
+    return msgspec.structs.replace(card.sampling, **fields)
+
+
+def _check_count(ids: list[int], most: int, param: str) -> None:
+    """Before they are looked at: a million of them took 0.2 s of the loop."""
+    if len(ids) > most:
+        raise RequestError(f"'{param}' takes at most {most} ids, got {len(ids)}.", param)
+
+
+_TOLD = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))
+"""What is told of each token besides log-probabilities, and how SGLang has it asked for."""
+
+
+def told_fields(body: Refused) -> dict[str, bool]:
+    """What is asked of it. Raises `RequestError` where the answer has no place for it: SGLang's rule."""
+    found: dict[str, bool] = {}
+    for name, param in _TOLD:
+        if getattr(body, param):
+            if isinstance(body, Generation) and not getattr(body, "return_meta_info", None):
+                raise RequestError(
+                    f"'{param}' requires 'return_meta_info' to be true: it is told there.", param
+                )
+            found[name] = True
+    return found
+
+
+def wants_states(body: Refused) -> bool:
+    """`return_hidden_states`. Raises `RequestError` where they are asked for in a stream of chunks."""
+    wanted = body.return_hidden_states
+    if not (any(wanted) if isinstance(wanted, list) else wanted):
+        return False
+    if isinstance(body, Generation) and body.stream:
+        param = "return_hidden_states"
+        raise RequestError(
+            f"'{param}' is not available with 'stream' here; /generate has both.", param, "unsupported"
+        )
+    return True
+
+
+def allowed_ids(body: Refused, vocab_size: int, prefix: str = "") -> tuple[int, ...] | None:
+    """`allowed_token_ids`: these and no others."""
+    if (ids := body.allowed_token_ids) is None:
+        return None
+    param = prefix + "allowed_token_ids"
+    if not ids:
+        raise RequestError(f"'{param}' must not be empty: nothing could be said.", param)
+    if len(ids) > vocab_size:
+        raise RequestError(f"'{param}' takes at most the {vocab_size} ids that there are.", param)
+    check_ids(ids, vocab_size, param)
+    return tuple(ids)
+
+
+def bad_words(body: Refused, prefix: str = "") -> tuple[str, ...]:
+    """`bad_words`, checked before any is encoded."""
+    words, param = body.bad_words or [], prefix + "bad_words"
+    if len(words) > MAX_BAD_WORDS:
+        raise RequestError(f"'{param}' takes at most {MAX_BAD_WORDS} texts.", param)
+    if any(not word.strip() or len(word) > MAX_NAME for word in words):
+        raise RequestError(f"'{param}' takes texts of 1 to {MAX_NAME} characters.", param)
+    return tuple(words)
+
+
+def stream_interval(body: Generation | NativeSampling, prefix: str = "") -> int:
+    """Tokens of a choice that an event tells at least, but for its first and last."""
+    value = body.stream_interval
+    if value is not None and value < 1:
+        raise RequestError(f"'{prefix}stream_interval' must be at least 1.", prefix + "stream_interval")
+    return value or 1
+
+
+_PLAIN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs_mode",
+)
+
+
+def processor_fields(body: Refused, prefix: str = "") -> dict[str, str]:
+    """The logit processor that a body names, and what it is called with. Whether there is one of that
+    name is the engine's to say."""
+    if not body.custom_logit_processor:
+        return {}
+    param = prefix + "custom_params"
+    check_depth(body.custom_params, param)
+    params = msgspec.json.encode(body.custom_params or {}).decode()
+    if len(params) > MAX_PARAMS:
+        raise RequestError(f"'{param}' is longer than {MAX_PARAMS} characters of JSON.", param)
+    return {"processor": body.custom_logit_processor, "processor_params": params}
+
+
+def _bias(bias: Mapping[str, float], prefix: str) -> tuple[tuple[int, float], ...]:
+    param = prefix + "logit_bias"
+    if len(bias) > MAX_BIAS:  # before they are read: 2 million keys took 1.6 s of the loop
+        raise RequestError(f"'{param}' takes at most {MAX_BIAS} entries.", param)
+    pairs: dict[int, float] = {}
+    for key, value in bias.items():
+        if len(key) > 10 or not key.isascii() or not key.isdigit():
+            raise RequestError(f"'{param}' has key '{key[:20]}', which is not a token id.", param)
+        pairs[int(key)] = value
+    return tuple(pairs.items())
+
+
+def text_options(body: Generation | NativeSampling) -> TextOptions:
+    """Stops and how to print. Whether the stops can be matched is the engine's to check."""
+    return TextOptions(
+        stop=_listed(body.stop),
+        stop_regex=_listed(body.stop_regex),
+        include_stop=bool(body.no_stop_trim) or bool(getattr(body, "include_stop_str_in_output", False)),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        repetition=_repetition(getattr(body, "repetition_detection", None)),
+    )
+
+
+def _repetition(asked: RepetitionDetection | None) -> Repetition | None:
+    if asked is None:
+        return None
+    longest, count = asked.max_pattern_size or 0, asked.min_count or 0
+    shortest = asked.min_pattern_size or 1
+    if longest <= 0 and count <= 0:
+        return None
+    param = "repetition_detection"
+    if not 1 <= shortest <= longest <= MAX_LENGTH:
+        raise RequestError(
+            f"'{param}' needs sizes 1 <= min_pattern_size <= max_pattern_size <= {MAX_LENGTH}.",
+            f"{param}.max_pattern_size",
+        )
+    if count < 2:
+        raise RequestError(f"'{param}.min_count' must be at least 2.", f"{param}.min_count")
+    return Repetition(shortest, longest, count)
+
+
+def _listed(value: str | list[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def root_key(cache_salt: str | None, extra_key: str | None) -> RootKey:
+    """What keeps prefixes apart: those of different tenants, and within one those of different salts."""
+    for param, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
+        if value is not None and len(value) > MAX_NAME:
+            raise RequestError(f"'{param}' is longer than {MAX_NAME} characters.", param)
+    # A pair of strings without a separator would let one salt spell another's pair.
+    salt = f"{len(cache_salt or '')}:{cache_salt or ''}{extra_key or ''}" if cache_salt or extra_key else ""
+    return RootKey(tenant=tenant(), salt=salt)
+
+
+def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
+    """What `prompt_cache_key` and `prompt_cache_retention` ask for: the prompt is to be found again. It
+    counts against the share of its tenant, which an API key tells, else a salt, else `prompt_cache_key`."""
+    if retention is not None and retention not in RETENTION:
+        raise RequestError(
+            f"'prompt_cache_retention' must be one of {', '.join(RETENTION)}.", "prompt_cache_retention"
+        )
+    if not key and retention is None:
+        return None
+    if key is not None and len(key) > MAX_NAME:
+        raise RequestError(f"'prompt_cache_key' is longer than {MAX_NAME} characters.", "prompt_cache_key")
+    seconds = RETENTION["in_memory" if retention is None else retention]
+    return Keep(owner=root.tenant or root.salt or key or "", marks=((None, seconds),))
+
+
+def priority(value: int | None) -> int:
+    """Larger is sooner."""
+    if value is None:
+        return 0
+    if not -PRIORITY_LIMIT <= value < PRIORITY_LIMIT:
+        raise RequestError("'priority' must fit 32 bits.", "priority")
+    return value
+
+
+def job_id(sent: str | None, made: str, param: str = "rid") -> str:
+    """The client's id for a request, or ours."""
+    if not sent:
+        return made
+    if len(sent) > MAX_NAME:
+        raise RequestError(f"'{param}' is longer than {MAX_NAME} characters.", param)
+    return sent
+
+
+def truncation(body: Generation, context_length: int) -> int | None:
+    """How many of the prompt's tokens to keep; -1 means what the model can hold."""
+    if body.truncation_side not in (None, "left", "right"):
+        raise RequestError("'truncation_side' must be 'left' or 'right'.", "truncation_side")
+    value = body.truncate_prompt_tokens
+    if value is None:
+        return None
+    if value == -1:
+        return context_length
+    if value < 1:
+        raise RequestError("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
+    return value

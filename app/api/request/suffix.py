@@ -1,0 +1,42 @@
+"""`suffix` of `/v1/completions`: what follows the text to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from app.api.request.schema import CompletionBody
+from app.engine.job import Job
+from app.service import Loaded
+from app.text.infill import find_marks
+from core.errors import RequestError
+
+_BESIDE = {
+    "truncate_prompt_tokens": "a cut would take the marks around the text",
+    "thinking_token_budget": "what is inserted is not thought about",
+    "max_thinking_tokens": "what is inserted is not thought about",
+    "prompt_embeds": "prompts must be texts",
+}
+
+
+def inserting(job: Job, body: CompletionBody, prompts: Sequence[object], loaded: Loaded) -> Job:
+    """The job with its suffix, where the body has one, ending at whatever says that the text is complete.
+    Raises `RequestError` where the model or the rest of the body cannot have it."""
+    if not body.suffix:
+        return job
+    marks = find_marks(loaded.tokenizer)
+    if marks is None or max(marks.ends) >= loaded.card.vocab_size:  # some tokenizers know more than the model
+        raise RequestError(
+            "'suffix' is not supported: this model's vocabulary has no marks for text insertion.",
+            "suffix",
+            "unsupported",
+        )
+    for name, reason in _BESIDE.items():
+        if getattr(body, name) is not None:
+            raise RequestError(f"'{name}' is not supported with 'suffix': {reason}.", name, "unsupported")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("'suffix' needs a 'prompt' that is text, not token ids.", "suffix")
+    stops = job.sampling.stop_ids if job.ignore_eos else job.sampling.stop_ids | marks.ends
+    sampling = msgspec.structs.replace(job.sampling, stop_ids=stops)
+    return msgspec.structs.replace(job, suffix=body.suffix, sampling=sampling)

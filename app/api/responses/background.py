@@ -1,0 +1,203 @@
+"""Responses that are made in the background, and everybody who follows one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from app.api.responses import Store
+from app.api.responses.events import Doc, ResponseEvents, error_event
+from app.api.responses.turn import Turn
+from app.engine.failure import UNREADABLE, failure
+from app.engine.job import Piece
+from app.engine.reasoning_budget import WatchedRun, Watcher
+from app.http.errors import fault
+from app.http.sse import Dialect, EventStream
+from app.service import Loaded
+from core.errors import EngineFailed, LoomError, Overloaded, RequestError, Unavailable
+from core.types import Finish, FinishReason
+
+log = logging.getLogger(__name__)
+
+MAX_LIVE = 1024
+"""Background responses at once: each holds its own output, and a stream's events, in memory."""
+
+BURST = 256
+"""Events in one write to somebody who catches up."""
+
+DIALECT = Dialect(error=error_event)
+
+
+class Live:
+    """One response in the making, and its events for whoever follows. Owner: event loop."""
+
+    __slots__ = ("_early", "_events", "_on_done", "done", "error", "followers", "log", "run", "turn")
+
+    def __init__(self, turn: Turn, on_done: Callable[[Live], None]) -> None:
+        self.turn = turn
+        self.run: WatchedRun | None = None
+        self.log: list[bytes] = []
+        """Its events so far, one frame each; stays empty when it is not streamed."""
+        self.followers: set[EventStream] = set()
+        self.done = asyncio.Event()
+        self.error: LoomError | None = None
+        """What it failed with."""
+        self._early: list[Piece] = []
+        """Pieces that came before the run was known."""
+        self._events: ResponseEvents | None = None
+        self._on_done = on_done
+
+    @property
+    def streamed(self) -> bool:
+        """There are events to follow."""
+        return self.turn.telling.streamed
+
+    @property
+    def doc(self) -> Doc:
+        """The response as it is now."""
+        assert self._events is not None
+        return self._events.doc
+
+    def begin(self, run: WatchedRun) -> None:
+        """It runs."""
+        self.run = run
+        self._events = ResponseEvents(self.turn.telling, run)
+        self._log(self._events.begin())
+        for piece in self._early:
+            self.take(0, piece)
+
+    def take(self, index: int, piece: Piece) -> None:
+        """The engine's sink."""
+        events = self._events
+        if events is None:
+            self._early.append(piece)
+        elif not self.done.is_set():
+            try:
+                self._log(events.take(piece))
+                if piece.finish is not None:
+                    self.error = failure(piece.finish)
+                    self._end(events.end(piece.finish) if self.error is None else self._failed(events))
+            except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
+                log.exception("an answer could not be read")
+                self.error = EngineFailed(UNREADABLE)
+                self._end(self._failed(events))
+                assert self.run is not None
+                asyncio.get_running_loop().call_soon(self.run.abort)
+            for stream in self.followers:
+                stream.wake()
+
+    def give_up(self) -> None:
+        """The engine is gone and says no last word."""
+        if self._events is not None:
+            self.take(
+                0, Piece("", [], None, Finish(FinishReason.ABORT, message="The server is shutting down."))
+            )
+
+    def _failed(self, events: ResponseEvents) -> list[bytes]:
+        assert self.error is not None
+        return events.fail(fault(self.error))
+
+    def _end(self, last: list[bytes]) -> None:
+        self._log(last)
+        self.done.set()
+        self._on_done(self)
+
+    def _log(self, frames: list[bytes]) -> None:
+        if self.streamed:
+            self.log += frames
+
+    async def follow(self, request: web.Request, start: int) -> web.StreamResponse:
+        """Answer with its events from number `start` on, until its end."""
+        async with EventStream(request, dialect=DIALECT) as stream:
+            self.followers.add(stream)
+            try:
+                at = start
+                while True:
+                    while at < len(self.log) and not stream.congested:
+                        burst = self.log[at : at + BURST]
+                        stream.write(b"".join(burst))
+                        at += len(burst)
+                    if at < len(self.log):
+                        await stream.drained()
+                    elif self.done.is_set():
+                        break
+                    else:
+                        await stream.wait()
+            finally:
+                self.followers.discard(stream)
+        return stream.response
+
+
+class Responses:
+    """The store, and what is on its way there. Owner: event loop."""
+
+    __slots__ = ("_live", "store")
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._live: dict[str, Live] = {}
+
+    def keep(self, turn: Turn, doc: Doc) -> asyncio.Future[bool]:
+        """Store a response, if its client wants it stored."""
+        return self.store.put(turn.record(doc))
+
+    async def start(self, turn: Turn, loaded: Loaded) -> Live:
+        """Run a turn in the background. Raises what the engine refuses it with, and `Unavailable`
+        and `DiskFull` when it cannot be stored: then nobody could fetch it."""
+        if not turn.kept:
+            raise RequestError("This server keeps no responses, so none can run in the background.", "store")
+        if len(self._live) >= MAX_LIVE:
+            raise Overloaded("Too many responses are made in the background.")
+        live = Live(turn, self._finished)
+        run = await Watcher(loaded.engine, loaded.tokenizer, turn.watch).start(turn.job, live.take)
+        assert isinstance(run, WatchedRun)
+        self._live[turn.id] = live
+        live.begin(run)
+        stored = False
+        try:
+            stored = live.done.is_set() or await self.store.require(turn.record(live.doc))
+        finally:
+            if not stored:  # or the client has gone before it knew the response's id
+                run.abort()
+        if not stored:
+            raise Unavailable("The response cannot be stored.")
+        return live
+
+    def _finished(self, live: Live) -> None:
+        """Whoever asks from now on asks the store, which does things in order."""
+        del self._live[live.turn.id]
+        self.store.put(live.turn.record(live.doc, b"".join(live.log)))
+
+    def live(self, owner: str, id: str) -> Live | None:
+        """One that is being made."""
+        live = self._live.get(id)
+        return live if live is not None and live.turn.owner == owner else None
+
+    async def cancel(self, owner: str, id: str) -> Doc:
+        """End one that is being made; one that is done stays as it is. Raises `RequestError`."""
+        live = self.live(owner, id)
+        if live is not None:
+            assert live.run is not None
+            live.run.abort()
+            await live.done.wait()
+            return live.doc
+        record = await self.store.get(owner, id)
+        doc: Doc = msgspec.json.decode(record.doc)
+        if not doc.get("background"):
+            raise RequestError("Only a response made in the background can be cancelled.", "response_id")
+        return doc
+
+    async def close(self) -> None:
+        """End what still runs and let go of the store."""
+        for live in list(self._live.values()):
+            live.give_up()
+            if live.run is not None:
+                live.run.abort()
+        await self.store.close()
+
+
+RESPONSES = web.AppKey("responses", Responses)

@@ -1,0 +1,234 @@
+"""`/v1/responses`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.api.request.sampling import check_model, ready
+from app.api.responses import Record
+from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
+from app.api.responses.events import Doc, ResponseEvents, ending
+from app.api.responses.schema import RESPONSES as BODY
+from app.api.responses.turn import Turn, make_turn
+from app.engine.job import Piece
+from app.engine.reasoning_budget import WatchedRun, Watcher
+from app.http.body import decoded
+from app.http.delivery import Delivery, running, spaced
+from app.http.errors import fault
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.http.sse import EventStream
+from app.http.tenant import tenant
+from app.service import Loaded
+from core.errors import LoomError, RequestError
+from core.types import Finish
+
+MAX_PAGE = 100
+"""Items in one page: OpenAI's."""
+
+
+class ResponseFrames:
+    """`Frames` of one response. Owner: event loop."""
+
+    __slots__ = ("_events", "_on_end")
+
+    def __init__(self, events: ResponseEvents, on_end: Callable[[], object]) -> None:
+        self._events = events
+        self._on_end = on_end
+
+    def delta(self, index: int, piece: Piece) -> bytes | None:
+        """See `Frames.delta`. All events of a piece go out in one write."""
+        return b"".join(self._events.take(piece)) or None
+
+    def finish(self, index: int, finish: Finish) -> bytes:
+        """See `Frames.finish`. The response is on its way to the store before the client knows that
+        it is complete, and may build on it."""
+        frames = self._events.end(finish)
+        self._on_end()
+        return b"".join(frames)
+
+    def tail(self) -> bytes | None:
+        """See `Frames.tail`."""
+        return None
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """Answer at once, as a stream, or later."""
+    body = await decoded(request, BODY)
+    loaded = ready(request.app[SERVICE], body.model)
+    responses = request.app[RESPONSES]
+    turn = await make_turn(body, tenant(), responses.store, loaded)
+    if body.background:
+        live = await responses.start(turn, loaded)
+        return await live.follow(request, 0) if body.stream else json_response(live.doc)
+    if body.stream:
+        return await _stream(request, turn, loaded, responses)
+    return json_response(await _answer(turn, loaded, responses))
+
+
+async def _answer(turn: Turn, loaded: Loaded, responses: Responses) -> Doc:
+    live = Live(turn, lambda _: None)
+    async with running(_watcher(turn, loaded), [turn.job], live.take) as runs:
+        run = runs[0]
+        assert isinstance(run, WatchedRun)
+        live.begin(run)
+        await live.done.wait()
+    if live.error is not None:
+        raise live.error
+    stored = turn.kept and await responses.keep(turn, live.doc)
+    return {**live.doc, "store": stored}
+
+
+async def _stream(
+    request: web.Request, turn: Turn, loaded: Loaded, responses: Responses
+) -> web.StreamResponse:
+    delivery = Delivery(1)
+
+    def keep() -> None:
+        if turn.kept:
+            responses.keep(turn, events.doc)
+
+    sink = spaced(delivery.take, turn.every)
+    async with running(_watcher(turn, loaded), [turn.job], sink) as runs:
+        run = runs[0]
+        assert isinstance(run, WatchedRun)
+        events = ResponseEvents(turn.telling, run)
+        async with EventStream(request, dialect=DIALECT) as stream:
+            stream.write(b"".join(events.begin()))
+            try:
+                await delivery.run(stream, ResponseFrames(events, keep))
+            except LoomError as error:
+                frames = events.fail(fault(error))
+                keep()
+                stream.write(b"".join(frames))
+        return stream.response
+
+
+def _watcher(turn: Turn, loaded: Loaded) -> Watcher:
+    return Watcher(loaded.engine, loaded.tokenizer, turn.watch)
+
+
+async def retrieve(request: web.Request) -> web.StreamResponse:
+    """A response as it is now, or with `stream=true` the events of one made in the background after
+    number `starting_after`."""
+    id, whose = request.match_info["id"], tenant()
+    responses = request.app[RESPONSES]
+    after = _number(request, "starting_after", -1, 2**31)
+    streamed = request.query.get("stream", "").lower() in ("true", "1")
+    live = responses.live(whose, id)
+    if live is not None:
+        if streamed and not live.streamed:
+            raise _not_streamed()
+        return await live.follow(request, after + 1) if streamed else json_response(live.doc)
+    record = await responses.store.get(whose, id)
+    if streamed:
+        return await _replay(request, record, after)
+    return web.Response(body=record.doc, content_type="application/json")
+
+
+async def _replay(request: web.Request, record: Record, after: int) -> web.StreamResponse:
+    doc: Doc = msgspec.json.decode(record.doc)
+    if not record.events and (not doc["background"] or doc["status"] != "failed"):
+        raise _not_streamed()
+    frames = record.events.split(b"\n\n")[:-1]
+    # The events of one that a restart cut off are lost: only how it ended is left to tell.
+    left = [frame + b"\n\n" for frame in frames[after + 1 :]] if frames else [ending(doc, after + 1)]
+    async with EventStream(request, dialect=DIALECT) as stream:
+        for frame in left:
+            if stream.congested:
+                await stream.drained()
+            stream.write(frame)
+    return stream.response
+
+
+def _not_streamed() -> RequestError:
+    return RequestError(
+        "Only a response created with 'background' and 'stream' can be streamed again.", "stream"
+    )
+
+
+async def input_items(request: web.Request) -> web.StreamResponse:
+    """The request's own items, newest first unless asked otherwise; those before are with the
+    responses before."""
+    id, whose = request.match_info["id"], tenant()
+    responses = request.app[RESPONSES]
+    live = responses.live(whose, id)
+    if live is not None:
+        items = list(live.turn.items)
+    else:
+        items = msgspec.json.decode((await responses.store.get(whose, id)).input)
+    order = request.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError("'order' must be 'asc' or 'desc'.", "order")
+    if order == "desc":
+        items.reverse()
+    if after := request.query.get("after"):
+        places = [i for i, item in enumerate(items) if item.get("id") == after]
+        if not places:
+            raise RequestError(f"'after' names {after[:100]!r}, which is not here.", "after")
+        items = items[places[0] + 1 :]
+    limit = _number(request, "limit", 20, MAX_PAGE)
+    return json_response(_page(items, max(limit, 1)))
+
+
+def _page(items: list[Any], limit: int) -> Doc:
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0].get("id") if page else None,
+        "last_id": page[-1].get("id") if page else None,
+        "has_more": len(items) > limit,
+    }
+
+
+def _number(request: web.Request, name: str, default: int, most: int) -> int:
+    text = request.query.get(name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= most):
+        raise RequestError(f"'{name}' must be a number up to {most}.", name)
+    return int(text)
+
+
+async def delete(request: web.Request) -> web.StreamResponse:
+    """Forget one; one that is being made is ended first."""
+    id, whose = request.match_info["id"], tenant()
+    responses = request.app[RESPONSES]
+    if responses.live(whose, id) is not None:
+        await responses.cancel(whose, id)
+    await responses.store.delete(whose, id)
+    return json_response({"id": id, "object": "response", "deleted": True})
+
+
+async def cancel(request: web.Request) -> web.StreamResponse:
+    """End one that is made in the background."""
+    return json_response(await request.app[RESPONSES].cancel(tenant(), request.match_info["id"]))
+
+
+async def input_tokens(request: web.Request) -> web.StreamResponse:
+    """Tokens of the prompt that the same body would be run with; nothing is run or kept."""
+    body = await decoded(request, BODY)
+    loaded = request.app[SERVICE].loaded
+    check_model(loaded, body.model)
+    asked = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)
+    turn = await make_turn(asked, tenant(), request.app[RESPONSES].store, loaded)
+    prompt = turn.job.prompt
+    if isinstance(prompt, str):
+        prompt = await loaded.tokenizer.encode_async(prompt, turn.job.add_special_tokens, "input")
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/responses", create),
+    ("POST", "/v1/responses/input_tokens", input_tokens),
+    ("GET", "/v1/responses/{id}", retrieve),
+    ("DELETE", "/v1/responses/{id}", delete),
+    ("GET", "/v1/responses/{id}/input_items", input_items),
+    ("POST", "/v1/responses/{id}/cancel", cancel),
+)

@@ -1,0 +1,159 @@
+"""What `/v1/responses` takes, and its fields as chat knows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from app.api.request.field_names import rename_fields
+from app.api.request.schema import ChatBody, Generation, Int
+from core.errors import RequestError
+
+Item = dict[str, Any]
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """`reasoning`. Summaries are not made: the thinking itself is told."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """`text`."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(Generation, kw_only=True):
+    """`/v1/responses`, with chat's sampling extensions."""
+
+    input: str | list[Item] | None = None
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    max_tool_calls: Int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextFormat | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: Int | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    prompt: Any = None
+    conversation: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+RESPONSES = msgspec.json.Decoder(ResponsesBody)
+
+LOGPROBS = "message.output_text.logprobs"
+THINKING = "reasoning.encrypted_content"
+"""Members of `include` that have meaning here."""
+
+_SHARED = tuple(
+    field.name
+    for field in msgspec.structs.fields(Generation)
+    if field.name
+    not in ("n", "max_tokens", "stream", "stream_options", "response_format", "rid", "request_id")
+)
+
+
+def check_body(body: ResponsesBody) -> None:
+    """Raise `RequestError` for what cannot be done, whatever the input."""
+    for name in ("prompt", "conversation"):
+        if getattr(body, name) not in (None, "", {}):
+            raise RequestError(f"'{name}' is not supported: send 'input'.", name, "unsupported")
+    for name in ("return_hidden_states", "return_entropy", "return_sampling_mask", "return_routed_experts"):
+        if getattr(body, name):
+            raise RequestError(f"'{name}' is not supported here: /generate has it.", name, "unsupported")
+    if body.use_beam_search:
+        name = "use_beam_search"
+        raise RequestError(
+            f"'{name}' is not supported here; /v1/chat/completions has it.", name, "unsupported"
+        )
+    if body.response_format not in (None, {"type": "text"}):
+        raise RequestError(
+            "'response_format' is not supported: send 'text.format'.", "response_format", "unsupported"
+        )
+    if body.truncation not in (None, "auto", "disabled"):
+        raise RequestError("'truncation' must be 'auto' or 'disabled'.", "truncation")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise RequestError("'max_output_tokens' must be at least 1.", "max_output_tokens")
+    if body.background and body.store is False:
+        raise RequestError("'background' needs 'store': the answer could not be fetched.", "background")
+
+
+def chat_body(body: ResponsesBody, messages: list[Item], id: str) -> ChatBody:
+    """The same request as chat takes it; `id` is what it can be aborted by."""
+    fields = {name: getattr(body, name) for name in _SHARED}
+    return ChatBody(
+        **fields,
+        messages=messages,
+        rid=body.rid or body.request_id or id,
+        max_completion_tokens=body.max_output_tokens,
+        response_format=_format(body.text),
+        tools=functions(body.tools),
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        logprobs=logprobs_wanted(body) or None,
+        top_logprobs=body.top_logprobs if logprobs_wanted(body) else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def logprobs_wanted(body: ResponsesBody) -> bool:
+    """By either of the two ways to ask."""
+    return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+
+
+def functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The function tools as chat has them. Those of other types run on OpenAI's servers or belong to
+    clients that offer them to every server (Codex): the model is not told of them."""
+    kept = [tool for tool in tools or () if tool.get("type", "function") == "function"]
+    return [{"type": "function", "function": _function(tool)} for tool in kept] or None
+
+
+def _function(tool: dict[str, Any]) -> Any:
+    if "name" not in tool and "function" in tool:
+        return tool["function"]  # chat's own shape, which some clients send here too
+    return {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict) or not isinstance(listed := choice.get("tools"), list):
+        return choice
+    kept = [tool for tool in listed if not isinstance(tool, dict) or tool.get("type") == "function"]
+    return {**choice, "tools": kept}
+
+
+def _format(text: TextFormat | None) -> Any:
+    wanted = text.format if text is not None else None
+    if wanted is None or wanted.get("type") != "json_schema" or "json_schema" in wanted:
+        return wanted
+    return {"type": "json_schema", "json_schema": {k: v for k, v in wanted.items() if k != "type"}}
+
+
+_NAMES = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages", "input"),
+)
+
+
+def rename(error: RequestError) -> None:
+    """Make an error of chat's name our fields."""
+    rename_fields(error, _NAMES, ((".function.", "."),))
+    if error.param is not None and error.param.startswith("input["):
+        error.param = "input"  # messages are not items one by one

@@ -1,0 +1,176 @@
+"""One request of `/v1/responses`, checked and made ready to run."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+
+from app.api.openai.chat import chat_job
+from app.api.request.logprobs import Namer
+from app.api.request.sampling import stream_interval
+from app.api.request.schema import ChatBody
+from app.api.responses import Record, Store
+from app.api.responses.events import Doc, Telling
+from app.api.responses.input import messages, own_items, resolve, shortened
+from app.api.responses.schema import (
+    THINKING,
+    Item,
+    ResponsesBody,
+    TextFormat,
+    chat_body,
+    check_body,
+    logprobs_wanted,
+    rename,
+)
+from app.engine.job import Job
+from app.engine.reasoning_budget import Watch
+from app.http.aside import aside
+from app.service import Loaded, ModelCard
+from core.errors import RequestError
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, how to tell of it, and what to keep."""
+
+    id: str
+    owner: str
+    created: int
+    previous: str | None
+    items: list[Item]
+    """The request's own input."""
+    kept: bool
+    job: Job
+    watch: Watch
+    telling: Telling
+    every: int = 1
+    """Tokens that an event tells at least, where it is streamed."""
+
+    def record(self, doc: Doc, events: bytes = b"") -> Record:
+        """The response as it is to be stored."""
+        return Record(
+            id=self.id,
+            owner=self.owner,
+            status=doc["status"],
+            created=self.created,
+            doc=_encode(doc),
+            input=_encode(self.items),
+            previous=self.previous,
+            events=events,
+        )
+
+
+async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loaded) -> Turn:
+    """Check, fetch what came before, render. Raises `RequestError` with the body's own field names."""
+    check_body(body)
+    id = f"resp_{secrets.token_hex(16)}"
+    count = len(body.input) if isinstance(body.input, list) else 1
+    own = await aside(count, lambda: own_items(body.input, id))
+    items = await resolve(own, owner, store)
+    history: list[Item] = []
+    if body.previous_response_id:
+        history = await store.history(owner, body.previous_response_id)
+    created = int(time.time())
+    kept = body.store is not False and store.keeps
+    try:
+        told = [*history, *items]
+        made = await aside(len(told), lambda: messages(told, body.instructions))
+        chat = chat_body(body, made, id)
+        job, watch = await _job(chat, loaded, body.truncation == "auto")
+    except RequestError as error:
+        rename(error)
+        raise
+    telling = Telling(
+        head=_head(body, id, created, kept, loaded.card),
+        reading=watch.reading,
+        namer=Namer(loaded.tokenizer) if logprobs_wanted(body) else None,
+        streamed=body.stream is True,
+        keeps_thinking=THINKING in (body.include or ()),
+    )
+    return Turn(
+        id=id,
+        owner=owner,
+        created=created,
+        previous=body.previous_response_id or None,
+        items=items,
+        kept=kept,
+        job=msgspec.structs.replace(job, prompt_param="input"),
+        watch=watch,
+        telling=telling,
+        every=stream_interval(body),
+    )
+
+
+async def _job(chat: ChatBody, loaded: Loaded, shorten: bool) -> tuple[Job, Watch]:
+    """As chat makes it; with `shorten` the oldest messages go until it fits the context."""
+    while True:
+        job, watch = await chat_job(chat, loaded)
+        if not shorten or not isinstance(job.prompt, str):
+            return job, watch
+        ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, "input")
+        fits = len(ids) + (job.max_tokens or 1) <= loaded.card.context_length
+        shorter = shortened(chat.messages or [])
+        if fits or shorter is None:
+            return msgspec.structs.replace(job, prompt=ids), watch
+        chat = msgspec.structs.replace(chat, messages=shorter)
+
+
+def _head(body: ResponsesBody, id: str, created: int, kept: bool, card: ModelCard) -> Doc:
+    sampling = card.sampling
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": body.background is True,
+        "completed_at": None,
+        "error": None,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "model": card.name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "previous_response_id": body.previous_response_id or None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": kept,
+        "temperature": _set(body.temperature, sampling.temperature),
+        "text": _told_text(body.text),
+        "tool_choice": _set(body.tool_choice, "auto"),
+        "tools": [_told_tool(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": _set(body.top_p, sampling.top_p),
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _set(value: object, default: object) -> object:
+    return default if value is None else value
+
+
+def _told_text(text: TextFormat | None) -> Doc:
+    if text is None:
+        return {"format": {"type": "text"}}
+    return {"format": text.format or {"type": "text"}, "verbosity": text.verbosity}
+
+
+_FUNCTION = {"description": None, "parameters": None, "strict": None}
+"""Fields that a function tool has in a response, whether the request gave them or not."""
+
+
+def _told_tool(tool: Item) -> Item:
+    return {**_FUNCTION, **tool} if tool.get("type") == "function" and "name" in tool else tool

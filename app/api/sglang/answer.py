@@ -1,0 +1,201 @@
+"""What `/generate` answers: whole, and as cumulative events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from app.api.request.experts import experts
+from app.api.request.hidden import states
+from app.api.request.logprobs import Entry, Namer, output_entries, prompt_entries, told_lists
+from app.api.request.schema import NativeBody
+from app.engine.job import Job, Piece, Run
+from app.http.reply import pieces
+from core.types import Finish, FinishReason
+
+_encode = msgspec.json.Encoder().encode
+
+_END = b"}}\n\n"
+"""Of an event; `meta_info` is its last field."""
+
+SMALL = 64 * 1024
+"""Bytes up to which every piece gets its event."""
+GROWTH = 16
+"""Beyond `SMALL` an event waits until a sixteenth is new. Every event repeats all before it: without
+this, 64 choices of 1,000 tokens with 20 log-probabilities each are 25 GB of events."""
+
+
+def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str, object]:
+    """What SGLang tells of a choice that has said `tokens`."""
+    told: dict[str, object] = {
+        "id": id,
+        "finish_reason": None if finish is None else _finish(finish, tokens),
+        "prompt_tokens": len(run.prompt),
+        "completion_tokens": tokens,
+        "cached_tokens": run.requests[0].cached,
+    }
+    if run.requests[0].params.support:
+        told["output_token_sampling_mask_length"] = tokens
+    return told
+
+
+class Answers:
+    """Builds the object of one choice from what it has produced. Owner: event loop."""
+
+    __slots__ = ("_body", "_jobs", "_n", "_namer", "_runs")
+
+    def __init__(self, body: NativeBody, jobs: Sequence[Job], runs: Sequence[Run], namer: Namer) -> None:
+        self._body = body
+        self._jobs = jobs
+        self._runs = runs
+        self._namer = namer
+        self._n = jobs[0].n
+
+    def whole(self, index: int, piece: Piece) -> dict[str, object]:
+        """`piece` is all of the choice."""
+        meta = self.meta(index, len(piece.tokens), piece.finish)
+        if self.told:
+            meta |= self.output_lists(piece) | self.input_logprobs(index)
+        meta |= self.given(index, len(piece.tokens))
+        return {"text": piece.text, "output_ids": piece.tokens, "meta_info": meta}
+
+    @property
+    def told(self) -> bool:
+        """Whether something is told of each token."""
+        return self._jobs[0].sampling.told
+
+    def given(self, index: int, tokens: int) -> dict[str, object]:
+        """What a complete choice of that many tokens gives back, where asked for: hidden states, lists of
+        vectors, and experts, as the bytes of a tensor."""
+        which, choice = divmod(index, self._n)
+        run, found = self._runs[which], dict[str, object]()
+        if self._jobs[which].sampling.hidden != "none":
+            found["hidden_states"] = states(run, choice, tokens)
+        if (chosen := experts(run, choice, tokens)) is not None:
+            found["routed_experts"] = chosen
+        return found
+
+    def meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
+        """`meta_info` without log-probabilities."""
+        which, choice = divmod(index, self._n)
+        id = self._jobs[which].id
+        return meta_info(id if self._n == 1 else f"{id}-{choice}", self._runs[which], tokens, finish)
+
+    def output_lists(self, piece: Piece) -> dict[str, list[object]]:
+        """What is told of each of the piece's tokens."""
+        more = told_lists(self._jobs[0].sampling, piece.logprobs or ())
+        if not self._body.return_logprob:
+            return more
+        return self._lists("output", list(output_entries(piece.tokens, piece.logprobs or ()))) | more
+
+    def input_logprobs(self, index: int) -> dict[str, list[object]]:
+        """Of the prompt's tokens from `logprob_start_len` on, where asked for."""
+        job, run = self._jobs[index // self._n], self._runs[index // self._n]
+        if job.sampling.prompt_logprobs < 0:
+            return {}
+        return self._lists("input", prompt_entries(run, job.sampling.prompt_logprobs_start))
+
+    def _lists(self, side: str, entries: list[Entry]) -> dict[str, list[object]]:
+        fields: dict[str, list[object]] = {
+            f"{side}_token_logprobs": [self._tuple(entry.value, entry.token) for entry in entries]
+        }
+        best = self._body.top_logprobs_num or 0
+        if best:
+            fields[f"{side}_top_logprobs"] = [self._top(entry, slice(best)) for entry in entries]
+        if self._body.token_ids_logprob:
+            fields[f"{side}_token_ids_logprobs"] = [self._top(entry, slice(best, None)) for entry in entries]
+        return fields
+
+    def _top(self, entry: Entry, part: slice) -> list[object] | None:
+        if entry.value is None:
+            return None
+        return [self._tuple(value, token) for token, value in entry.top[part]]
+
+    def _tuple(self, value: float | None, token: int) -> list[object]:
+        return [value, token, self._namer.text(token) if self._body.return_text_in_logprobs else None]
+
+
+def _finish(finish: Finish, tokens: int) -> dict[str, object]:
+    if finish.reason is FinishReason.LENGTH:
+        return {"type": "length", "length": tokens}
+    if finish.reason is FinishReason.ABORT:
+        return {"type": "abort", "message": finish.message or "Aborted"}
+    return {"type": finish.reason.value, "matched": finish.matched}
+
+
+class NativeFrames:
+    """`Frames` of `/generate`: every event tells everything so far. Owner: event loop.
+
+    Encoded pieces of a string or list, joined, are the encoded whole; so each piece is encoded once
+    and only copied from then on. The prompt's log-probabilities are in the last event alone. All
+    events together are bounded by `GROWTH` times the last, beyond `SMALL` for each token.
+    """
+
+    __slots__ = ("_answers", "_ends", "_logprobs", "_single", "_texts", "_tokens", "_told", "_wanted")
+
+    def __init__(self, body: NativeBody, answers: Answers, total: int, single: bool) -> None:
+        self._answers = answers
+        self._single = single
+        self._wanted = answers.told
+        self._tokens: list[list[int]] = [[] for _ in range(total)]
+        self._texts = [bytearray() for _ in range(total)]
+        self._logprobs: list[dict[str, bytearray]] = [{} for _ in range(total)]
+        self._ends: dict[int, Finish] = {}
+        self._told = [0] * total
+        """Bytes of text and log-probabilities in each choice's last event."""
+
+    def delta(self, index: int, piece: Piece) -> bytes | None:
+        """See `Frames.delta`. A last piece waits for `finish`, which tells all of it."""
+        self._tokens[index] += piece.tokens
+        self._texts[index] += _encode(piece.text)[1:-1]
+        if self._wanted and piece.logprobs:
+            known = self._logprobs[index]
+            for name, listed in self._answers.output_lists(piece).items():
+                encoded = known.setdefault(name, bytearray())
+                if encoded:
+                    encoded += b","
+                encoded += _encode(listed)[1:-1]
+        if piece.finish is not None:
+            return None
+        size = len(self._texts[index]) + sum(map(len, self._logprobs[index].values()))
+        if size > SMALL and size - self._told[index] < size // GROWTH:
+            return None
+        self._told[index] = size
+        return self._event(index, None)
+
+    def finish(self, index: int, finish: Finish) -> bytes:
+        """See `Frames.finish`."""
+        self._ends[index] = finish
+        return self._event(index, finish)
+
+    def given(self) -> Iterator[bytes]:
+        """A last event for each choice, with what it gives back, where asked for; in pieces. No earlier one
+        has that: it is too much to be told again and again."""
+        for index, finish in self._ends.items():
+            given = self._answers.given(index, len(self._tokens[index]))
+            if given:
+                yield self._event(index, finish)[: -len(_END)]
+                for name, value in given.items():
+                    yield b',"%b":' % name.encode()
+                    yield from pieces(value)
+                yield _END
+
+    def tail(self) -> bytes | None:
+        """Nothing: usage is in every event."""
+        return None
+
+    def _event(self, index: int, finish: Finish | None) -> bytes:
+        tokens = self._tokens[index]
+        meta = self._answers.meta(index, len(tokens), finish)
+        if finish is not None and self._wanted:
+            meta |= self._answers.input_logprobs(index)
+        logprobs = b"".join(b',"%b":[%b]' % (k.encode(), bytes(v)) for k, v in self._logprobs[index].items())
+        return b'data: {"text":"%b",%b"output_ids":%b,"meta_info":%b%b%b' % (
+            bytes(self._texts[index]),
+            b"" if self._single else b'"index":%d,' % index,
+            _encode(tokens),
+            _encode(meta)[:-1],
+            logprobs,
+            _END,
+        )

@@ -1,0 +1,115 @@
+"""Answers that were made elsewhere, read with this server's parsers: SGLang's two routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.aliases import VALUES
+from app.api.request.tools import check_tools
+from app.http.body import decoded
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.parsers.base import Event, Message, assemble
+from app.parsers.reading import Reading
+from app.parsers.registry import REASONING, TOOLS
+from core.errors import RequestError
+
+MAX_TEXT = 2**19
+"""Characters of a text: no answer is longer, and 10,000 calls are put together in 25 ms."""
+
+SLICE = 16 * 1024
+"""Characters read in one turn of the loop."""
+
+Family = TypeVar("Family")
+
+
+class CallsBody(msgspec.Struct, kw_only=True):
+    """`/parse_function_call`. Without `tool_call_parser` the server's own."""
+
+    text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_call_parser: str | None = None
+
+
+class ReasoningBody(msgspec.Struct, kw_only=True):
+    """`/separate_reasoning`. Without `reasoning_parser` the server's own."""
+
+    text: str | None = None
+    reasoning_parser: str | None = None
+
+
+CALLS = msgspec.json.Decoder(CallsBody)
+THINKING = msgspec.json.Decoder(ReasoningBody)
+
+
+async def parse_calls(request: web.Request) -> web.StreamResponse:
+    """The calls in a text, and what is left of it."""
+    body = await decoded(request, CALLS)
+    own = request.app[SERVICE].loaded.tools
+    family = _family(body.tool_call_parser, "tool_call_parser", TOOLS, VALUES["--tool-parser"], own)
+    tools = check_tools(body.tools)
+    names = {tool.name: i for i, tool in enumerate(tools)}
+    schemas = {tool.name: tool.schema for tool in tools}
+    read = await _read(body.text, Reading(tools=family, names=frozenset(names), schemas=schemas))
+    calls = [
+        {
+            "tool_index": names.get(call.name, -1),
+            "name": call.name,
+            "parameters": call.arguments,
+        }
+        for call in read.calls
+    ]
+    return json_response({"normal_text": read.content, "calls": calls})
+
+
+async def separate_reasoning(request: web.Request) -> web.StreamResponse:
+    """The thinking in a text, and the answer after it."""
+    body = await decoded(request, THINKING)
+    own = request.app[SERVICE].loaded.reasoning
+    family = _family(body.reasoning_parser, "reasoning_parser", REASONING, VALUES["--reasoning-parser"], own)
+    # Most templates open the thinking in the prompt: an end without a begin is one, too.
+    inside = body.text is not None and family.begin not in body.text and family.end in body.text
+    read = await _read(body.text, Reading(reasoning=family, inside=inside))
+    return json_response({"reasoning_text": read.reasoning, "text": read.content})
+
+
+def _family(
+    name: str | None,
+    param: str,
+    families: Mapping[str, Family],
+    aliases: Mapping[str, str],
+    own: Family | None,
+) -> Family:
+    if name is None:
+        if own is None:
+            raise RequestError(f"'{param}' is missing, and this model's own is not known.", param)
+        return own
+    found = families.get(aliases.get(name, name))
+    if found is None:
+        raise RequestError(f"'{param}' must be one of {', '.join(families)}.", param)
+    return found
+
+
+async def _read(text: str | None, reading: Reading) -> Message:
+    if text is None:
+        raise RequestError("'text' is missing.", "text")
+    if len(text) > MAX_TEXT:
+        raise RequestError(f"'text' takes at most {MAX_TEXT} characters, got {len(text)}.", "text")
+    answer = reading.answer()
+    events: list[Event] = []
+    for start in range(0, len(text), SLICE):
+        events += answer.feed(text[start : start + SLICE])
+        await asyncio.sleep(0)
+    return assemble(events + answer.finish())
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/parse_function_call", parse_calls),
+    ("POST", "/separate_reasoning", separate_reasoning),
+)

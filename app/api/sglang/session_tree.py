@@ -1,0 +1,159 @@
+"""SGLang's sessions: a tree of turns on the server, so that a client sends only what is new."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import numpy as np
+
+from app.api.request.schema import SessionParams
+from core.clock import Clock
+from core.errors import NotFound, Overloaded, RequestError
+from core.types import Ints
+
+MAX_SESSIONS = 128
+"""Of all tenants together; each has an equal share."""
+MAX_TOKENS = 2**19
+"""Of a session's turns, each with all that came before it: with all sessions 256 MiB at the most. The
+oldest turns go first."""
+IDLE = 600.0
+"""Seconds that a session is kept without a request, unless it was opened with its own `timeout`."""
+MAX_IDLE = 86_400.0
+
+
+class Turn(msgspec.Struct):
+    """One request. `output` is None while it runs; the turns that it `replaces` go when it is complete:
+    a request that is refused or fails must cost nothing."""
+
+    prompt: Ints
+    parent: str | None
+    replaces: set[str] = set()
+    output: list[int] | None = None
+
+
+class _Session:
+    """Owner: event loop."""
+
+    __slots__ = ("timeout", "turns", "used")
+
+    def __init__(self, timeout: float, now: float) -> None:
+        self.timeout = timeout
+        self.used = now
+        self.turns: dict[str, Turn] = {}
+
+    @property
+    def busy(self) -> bool:
+        return any(turn.output is None for turn in self.turns.values())
+
+
+class Sessions:
+    """Those of one tenant, bounded by number, by tokens and by idle time. Owner: event loop."""
+
+    __slots__ = ("_by_id", "_clock", "_limit")
+
+    def __init__(self, clock: Clock, limit: int = MAX_SESSIONS) -> None:
+        """`limit`: how many may be open at once."""
+        self._clock = clock
+        self._limit = limit
+        self._by_id: dict[str, _Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(self, id: str | None = None, timeout: float | None = None) -> str:
+        """A new session's id. Raises `RequestError` for one that is taken or a bad timeout, `Overloaded`
+        when there are too many."""
+        self._expire()
+        if id and id in self._by_id:
+            raise RequestError("A session with this id is open.", "session_id", "session_exists")
+        if timeout is not None and not 0 < timeout <= MAX_IDLE:
+            raise RequestError(f"'timeout' must be above 0 and at most {MAX_IDLE:g} seconds.", "timeout")
+        if len(self._by_id) >= self._limit:
+            raise Overloaded(f"{self._limit} sessions are open, the most this server keeps for a key.")
+        id = id or secrets.token_hex(16)
+        self._by_id[id] = _Session(timeout or IDLE, self._clock())
+        return id
+
+    def close(self, id: str) -> bool:
+        """Forget a session; what runs in it goes on. False when there is none of that id."""
+        return self._by_id.pop(id, None) is not None
+
+    def begin(self, asked: SessionParams, rid: str, new: Ints, bos: int | None) -> Ints:
+        """The whole prompt, int32 [n], of a request `rid` that adds `new`; `end` or `drop` must follow.
+
+        `bos` is taken off `new` where it continues something. Raises `NotFound` for an unknown session
+        or turn and `RequestError` for a turn that is still running.
+        """
+        self._expire()
+        session = self._by_id.get(asked.id or "")
+        if session is None:
+            raise NotFound("No session of this id is open.", "session_params.id", "session_not_found")
+        if asked.offset is not None and asked.offset < -1:
+            raise RequestError("'session_params.offset' must be at least -1.", "session_params.offset")
+        if rid in session.turns:
+            raise RequestError("This session has a turn with this rid.", "rid")
+        replaces = _descendants(session.turns, asked.rid) if asked.replace else set()
+        before = self._before(session, asked, replaces)
+        if before is not None and len(new) and int(new[0]) == bos:
+            new = new[1:]
+        prompt = new if before is None else np.concatenate([before, new])
+        session.turns[rid] = Turn(prompt, asked.rid, replaces)
+        session.used = self._clock()
+        return prompt
+
+    def end(self, id: str, rid: str, output: list[int]) -> None:
+        """The turn is complete and can be continued. Nothing happens when its session is gone."""
+        session = self._by_id.get(id)
+        if session is None or rid not in session.turns:
+            return
+        session.turns[rid].output = output
+        for old in session.turns[rid].replaces:
+            session.turns.pop(old, None)
+        session.used = self._clock()
+        total = sum(len(turn.prompt) + len(turn.output or ()) for turn in session.turns.values())
+        for old in list(session.turns):
+            turn = session.turns[old]
+            if total <= MAX_TOKENS or old == rid:
+                break
+            if turn.output is not None:
+                total -= len(turn.prompt) + len(turn.output)
+                del session.turns[old]
+
+    def drop(self, id: str, rid: str) -> None:
+        """The turn did not complete: it never was. Fine after `end` and for one that is gone."""
+        session = self._by_id.get(id)
+        if session is not None and rid in session.turns and session.turns[rid].output is None:
+            del session.turns[rid]
+
+    def _before(self, session: _Session, asked: SessionParams, replaces: set[str]) -> Ints | None:
+        """What comes before the new tokens; None when nothing does."""
+        if asked.rid is not None and asked.rid not in session.turns:
+            raise NotFound("This session has no turn with this rid.", "session_params.rid", "turn_not_found")
+        checked = replaces if asked.rid is None else {*replaces, asked.rid}
+        if any(session.turns[rid].output is None for rid in checked):
+            raise RequestError(
+                "A turn that this would continue or replace is still running.", "session_params.rid"
+            )
+        if asked.rid is None:
+            return None
+        turn = session.turns[asked.rid]
+        whole = turn.prompt
+        if not asked.drop_previous_output:
+            whole = np.concatenate([whole, np.asarray(turn.output, np.int32)])
+        return whole[: asked.offset] if asked.offset is not None and asked.offset > 0 else whole
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for id, session in list(self._by_id.items()):
+            if now - session.used > session.timeout and not session.busy:
+                del self._by_id[id]
+
+
+def _descendants(turns: dict[str, Turn], root: str | None) -> set[str]:
+    """Turns that continue `root`; all of them for None. Parents come before children in `turns`."""
+    found: set[str] = set()
+    for rid, turn in turns.items():
+        if root is None or turn.parent == root or turn.parent in found:
+            found.add(rid)
+    return found

@@ -1,0 +1,109 @@
+"""`/open_session`, `/close_session`, and a request's part in a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from app.api.request.sampling import job_id, ready
+from app.api.request.schema import SessionParams
+from app.api.sglang.session_tree import Sessions
+from app.engine.failure import failure
+from app.engine.job import Job, Piece, Sink
+from app.http.body import decoded
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.http.tenant import tenant
+from app.service import Loaded
+from core.errors import RequestError
+from core.types import FinishReason
+
+SESSIONS = web.AppKey("sessions", dict[str, Sessions])
+"""By tenant."""
+
+
+class OpenBody(msgspec.Struct, kw_only=True):
+    """`capacity_of_str_len`, which SGLang's clients send, has no meaning here and is ignored."""
+
+    session_id: str | None = None
+    timeout: float | None = None
+
+
+class CloseBody(msgspec.Struct, kw_only=True):
+    """Which."""
+
+    session_id: str | None = None
+
+
+OPEN, CLOSE = msgspec.json.Decoder(OpenBody), msgspec.json.Decoder(CloseBody)
+
+
+async def open_session(request: web.Request) -> web.StreamResponse:
+    """The id of a new session, as a JSON string."""
+    body = await decoded(request, OPEN, b"{}")
+    ready(request.app[SERVICE], None)
+    name = job_id(body.session_id, "", "session_id")
+    return json_response(request.app[SESSIONS][tenant()].open(name or None, body.timeout))
+
+
+async def close_session(request: web.Request) -> web.StreamResponse:
+    """Forget a session; one that is not there is no error, as in SGLang."""
+    body = await decoded(request, CLOSE)
+    ready(request.app[SERVICE], None)
+    if not body.session_id:
+        raise RequestError("'session_id' is missing.", "session_id")
+    return json_response({"success": request.app[SESSIONS][tenant()].close(body.session_id)})
+
+
+class Part:
+    """What a session makes of a request: its job, and an ear on its sink. Owner: event loop."""
+
+    __slots__ = ("_id", "_sessions", "_tokens", "job")
+
+    def __init__(self, sessions: Sessions, id: str, job: Job) -> None:
+        self._sessions = sessions
+        self._id = id
+        self._tokens: list[int] = []
+        self.job = job
+
+    def watch(self, sink: Sink) -> Sink:
+        """`sink`, and the session learns of the output when it is complete."""
+
+        def watched(index: int, piece: Piece) -> None:
+            self._tokens += piece.tokens
+            finish = piece.finish
+            if finish is not None and failure(finish) is None and finish.reason is not FinishReason.ABORT:
+                self._sessions.end(self._id, self.job.id, self._tokens)
+            sink(index, piece)
+
+        return watched
+
+
+async def encoded(job: Job, loaded: Loaded) -> Job:
+    """The job with its prompt as ids: a session adds to tokens, not to text."""
+    if not isinstance(job.prompt, str):
+        return job
+    ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, job.prompt_param)
+    return msgspec.structs.replace(job, prompt=ids)
+
+
+@contextmanager
+def taking_part(sessions: Sessions, asked: SessionParams, job: Job, loaded: Loaded) -> Iterator[Part]:
+    """The job behind the turn that it continues. A turn that does not complete is forgotten."""
+    bos = loaded.tokenizer.encode("", True)  # whatever a text begins with
+    prompt = sessions.begin(asked, job.id, np.asarray(job.prompt), int(bos[0]) if len(bos) else None)
+    id = asked.id or ""
+    try:
+        yield Part(sessions, id, msgspec.structs.replace(job, prompt=prompt))
+    finally:
+        sessions.drop(id, job.id)
+
+
+TABLE = (
+    ("POST", "/open_session", open_session),
+    ("POST", "/close_session", close_session),
+)

@@ -1,0 +1,1 @@
+"""Routes that vLLM adds to OpenAI's."""

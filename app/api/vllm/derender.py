@@ -1,0 +1,230 @@
+"""vLLM's `derender` routes: what was generated elsewhere, or by `/inference/v1/generate`, as the answer
+of chat or completions."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from app.api.openai.chat import chat_job
+from app.api.openai.chat_stream import read_message
+from app.api.openai.common import envelope
+from app.api.openai.stream import finish_fields
+from app.api.request.logprobs import Namer
+from app.api.request.prompts import check_ids
+from app.api.request.sampling import MAX_CHOICES, ready
+from app.api.request.schema import ChatBody, CompletionBody, Int
+from app.engine.job import Piece
+from app.http.body import decoded
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.parsers.reading import Reading
+from app.service import Loaded
+from core.errors import RequestError
+from core.types import Finish, FinishReason
+
+_NAMED = re.compile(r"token_id:([0-9]{1,9})")
+
+TAIL = 8
+"""Tokens of the prompt that decide how the first of the answer reads."""
+
+
+class Likely(msgspec.Struct, kw_only=True):
+    """A token and how likely it was. vLLM names it by `token`, as `token_id:17`."""
+
+    token_id: Int = -1
+    token: str | None = None
+    logprob: float
+    top_logprobs: list[Likely] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_id != -1:
+            return
+        if (named := _NAMED.fullmatch(self.token or "")) is None:
+            raise ValueError("Expected a `token_id`, or a `token` like `token_id:17`")
+        self.token_id = int(named[1])
+
+
+class Likelihoods(msgspec.Struct, kw_only=True):
+    """`logprobs` of a choice."""
+
+    content: list[Likely] | None = None
+
+
+class Made(msgspec.Struct, kw_only=True):
+    """A choice of `/inference/v1/generate`."""
+
+    index: Int = 0
+    token_ids: list[Int] | None = None
+    finish_reason: str | None = None
+    logprobs: Likelihoods | None = None
+
+
+class Generated(msgspec.Struct, kw_only=True):
+    """An answer of `/inference/v1/generate`."""
+
+    request_id: str | None = None
+    choices: list[Made] | None = None
+    prompt_token_ids: list[Int] | None = None
+
+
+class DerenderChatBody(msgspec.Struct, kw_only=True):
+    """`/v1/chat/completions/derender`."""
+
+    model: str | None = None
+    generate_response: Generated | None = None
+    prompt_tokens: Int | None = None
+    prompt_token_ids: list[Int] | None = None
+    chat_request: ChatBody | None = None
+    stream: bool | None = None
+
+
+class DerenderBody(msgspec.Struct, kw_only=True):
+    """`/v1/completions/derender`."""
+
+    model: str | None = None
+    generate_responses: list[Generated] | None = None
+    prompt_tokens: list[Int] | None = None
+    prompt_token_ids: list[list[Int] | None] | None = None
+    completion_request: CompletionBody | None = None
+    stream: bool | None = None
+
+
+DERENDER_CHAT = msgspec.json.Decoder(DerenderChatBody)
+DERENDER = msgspec.json.Decoder(DerenderBody)
+
+
+async def derender_chat(request: web.Request) -> web.StreamResponse:
+    """Tokens as the answer of a conversation: text, thinking and calls."""
+    body = await decoded(request, DERENDER_CHAT)
+    loaded = ready(request.app[SERVICE], body.model)
+    made = body.generate_response
+    _check(body.stream, [made], "generate_response", loaded)
+    assert made is not None
+    tail = body.prompt_token_ids or made.prompt_token_ids or []
+    reading, skip = Reading(), True
+    if body.chat_request is not None:
+        job, watch = await chat_job(body.chat_request, loaded)
+        reading, skip = watch.reading, job.text.skip_special_tokens
+    listed = []
+    for choice in made.choices or ():
+        piece = _piece(choice, tail, skip, loaded)
+        message, ended = read_message(reading, piece)
+        logprobs = _chat_logprobs(choice, loaded)
+        listed.append({"index": choice.index, "message": message, "logprobs": logprobs, **ended})
+        await asyncio.sleep(0)  # a text of the model's context is a slice of its own
+    head = envelope(made.request_id or "chatcmpl-derender", "chat.completion", loaded.card.name)
+    prompt_tokens = len(tail) if body.prompt_tokens is None else body.prompt_tokens
+    used = _usage([prompt_tokens], [made])
+    return json_response({**msgspec.structs.asdict(head), "choices": listed, "usage": used})
+
+
+async def derender_completions(request: web.Request) -> web.StreamResponse:
+    """Tokens as the answers of prompts, one generation each."""
+    body = await decoded(request, DERENDER)
+    loaded = ready(request.app[SERVICE], body.model)
+    made = body.generate_responses or []
+    _check(body.stream, made or [None], "generate_responses", loaded)
+    tails, counts = _prompts(body, made)
+    asked = body.completion_request
+    skip = asked is None or asked.skip_special_tokens is not False
+    listed: list[dict[str, object]] = []
+    for each, tail in zip(made, tails, strict=True):
+        for choice in each.choices or ():
+            piece = _piece(choice, tail, skip, loaded)
+            assert piece.finish is not None
+            told = {"index": len(listed), "text": piece.text, "logprobs": None}
+            listed.append({**told, **finish_fields(piece.finish)})
+            await asyncio.sleep(0)
+    head = envelope(made[0].request_id or "cmpl-derender", "text_completion", loaded.card.name)
+    used = _usage(counts, made)
+    return json_response({**msgspec.structs.asdict(head), "choices": listed, "usage": used})
+
+
+def _check(stream: bool | None, made: Sequence[Generated | None], param: str, loaded: Loaded) -> None:
+    """Raise `RequestError` for what is missing, too long, or no token of this model."""
+    if stream:
+        raise RequestError(
+            "'stream' is not supported: the parser's state would travel with every piece.",
+            "stream",
+            "unsupported",
+        )
+    choices = [choice for each in made if each is not None for choice in each.choices or ()]
+    if not choices:
+        raise RequestError(f"'{param}' must have 'choices'.", param)
+    if len(choices) > MAX_CHOICES:
+        raise RequestError(f"'{param}' has more than {MAX_CHOICES} choices.", param)
+    for choice in choices:
+        _check_choice(choice, param, loaded)
+
+
+def _check_choice(choice: Made, param: str, loaded: Loaded) -> None:
+    tokens = choice.token_ids or []
+    if len(tokens) > loaded.card.context_length:
+        raise RequestError(f"'{param}' has more tokens than the model's context takes.", param)
+    told = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    named = [one.token_id for entry in told for one in (entry, *(entry.top_logprobs or ()))]
+    check_ids(tokens + named, loaded.card.vocab_size, param)
+
+
+def _prompts(body: DerenderBody, made: Sequence[Generated]) -> tuple[list[list[int]], Sequence[int]]:
+    """The prompts' tokens, as far as they are told, and their numbers."""
+    given = body.prompt_token_ids or [None] * len(made)
+    counts = body.prompt_tokens
+    for name, listed in (("prompt_token_ids", given), ("prompt_tokens", counts)):
+        if listed is not None and len(listed) != len(made):
+            raise RequestError(f"'{name}' must have one entry for each of 'generate_responses'.", name)
+    tails = [ids or each.prompt_token_ids or [] for ids, each in zip(given, made, strict=True)]
+    return tails, list(map(len, tails)) if counts is None else counts
+
+
+def _piece(choice: Made, prompt: Sequence[int], skip: bool, loaded: Loaded) -> Piece:
+    """All that a choice says. The token that ended it has no text."""
+    tokens = list(choice.token_ids or ())
+    try:
+        finish = Finish(FinishReason(choice.finish_reason or "stop"))
+    except ValueError:
+        finish = Finish(FinishReason.STOP)
+    said = tokens
+    if finish.reason is FinishReason.STOP and tokens[-1:] and tokens[-1] in loaded.tokenizer.eos_ids:
+        said = tokens[:-1]
+    tail = [token for token in prompt[-TAIL:] if 0 <= token < loaded.card.vocab_size]
+    decode = loaded.tokenizer.decode
+    text = decode([*tail, *said], skip)[len(decode(tail, skip)) :]
+    return Piece(text, tokens, None, finish)
+
+
+def _chat_logprobs(choice: Made, loaded: Loaded) -> dict[str, object] | None:
+    if choice.logprobs is None or choice.logprobs.content is None:
+        return None
+    namer = Namer(loaded.tokenizer)
+
+    def told(one: Likely) -> dict[str, Any]:
+        return {
+            "token": namer.text(one.token_id),
+            "logprob": one.logprob,
+            "bytes": list(namer.raw(one.token_id)),
+        }
+
+    content = [
+        {**told(one), "top_logprobs": [told(other) for other in one.top_logprobs or ()]}
+        for one in choice.logprobs.content
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _usage(prompts: Sequence[int], made: Sequence[Generated]) -> dict[str, int]:
+    said = sum(len(choice.token_ids or ()) for each in made for choice in each.choices or ())
+    read = sum(prompts)
+    return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
+
+
+TABLE = (
+    ("POST", "/v1/chat/completions/derender", derender_chat),
+    ("POST", "/v1/completions/derender", derender_completions),
+)

@@ -1,0 +1,205 @@
+"""`/inference/v1/generate`, after vLLM: tokens in, tokens out. What `render` answers is what it takes, and
+what it answers is what `derender` takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from app.api.openai.common import includes_usage, request_id, spelling
+from app.api.openai.completions import completion_jobs
+from app.api.openai.stream import DATA, END, thought, usage
+from app.api.request.beam import check_streamed
+from app.api.request.field_names import rename_fields
+from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
+from app.api.request.reasoning import bounded, thinking_budget
+from app.api.request.sampling import ready, stream_interval
+from app.api.request.schema import CompletionBody, Int, StreamOptions
+from app.engine.job import Job, Piece, Run
+from app.http.body import decoded
+from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.http.sse import EventStream
+from app.service import Loaded
+from core.errors import RequestError
+from core.types import Finish
+
+_encode = msgspec.json.Encoder().encode
+
+
+class InferenceBody(msgspec.Struct, kw_only=True):
+    """`sampling_params` has the fields of `/v1/completions`."""
+
+    request_id: str | None = None
+    model: str | None = None
+    token_ids: list[Int] | None = None
+    sampling_params: CompletionBody | None = None
+    output_mode: Literal["tokens", "text"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: Int | None = None
+    return_token_ids: bool | None = None
+    features: Any = None
+    content_parts: Any = None
+
+
+INFERENCE = msgspec.json.Decoder(InferenceBody)
+
+_NAMES = (
+    ("prompt", "token_ids"),
+    *(
+        (name, f"sampling_params.{name}")
+        for name in CompletionBody.__struct_fields__
+        if name not in InferenceBody.__struct_fields__
+    ),
+)
+"""Fields of completions and ours, as `rename_fields` takes them."""
+
+
+async def inference(request: web.Request) -> web.StreamResponse:
+    """Go on from tokens, with tokens."""
+    body = await decoded(request, INFERENCE)
+    loaded = ready(request.app[SERVICE], body.model)
+    asked = _completion(body)
+    try:
+        (job,) = completion_jobs(asked, request_id(asked, "gen"), loaded)
+        check_streamed(job, body.stream)
+        if (body.sampling_params or asked).max_tokens is None:
+            job = msgspec.structs.replace(job, max_tokens=None)
+        engine = bounded(loaded, thinking_budget(asked, loaded))
+        if not body.stream:
+            collector = Collector(job.n)
+            async with running(engine, [job], collector.take) as runs:
+                pieces = await collector.collect()
+                return json_response(_whole(TokenFrames(body, job, runs, loaded), pieces))
+        delivery = Delivery(job.n)
+        async with running(engine, [job], spaced(delivery.take, stream_interval(asked))) as runs:
+            async with EventStream(request) as stream:
+                await delivery.run(stream, TokenFrames(body, job, runs, loaded))
+            return stream.response
+    except RequestError as error:
+        rename_fields(error, _NAMES, ())
+        raise
+
+
+def _completion(body: InferenceBody) -> CompletionBody:
+    """The same as `/v1/completions` takes it."""
+    for name in ("return_entropy", "return_sampling_mask", "return_routed_experts"):
+        if body.sampling_params is not None and getattr(body.sampling_params, name):
+            raise RequestError(
+                f"'{name}' is not supported here: /generate has it.", f"sampling_params.{name}", "unsupported"
+            )
+    for name in ("features", "content_parts"):
+        if getattr(body, name):
+            raise RequestError(f"'{name}' is not supported: this model takes text only.", name, "unsupported")
+    return msgspec.structs.replace(
+        body.sampling_params or CompletionBody(),
+        prompt=list(body.token_ids or ()),
+        echo=None,
+        stream=None,
+        return_hidden_states=None,
+        rid=None,
+        request_id=body.request_id,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+class TokenFrames:
+    """`Frames` of this route, and its choices. Owner: event loop."""
+
+    __slots__ = ("_body", "_count", "_first", "_namer", "_text", "_usage", "job", "model", "runs")
+
+    def __init__(self, body: InferenceBody, job: Job, runs: Sequence[Run], loaded: Loaded) -> None:
+        self.job = job
+        self.runs = runs
+        self.model = loaded.card.name
+        self._body = body
+        self._text = body.output_mode == "text"
+        self._namer = spelling(body.sampling_params or CompletionBody(), loaded)
+        self._usage = includes_usage(body.stream_options, loaded)
+        self._count = 0
+        self._first = True
+
+    @property
+    def mode(self) -> str:
+        """`output_mode`."""
+        return "text" if self._text else "tokens"
+
+    def choice(self, index: int, piece: Piece) -> dict[str, object]:
+        """One choice's tokens, and its text where that is asked for."""
+        told: dict[str, object] = {"index": index, "token_ids": piece.tokens, "logprobs": None}
+        if piece.logprobs is not None:
+            told["logprobs"] = chat_logprobs(piece, self._namer) if self._text else _logprobs(piece)
+        finish = piece.finish
+        told["finish_reason"] = None if finish is None else finish.reason.value
+        return told | ({"text": piece.text} if self._text else {})
+
+    def prompt(self) -> dict[str, object]:
+        """The prompt's tokens, where asked for."""
+        return {"prompt_token_ids": self.runs[0].prompt.tolist()} if self._body.return_token_ids else {}
+
+    def prompt_logprobs(self) -> object:
+        """vLLM's, where asked for."""
+        wanted = self.job.sampling.prompt_logprobs >= 0
+        return vllm_prompt_logprobs(self.runs[0], self._namer) if wanted else None
+
+    def delta(self, index: int, piece: Piece) -> bytes | None:
+        """See `Frames.delta`."""
+        self._count += len(piece.tokens)
+        if not piece.tokens and not (self._text and piece.text):
+            return None
+        said = msgspec.structs.replace(piece, finish=None)
+        return self._event([self.choice(index, said)])
+
+    def finish(self, index: int, finish: Finish) -> bytes:
+        """See `Frames.finish`."""
+        return self._event([self.choice(index, Piece("", [], None, finish))])
+
+    def tail(self) -> bytes | None:
+        """See `Frames.tail`."""
+        if not self._usage:
+            return None
+        return self._event([], usage=usage(self.runs, self._count, thought(self.runs)))
+
+    def _event(self, choices: list[dict[str, object]], **more: object) -> bytes:
+        if self._first:
+            more, self._first = {**self.prompt(), **more}, False
+        told = {"request_id": self.job.id, "output_mode": self.mode, "choices": choices, **more}
+        return DATA + _encode(told) + END
+
+
+def _whole(frames: TokenFrames, pieces: Sequence[Piece]) -> dict[str, object]:
+    return {
+        "request_id": frames.job.id,
+        "model": frames.model,
+        "created": int(time.time()),
+        "output_mode": frames.mode,
+        "choices": [frames.choice(index, piece) for index, piece in enumerate(pieces)],
+        "prompt_logprobs": frames.prompt_logprobs(),
+        **frames.prompt(),
+        "usage": usage(frames.runs, sum(len(piece.tokens) for piece in pieces), thought(frames.runs)),
+        "kv_transfer_params": None,
+    }
+
+
+def _logprobs(piece: Piece) -> dict[str, object]:
+    """By token ids alone."""
+    content = [
+        {
+            "token_id": entry.token,
+            "logprob": entry.value,
+            "top_logprobs": [{"token_id": token, "logprob": value} for token, value in entry.top],
+        }
+        for entry in output_entries(piece.tokens, piece.logprobs or ())
+    ]
+    return {"content": content}
+
+
+TABLE = (("POST", "/inference/v1/generate", inference),)

@@ -1,0 +1,99 @@
+"""What a request would run, without running it: vLLM's `render` routes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from app.api.openai.chat import chat_job
+from app.api.openai.common import request_id
+from app.api.openai.completions import completion_jobs
+from app.api.request.constraint import CONSTRAINTS, structured_outputs
+from app.api.request.sampling import ready
+from app.api.request.schema import CHAT, COMPLETION, ChatBody, CompletionBody, Generation
+from app.engine.job import Job
+from app.engine.submit import encoded
+from app.http.body import decoded
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.service import Loaded
+
+_APART = frozenset({"model", "stream", "stream_options", "priority", "cache_salt", "extra_key"})
+_SAMPLING = tuple(
+    name
+    for name in Generation.__struct_fields__
+    if name not in CONSTRAINTS | _APART | {"rid", "request_id", "add_special_tokens", "thinking_token_budget"}
+    and not name.startswith(("return_", "prompt_cache_", "trunc"))
+)
+"""Fields that say how to go on from tokens."""
+
+
+async def render_chat(request: web.Request) -> web.StreamResponse:
+    """The prompt of a conversation, as text and as tokens."""
+    body = await decoded(request, CHAT)
+    loaded = ready(request.app[SERVICE], body.model)
+    job, _ = await chat_job(body, loaded)
+    return json_response(await rendered(job, body, loaded))
+
+
+async def render_completions(request: web.Request) -> web.StreamResponse:
+    """The prompts of a body, each as tokens."""
+    body = await decoded(request, COMPLETION)
+    loaded = ready(request.app[SERVICE], body.model)
+    told = []
+    for job in completion_jobs(body, request_id(body, "cmpl"), loaded):
+        told.append(await rendered(job, body, loaded))
+        await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
+    return json_response(told)
+
+
+async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) -> dict[str, object]:
+    """What the job that a body makes would run."""
+    ids, text, offsets = job.prompt, None, None
+    if isinstance(ids, str):
+        text = ids
+        ids = await encoded(job, loaded.tokenizer)
+        if body.return_token_offsets and not job.suffix:
+            offsets = await loaded.tokenizer.offsets_async(text, job.add_special_tokens)
+    assert isinstance(ids, np.ndarray)
+    told: dict[str, object] = {
+        "request_id": job.id,
+        "model": loaded.card.name,
+        "prompt": text,
+        "token_ids": ids.tolist(),
+        "max_model_len": loaded.card.context_length,
+        "sampling_params": _sampling(job, body),
+    }
+    return told | ({"token_offsets": offsets} if body.return_token_offsets else {})
+
+
+def _sampling(job: Job, body: ChatBody | CompletionBody) -> dict[str, object]:
+    """What says how to go on from the tokens, as `/inference/v1/generate` takes it. One constraint stands
+    for all that was asked, thinking and calls too; a bound on thinking is told where there is none."""
+    fields = {name: getattr(body, name) for name in _SAMPLING}
+    fields["skip_special_tokens"] = job.text.skip_special_tokens
+    if job.suffix:
+        fields["stop_token_ids"] = sorted(job.sampling.stop_ids)
+    if isinstance(body, ChatBody):
+        if body.max_completion_tokens is not None:
+            fields["max_tokens"] = body.max_completion_tokens
+        if body.logprobs:
+            fields["logprobs"] = body.top_logprobs or 0
+    else:
+        fields["max_tokens"] = job.max_tokens
+        fields["logprobs"] = body.logprobs
+    if job.grammar is not None:
+        fields["structured_outputs"] = structured_outputs(job.grammar)
+    else:
+        fields["thinking_token_budget"] = body.thinking_token_budget or body.max_thinking_tokens
+    fields.pop("max_thinking_tokens")
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+TABLE: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions/render", render_chat),
+    ("POST", "/v1/completions/render", render_completions),
+)

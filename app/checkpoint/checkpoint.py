@@ -1,0 +1,258 @@
+"""`--model` to files on disk: which checkpoint, what it says of itself, where its tokenizer is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from app.checkpoint.convert import from_gguf, from_slow
+from app.checkpoint.fetch import DEFAULT, Progress, default_model
+from core.config import ModelConfig
+from core.env import read
+from core.errors import ConfigError, ModelError, RequestError
+from core.models import check_supported
+from core.request import SamplingParams
+from core.request.params import check
+
+log = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_CONFIG = ["config.json", "modules.json"]
+_HUB_WEIGHTS = "*.safetensors"
+_HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.txt", "*.model", "*.jinja"]
+"""Never pickles and never Python."""
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields of generation_config.json that become defaults of requests, as in vLLM and SGLang."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything known of a model before a weight is read."""
+
+    names: tuple[str, ...]
+    """What clients call it; the first is what answers carry."""
+    path: Path
+    """Directory with the weights, or the .gguf file."""
+    kind: Literal["hf", "gguf", "dummy"]
+    config: dict[str, Any]
+    """config.json; made from the metadata for a .gguf file."""
+    eos_ids: tuple[int, ...]
+    """From generation_config.json and config.json; the tokenizer adds its own."""
+    bos_id: int | None
+    tokenizer: Path | None
+    """Directory with tokenizer.json; None (dummy weights only): bytes are tokens."""
+    chat_template: str | None = None
+    """Replaces the tokenizer's own."""
+    sampling: SamplingParams = SamplingParams()
+    """Defaults of requests: what generation_config.json says, over the API's own."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files with the weights."""
+        files = [self.path] if self.path.is_file() else self.path.glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; may exceed the tokenizer's vocabulary."""
+        text: Mapping[str, Any] = self.config.get("text_config") or {}
+        return int(self.config.get("vocab_size") or text.get("vocab_size") or 0)
+
+
+def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
+    """Find the checkpoint that `config` names, fetching it when it has to be fetched.
+
+    Reads and writes files and may run for minutes: call it before the loop starts or in a thread.
+    Raises `ModelError` with one line that says what to change.
+    """
+    offline = config.offline or (read("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on")
+    name = config.model
+    if not name:
+        return _from_gguf(default_model(offline, progress), DEFAULT.name, config, progress)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_directory(path, path.resolve().name, config, progress)
+    if path.is_file():
+        return _from_gguf(path, path.stem, config, progress)
+    if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+        found = _from_hub(name, offline, progress, config.load_format == "dummy")
+        return _from_directory(found, name, config, progress)
+    raise ModelError(
+        f"there is no {name!r}. --model takes a directory with config.json, a .gguf file "
+        "or a hub id like org/name."
+    )
+
+
+def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
+    facts = _read_json(path / "config.json")
+    if facts is None:
+        ggufs = sorted(file.name for file in path.glob("*.gguf"))
+        hint = f" Name the file: --model {path / ggufs[0]}." if ggufs else ""
+        raise ModelError(f"{path} has no config.json, so it is no Hugging Face model directory.{hint}")
+    # First: nobody should download 200 GB, or look for a missing file, of a model that cannot be served.
+    _check_supported(path, facts)
+    dummy = config.load_format == "dummy"
+    if not dummy:
+        _check_weights(path)
+    return Checkpoint(
+        names=tuple(filter(None, config.served_model_name)) or (name,),
+        path=path,
+        kind="dummy" if dummy else "hf",
+        config=facts,
+        eos_ids=_eos_ids(path, facts),
+        bos_id=facts.get("bos_token_id"),
+        tokenizer=_tokenizer(path, config, progress),
+        chat_template=_chat_template(config),
+        sampling=_sampling(path, facts, config),
+    )
+
+
+def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(
+                f"{path} is not a .gguf file. --model takes a directory with config.json, "
+                "a .gguf file or a hub id like org/name."
+            )
+    converted = from_gguf(path, progress)
+    facts = _read_json(converted / "config.json")
+    if facts is None:
+        raise ModelError(f"{converted} is damaged. Remove it and start again.")
+    return Checkpoint(
+        names=tuple(filter(None, config.served_model_name)) or (name,),
+        path=path,
+        kind="dummy" if config.load_format == "dummy" else "gguf",
+        config=facts,
+        eos_ids=_eos_ids(converted, facts),
+        bos_id=facts.get("bos_token_id"),
+        tokenizer=_tokenizer(converted, config, progress),
+        chat_template=_chat_template(config),
+    )
+
+
+def _from_hub(name: str, offline: bool, progress: Progress, dummy: bool) -> Path:
+    """Directory of a hub id, downloaded when it is not in the hub's own cache: its configuration first,
+    and the rest only when that can be served."""
+    if not offline:
+        progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
+    found = _download(name, offline, _HUB_CONFIG)
+    if (facts := _read_json(found / "config.json")) is not None:
+        _check_supported(found, facts)
+    wanted = [pattern for pattern in _HUB_FILES if not (dummy and pattern == _HUB_WEIGHTS)]
+    return _download(name, offline, wanted)
+
+
+def _download(name: str, offline: bool, patterns: list[str]) -> Path:
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=offline)
+    except (OSError, ValueError, RuntimeError) as error:  # its HTTP and cache errors are all of these
+        if offline:
+            raise ModelError(
+                f"there is no directory {name!r}, and the hub id {name} is not in the local hub cache while "
+                "--offline is set. Start once without it."
+            ) from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"there is no directory {name!r}, and {name} cannot be fetched from the hub: {reason} "
+            "Check the name, the network and, for a gated model, your hub login."
+        ) from error
+    return Path(found)
+
+
+def _check_supported(path: Path, facts: Mapping[str, Any]) -> None:
+    """Raise `ModelError` for an architecture or a quantisation that nothing here runs."""
+    try:
+        check_supported(facts, embeds=(path / "modules.json").is_file())
+    except ModelError as error:
+        raise ModelError(f"{path.name} cannot be served: {error}") from error
+
+
+def _check_weights(path: Path) -> None:
+    """All the safetensors files that should be there are there."""
+    index = _read_json(path / "model.safetensors.index.json")
+    if index is not None:
+        names = set(map(str, (index.get("weight_map") or {}).values()))
+        if missing := sorted(name for name in names if not (path / name).is_file()):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(
+                f"{path} lacks {missing[0]}{more}, which model.safetensors.index.json names. "
+                "Download the model again."
+            )
+        return
+    if any(path.glob("*.safetensors")):
+        return
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
+        raise ModelError(
+            f"{path} has weights as pickles only, which can run code when read. Convert them to safetensors."
+        )
+    raise ModelError(
+        f"{path} has no *.safetensors. Download the weights, or use --load-format dummy for random ones."
+    )
+
+
+def _tokenizer(path: Path, config: ModelConfig, progress: Progress) -> Path | None:
+    source = Path(config.tokenizer).expanduser() if config.tokenizer else path
+    if config.tokenizer and not source.is_dir():
+        raise ModelError(f"--tokenizer {config.tokenizer}: there is no such directory.")
+    if (source / "tokenizer.json").is_file():
+        return source
+    slow = any((source / name).is_file() for name in ("tokenizer.model", "vocab.json"))
+    if config.load_format == "dummy" and not slow and not config.tokenizer:
+        return None
+    return from_slow(source, progress)
+
+
+def _chat_template(config: ModelConfig) -> str | None:
+    if not config.chat_template:
+        return None
+    try:
+        return Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --chat-template {config.chat_template}: {error}.") from error
+
+
+def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> SamplingParams:
+    """Raises `ModelError` for a value that no request could have."""
+    if config.generation_config == "none":
+        return SamplingParams()
+    told = _read_json(path / "generation_config.json") or {}
+    given = {name: told[name] for name in _SAMPLING if told.get(name) is not None}
+    try:
+        params = msgspec.convert(given, SamplingParams)
+        check(params, int(facts.get("vocab_size") or 0))
+    except (msgspec.ValidationError, RequestError) as error:
+        raise ModelError(
+            f"{path / 'generation_config.json'}: {error} Mend it, or start with --generation-config none."
+        ) from error
+    if given:
+        listed = ", ".join(f"{name} {value}" for name, value in given.items())
+        log.info("defaults of requests, from generation_config.json: %s", listed)
+    return params
+
+
+def _eos_ids(path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = _read_json(path / "generation_config.json") or {}
+    named = generation.get("eos_token_id")
+    ids = facts.get("eos_token_id") if named is None else named
+    return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """An object from a file; None without the file. Raises `ModelError` when it is something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return content

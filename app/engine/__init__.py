@@ -1,0 +1,1 @@
+"""The engine's loop: jobs in, steps planned and delivered, texts out."""

@@ -1,0 +1,134 @@
+"""Confirmed tokens on their way to the streams, in slices that the loop can bear."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from app.engine.metrics import Recorder
+from app.engine.output import Stream
+from core.request import Request
+from core.schedule.scheduler import Confirmed
+from core.types import Finish, FinishReason
+
+log = logging.getLogger(__name__)
+
+SLICE = 32
+"""Rows delivered in one callback: 32 rows of at most 10 µs stay under the loop's 0.3 ms."""
+
+LOST = Finish(FinishReason.ERROR, message="The text of this answer could not be made; the log says why.")
+
+
+class Backlog:
+    """Results that were applied and not delivered yet, and the streams that wait for them.
+
+    A stream that raises (its detokenizer, its client's sink) ends alone, with `LOST`. What raises
+    besides is nobody's in particular and goes through to the engine.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_entries", "_recorder", "_stopped", "_streams")
+
+    def __init__(self, recorder: Recorder, stopped: Callable[[Request, Finish], None]) -> None:
+        """`stopped` is told of requests that end here: by a stop string, or with `LOST`."""
+        self._recorder = recorder
+        self._stopped = stopped
+        self._streams: dict[Request, Stream] = {}
+        self._entries: deque[tuple[Confirmed, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def open(self, request: Request, stream: Stream) -> None:
+        """Deliver what comes for `request` to `stream`, up to its last piece."""
+        self._streams[request] = stream
+
+    def add(self, confirmed: Confirmed) -> None:
+        """One more applied step."""
+        self._entries.append((confirmed, 0))
+
+    def clear(self) -> None:
+        """Forget what was not delivered; the streams stay."""
+        self._entries.clear()
+
+    def deliver(self) -> None:
+        """The next slice."""
+        confirmed, start = self._entries.popleft()
+        if start == 0:
+            self._give(confirmed)
+        stop = min(start + SLICE, len(confirmed.requests))
+        self._deliver_rows(confirmed, start, stop)
+        if stop < len(confirmed.requests):
+            self._entries.appendleft((confirmed, stop))
+            return
+        for request in confirmed.finished:
+            if request in self._streams:
+                assert request.finish is not None
+                self._end(request, request.finish)
+
+    def end_all(self, finish: Finish) -> None:
+        """Deliver what is known; then every stream gets its last piece."""
+        while self._entries:
+            self.deliver()
+        for request in list(self._streams):
+            self._end(request, finish)
+
+    def _give(self, confirmed: Confirmed) -> None:
+        """What steps know besides tokens, to whoever is still there."""
+        for request, logprobs in confirmed.prompt_logprobs:
+            if (stream := self._streams.get(request)) is not None:
+                stream.prompt_logprobs.append(logprobs)
+        for request, states in confirmed.hidden:
+            if (stream := self._streams.get(request)) is not None:
+                stream.hidden.append(states)
+        for request, chosen in confirmed.experts:
+            if (stream := self._streams.get(request)) is not None:
+                stream.experts.append(chosen)
+
+    def _deliver_rows(self, confirmed: Confirmed, start: int, stop: int) -> None:
+        requests, tokens, ends, logprobs = confirmed[:4]
+        streams = self._streams
+        for row in range(start, stop):
+            request = requests[row]
+            stream = streams.get(request)
+            if stream is None:
+                continue  # ended by a stop string after this token was already on its way
+            if stream.count == 0:
+                self._recorder.first_token(request)
+            if row in ends:
+                # A row without finite logits has no token of its own.
+                last = tokens[row] if tokens[row] >= 0 else None
+                self._end(request, ends[row], last, logprobs.get(row))
+                continue
+            finish = self._call(request, stream.feed, tokens[row], logprobs.get(row))
+            if finish is not None:
+                self._stop(request, stream, finish)
+
+    def _end(self, request: Request, finish: Finish, *last: object) -> None:
+        stream = self._streams[request]
+        if self._call(request, stream.end, finish, *last) is LOST:
+            self._stop(request, stream, LOST)
+        else:
+            self._close(request, stream)
+
+    def _stop(self, request: Request, stream: Stream, finish: Finish) -> None:
+        if finish is LOST:
+            self._call(request, stream.fail, LOST)
+        self._stopped(request, finish)
+        self._close(request, stream)
+
+    def _close(self, request: Request, stream: Stream) -> None:
+        del self._streams[request]
+        # Tokens past a stop string were computed but belong to nobody's answer.
+        del request.output[stream.count :]
+        self._recorder.ended(request)
+
+    def _call(self, request: Request, act: Callable[..., Finish | None], *given: object) -> Finish | None:
+        """What `act` of the request's stream returns; `LOST` where it raised: the other rows are next."""
+        try:
+            return act(*given)
+        except Exception:
+            log.exception("the stream of request %s failed", request.id)
+            return LOST

@@ -1,0 +1,384 @@
+"""A beam search on the engine: one run to its client, many requests to the scheduler.
+
+Every round runs each live beam as a request of one token that tells the best tokens' log-probabilities.
+The radix tree keeps the beams' prefixes, so that a round computes at most a page of each once more. They
+queue like everybody's: the engine's bounds on what runs and waits hold for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine.job import Job, Piece, Sink
+from app.engine.loop import Engine
+from app.engine.output import Stream
+from app.engine.run import LiveRun
+from app.text.detokenizer import Detokenizer
+from core.clock import Clock
+from core.errors import Overloaded, RequestError, Unavailable
+from core.plan import PromptLogprobs, RowLogprobs
+from core.request import Pinning, Request, SamplingParams
+from core.request.params import MAX_LOGPROBS
+from core.request.request import State
+from core.types import Finish, FinishReason, Ints
+
+SLICE = 32
+"""Tokens delivered in one go: under 0.3 ms of the loop."""
+MADE = 8
+"""Requests made in one go: each copies its beam's tokens, 25 µs where they are 100,000."""
+
+_LOST = Finish(FinishReason.ERROR, message="The search was lost.")
+
+
+def check_width(job: Job, vocab_size: int) -> None:
+    """Raise `RequestError` where a round could not be told: it takes the best 2n tokens of a beam."""
+    most = min(MAX_LOGPROBS, vocab_size) // 2
+    if job.n > most:
+        raise RequestError(f"'n' must be at most {most} with 'use_beam_search', got {job.n}.", "n")
+    if job.max_tokens == 0:
+        raise RequestError("'max_tokens' must be at least 1 with 'use_beam_search'.", "max_tokens")
+
+
+class _Ear(Stream):
+    """Hears the one token of a beam's request. Owner: event loop."""
+
+    __slots__ = ("_heard", "finish", "row")
+
+    def __init__(self, index: int, heard: Callable[[], None], detokenizer: Detokenizer) -> None:
+        super().__init__(index, _ignore, _ignore, detokenizer, None)
+        self._heard = heard
+        self.row: RowLogprobs | None = None
+        self.finish: Finish | None = None
+
+    def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
+        """See `Stream.feed`. What was drawn is of no interest, what could have been is."""
+        self.count, self.row = 1, logprobs
+        return None
+
+    def end(self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None) -> None:
+        """See `Stream.end`."""
+        if self.done:
+            return
+        if last is not None:
+            self.feed(last, logprobs)
+        self.done, self.finish = True, finish
+        self._heard()
+
+    def fail(self, finish: Finish) -> None:
+        """See `Stream.fail`."""
+        self.end(finish)
+
+
+def _ignore(index: int, piece: Piece) -> None:
+    """No piece of a beam's request is for its client."""
+
+
+class Means(NamedTuple):
+    """What a search needs of who starts it: the stream of a choice, one whose text nobody reads, the time."""
+
+    stream: Callable[[int, LiveRun, Job], Stream]
+    detokenizer: Detokenizer
+    clock: Clock
+
+
+class BeamRun(LiveRun):
+    """A search under way. Owner: event loop.
+
+    `requests` are the choices as the client sees them: the engine never has them, and they count as
+    running until the search ends.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_beams",
+        "_ears",
+        "_first",
+        "_heard",
+        "_job",
+        "_means",
+        "_over",
+        "_stopped",
+        "_task",
+    )
+
+    def __init__(self, job: Job, prompt: Ints, sampling: SamplingParams, engine: Engine, sink: Sink) -> None:
+        super().__init__(job, prompt, engine, sink)
+        assert job.beam is not None
+        self._job = job
+        limit, ends = sampling.max_tokens, sampling.stop_ids
+        self._beams = Beams(
+            Rules(job.n, len(prompt), limit, job.beam.length_penalty, ends, sampling.logprobs)
+        )
+        self._asked: list[Request] = []
+        self._ears: list[_Ear] = []
+        self._first: _Ear | None = None
+        self._heard = asyncio.Event()
+        self._stopped: Finish | None = None
+        self._over: set[int] = set()
+        self.requests = [Request(f"{job.id}-{i}", prompt, sampling) for i in range(job.n)]
+
+    def begin(self, means: Means, pinning: Pinning | None) -> None:
+        """Queue the first round; the rest follows by itself. Raises `Overloaded`, with nothing queued."""
+        self._means = means
+        sampling = self.requests[0].params
+        request = self._request(self.prompt, 0, prompt_logprobs=sampling.prompt_logprobs)
+        request.pinning = self.requests[0].pinning = pinning
+        self._queue([request])
+        self._first = self._ears[0]
+        for choice in self.requests:
+            choice.arrival = request.arrival
+            choice.move(State.PREFILL)
+            choice.move(State.DECODE)
+        self._task = asyncio.get_running_loop().create_task(self._search())
+
+    # -- as a run ----------------------------------------------------------------------------------
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """See `app.engine.job.Run.prompt_logprobs`."""
+        return [] if self._first is None else self._first.prompt_logprobs
+
+    def abort(self, message: str | None = None) -> None:
+        """See `LiveRun.abort`."""
+        if self._stopped is None:
+            self._stopped = Finish(FinishReason.ABORT, message=message)
+            for request in self._asked:
+                self._engine.abort(request, self._stopped)
+
+    def end(self, index: int) -> None:
+        """See `app.engine.job.Run.end`. Choices are told one after the other, so this one says no more."""
+        self._over.add(index)
+
+    # -- the search --------------------------------------------------------------------------------
+
+    async def _search(self) -> None:
+        """Round by round, then the answer. However it ends, every choice gets its last piece."""
+        finish, prompts = _LOST, [self.prompt]
+        try:
+            while (failed := await self._round()) is None and self._stopped is None:
+                self._beams.grow([ear.row for ear in self._ears if ear.row is not None])
+                if self._beams.finished:
+                    await self._tell(self._beams.best())
+                    break
+                prompts = await self._next(prompts)
+            finish = self._stopped or failed or _LOST
+        except (Overloaded, Unavailable) as error:
+            finish = Finish(FinishReason.ABORT, message=str(error))
+        finally:
+            for index in range(len(self.requests)):
+                self._close(index, finish)
+
+    async def _round(self) -> Finish | None:
+        """Wait for every beam's token; how one of them failed."""
+        await self._heard.wait()
+        if self._first is self._ears[0]:
+            for choice in self.requests:
+                choice.cached, choice.started_at = self._asked[0].cached, self._asked[0].started_at
+                choice.first_token_at = self._asked[0].first_token_at
+        for ear in self._ears:
+            if ear.finish is not None and ear.finish.reason is not FinishReason.LENGTH:
+                return ear.finish
+        return None
+
+    async def _next(self, prompts: Sequence[Ints]) -> list[Ints]:
+        """Queue the live beams; the tokens of each with its prompt."""
+        made, requests = [], []
+        for i, beam in enumerate(self._beams.live):
+            if i % MADE == MADE - 1:
+                await asyncio.sleep(0)
+            made.append(np.append(prompts[beam.parent], np.int32(beam.token)))
+            requests.append(self._request(made[-1], i))
+        if self._stopped is None:
+            self._queue(requests)
+        return made
+
+    def _request(self, prompt: Ints, index: int, prompt_logprobs: int = -1) -> Request:
+        job, sampling = self._job, self.requests[0].params
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=max(2 * job.n, sampling.logprobs),
+            prompt_logprobs=prompt_logprobs,
+        )
+        id = f"{job.id}-{len(prompt) - len(self.prompt)}.{index}"
+        now = self._means.clock()
+        return Request(id, prompt, params, arrival=now, priority=job.priority, root=job.root)
+
+    def _queue(self, requests: list[Request]) -> None:
+        self._heard.clear()
+        self._ears = [_Ear(i, self._listen, self._means.detokenizer) for i in range(len(requests))]
+        self._asked = requests
+        self._engine.add(requests, list(self._ears))
+
+    def _listen(self) -> None:
+        if all(ear.done for ear in self._ears):
+            self._heard.set()
+
+    # -- the answer --------------------------------------------------------------------------------
+
+    async def _tell(self, found: Sequence[Found]) -> None:
+        """Every choice as if it had come token by token: parsers and counts see no difference."""
+        assert self._job.beam is not None
+        for index, each in enumerate(found):
+            stream = self._means.stream(index, self, self._job)
+            for at, (token, row) in enumerate(zip(each.tokens, each.rows, strict=True)):
+                if self._stopped is not None or index in self._over:
+                    break
+                stream.feed(token, row)
+                if at % SLICE == SLICE - 1:
+                    await asyncio.sleep(0)
+            else:
+                finish = Finish(FinishReason.LENGTH)
+                last, row = None, None
+                if each.end is not None:
+                    finish = Finish(FinishReason.STOP, each.end.token)
+                    if self._job.beam.include_end:
+                        last, row = each.end.token, each.end.row
+                self.requests[index].output = each.tokens + ([] if last is None else [last])
+                self.requests[index].finish = finish
+                stream.end(finish, last, row)
+
+    def _close(self, index: int, finish: Finish) -> None:
+        """The last piece of a choice that had none."""
+        request = self.requests[index]
+        if request.state is State.FINISHED:
+            return
+        request.move(State.FINISHED)
+        if request.finish is None:
+            request.finish = Finish(FinishReason.ABORT) if index in self._over else finish
+            self.last(index, Piece("", [], None, request.finish))
+
+
+class Rules(NamedTuple):
+    """What a search is held to. `prompt` and `limit` are tokens: the prompt's, the most that follow."""
+
+    width: int
+    prompt: int
+    limit: int
+    penalty: float
+    ends: frozenset[int]
+    told: int
+    """Log-probabilities per token that the client wants, as `SamplingParams.logprobs`."""
+
+
+class Live(NamedTuple):
+    """A beam of this round: which one of the last round it continues, with what, and its sum since."""
+
+    parent: int
+    token: int
+    total: float
+    row: RowLogprobs | None
+
+
+class Ended(NamedTuple):
+    """A beam that is complete: `last` continues beam `parent` of the round before `round`."""
+
+    score: float
+    round: int
+    last: Live
+
+
+class Found(NamedTuple):
+    """One continuation. `end` is the end of text that follows `tokens`, None where the length ended it."""
+
+    tokens: list[int]
+    rows: list[RowLogprobs | None]
+    end: Live | None
+
+
+class Beams:
+    """The search itself: rows of log-probabilities in, continuations out. Owner: event loop.
+
+    Kept as one list of live beams per round, so that a round costs the same however long the beams are.
+    """
+
+    __slots__ = ("_ended", "_rounds", "_rules")
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._rounds: list[list[Live]] = []
+        self._ended: list[Ended] = []
+
+    @property
+    def live(self) -> list[Live]:
+        """The beams to run next, best first."""
+        return self._rounds[-1] if self._rounds else [Live(0, -1, 0.0, None)]
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further round would change what `best` says."""
+        return len(self._rounds) == self._rules.limit or not self.live or self._settled()
+
+    def grow(self, rows: Sequence[RowLogprobs]) -> None:
+        """One round: `rows[i]` is what may follow live beam i. Ties go to the better beam, then to the token
+        that the sampler ranks first."""
+        rules, k = self._rules, 2 * self._rules.width
+        sums = np.array([beam.total for beam in self.live])
+        ids = np.stack([row.top_ids[:k] for row in rows])
+        totals = sums[:, None] + np.stack([row.top_values[:k] for row in rows]).astype(np.float64)
+        ends = np.isin(ids, list(rules.ends))
+        ended = [self._beam(ids, totals, int(at), rows) for at in np.flatnonzero(ends)]
+        order = np.argsort(-totals.ravel(), kind="stable")
+        order = order[~ends.ravel()[order]][: rules.width]
+        going = [self._beam(ids, totals, int(at), rows) for at in order]
+        length = rules.prompt + len(self._rounds)
+        done = [Ended(self._score(beam.total, length), len(self._rounds), beam) for beam in ended]
+        self._ended = sorted(self._ended + done, key=_by_score, reverse=True)[: rules.width]
+        self._rounds.append(going)
+
+    def best(self) -> list[Found]:
+        """The complete beams and those that are left, best first; of equal ones those that were complete
+        sooner."""
+        rules, last = self._rules, len(self._rounds) - 1
+        left = []
+        for beam in self.live if last >= 0 else ():
+            length = rules.prompt + last + 1
+            left.append(Ended(self._score(beam.total, length), last, beam))
+        chosen = sorted(self._ended + left, key=_by_score, reverse=True)[: rules.width]
+        return [self._found(each) for each in chosen]
+
+    def _beam(self, ids: Ints, totals: NDArray[np.float64], at: int, rows: Sequence[RowLogprobs]) -> Live:
+        parent, rank = divmod(at, ids.shape[1])
+        row, told = None, self._rules.told
+        if told >= 0:  # a copy of what is told: the whole row would be held otherwise
+            of = rows[parent]
+            row = RowLogprobs(
+                float(of.top_values[rank]), of.top_ids[:told].copy(), of.top_values[:told].copy()
+            )
+        return Live(parent, int(ids[parent, rank]), float(totals[parent, rank]), row)
+
+    def _score(self, total: float, length: int) -> float:
+        score: float = total / length**self._rules.penalty
+        return score
+
+    def _settled(self) -> bool:
+        """A live beam's sum can only fall, so its score is bounded by the length that suits it best: the
+        longest one where a penalty above 0 divides by it."""
+        rules = self._rules
+        if len(self._ended) < rules.width:
+            return False
+        length = rules.prompt + (rules.limit if rules.penalty > 0 else len(self._rounds))
+        return self._ended[-1].score >= self._score(self.live[0].total, length)
+
+    def _found(self, ended: Ended) -> Found:
+        end = ended.last if ended.last.token in self._rules.ends else None
+        path: list[Live] = []
+        beam, at = ended.last, ended.round
+        while True:
+            path.append(beam)
+            at -= 1
+            if at < 0:
+                break
+            beam = self._rounds[at][beam.parent]
+        path.reverse()
+        if end is not None:
+            path.pop()
+        return Found([each.token for each in path], [each.row for each in path], end)
+
+
+def _by_score(ended: Ended) -> float:
+    return ended.score

@@ -1,0 +1,149 @@
+"""What a handler asks of the engine and what it gets back. The face between HTTP and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from app.text.repetition import Repetition
+from core.grammar import GrammarSpec
+from core.plan import PromptLogprobs, RowLogprobs
+from core.request import Request, SamplingParams
+from core.types import Finish, Floats, Ints, RootKey
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What matters only once tokens are text again."""
+
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    include_stop: bool = False
+    """Leave the matched stop in the text."""
+    skip_special_tokens: bool = True
+    repetition: Repetition | None = None
+    """Where to stop a model that goes round in circles."""
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefixes of a prompt that are to stay in the cache for a while, if there is room."""
+
+    owner: str = ""
+    """Whose share of the pool they count against."""
+    marks: tuple[tuple[int | None, float], ...] = ()
+    """(characters of a prompt that is text, or None: all of it; seconds)."""
+
+
+class BeamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How to search for the `n` likeliest continuations (`app/beam.py`)."""
+
+    length_penalty: float = 1.0
+    include_end: bool = False
+    """The end of text is one of the tokens of an answer."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and how to continue it, `n` times.
+
+    `sampling.max_tokens`, `sampling.seed` and the end-of-sequence ids in `sampling.stop_ids` are
+    filled in by the engine from `max_tokens` (None: all that fits), `seed` (None: drawn; choice i
+    gets seed + i) and `ignore_eos`.
+    """
+
+    id: str
+    prompt: str | Ints
+    """Text to encode, or token ids to take as they are."""
+    embeds: Floats | None = None
+    """What the first of the ids are embedded to, float32 [n, hidden]: they are placeholders then, and `root`
+    is the job's own."""
+    sampling: SamplingParams = SamplingParams()
+    text: TextOptions = TextOptions()
+    max_tokens: int | None = None
+    cut_to_fit: bool = False
+    """`max_tokens` is a bound: where the context has less room, all that fits."""
+    seed: int | None = None
+    n: int = 1
+    ignore_eos: bool = False
+    add_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
+    allowed_ids: tuple[int, ...] | None = None
+    """No other tokens are taken; None: all may be."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that must not come about, as the tokens they are encoded to."""
+    truncate_prompt: int | None = None
+    """Keep only the last tokens of a longer prompt."""
+    truncate_end: bool = False
+    """Keep the first ones instead."""
+    priority: int = 0
+    root: RootKey = RootKey()
+    keep: Keep | None = None
+    prompt_param: str = "prompt"
+    """The field that an error about the prompt names: `messages` for chat."""
+    suffix: str = ""
+    """What follows the text to come, where the prompt is text and the model has marks for it
+    (`app/text/infill.py`)."""
+    beam: BeamOptions | None = None
+    """Search, in place of drawing; `sampling` says only how much is told then."""
+    continues: bool = False
+    """Part of an answer under way: taken while draining too."""
+
+
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What became certain of one choice: text that no stop string can take back, its tokens.
+
+    `tokens` are those confirmed since the last piece; their text may come later (half a character,
+    a possible stop string). `logprobs` is aligned with `tokens`, None when not asked for. The last
+    piece has `finish`; nothing follows it.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[RowLogprobs] | None = None
+    finish: Finish | None = None
+
+
+Sink = Callable[[int, Piece], None]
+"""Called on the loop with (choice index, piece); must neither block nor raise."""
+
+
+class Run(Protocol):
+    """A job under way. Owner: event loop."""
+
+    requests: list[Request]
+    """One per choice; `.cached`, `.output`, `.finish` are live."""
+    prompt: Ints
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """Complete once choice 0 has produced a piece; ascending `start`."""
+        ...
+
+    def hidden(self, index: int) -> list[Floats]:
+        """Hidden states of one choice as steps gave them, float32 [n, width] each; complete with its last
+        piece."""
+        ...
+
+    def experts(self, index: int) -> list[Ints]:
+        """The same for the experts that were chosen, int32 [n, layers, experts per token] each."""
+        ...
+
+    async def wait(self) -> None:
+        """Until every choice has had its last piece."""
+        ...
+
+    def abort(self) -> None:
+        """Free every unfinished choice within a step; each still gets its last piece."""
+        ...
+
+    def end(self, index: int) -> None:
+        """The same for one choice."""
+        ...
+
+
+class Generator(Protocol):
+    """Starts jobs."""
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """Encode, check, queue. Raises `RequestError`, `Overloaded` or `Unavailable`, in which
+        case nothing was queued. Cancelling it queues nothing."""
+        ...

@@ -1,0 +1,250 @@
+"""The step loop: apply, plan, submit, then deliver.
+
+Everything here runs on the event loop, in callbacks that end within a fraction of a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from app.engine.backlog import Backlog
+from app.engine.commands import Orders
+from app.engine.metrics import Recorder
+from app.engine.output import Stream
+from app.logs import log_stacks
+from core.clock import Clock
+from core.errors import Unavailable
+from core.executor import Executor
+from core.order import OrderDone
+from core.plan import StepFailure
+from core.request import Request
+from core.schedule.scheduler import Confirmed, Scheduler
+from core.stats import EngineStatistics
+from core.types import Finish, FinishReason
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 4
+"""Results that may wait for delivery before planning pauses. Only a device that is faster than the
+loop gets there; without a bound its tokens would pile up in memory."""
+
+PAUSED_TICK = 0.25
+"""Seconds between two ticks while requests wait for a paused engine: their time may run out."""
+
+
+class Engine:
+    """Runs the scheduler against an executor and hands tokens to streams.
+
+    After every burst of results the order is fixed: apply them, plan and submit until
+    `depth` + 1 steps are in flight, and only then deliver, in slices, so that writing to clients
+    never delays the device.
+
+    Its callbacks have a boundary: what raises there fails the engine as a whole, since nobody knows
+    whose token was lost. Every stream gets an error then, and nothing runs any more.
+
+    Owner: event loop.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, clock: Clock) -> None:
+        self.scheduler = scheduler
+        self.recorder = Recorder(clock)
+        self.failure: str | None = None
+        self.hung = False
+        """The failure is a device that does not answer: its threads never end."""
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        self.on_add: Callable[[list[Request]], None] = lambda requests: None
+        """Called before requests are queued: who runs in the background can make room."""
+        self.paused = False
+        """No step is planned while it is set; `resume` ends it."""
+        self._gap = 0.0
+        self._resting: asyncio.TimerHandle | None = None
+        self.orders = Orders(executor)
+        self._executor = executor
+        self._depth = min(depth, executor.capabilities.max_depth)
+        self._backlog = Backlog(self.recorder, self._stopped)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tick_due = False
+        self._deliver_due = False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take requests from now on. Call once, on the loop."""
+        self._loop = loop
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._tick)
+
+        self._executor.start(wake)
+
+    def close(self) -> None:
+        """Stop the executor. Requests and orders that still run end with an error."""
+        if not self.hung:
+            self._executor.close()
+        self._loop = None
+        self._end_all("The server is shutting down.")
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def add(self, requests: list[Request], streams: list[Stream]) -> None:
+        """Queue all of them, or raise and queue none. Raises `Unavailable` after a failure."""
+        if self.failure is not None:
+            raise Unavailable(f"The engine has failed: {self.failure}")
+        self.on_add(requests)
+        self.scheduler.add(requests)
+        for request, stream in zip(requests, streams, strict=True):
+            self._backlog.open(request, stream)
+        self._wake()
+
+    def abort(self, request: Request, finish: Finish) -> None:
+        """End a request in any state; its last piece follows."""
+        if self.failure is None:  # else it has had its last piece
+            self.scheduler.abort(request, finish)
+            self._wake()
+
+    def abort_all(self, finish: Finish) -> None:
+        """End every request that is here."""
+        for request in self.scheduler.requests():
+            self.abort(request, finish)
+
+    def resume(self) -> None:
+        """Plan again."""
+        self.paused = False
+        self._rested()
+
+    def slow_down(self, gap: float) -> None:
+        """Leave `gap` seconds between a plan and the next; 0: none."""
+        self._gap = gap
+        self._rested()
+
+    def _rest(self, seconds: float) -> None:
+        assert self._loop is not None
+        self._resting = self._loop.call_later(seconds, self._rested)
+
+    def _rested(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = None
+        self._wake()
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Plan once this turn of the loop is over, so that requests of one burst go together."""
+        if not self._tick_due and self._loop is not None:
+            self._tick_due = True
+            self._loop.call_soon(self._tick)
+
+    def _tick(self) -> None:
+        self._tick_due = False
+        self._bounded(self._step)
+
+    def _deliver(self) -> None:
+        self._deliver_due = False
+        self._bounded(self._deliver_slice)
+
+    def _bounded(self, act: Callable[[], None]) -> None:
+        """The boundary of the callbacks."""
+        if self.failure is not None or self._loop is None:
+            return
+        try:
+            act()
+        except Exception as error:
+            log.exception("the step loop raised")
+            if act == self._deliver_slice:
+                self._backlog.clear()  # what follows the lost tokens would be text with a hole
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def _step(self) -> None:
+        """Apply what has arrived, plan what follows."""
+        for result in self._executor.results():
+            if isinstance(result, OrderDone):
+                self.orders.settle(result)
+                continue
+            if isinstance(result, StepFailure):
+                self.fail(result.reason)
+                return
+            confirmed = self.scheduler.apply(result)
+            self.recorder.step(len(confirmed.tokens), result.seconds)
+            self._backlog.add(confirmed)
+        self._submit()
+        if not self.scheduler.in_flight:
+            self.orders.is_quiet()
+            if self.paused or self.scheduler.idle:
+                self.recorder.rest()
+        self._deliver_soon()
+
+    def _submit(self) -> None:
+        while self._may_plan():
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self._executor.submit(plan)
+            if self._gap:
+                self._rest(self._gap)
+        if self.paused:
+            self.scheduler.expire()
+            if self._resting is None and not self.scheduler.idle:
+                self._rest(PAUSED_TICK)
+        ended = self.scheduler.take_finished()
+        if ended:
+            self._backlog.add(Confirmed([], [], {}, {}, [], ended))
+
+    def _may_plan(self) -> bool:
+        return (
+            not self.paused
+            and self._resting is None
+            and self.scheduler.in_flight <= self._depth
+            and len(self._backlog) < BACKLOG
+        )
+
+    # -- delivery ----------------------------------------------------------------------------------
+
+    def _deliver_soon(self) -> None:
+        if self._backlog and not self._deliver_due and self._loop is not None:
+            self._deliver_due = True
+            self._loop.call_soon(self._deliver)
+
+    def _deliver_slice(self) -> None:
+        if self._backlog:
+            self._backlog.deliver()
+            if not self._backlog and not self.scheduler.in_flight:
+                self._wake()  # planning may have paused
+            self._deliver_soon()
+
+    def _stopped(self, request: Request, finish: Finish) -> None:
+        """Its stream has ended it."""
+        if self.failure is None:
+            self.scheduler.finish(request, finish)
+            self._wake()
+
+    # -- failure -----------------------------------------------------------------------------------
+
+    def hang(self, reason: str) -> None:
+        """The device does not answer any more: see `app.engine.watchdog`."""
+        self.hung = True
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        """End everything with `reason`, for good. Nothing happens after the first failure."""
+        if self.failure is not None:
+            return
+        self.failure = reason
+        log_stacks()
+        self.on_failure(reason)
+        self._end_all(reason)
+
+    def _end_all(self, reason: str) -> None:
+        """Every promised stream gets its last piece, and every order its answer, with the reason."""
+        self.orders.fail(reason)
+        self._backlog.end_all(Finish(FinishReason.ERROR, message=reason))
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is still to be delivered."""
+        return self.scheduler.idle and not self._backlog
+
+    def statistics(self) -> EngineStatistics:
+        return self.recorder.statistics(self.scheduler.statistics())

@@ -1,0 +1,181 @@
+"""What an operator does to a running server: pause, profile, new weights, memory given back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+
+from app.engine.loop import Engine
+from core.errors import LoomError, RequestError
+from core.order import TAGS, Tag
+from core.types import Finish, FinishReason
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+PauseMode = Literal["keep", "retract", "abort"]
+
+
+MAX_GAP = 60.0
+"""Seconds between steps: a server that is told to wait for hours looks like one that hangs."""
+
+
+def shielded(
+    method: Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]]:
+    """Run it in a task of the operator's: a client that leaves half way through an exchange of weights
+    must not leave old KV, or a paused engine, behind. The log says how it ended."""
+
+    async def run(self: Operator, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.shield(self._begin(method.__name__, method(self, *args, **kwargs)))
+
+    functools.update_wrapper(run, method)
+    return run
+
+
+class Operator:
+    """One operation at a time, each with the engine held still where it must be.
+
+    Owner: event loop.
+    """
+
+    __slots__ = ("_engine", "_lock", "_stays_paused", "_tasks", "_traces", "asleep")
+
+    def __init__(self, engine: Engine, traces: Path) -> None:
+        self._engine = engine
+        self._traces = traces
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stays_paused = False
+        """By `pause`, until `resume`; asleep the engine stands still as well."""
+        self.asleep: frozenset[Tag] = frozenset()
+        """What has been given back."""
+
+    @property
+    def paused(self) -> bool:
+        """No step is planned; requests are taken and wait."""
+        return self._engine.paused
+
+    @shielded
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Plan no more steps, and return when none is in flight.
+
+        `keep` leaves running requests where they are; `retract` sends them back to the queue, their KV
+        to the prefix cache; `abort` ends them.
+        """
+        async with self._held():
+            self._stays_paused = True
+            if mode == "retract":
+                self._engine.scheduler.retract_all()
+            elif mode == "abort":
+                self._engine.abort_all(Finish(FinishReason.ABORT))
+
+    @shielded
+    async def resume(self) -> None:
+        """Go on. Raises `RequestError` while memory is given back."""
+        async with self._lock:
+            if self.asleep:
+                raise RequestError(
+                    f"The server sleeps without {', '.join(sorted(self.asleep))}: wake it first."
+                )
+            self._stays_paused = False
+            self._engine.resume()
+
+    def slow_down(self, seconds: float) -> None:
+        """Leave so many seconds between a step's plan and the next, to see what slowness does; 0: none.
+        Raises `RequestError`."""
+        if not 0 <= seconds <= MAX_GAP:
+            raise RequestError(
+                f"'forward_sleep_time' must be between 0 and {MAX_GAP:g} seconds.", "forward_sleep_time"
+            )
+        self._engine.slow_down(seconds)
+
+    @shielded
+    async def start_profile(self) -> None:
+        """Record a trace of the launch thread, and of the device if there is one."""
+        async with self._lock:
+            await self._engine.orders.carry_out("profile_start")
+
+    @shielded
+    async def stop_profile(self) -> Path:
+        """Write the trace (Chrome's format) and say where."""
+        async with self._lock:
+            self._traces.mkdir(parents=True, exist_ok=True)
+            path = self._traces / f"trace-{time.time_ns()}.json"
+            await self._engine.orders.carry_out("profile_stop", str(path))
+            return path
+
+    @shielded
+    async def load_weights(self, path: str) -> None:
+        """Exchange the weights for those of a checkpoint of the same shape. Running requests go on with
+        the new ones; what the old ones computed is dropped. A refusal leaves the old ones in place."""
+        async with self._held():
+            if "weights" in self.asleep:
+                raise RequestError("The weights are given back: wake the server first.")
+            await self._engine.orders.carry_out("load_weights", path)
+            self._forget()
+
+    @shielded
+    async def sleep(self, tags: tuple[Tag, ...] = TAGS) -> None:
+        """Give memory back; requests wait until `wake`."""
+        async with self._held():
+            tags = tuple(tag for tag in tags if tag not in self.asleep)
+            if tags:
+                self._forget()
+                await self._engine.orders.carry_out("sleep", tags=tags)
+                self.asleep |= set(tags)
+
+    @shielded
+    async def wake(self, tags: tuple[Tag, ...] = TAGS) -> None:
+        """Take memory again; when nothing is missing any more, go on, unless the operator paused."""
+        async with self._lock:
+            tags = tuple(tag for tag in tags if tag in self.asleep)
+            if tags:
+                await self._engine.orders.carry_out("wake", tags=tags)
+                self.asleep -= set(tags)
+                self._go_on()
+
+    @asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Nobody else operates and no step is in flight; however it ends, the engine goes on after it
+        unless it is to stay paused or asleep."""
+        async with self._lock:
+            self._engine.paused = True
+            try:
+                await self._engine.orders.quiet(self._engine.scheduler.in_flight)
+                yield
+            finally:
+                self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._stays_paused and not self.asleep:
+            self._engine.resume()
+
+    def _forget(self) -> None:
+        """No KV that exists now is of use: running requests start over from their tokens."""
+        self._engine.scheduler.retract_all()
+        self._engine.scheduler.cache.flush()
+
+    def _begin(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=f"operator {name}")
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            log.warning("%s: cancelled, the server ends", task.get_name())
+        elif (error := task.exception()) is None:
+            log.info("%s: done", task.get_name())
+        elif isinstance(error, LoomError):
+            log.warning("%s: refused: %s", task.get_name(), error)
+        else:
+            log.error("%s: failed", task.get_name(), exc_info=error)

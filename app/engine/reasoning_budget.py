@@ -1,0 +1,284 @@
+"""Runs whose text is watched on the way out: thinking is counted and cut, a second call ends them.
+
+The engine knows tokens and stops, not thinking. When a thinking has used up its budget its request is
+ended, and another one goes on from prompt, thinking and closing mark; the radix tree makes that
+nearly free, and the client sees one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from app.engine.failure import UNREADABLE, failure
+from app.engine.job import Generator, Job, Piece, Run, Sink
+from app.parsers.reading import Reading
+from core.errors import ContextExceeded, LoomError
+from core.grammar import GrammarSpec
+from core.plan import PromptLogprobs, RowLogprobs, Support
+from core.request import Request
+from core.types import NO_TOKENS, Finish, FinishReason, Floats, Ints
+
+_ENOUGH = Finish(FinishReason.STOP)
+_UNREADABLE = Finish(FinishReason.ERROR, message=UNREADABLE)
+
+log = logging.getLogger(__name__)
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints: ...
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """What to look out for."""
+
+    reading: Reading
+    budget: int | None = None
+    """Tokens of thinking, at least 1; None: no bound."""
+    after: GrammarSpec | None = None
+    """The constraint of what follows a thinking that was cut."""
+
+    @property
+    def closing(self) -> str:
+        """What ends a thinking that was cut, as the model would have written it."""
+        family = self.reading.reasoning
+        return "" if family is None else f"\n{family.end}{family.gap}"
+
+
+class Watcher:
+    """A `Generator` over another. Owner: event loop."""
+
+    __slots__ = ("_encoder", "_engine", "_watch")
+
+    def __init__(self, engine: Generator, encoder: Encoder, watch: Watch) -> None:
+        self._engine = engine
+        self._encoder = encoder
+        self._watch = watch
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """See `Generator.start`."""
+        run = WatchedRun(job, sink, self._watch, self._go_on)
+        run.begin(await self._engine.start(job, run.take))
+        return run
+
+    async def _go_on(self, job: Job, index: int, thought: list[int], take: Sink) -> Run | None:
+        """Close the thinking of a choice and start what follows. None when there is no room left."""
+        closing = self._watch.closing
+        mark = await self._encoder.encode_async(closing, False)
+        ids: list[int] = mark.tolist()
+        take(index, Piece(closing, ids, [_sure(id) for id in ids] if job.sampling.told else None))
+        used = len(thought) + len(ids)
+        left = None if job.max_tokens is None else job.max_tokens - used
+        if left is not None and left < 1:
+            return None
+        assert isinstance(job.prompt, np.ndarray)
+        following = msgspec.structs.replace(
+            job,
+            prompt=np.concatenate([job.prompt, np.asarray(thought, np.int32), mark]),
+            sampling=msgspec.structs.replace(
+                job.sampling, min_tokens=max(job.sampling.min_tokens - used, 0), prompt_logprobs=-1
+            ),
+            max_tokens=left,
+            n=1,
+            seed=None if job.seed is None else job.seed + index,
+            truncate_prompt=None,
+            keep=None,
+            continues=True,
+            grammar=self._watch.after,
+        )
+        try:
+            return await self._engine.start(following, lambda _, piece: take(index, piece))
+        except ContextExceeded:
+            return None
+
+
+def _sure(token: int) -> RowLogprobs:
+    """Of a token that was put there: it could be no other."""
+    alone = Support(np.array([token], np.int32), 0.0)
+    return RowLogprobs(0.0, NO_TOKENS, np.zeros(0, np.float32), 0.0, alone)
+
+
+class GoOn(Protocol):
+    """Starts what follows a thinking that was cut."""
+
+    async def __call__(self, job: Job, index: int, thought: list[int], take: Sink) -> Run | None: ...
+
+
+class WatchedRun:
+    """A `Run` that may become another one on the way. Owner: event loop."""
+
+    __slots__ = (
+        "_aborted",
+        "_choices",
+        "_done",
+        "_first",
+        "_go_on",
+        "_job",
+        "_left",
+        "_sink",
+        "_tasks",
+        "prompt",
+        "requests",
+    )
+
+    def __init__(self, job: Job, sink: Sink, watch: Watch, go_on: GoOn) -> None:
+        self.requests: list[Request] = []
+        """Those that began."""
+        self.prompt: Ints = NO_TOKENS
+        self._first: Run | None = None
+        self._job = job
+        self._sink = sink
+        self._go_on = go_on
+        self._choices = [Choice(watch) for _ in range(job.n)]
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._left = job.n
+        self._done = asyncio.Event()
+        self._aborted = False
+
+    # -- as a run ----------------------------------------------------------------------------------
+
+    def begin(self, first: Run) -> None:
+        """`first` runs; its pieces come to `take`."""
+        self._first, self.requests, self.prompt = first, first.requests, first.prompt
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(choice.reasoning for choice in self._choices)
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """See `app.engine.job.Run.prompt_logprobs`."""
+        return [] if self._first is None else self._first.prompt_logprobs()
+
+    def hidden(self, index: int) -> list[Floats]:
+        """See `app.engine.job.Run.hidden`. What follows a cut reads all before it once more."""
+        second = self._choices[index].second
+        if second is not None:
+            return second.hidden(0)
+        return [] if self._first is None else self._first.hidden(index)
+
+    def experts(self, index: int) -> list[Ints]:
+        """See `app.engine.job.Run.experts`. The same."""
+        second = self._choices[index].second
+        if second is not None:
+            return second.experts(0)
+        return [] if self._first is None else self._first.experts(index)
+
+    async def wait(self) -> None:
+        await self._done.wait()
+
+    def abort(self) -> None:
+        """See `app.engine.job.Run.abort`."""
+        self._aborted = True
+        if self._first is not None:
+            self._first.abort()
+        while self._tasks:
+            index, task = self._tasks.popitem()
+            task.cancel()
+            self._give(index, Piece("", [], None, Finish(FinishReason.ABORT)))
+        for choice in self._choices:
+            if choice.second is not None:
+                choice.second.abort()
+
+    def end(self, index: int) -> None:
+        """See `app.engine.job.Run.end`."""
+        choice = self._choices[index]
+        if choice.second is not None:
+            choice.second.end(0)
+        elif self._first is not None:
+            self._first.end(index)
+
+    # -- pieces ------------------------------------------------------------------------------------
+
+    def take(self, index: int, piece: Piece) -> None:
+        """The sink of every request underneath."""
+        choice = self._choices[index]
+        if choice.cut:
+            self._after_cut(index, choice, piece)
+        elif choice.over is not None:
+            if piece.finish is not None:
+                self._give(index, Piece("", [], None, choice.over))
+        else:
+            try:
+                ends = choice.see(piece)
+            except Exception:  # a parser's fault: this runs in the engine's callback
+                log.exception("an answer could not be read")
+                choice.over, ends = _UNREADABLE, True
+                if piece.finish is not None:
+                    piece = Piece(piece.text, piece.tokens, piece.logprobs, _UNREADABLE)
+            self._give(index, piece)
+            if ends and piece.finish is None:
+                self.end(index)
+
+    def _after_cut(self, index: int, choice: Choice, piece: Piece) -> None:
+        """The request that thought too long runs out; what it still says was not asked for."""
+        if piece.finish is None:
+            return
+        choice.cut = False
+        if self._aborted or failure(piece.finish) is not None:
+            self._give(index, Piece("", [], None, piece.finish))
+            return
+        task = asyncio.get_running_loop().create_task(self._continue(index, choice))
+        self._tasks[index] = task
+
+    async def _continue(self, index: int, choice: Choice) -> None:
+        id = self._job.id if self._job.n == 1 else f"{self._job.id}-{index}"
+        job = msgspec.structs.replace(self._job, id=id, prompt=self.prompt)
+        finish = Finish(FinishReason.ERROR, message="The answer could not be continued after its thinking.")
+        try:
+            choice.second = await self._go_on(job, index, choice.thought, self.take)
+            finish = Finish(FinishReason.LENGTH)
+        except LoomError as error:
+            finish = Finish(FinishReason.ERROR, message=str(error))
+        finally:
+            choice.thought = []
+            # Not there any more: aborted, and told so.
+            if self._tasks.pop(index, None) is not None and choice.second is None:
+                self._give(index, Piece("", [], None, finish))
+
+    def _give(self, index: int, piece: Piece) -> None:
+        if piece.finish is not None:
+            self._left -= 1
+            if not self._left:
+                self._done.set()
+        self._sink(index, piece)
+
+
+class Choice:
+    """One choice as the watcher sees it. Owner: event loop."""
+
+    __slots__ = ("_answer", "_watch", "cut", "over", "reasoning", "second", "thought")
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._answer = watch.reading.answer()
+        self.cut = False
+        """Thought too long; its request is being ended."""
+        self.over: Finish | None = None
+        """Said all it may; its request is being ended, and this is what the client is told."""
+        self.reasoning = 0
+        self.thought: list[int] = []
+        """Output so far, as long as it may be cut."""
+        self.second: Run | None = None
+        """What runs after a cut."""
+
+    def see(self, piece: Piece) -> bool:
+        """Account for one piece, on its way to the client. Whether its request is to end."""
+        answer, watch = self._answer, self._watch
+        if answer.thinking:
+            answer.feed(piece.text)
+            if answer.thinking:
+                self.reasoning += len(piece.tokens)
+        elif watch.reading.one or not answer.settled:
+            answer.feed(piece.text)
+            self.over = _ENOUGH if answer.done else None
+        if watch.budget is not None and not answer.settled:
+            self.thought += piece.tokens
+            self.cut = answer.thinking and self.reasoning >= watch.budget and piece.finish is None
+        return self.cut or self.over is not None

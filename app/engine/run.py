@@ -1,0 +1,64 @@
+"""A job's requests while they run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from app.engine.job import Job, Piece, Sink
+from app.engine.loop import Engine
+from app.engine.output import Stream
+from core.plan import PromptLogprobs
+from core.request import Request
+from core.types import Finish, FinishReason, Floats, Ints
+
+
+class LiveRun:
+    """A job's requests while they run. Owner: event loop."""
+
+    __slots__ = ("_done", "_engine", "_left", "id", "prompt", "requests", "sink", "streams")
+
+    def __init__(self, job: Job, prompt: Ints, engine: Engine, sink: Sink) -> None:
+        self.id = job.id
+        self.prompt = prompt
+        self.requests: list[Request] = []
+        self.streams: list[Stream] = []
+        self._engine = engine
+        self.sink = sink
+        self._left = job.n
+        self._done = asyncio.get_running_loop().create_future()
+
+    def last(self, index: int, piece: Piece) -> None:
+        """The sink of each choice's last piece: notices it and passes it on."""
+        self._left -= 1
+        if self._left == 0 and not self._done.done():
+            self._done.set_result(None)
+        self.sink(index, piece)
+
+    def prompt_logprobs(self) -> list[PromptLogprobs]:
+        """See `app.engine.job.Run.prompt_logprobs`."""
+        return self.streams[0].prompt_logprobs
+
+    def hidden(self, index: int) -> list[Floats]:
+        """See `app.engine.job.Run.hidden`."""
+        return self.streams[index].hidden
+
+    def experts(self, index: int) -> list[Ints]:
+        """See `app.engine.job.Run.experts`."""
+        return self.streams[index].experts
+
+    async def wait(self) -> None:
+        await asyncio.shield(self._done)
+
+    def abort(self, message: str | None = None) -> None:
+        """End it; with a `message` the client is told of an error."""
+        for request in self.requests:
+            self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
+
+    def end(self, index: int) -> None:
+        """See `app.engine.job.Run.end`."""
+        self._engine.abort(self.requests[index], Finish(FinishReason.ABORT))
+
+    def on_done(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when the last choice has ended."""
+        self._done.add_done_callback(lambda _: callback())

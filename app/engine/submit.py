@@ -1,0 +1,368 @@
+"""From a job to queued requests: encode, check, fill in what was left open."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import msgspec
+import numpy as np
+
+from app.engine.beam_search import BeamRun, Means, check_width
+from app.engine.job import Job, Run, Sink
+from app.engine.loop import Engine
+from app.engine.output import CircleStream, Stream
+from app.engine.run import LiveRun
+from app.engine.timeline import JobKey, Timelines, Waits
+from app.text.detokenizer import Detokenizer
+from app.text.infill import Words, encode_suffix, find_marks
+from app.text.repetition import RepetitionScanner
+from app.text.stops import StopScanner, check_stops
+from app.text.tokenizer import Tokenizer
+from app.warning import warn
+from core.clock import Clock
+from core.errors import Aborted, ContextExceeded, LoomError, RequestError, Unavailable
+from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
+from core.request import Pinning, Request, SamplingParams
+from core.request.params import SEED_LIMIT, check, check_starts
+from core.stats import EngineStatistics
+from core.types import Ints
+
+MAX_CHOICES = 128
+"""CVE-2026-34756 is a server that copies a request for each of an unbounded `n`."""
+
+TAIL = 8
+"""Prompt tokens shown to the detokenizer: enough for the leading-space rule of any tokenizer."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What every job is held against. Tokens, and names of logit processors."""
+
+    context_length: int
+    vocab_size: int
+    processors: tuple[str, ...] = ()
+    generates: bool = True
+    """The model makes tokens; without, only jobs for none are taken."""
+
+
+class _Preparing:
+    """A job that is encoded and compiled, in the task of whoever started it. Owner: event loop."""
+
+    __slots__ = ("_task", "error")
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self.error: LoomError | None = None
+        """What `Submitter.start` raises after an abort."""
+
+    def abort(self, message: str | None = None) -> None:
+        """Queue nothing of it; with a `message` the client is told of an error."""
+        if self.error is None and self._task is not None:
+            self.error = Aborted() if message is None else Unavailable(message)
+            self._task.cancel()
+
+    def aborted(self) -> bool:
+        """The task was cancelled by `abort`, and not by its client's leaving too."""
+        return self.error is not None and self._task is not None and not self._task.uncancel()
+
+
+class Submitter:
+    """The engine's face towards HTTP: implements `app.service.Control`.
+
+    Owner: event loop.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_draining",
+        "_engine",
+        "_grammars",
+        "_limits",
+        "_rng",
+        "_runs",
+        "_timelines",
+        "_tokenizer",
+    )
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        clock: Clock,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Without `grammars` constraints are refused."""
+        self._grammars = grammars
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._clock = clock
+        self._rng = random.SystemRandom()
+        self._runs: dict[JobKey, LiveRun | _Preparing] = {}
+        self._draining = False
+        self._timelines = Timelines(engine.recorder, clock)
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """See `app.engine.job.Generator.start`."""
+        self._check_open(job)
+        if not 1 <= job.n <= MAX_CHOICES:
+            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
+        if job.max_tokens != 0 and not self._limits.generates:
+            raise RequestError("This model does not generate text.", "model", "unsupported_model")
+        key = job.root.tenant, job.id
+        if key in self._runs:
+            raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
+        preparing = self._runs[key] = _Preparing()
+        arrived = self._clock()
+        try:
+            prompt = await self._encode(job)
+            encoded = self._clock()
+            grammar = await self._compile(job)
+            pinning = await self._pinning(job, prompt)
+            self._check_open(job)
+            run = self._enqueue(job, prompt, (grammar, pinning), sink)
+        except BaseException as ended:
+            del self._runs[key]
+            if isinstance(ended, asyncio.CancelledError) and preparing.aborted():
+                assert preparing.error is not None
+                raise preparing.error from None
+            raise
+        self._runs[key] = run
+        waits = Waits(arrived, encoded - arrived, self._clock() - encoded)
+        self._timelines.open(key, run.requests, waits)
+        run.on_done(lambda: self._done(key))
+        return run
+
+    def _done(self, key: JobKey) -> None:
+        del self._runs[key]
+        self._timelines.close(key)
+
+    def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
+        return self._timelines.of((tenant, id))
+
+    def drain(self) -> None:
+        """Take no more jobs; those here go on."""
+        self._draining = True
+
+    @property
+    def idle(self) -> bool:
+        return not self._runs and self._engine.idle
+
+    def abort(self, id: str, tenant: str = "") -> bool:
+        run = self._runs.get((tenant, id))
+        if run is not None:
+            run.abort()
+        return run is not None
+
+    def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
+        runs = [run for (owner, _), run in self._runs.items() if tenant in (None, owner)]
+        for run in runs:
+            run.abort(message)
+        return len(runs)
+
+    def flush(self) -> bool:
+        # Steps in flight do not count: those that ended requests left behind only write, before
+        # any later plan reads. A client that has had its last answer may flush at once.
+        now = self._engine.scheduler.statistics()
+        if now.running or now.waiting:
+            return False
+        self._engine.scheduler.cache.flush()
+        return True
+
+    def statistics(self) -> EngineStatistics:
+        return self._engine.statistics()
+
+    # -- one job -----------------------------------------------------------------------------------
+
+    def _check_open(self, job: Job) -> None:
+        if self._engine.failure is not None:
+            raise Unavailable(f"The engine has failed: {self._engine.failure}")
+        if self._draining and not job.continues:
+            raise Unavailable("The server is shutting down.")
+
+    async def _encode(self, job: Job) -> Ints:
+        if isinstance(job.prompt, str):
+            prompt = await encoded(job, self._tokenizer, self._limits.context_length)
+        else:
+            prompt = job.prompt
+            if len(prompt) and not (int(prompt.min()) >= 0 and int(prompt.max()) < self._limits.vocab_size):
+                raise RequestError(
+                    f"Token ids must be between 0 and {self._limits.vocab_size - 1}.", job.prompt_param
+                )
+        if job.truncate_prompt is not None:
+            prompt = _shortened(prompt, job.truncate_prompt, job.truncate_end)
+        if not len(prompt):
+            raise RequestError("The prompt is empty: give at least one token.", job.prompt_param)
+        return np.ascontiguousarray(prompt, np.int32)
+
+    async def _compile(self, job: Job) -> CompiledGrammar | None:
+        param = None if job.grammar is None else job.grammar.param
+        if job.allowed_ids is not None or job.bad_words:
+            param = "bad_words" if job.bad_words else "allowed_token_ids"
+        if param is None:
+            return None
+        if self._grammars is None:
+            raise RequestError(
+                f"'{param}' is not supported: this model's vocabulary cannot be constrained.",
+                param,
+                "unsupported",
+            )
+        grammar = None
+        if job.grammar is not None:
+            grammar = await self._grammars.compile(job.grammar)
+            if grammar.warnings:
+                warn(
+                    f"'{job.grammar.param}' is not held to all of its schema: {', '.join(grammar.warnings)}."
+                )
+        if job.allowed_ids is None and not job.bad_words:
+            return grammar
+        rules = TokenRules(job.allowed_ids, await self._sequences(job.bad_words))
+        return self._grammars.restrict(grammar, rules)
+
+    async def _sequences(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each text as the tokens that it is at the start of a text and after a blank, as vLLM reads it.
+        Other ways to spell the same are not excluded."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = await self._tokenizer.encode_async(text, False, "bad_words")
+                await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
+                found[tuple(ids.tolist())] = None
+        return tuple(ids for ids in found if ids)
+
+    async def _pinning(self, job: Job, prompt: Ints) -> Pinning | None:
+        """The marks of a job in tokens."""
+        if job.keep is None:
+            return None
+        marks = [(await self._tokens(job, prompt, at), seconds) for at, seconds in job.keep.marks]
+        return Pinning(job.keep.owner, tuple(marks))
+
+    async def _tokens(self, job: Job, prompt: Ints, characters: int | None) -> int:
+        """About how many tokens the first `characters` of a text are: whole pages are kept, so one more
+        or less at the cut matters little. The shorter side of it is encoded once more."""
+        if characters is None or not isinstance(job.prompt, str):
+            return len(prompt)
+        before, after = job.prompt[:characters], job.prompt[characters:]
+        if len(before) < len(after) and job.truncate_prompt is None:
+            tokens = len(await self._tokenizer.encode_async(before, job.add_special_tokens))
+        else:
+            tokens = len(prompt) - len(await self._tokenizer.encode_async(after, False))
+        return max(tokens, 0)
+
+    def _enqueue(
+        self, job: Job, prompt: Ints, made: tuple[CompiledGrammar | None, Pinning | None], sink: Sink
+    ) -> LiveRun:
+        grammar, pinning = made
+        sampling = self._complete(job, len(prompt))
+        check(sampling, self._limits.vocab_size, self._limits.processors)
+        check_starts(sampling, len(prompt))
+        check_stops(job.text.stop, job.text.stop_regex)
+        if job.beam is not None:
+            return self._search(job, BeamRun(job, prompt, sampling, self._engine, sink), pinning)
+        run = LiveRun(job, prompt, self._engine, sink)
+        now = self._clock()
+        assert job.embeds is None or job.root.own, "equal placeholders are not equal prompts"
+        for index in range(job.n):
+            own = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
+            if index:  # the prompt's log-probabilities are the same for every choice
+                own = msgspec.structs.replace(own, prompt_logprobs=-1)
+            run.requests.append(
+                Request(
+                    f"{job.id}-{index}",
+                    prompt,
+                    own,
+                    arrival=now,
+                    priority=job.priority,
+                    root=job.root,
+                    grammar=grammar,
+                )
+            )
+            run.requests[index].embeds = job.embeds
+            run.streams.append(self._stream(index, run, job))
+        run.requests[0].pinning = pinning  # its prompt is the others' too
+        self._engine.add(run.requests, run.streams)
+        return run
+
+    def _search(self, job: Job, run: BeamRun, pinning: Pinning | None) -> LiveRun:
+        check_width(job, self._limits.vocab_size)
+        run.begin(Means(self._stream, self._detokenizer(job, run.prompt), self._clock), pinning)
+        return run
+
+    def _complete(self, job: Job, prompt_len: int) -> SamplingParams:
+        """Fill in length, seed and end-of-sequence ids."""
+        max_tokens = self._length(job, prompt_len)
+        stop_ids, min_tokens = job.sampling.stop_ids, job.sampling.min_tokens
+        if job.ignore_eos and job.grammar is not None and not stop_ids:
+            # A complete grammar has no other token than the end: it is put off for as long as there is
+            # another, and no longer.
+            min_tokens = max_tokens
+        if not job.ignore_eos or job.grammar is not None:
+            stop_ids = stop_ids | self._tokenizer.eos_ids
+        seed = self._rng.randrange(SEED_LIMIT) if job.seed is None else job.seed
+        return msgspec.structs.replace(
+            job.sampling, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed, stop_ids=stop_ids
+        )
+
+    def _length(self, job: Job, prompt_len: int) -> int:
+        """Tokens that the job may generate: what it asked for, or what the context leaves."""
+        room = self._limits.context_length - prompt_len
+        wanted = room if job.max_tokens is None else job.max_tokens
+        if job.cut_to_fit or job.max_tokens is None:
+            if room < 1:
+                raise ContextExceeded(self._limits.context_length, prompt_len, 0, job.prompt_param)
+            return min(wanted, room)
+        if wanted > room:
+            raise ContextExceeded(self._limits.context_length, prompt_len, wanted, job.prompt_param)
+        return wanted
+
+    def _stream(self, index: int, run: LiveRun, job: Job) -> Stream:
+        detokenizer, stops = self._detokenizer(job, run.prompt), self._stops(job)
+        if job.text.repetition is None:
+            return Stream(index, run.sink, run.last, detokenizer, stops)
+        repetition = RepetitionScanner(job.text.repetition)
+        return CircleStream(index, run.sink, run.last, detokenizer, stops, repetition)
+
+    def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
+        tail = prompt[-TAIL:].tolist()
+        return Detokenizer(self._tokenizer, tail, job.text.skip_special_tokens)
+
+    def _stops(self, job: Job) -> StopScanner | None:
+        text = job.text
+        if not text.stop and not text.stop_regex:
+            return None
+        return StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
+
+
+def _shortened(prompt: Ints, most: int, end: bool) -> Ints:
+    """The last `most` tokens, or the first ones where the `end` is to go."""
+    if len(prompt) <= most:
+        return prompt
+    return prompt[:most] if end else prompt[len(prompt) - most :]
+
+
+async def encoded(job: Job, words: Words, context: int = 0) -> Ints:
+    """A job's text, and its suffix where it has one, as ids. Raises `RequestError` where there are no
+    marks, and for a text of far more than `context` tokens (0: none is too long) that is not to be cut."""
+    assert isinstance(job.prompt, str)
+    most = context if job.truncate_prompt is None else 0
+    if not job.suffix:
+        return await words.encode_async(job.prompt, job.add_special_tokens, job.prompt_param, most)
+    marks = find_marks(words)
+    if marks is None:
+        raise RequestError(
+            "'suffix' is not supported: this model's vocabulary has no marks for text insertion.",
+            "suffix",
+            "unsupported",
+        )
+    # Encoded apart, and the marks by id: that is how the models were trained.
+    begin = await words.encode_async("", job.add_special_tokens)
+    before = await words.encode_async(job.prompt, False, job.prompt_param, most)
+    after = await encode_suffix(job.suffix, marks.family, words, most)
+    first, second = (marks.prefix, before), (marks.suffix, after)
+    if marks.family.suffix_first:
+        first, second = second, first
+    parts = [begin, [first[0]], first[1], [second[0]], second[1]]
+    if marks.middle is not None:
+        parts.append([marks.middle])
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])

@@ -1,0 +1,103 @@
+"""Why was it slow? Where the time of each recent request went."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import NamedTuple
+
+from app.engine.metrics import Recorder
+from core.clock import Clock
+from core.request import Request
+
+KEPT = 1000
+"""Finished jobs that are remembered; each takes about a kilobyte."""
+
+
+class Waits(NamedTuple):
+    """What a job went through before it was queued: when it came, seconds of encoding, of waiting for
+    its grammar."""
+
+    arrived: float
+    encoding: float
+    grammar: float
+
+
+class _Entry(NamedTuple):
+    """One job while it runs. `steps`, `rows` are the recorder's sums at its start."""
+
+    requests: list[Request]
+    waits: Waits
+    steps: int
+    rows: int
+    created: int
+
+
+JobKey = tuple[str, str]
+"""Tenant and job id: clients choose ids, and those of one tenant may be those of another."""
+
+
+class Timelines:
+    """The jobs that run and the last thousand that ended. Owner: event loop."""
+
+    __slots__ = ("_clock", "_ended", "_open", "_recorder")
+
+    def __init__(self, recorder: Recorder, clock: Clock) -> None:
+        self._recorder = recorder
+        self._clock = clock
+        self._open: dict[JobKey, _Entry] = {}
+        self._ended: OrderedDict[JobKey, dict[str, object]] = OrderedDict()
+
+    def open(self, key: JobKey, requests: list[Request], waits: Waits) -> None:
+        """A job was queued."""
+        recorder = self._recorder
+        self._open[key] = _Entry(requests, waits, recorder.steps, recorder.rows, int(time.time()))
+
+    def close(self, key: JobKey) -> None:
+        """Its last choice ended. What is kept holds no prompt."""
+        self._ended[key] = self._describe(key, self._open.pop(key), running=False)
+        if len(self._ended) > KEPT:
+            self._ended.popitem(last=False)
+
+    def of(self, key: JobKey) -> dict[str, object] | None:
+        """What is known of a job; None when it is not among them. Times are milliseconds."""
+        entry = self._open.get(key)
+        return self._ended.get(key) if entry is None else self._describe(key, entry, running=True)
+
+    def _describe(self, key: JobKey, entry: _Entry, running: bool) -> dict[str, object]:
+        now = self._clock()
+        steps, rows = self._recorder.steps - entry.steps, self._recorder.rows - entry.rows
+        return {
+            "id": key[1],
+            "created": entry.created,
+            "running": running,
+            "total_ms": _ms(now - entry.waits.arrived),
+            "encoding_ms": _ms(entry.waits.encoding),
+            "grammar_ms": _ms(entry.waits.grammar),
+            "steps": steps,
+            "mean_rows": round(rows / steps, 1) if steps else 0.0,
+            "choices": [_choice(request, now) for request in entry.requests],
+        }
+
+
+def _choice(request: Request, now: float) -> dict[str, object]:
+    started, first = request.started_at, request.first_token_at
+    return {
+        "state": request.state.name.lower(),
+        "prompt_tokens": len(request.prompt),
+        "cached_tokens": request.cached,
+        "output_tokens": len(request.output),
+        "queue_ms": _ms((started or now) - request.arrival),
+        "prefill_ms": _ms((first or now) - started) if started else None,
+        "decode_ms": _ms(now - first) if first else None,
+        "retractions": request.retractions,
+        "finish_reason": request.finish.reason.value if request.finish else None,
+        "events": [
+            {"at_ms": _ms(when - request.arrival), "event": what, "tokens": tokens}
+            for when, what, tokens in request.history
+        ],
+    }
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

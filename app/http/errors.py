@@ -1,0 +1,144 @@
+"""Errors to HTTP: one table, one body shape on every path.
+
+The nested shape `{"error": {"message", "type", "param", "code"}}` is the one that every client of
+the OpenAI API reads; flat bodies crash some of them and pass silently through others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from core.errors import (
+    BodyTooLarge,
+    DiskFull,
+    EngineFailed,
+    LoomError,
+    NotFound,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
+
+RETRY_AFTER = 1.0
+"""Seconds a client is told to wait when the error itself knows no better (guessed)."""
+
+
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's code for a conversation that is not held: its clients go on without."""
+
+
+class HttpError(LoomError):
+    """A fault of HTTP itself: no such route, a wrong key, a body that cannot be read."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An error as a client sees it."""
+
+    status: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = {}
+
+    def body(self) -> bytes:
+        """The nested JSON object."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def plain_body(self) -> bytes:
+        """The message alone, for Ollama's clients."""
+        return msgspec.json.encode({"error": self.message})
+
+    def cohere_body(self, request_id: str) -> bytes:
+        """The message and the request's id, for Cohere's clients."""
+        return msgspec.json.encode({"message": self.message, "id": request_id})
+
+    def anthropic_body(self, request_id: str) -> bytes:
+        """The same for clients of Anthropic's API, which go by the type's name."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error: dict[str, object] = {"type": kind, "message": self.message}
+        if self.code == THREAD_UNSUPPORTED:
+            error["details"] = {"error_code": self.code, "unsupported": ["thread"]}
+        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+
+
+class _Row(msgspec.Struct, frozen=True):
+    kind: type[LoomError]
+    status: int
+    type: str
+    code: str | None = None
+
+
+_TABLE = (  # first match wins: the narrow classes come first
+    _Row(BodyTooLarge, 413, "invalid_request_error", "request_too_large"),
+    _Row(NotFound, 404, "invalid_request_error", "not_found"),
+    _Row(RequestError, 400, "invalid_request_error"),
+    _Row(Overloaded, 429, "rate_limit_error", "rate_limit_exceeded"),
+    _Row(Unavailable, 503, "service_unavailable_error", "service_unavailable"),
+    _Row(DiskFull, 507, "server_error", "disk_full"),
+    _Row(EngineFailed, 500, "server_error", "engine_failed"),
+)
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+_INTERNAL = Fault(
+    500,
+    "server_error",
+    "The server had an error while processing your request.",
+    headers={"x-should-retry": "false"},
+)
+
+
+def fault(error: BaseException) -> Fault:
+    """What to answer. Anything that was not raised on purpose is a 500 without internals."""
+    if isinstance(error, HttpError):
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+        return Fault(error.status, kind, error.message, error.param, error.code, error.headers)
+    for row in _TABLE:
+        if isinstance(error, row.kind):
+            param, code = None, row.code
+            if isinstance(error, RequestError):
+                param, code = error.param, error.code or row.code
+            return Fault(row.status, row.type, str(error), param, code, _headers(row.status, error))
+    return _INTERNAL
+
+
+def _headers(status: int, error: BaseException) -> Mapping[str, str]:
+    if status in (429, 503):
+        seconds = error.retry_after if isinstance(error, Overloaded) else RETRY_AFTER
+        return {
+            "retry-after-ms": str(math.ceil(seconds * 1000)),
+            "Retry-After": str(math.ceil(seconds)),
+        }
+    # The same request would fail the same way; clients otherwise send a 500 twice more.
+    return {"x-should-retry": "false"} if status == 500 else {}

@@ -1,9 +1,0 @@
-"""Responses kept on disk, so that a later request can build on them, also after a restart.
-
-This package knows neither HTTP nor models.
-"""
-
-from app.responses.disk import Item, Record
-from app.responses.store import Store
-
-__all__ = ["Item", "Record", "Store"]
