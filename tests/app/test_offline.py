@@ -95,7 +95,7 @@ def test_hidden_states_of_answers_and_streams(llm: LLM) -> None:
 def test_a_stream_of_more_hidden_states_than_an_answer_holds_is_refused(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.pooling.common.MAX_NUMBERS", 100)
+    monkeypatch.setattr("app.api.request.hidden.MAX_NUMBERS", 100)
     for ask in (llm.generate, lambda *given, **named: list(llm.stream(*given, **named))):
         with pytest.raises(RequestError) as error:
             ask("abc", GREEDY, return_hidden_states=True)
