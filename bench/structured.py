@@ -1,11 +1,12 @@
 """Constraints against real schemas: what compiles, what is let through, what a mask costs.
 
-    python -m bench.structured --tokenizer DIR          masks, over every schema of MaskBench
-    python -m bench.structured --behind 1000            the same for that many of them behind a thinking
-    python -m bench.structured --generate 300           SmolLM2 writes, jsonschema reads
-    python -m bench.structured --hostile                its stream beside grammars that mean harm
-    python -m bench.structured --lenient                masks, over what "strict": false lets through
-    python -m bench.structured --suite DIR              verdicts on the official JSON-Schema-Test-Suite
+    python -m bench.structured --data FILE --tokenizer DIR
+                      masks, over every schema of MaskBench
+      --behind 1000   the same for that many of them behind a thinking
+      --generate 300  SmolLM2 writes, jsonschema reads
+      --hostile       its stream beside grammars that mean harm
+      --lenient       masks, over what "strict": false lets through
+      --suite DIR     without --data: verdicts on the official JSON-Schema-Test-Suite
 
 The first feeds each schema's valid and invalid instances (compact JSON) token by token through the masks:
 a token is taken only if its bit is set, and the text counts as accepted if an end may follow. Schemas
@@ -49,7 +50,6 @@ from core.types import Finish, FinishReason
 from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
 
-DATA = Path("../shared/assets/data/maskbench_schemas_with_tests.jsonl.xz")
 WIDTH = 151_936
 """Logits of the Qwen3 models: 267 more than the tokenizer has tokens."""
 ENDS = (151_645, 151_643)
@@ -501,6 +501,14 @@ async def _others(
             tally[finish.reason.value] += 1
 
 
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """Flags that name the schemas and the tokenizer that they are measured with."""
+    parser.add_argument(
+        "--data", type=Path, help="MaskBench's schemas with their tests, one JSON object a line, as .jsonl.xz"
+    )
+    parser.add_argument("--tokenizer", type=Path, required=True, help="directory with Qwen3's tokenizer")
+
+
 PARTS = ("behind_thinking", "generated", "neighbour", "lenient", "test_suite")
 """Figures of runs with an option of their own."""
 
@@ -508,8 +516,7 @@ PARTS = ("behind_thinking", "generated", "neighbour", "lenient", "test_suite")
 def main() -> None:
     """Measure, and keep bench/results/structured.json; each part leaves the other's figures alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--tokenizer", type=Path, default=Path("../shared/assets/tokenizers/qwen3"))
+    add_sources(parser)
     parser.add_argument("--schemas", type=int, default=0, help="at most; 0: all")
     parser.add_argument("--seconds", type=float, default=840)
     parser.add_argument("--behind", type=int, default=0, help="schemas to measure behind a thinking")
@@ -519,6 +526,8 @@ def main() -> None:
     parser.add_argument("--suite", type=Path, help="the unpacked JSON-Schema-Test-Suite, in place of --data")
     parser.add_argument("--hostile", action="store_true", help="measure a neighbour of hostile grammars")
     arguments = parser.parse_args()
+    if arguments.data is None and arguments.suite is None:
+        parser.error("--data FILE is required without --suite")
     kept = RESULTS / "structured.json"
     figures: dict[str, Any] = {}
     if kept.exists():

@@ -1,6 +1,6 @@
 """What the masks of a full step cost on the host.
 
-    python -m bench.core.masks --tokenizer DIR [--rows 64] [--threads 1,2,4]
+    python -m bench.core.masks --data FILE --tokenizer DIR [--rows 64] [--threads 1,2,4]
 
 `rows` requests, each under a schema of its own out of MaskBench (or all under one: `shared`), write valid
 instances in step (`cpu` is processor time of all threads, which neighbours do not
@@ -25,7 +25,7 @@ import numpy as np
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
 from bench.results import write
-from bench.structured import DATA, ENDS, WIDTH, cases
+from bench.structured import ENDS, WIDTH, add_sources, cases
 from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec
 from core.plan import NewSlot, StepPlan
@@ -150,8 +150,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure, and keep bench/results/masks.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--tokenizer", type=Path, default=Path("../shared/assets/tokenizers/qwen3"))
+    add_sources(parser)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", default="1,2")

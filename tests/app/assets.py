@@ -1,4 +1,4 @@
-"""Where real tokenizers and models lie on machines that have them."""
+"""Real tokenizers and models, on machines that have them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-ASSETS = Path(__file__).resolve().parents[3] / "shared" / "assets"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def asset(name: str) -> Path:
-    """A directory of the assets; skips the test where they are absent."""
-    path = ASSETS / name
-    if not path.is_dir():
+    """`assets/NAME` in a directory beside the repository; skips the test where there is none."""
+    found = next((path for path in ROOT.parent.glob(f"*/assets/{name}") if path.is_dir()), None)
+    if found is None:
         pytest.skip(f"needs {name}, which is not among the repository's files")
-    return path
+    return found
