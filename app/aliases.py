@@ -44,6 +44,8 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "--enable-force-include-usage": ("--force-include-usage",),
     "--disable-overlap-schedule": ("--overlap-depth", "0"),
     "--enable-priority-scheduling": ("--order", "priority"),
+    "--disable-cuda-graph": ("--no-cuda-graphs",),
+    "--enforce-eager": ("--no-cuda-graphs",),
     "--async-scheduling": ("--overlap-depth", "1"),
     "--no-async-scheduling": ("--overlap-depth", "0"),
     "--enable-prefix-caching": ("--radix-cache",),
@@ -72,7 +74,6 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """By our flag: their words for what we have. What is not here stays, and is refused if we lack it."""
 
-_NO_GRAPHS = "there is no such switch here; it changes speed only"
 _BACKEND = "each constraint runs on the backend that keeps all of it"
 IGNORED: Mapping[str, str] = {
     "--trust-remote-code": "no code of a checkpoint is ever run",
@@ -90,8 +91,6 @@ IGNORED: Mapping[str, str] = {
     "--skip-server-warmup": "the server is ready only once it is warm",
     "--disable-log-requests": "requests' texts are never logged",
     "--no-enable-log-requests": "requests' texts are never logged",
-    "--disable-cuda-graph": _NO_GRAPHS,
-    "--enforce-eager": _NO_GRAPHS,
 }
 """Flags without a value that change no answer, and why."""
 
@@ -103,7 +102,7 @@ IGNORED_VALUES: Mapping[str, str] = {
     "--guided-decoding-backend": _BACKEND,
     "--grammar-backend": _BACKEND,
     "--cuda-graph-max-bs-decode": "graphs are captured for every size up to --max-running",
-    "--cuda-graph-backend-prefill": _NO_GRAPHS,
+    "--cuda-graph-backend-prefill": "there is one way to capture a step; it changes speed only",
     "--random-seed": "a request without a seed draws its own",
     "--seed": "a request without a seed draws its own",
 }

@@ -28,6 +28,9 @@ _HUB_WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.txt", "*.model", "*.jinja"]
 """Never pickles and never Python."""
 
+SHIPPED = Path(__file__).resolve().parents[2]
+"""Holds `configs/models/NAME`, also where the package is installed."""
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of generation_config.json that become defaults of requests, as in vLLM and SGLang."""
 
@@ -76,6 +79,8 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
     if not name:
         return _from_gguf(default_model(offline, progress), DEFAULT.name, config, progress)
     path = Path(name).expanduser()
+    if not path.exists() and (SHIPPED / name).is_dir():
+        path = SHIPPED / name
     if path.is_dir():
         return _from_directory(path, path.resolve().name, config, progress)
     if path.is_file():

@@ -54,6 +54,11 @@ def test_several_served_names() -> None:
     assert read("--port 0").model.served_model_name == ()
 
 
+@pytest.mark.parametrize("flag", ["--enforce-eager", "--disable-cuda-graph"])
+def test_graphs_are_turned_off_by_their_flags(flag: str) -> None:
+    assert read(f"{flag} --port 0").schedule.cuda_graphs is False
+
+
 def test_flags_that_start_lines_of_others_carry(capsys: pytest.CaptureFixture[str]) -> None:
     theirs = read(
         "serve m --enable-prompt-tokens-details --structured-outputs-config.backend xgrammar "

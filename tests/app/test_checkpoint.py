@@ -113,6 +113,14 @@ def test_dummy_weights_need_only_the_configuration(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == {2}
 
 
+def test_configurations_of_the_package_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = resolve(ModelConfig(model="configs/models/qwen3-8b", load_format="dummy"), print)
+    assert found.kind == "dummy" and found.config["model_type"] == "qwen3"
+
+
 def test_the_tokenizer_and_template_can_be_elsewhere(directory: Path, tmp_path: Path) -> None:
     other = vocabularies.save(vocabularies.byte_fallback(), tmp_path / "other")
     (tmp_path / "t.jinja").write_text("T")
