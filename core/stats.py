@@ -27,11 +27,6 @@ class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
     evicted_pages: int
     """Dropped to make room; a flush does not count."""
 
-    @property
-    def private(self) -> int:
-        """Held by running requests outside the tree."""
-        return self.total - self.free - self.cached - self.protected
-
 
 class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters grow for ever; the others are now."""

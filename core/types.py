@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal, NewType
+from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-
-Page = NewType("Page", int)
-"""Index of a fixed run of tokens in the KV pool. Page 0 is the dump: padded rows write there."""
-
-Slot = NewType("Slot", int)
-"""A request's fixed row of every device table while it runs. Slot 0 is the dump."""
 
 Ints = NDArray[np.int32]
 NDArray64 = NDArray[np.int64]

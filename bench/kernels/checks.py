@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.kernels import inputs
+from bench.kernels import inputs, reference
 from bench.kernels.inputs import LINEARS, Heads, MoeSize, error, scalar
 from bench.kernels.timing import capture
-from gpu.kernels import embed, norm, reference
+from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
@@ -64,7 +64,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def elementwise() -> Iterator[Check]:
-    """Norm, gate, embedding, and what lies between projection and attention."""
+    """Norm, gate, and what lies between projection and attention."""
     for rows, live, width in ((1, 1, 2048), (33, 30, 4096), (512, 511, 2880)):
         x, residual, weight = _randn(rows, width), _randn(rows, width), _randn(width)
         before, total = residual.clone(), residual + x
@@ -75,11 +75,6 @@ def elementwise() -> Iterator[Check]:
         yield Check("add_rms_norm", f"{case}: residual", kept)
         both = _randn(rows, 2 * width)
         yield Check("silu_mul", case, error(gated.silu_mul(both), reference.silu_mul(both)))
-    table, cells = _randn(5000, 2048), torch.randint(0, 5000, (64,), device=DEVICE)
-    slots, ids = torch.randperm(64, device=DEVICE)[:32], torch.randint(0, 5000, (100,), device=DEVICE)
-    counts = torch.tensor([32, 100], dtype=torch.int32, device=DEVICE)
-    found = embed.embed(table, cells, slots, counts, ids)
-    yield Check("embed", "32 cells, 100 ids", _wrong((found, table[torch.cat([cells[slots], ids])])))
     for heads, normed, rotary, rows in (
         (Heads(), True, 128, 513),
         (Heads(32, 8, 128), False, 128, 7),
@@ -200,7 +195,7 @@ def experts() -> Iterator[Check]:
             x[live:] = float("nan")
             logits[live:] = float("nan")
             use = config or rule(shape, rows)
-            found = moe.fused_moe(x, logits, weights, 8, use, num_rows=scalar(live, DEVICE))
+            found = inputs.run_moe(x, logits, weights, 8, use, num_rows=scalar(live, DEVICE))
             expected = reference.moe(x[:live], logits[:live], *weights, 8)
             yield Check(
                 "fused_moe", f"{live} of {rows}, width {width}, {name}", error(found[:live], expected)

@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
 from core.models import Fp8
-from gpu.kernels import embed, norm
+from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
@@ -169,7 +169,6 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     swapped = TileConfig(128, 64, 8, 3, True, half=True, tma=True)
     x = empty(256, 2048)
     lse = empty(256, 32, dtype=torch.float32)
-    ints = torch.zeros(512, dtype=torch.int64)
     return {
         "norm": lambda: norm.add_rms_norm(x, x, x[0], 1e-6, num_rows=n, pdl=pdl),
         "linear 1": lambda: product(1, "8B o"),
@@ -193,7 +192,6 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "block 512": lambda: block_product(512, "8B qkv"),
         "block 4096": lambda: block_product(4096, "8B qkv"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
-        "embed": lambda: embed.embed(x, ints, ints, n, ints, pdl=pdl),
         "qkv": fused_qkv,
         "sample": sampler,
         "merge": lambda: merge.merge_state(empty(256, 32, 128), lse, empty(256, 32, 128), lse, pdl=pdl),

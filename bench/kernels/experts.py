@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from bench.kernels.inputs import MoeSize, distinct_experts
+from bench.kernels.inputs import MoeSize, distinct_experts, moe_after
 from bench.kernels.timing import BANDWIDTH, FLOPS, Row, microseconds
 from bench.kernels.tune import TOKENS, Bench, describe, row
 from bench.results import keep
 from gpu.device import HOPPER
 from gpu.kernels.gemm.cublaslt import FOLDER
-from gpu.kernels.moe.fused import fused_moe
+from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.grouped_gemm import down, gate_up
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
@@ -46,7 +46,19 @@ def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: fl
     for n in tokens:
         steps, use = bench.inputs(n), configs.at(n)
         weights = bench.w13, bench.w2
-        whole = [partial(fused_moe, x, g, weights, size.top_k, use, pdl=hopper) for x, g in steps]
+        whole = [
+            partial(
+                fused_moe_add_norm,
+                x,
+                g,
+                weights,
+                size.top_k,
+                use,
+                moe_after(x),
+                pdl=hopper,
+            )
+            for x, g in steps
+        ]
         line = row(n, size, burst(whole))
         yield line
         if use.small:

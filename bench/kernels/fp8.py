@@ -22,7 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from bench.kernels import tune
 from bench.kernels.compile import compiling
-from bench.kernels.inputs import LINEARS, MoeSize, moe_weights
+from bench.kernels.inputs import LINEARS, MoeSize, moe_after, moe_weights
 from bench.kernels.timing import BANDWIDTH, FLOPS, microseconds
 from bench.results import keep
 from core.models import Fp8
@@ -31,7 +31,7 @@ from gpu.device import HOPPER
 from gpu.kernels.gemm.fp8_block import BlockLinear, block_linear, block_linear_config
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.gemm.skinny import MidLinear, Scales, mid_counters, mid_fp8_config, mid_gated, mid_linear
-from gpu.kernels.moe.fused import fused_moe
+from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
@@ -129,10 +129,16 @@ def experts(pdl: bool) -> tuple[Found, Found]:
         configs = MoeConfigs(shape, deep=pdl)
         scales = (s13, s2) if kind else None
         for n in ROWS:
-            run = partial(
-                fused_moe, weights=(a, b), top_k=size.top_k, config=configs.at(n), scales=scales, pdl=pdl
-            )
             x = torch.randn(n, size.hidden, device=device).bfloat16()
+            run = partial(
+                fused_moe_add_norm,
+                weights=(a, b),
+                top_k=size.top_k,
+                config=configs.at(n),
+                scales=scales,
+                pdl=pdl,
+                after=moe_after(x),
+            )
             calls = [partial(run, x, torch.randn(n, size.experts, device=device)) for _ in range(4)]
             us = microseconds(calls, replays=7)
             told = kind or "bfloat16"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gpu.kernels.moe.fused import fused_moe_add_norm
+from gpu.kernels.moe.tuned import MoeConfig
 
 LINEARS = {
     "30B-A3B qkv": (5120, 2048, False),
@@ -20,7 +23,7 @@ LINEARS = {
 
 
 class MoeInputs(NamedTuple):
-    """A layer: x [T, hidden], logits [T, experts], w13 and w2 as `fused_moe` takes them."""
+    """A layer: x [T, hidden], logits [T, experts], w13 and w2 as `fused_moe_add_norm` takes them."""
 
     x: Tensor
     logits: Tensor
@@ -152,3 +155,22 @@ def error(found: Tensor, expected: Tensor) -> float:
     if not bool(a.isfinite().all()):
         return float("inf")
     return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def moe_after(x: Tensor) -> tuple[Tensor, Tensor, float]:
+    """`after` of `fused_moe_add_norm` for `x` [T, hidden]: a residual of zeros, which the sum becomes."""
+    return torch.zeros_like(x), x.new_ones(x.shape[1]), 1e-6
+
+
+def run_moe(
+    x: Tensor,
+    logits: Tensor,
+    weights: tuple[Tensor, Tensor],
+    top_k: int,
+    config: MoeConfig,
+    **options: Any,
+) -> Tensor:
+    """The sum of the experts by `fused_moe_add_norm`: [T, hidden]; zeros in rows that it leaves alone."""
+    after = moe_after(x)
+    fused_moe_add_norm(x, logits, weights, top_k, config, after, **options)
+    return after[0]

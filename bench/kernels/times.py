@@ -17,7 +17,7 @@ from bench.kernels.end_times import ends
 from bench.kernels.inputs import LINEARS, Heads, MoeSize
 from bench.kernels.part_times import parts
 from bench.kernels.timing import Row, microseconds
-from gpu.kernels import embed, norm
+from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode
 from gpu.kernels.attention import merge_state as merge
@@ -40,7 +40,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def elementwise() -> Iterator[Row]:
-    """Norm, gate, embedding, norm + rope + store."""
+    """Norm, gate, norm + rope + store."""
     for rows in (1, 256, 2048):
         pairs = [(_randn(rows, 2048), _randn(rows, 2048)) for _ in range(COPIES)]
         weight = _randn(2048)
@@ -58,10 +58,6 @@ def elementwise() -> Iterator[Row]:
         where, sides = torch.randperm(65_536, device=DEVICE)[:rows], (cache[:, 0], cache[:, 1])
         us = microseconds([partial(qkv.norm_rope_store, f, sides, where, turn, norms) for f in fused])
         yield Row("norm_rope_store", f"{rows} rows 32/4/128", us, rows * width * 2 * 2)
-    table, cells = _randn(151_936, 2048), torch.randint(0, 151_936, (513,), device=DEVICE)
-    slots, counts = torch.arange(512, device=DEVICE), torch.tensor([512, 0], dtype=torch.int32, device=DEVICE)
-    us = microseconds([partial(embed.embed, table, cells, slots, counts)])
-    yield Row("embed", "512 x 2048", us, 512 * 2048 * 2 * 2)
 
 
 def _decode_calls(

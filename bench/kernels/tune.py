@@ -25,9 +25,9 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from bench.kernels.compile import compiling
-from bench.kernels.inputs import MoeSize, distinct_experts, moe_weights
+from bench.kernels.inputs import MoeSize, distinct_experts, moe_after, moe_weights
 from bench.kernels.timing import Row, microseconds
-from gpu.kernels.moe.fused import fused_moe
+from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.grouped_gemm import TileConfig, down, gate_up
 from gpu.kernels.moe.grouped_gemm_tma import TALL
 from gpu.kernels.moe.route import Tiles, max_blocks, route
@@ -123,7 +123,18 @@ class Bench:
     def whole(self, config: MoeConfig, steps: list[tuple[Tensor, Tensor]]) -> float:
         """µs of the expert MLP from logits to sum."""
         weights = self.w13, self.w2
-        calls = [partial(fused_moe, x, g, weights, self.size.top_k, config) for x, g in steps]
+        calls = [
+            partial(
+                fused_moe_add_norm,
+                x,
+                g,
+                weights,
+                self.size.top_k,
+                config,
+                moe_after(x),
+            )
+            for x, g in steps
+        ]
         return microseconds(calls)
 
 
@@ -190,7 +201,7 @@ def search(bench: Bench, tokens: int, ruled: MoeConfig, quick: bool) -> tuple[Mo
     return config, spent, plain
 
 
-def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe") -> Row:
+def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe_add_norm") -> Row:
     """A line of the table: weights of the distinct experts, activations in and out, operations."""
     expert = 3 * size.hidden * size.width
     moved = 2 * (distinct_experts(tokens, size) * expert + 2 * tokens * size.hidden)

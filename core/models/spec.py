@@ -146,10 +146,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Positions that `layer` sees; 0: all."""
         return self.sliding_window if layer in self.window_layers else 0
 
-    def sparse(self, layer: int) -> bool:
-        """Whether `layer` routes to experts."""
-        return self.moe is not None and layer in self.moe.layers
-
     def table_parameters(self) -> int:
         """Those of `num_parameters` outside of layers: the embedding, positions, the head."""
         total = self.vocab_size * self.hidden * (1 if self.tied or self.task != "generate" else 2)

@@ -1,4 +1,4 @@
-"""The weighted sum over a row's experts, alone or with the next norm."""
+"""The weighted sum over a row's experts with the next norm."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
+from gpu.kernels.jit import begin, jit, options, padding, pow2
 from gpu.kernels.moe.route import Routing
 
 
 @jit
-def _moe_sum(
+def _moe_sum_add_norm(
     parts: tl.tensor,
     weights: tl.tensor,
     experts: tl.tensor,
@@ -26,7 +26,7 @@ def _moe_sum(
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK)
     mask = cols < WIDTH
     begin(PDL)
     if padding(row, num_rows):
@@ -39,41 +39,15 @@ def _moe_sum(
         # evict_first: nobody reads a part again. 2.5 of 619 us a layer at 4,096 tokens.
         part = tl.load(at, mask=mask & live, other=0.0, eviction_policy="evict_first")
         total += tl.load(weights + pair) * part.to(tl.float32)
-    if residual is not None:
-        at = residual + row.to(tl.int64) * WIDTH + cols
-        old = tl.load(at, mask=mask, other=0.0)
-        # Rounded as often as in plain torch: the sum, then the new residual.
-        new = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
-        tl.store(at, new, mask=mask)
-        f = new.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
-        total = f * scale * tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * WIDTH + cols, total.to(out.dtype.element_ty), mask=mask)
-
-
-def moe_sum(parts: Tensor, routing: Routing, *, num_rows: Tensor | None = None, pdl: bool = False) -> Tensor:
-    """Sum over j of weights[t, j] · parts[t * k + j]: `parts` [T * k, width], float32 sums; a new
-    [T, width] in its dtype. Pairs of expert -1 count nothing."""
-    rows, top_k = routing.experts.shape
-    width = parts.shape[1]
-    out = parts.new_empty(rows, width)
-    block = min(pow2(width), 1024)
-    _moe_sum[(rows, cdiv(width, block))](
-        parts,
-        routing.weights,
-        routing.experts,
-        None,
-        None,
-        out,
-        num_rows,
-        0.0,
-        WIDTH=width,
-        TOP_K=top_k,
-        BLOCK=block,
-        PDL=pdl,
-        **options(4, pdl=pdl),
-    )
-    return out
+    at = residual + row.to(tl.int64) * WIDTH + cols
+    old = tl.load(at, mask=mask, other=0.0)
+    # Rounded as often as in plain torch: the sum, then the new residual.
+    new = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
+    tl.store(at, new, mask=mask)
+    f = new.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
+    normed = f * scale * tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * WIDTH + cols, normed.to(out.dtype.element_ty), mask=mask)
 
 
 def moe_sum_add_norm(
@@ -86,13 +60,14 @@ def moe_sum_add_norm(
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """`moe_sum`, added to `residual` [T, width] in place, and the RMSNorm of that: one kernel, and the
+    """Sum over j of weights[t, j] · parts[t * k + j] (`parts` [T * k, width], float32 sums; pairs of expert
+    -1 count nothing), added to `residual` [T, width] in place, and the RMSNorm of that: one kernel, and the
     sum itself never reaches memory. Returns the normed [T, width]."""
     rows, top_k = routing.experts.shape
     width = parts.shape[1]
     out = torch.empty_like(residual)
     block = pow2(width)
-    _moe_sum[(rows, 1)](
+    _moe_sum_add_norm[(rows,)](
         parts,
         routing.weights,
         routing.experts,

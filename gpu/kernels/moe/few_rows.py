@@ -279,7 +279,7 @@ def small_moe(
     """The whole expert MLP of `x` [T, hidden], from router `logits` [T, experts].
 
     `w13` [experts, 2 * width, hidden], `w2` [experts, hidden, width], all contiguous; sums are float32.
-    `scales` are those of e4m3 weights, as in `gpu.kernels.moe.fused.fused_moe`; `x` stays as it is.
+    `scales` are those of e4m3 weights, as in `gpu.kernels.moe.fused.fused_moe_add_norm`; `x` stays as it is.
     Every row reads its experts anew, so above about four rows the tiles of `route` read less.
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
     written, and the routing.

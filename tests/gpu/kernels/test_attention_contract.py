@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.kernels import reference
 from bench.kernels.inputs import Heads, chunks, error, pages
 from core.errors import ConfigError
 from gpu.attention import TorchAttention
@@ -28,7 +29,6 @@ from gpu.attention.registry import (
 )
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.inputs import ChunkRow, StepInputs
-from gpu.kernels import reference
 from gpu.kernels.attention.decode import DecodeConfig, decode_config
 from gpu.kv.pool import KvPool
 from gpu.state.slots import SlotState

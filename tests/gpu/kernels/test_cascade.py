@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, pages, scalar
-from gpu.kernels import reference
 from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention
 from gpu.kernels.attention.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
 from gpu.kernels.attention.merge_state import merge_state

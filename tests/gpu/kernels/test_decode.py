@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, pages, rope, scalar
-from gpu.kernels import reference
 from gpu.kernels.attention.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, pages, scalar
-from gpu.kernels import reference
 from gpu.kernels.attention.merge_state import merge_state
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, scalar
-from gpu.kernels import reference
+from bench.kernels import reference
+from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
 from gpu.kernels.moe.few_rows import SmallConfig, small_moe
-from gpu.kernels.moe.fused import fused_moe, fused_moe_add_norm
+from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.grouped_gemm import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.quant import quantise, quantise_blocks
@@ -29,7 +29,7 @@ LEFT = TileConfig(64, 64, 4, 2, False, tma=True)  # columns and sums that neithe
 def run(inputs: MoeInputs, config: MoeConfig, live: int) -> torch.Tensor:
     count = scalar(live, inputs.x.device)
     weights = inputs.w13, inputs.w2
-    return fused_moe(inputs.x, inputs.logits, weights, SIZE.top_k, config, num_rows=count)
+    return run_moe(inputs.x, inputs.logits, weights, SIZE.top_k, config, num_rows=count)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_down_begins_where_gate_up_is_done(rows: int, config: MoeConfig, device:
     size = MoeSize(experts=64, width=768, hidden=2048, top_k=8)
     steps = [moe_inputs(rows, size, torch.bfloat16, device) for _ in range(2)]
     weights = steps[0].w13, steps[0].w2
-    expected = [fused_moe(x, logits, weights, size.top_k, config) for x, logits, *_ in steps]
+    expected = [run_moe(x, logits, weights, size.top_k, config) for x, logits, *_ in steps]
     for turn in range(60):
         x, logits, *_ = steps[turn % 2]
-        found = fused_moe(x, logits, weights, size.top_k, config, pdl=True)
+        found = run_moe(x, logits, weights, size.top_k, config, pdl=True)
         assert torch.equal(found, expected[turn % 2])
 
 
@@ -163,7 +163,7 @@ def test_fp8_experts(
     inputs.logits[live:] = float("nan")
     x, logits, w13, w2 = inputs
     count = scalar(live, device)
-    found = fused_moe(x, logits, (w13, w2), SIZE.top_k, config, scales=scales, num_rows=count)
+    found = run_moe(x, logits, (w13, w2), SIZE.top_k, config, scales=scales, num_rows=count)
     # Few rows are read as they are; e4m3 of what differs in its last bit may differ by a step.
     expected = reference.moe(
         x[:live], logits[:live], w13, w2, SIZE.top_k, scales=scales, coarse=not config.small
@@ -197,7 +197,7 @@ def test_experts_scaled_by_blocks(
     inputs.x[live:] = float("nan")
     inputs.logits[live:] = float("nan")
     x, logits, w13, w2 = inputs
-    found = fused_moe(
+    found = run_moe(
         x, logits, (w13, w2), WHOLE_BLOCKS.top_k, config, scales=scales, num_rows=scalar(live, device)
     )
     expected = reference.moe(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.kernels import reference
 from bench.kernels.inputs import error, scalar
-from gpu.kernels import reference
 from gpu.kernels.norm import add_rms_norm, rms_norm
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from bench.kernels import reference
 from bench.kernels.inputs import Heads, chunks, error, pages, scalar
-from gpu.kernels import reference
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
 from gpu.kernels.attention.kv_packing import plan_packing
 from gpu.kernels.attention.prefill import paged_prefill

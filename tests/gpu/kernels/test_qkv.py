@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, rope, scalar
-from gpu.kernels import reference
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 
 

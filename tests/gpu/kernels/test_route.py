@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.kernels import reference
 from bench.kernels.inputs import scalar
-from gpu.kernels import reference
 from gpu.kernels.jit import cdiv, pow2_divisor
 from gpu.kernels.moe.route import max_blocks, route
 

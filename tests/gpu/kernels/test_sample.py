@@ -7,8 +7,8 @@ import pytest
 import torch
 import triton.language as tl
 
+from bench.kernels import reference
 from bench.kernels.inputs import scalar
-from gpu.kernels import reference
 from gpu.kernels.jit import jit
 from gpu.kernels.sampling.sample import _A, _B, Filters, _bits, _key, sample
 from gpu.sample.filters import Rule, survivors
