@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -270,14 +271,14 @@ class Work:
             self._again.append(line)
             return
         if error is None:
-            await self._record(True, answered(line.custom_id, 200, work.result()))
+            await self._record(True, lambda: answered(line.custom_id, 200, work.result()))
             return
         if not isinstance(error, RequestError) and self._service.health.phase is not Phase.READY:
             self._again.append(line)  # the engine has failed, not the line
             return
         if not isinstance(error, LoomError):
             log.error("a line of %s failed", self.batch.id, exc_info=error)
-        await self._record(False, failed(line.custom_id, error))
+        await self._record(False, partial(failed, line.custom_id, error))
 
     def _may_retry(self, line: Line) -> bool:
         """Somebody ended it, or it was refused: another try, but not for ever."""
@@ -286,8 +287,8 @@ class Work:
         self._tries[line.custom_id] += 1
         return self._tries[line.custom_id] < TRIES
 
-    async def _record(self, good: bool, text: bytes) -> None:
-        await self._store.run(lambda disk: self._append(good, text))
+    async def _record(self, good: bool, line: Callable[[], bytes]) -> None:
+        await self._store.run(lambda disk: self._append(good, line()))
         self._count()
 
     def _append(self, good: bool, text: bytes) -> None:

@@ -6,10 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Generator, Job, Piece, Run, Sink
+from app.http.aside import MANY, aside
 from app.http.burst import Write
 from app.http.sse import EventStream
 from core.errors import Aborted, EngineFailed, LoomError
@@ -134,7 +136,7 @@ class Delivery:
     the output itself. Owner: event loop.
     """
 
-    __slots__ = ("_closed", "_error", "_frames", "_held", "_holding", "_left", "_stream")
+    __slots__ = ("_closed", "_error", "_frames", "_held", "_holding", "_left", "_stream", "_weight")
 
     def __init__(self, choices: int) -> None:
         self._held: dict[int, Buffer] = {}
@@ -142,6 +144,7 @@ class Delivery:
         self._closed = False
         self._left = choices
         self._error: LoomError | None = None
+        self._weight = 0
         self._frames: Frames | None = None
         self._stream: EventStream | None = None
 
@@ -154,22 +157,29 @@ class Delivery:
             self._emit(index, piece, stream.post)
 
     async def run(
-        self, stream: EventStream, frames: Frames, patient: bool = False, more: Iterable[bytes] = ()
+        self,
+        stream: EventStream,
+        frames: Frames,
+        patient: bool = False,
+        more: Iterable[bytes] = (),
+        weight: int = 0,
     ) -> None:
         """Write until every choice has ended, then what there is `more`, piece by piece, then the tail.
         Raises what made one fail.
 
-        `patient` waits for the end of all choices before the first event.
+        `patient` waits for the end of all choices before the first event. `weight` counts the prompt tokens
+        whose log-probabilities some events carry: where they are many, no event is made in the engine's
+        callback, but here and in a thread.
         """
-        self._stream, self._frames = stream, frames
+        self._stream, self._frames, self._weight = stream, frames, weight
         try:
             while patient and self._left > len(self._ended()):
                 await stream.wait()
-            self._release()
+            await self._release()
             while self._left and self._error is None:
-                if self._holding:
+                if self._held:
                     await stream.drained()
-                    self._release()
+                    await self._release()
                 else:
                     await stream.wait()
             if self._error is not None:
@@ -194,27 +204,25 @@ class Delivery:
         if self._stream is not None:
             self._stream.wake()
 
-    def _release(self) -> None:
-        stream = self._stream
-        assert stream is not None
+    async def _release(self) -> None:
+        stream, frames = self._stream, self._frames
+        assert stream is not None and frames is not None
         while self._held and not stream.congested and self._error is None:
             index = next(iter(self._held))
-            self._emit(index, self._held.pop(index).piece(), stream.write)
-        self._holding = bool(self._held)
+            piece = self._held.pop(index).piece()
+            # Pieces that come while a thread makes this event are held: the frames are its own so long.
+            count = self._weight + len(piece.logprobs or ())
+            self._write(await aside(count, partial(_events, frames, index, piece)), stream.write)
+        self._holding = bool(self._held) or self._weight > MANY
 
     def _emit(self, index: int, piece: Piece, write: Write) -> None:
-        frames, stream = self._frames, self._stream
-        assert frames is not None and stream is not None
-        end: bytes | None = None
-        error: LoomError | None = None
-        try:
-            if piece.finish is None:
-                event = frames.delta(index, piece)
-            else:
-                event, end, error = _last(frames, index, piece, piece.finish)
-        except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
-            log.exception("an answer could not be read")
-            error, event = EngineFailed(UNREADABLE), None
+        assert self._frames is not None
+        self._write(_events(self._frames, index, piece), write)
+
+    def _write(self, events: Events, write: Write) -> None:
+        event, end, error = events
+        stream = self._stream
+        assert stream is not None
         if event is not None:
             write(event)
         if end is not None:
@@ -226,14 +234,30 @@ class Delivery:
             stream.wake()
 
 
-def _last(
-    frames: Frames, index: int, piece: Piece, finish: Finish
-) -> tuple[bytes | None, bytes | None, LoomError | None]:
-    """The events of a choice's last piece and of its end; of one that failed what was produced before, and
-    why."""
-    if (error := failure(finish)) is not None:
-        return frames.delta(index, Piece(piece.text, piece.tokens, piece.logprobs)), None, error
-    return frames.delta(index, piece), frames.finish(index, finish), None
+class Events(NamedTuple):
+    """Of one piece: that of its text, that of its choice's end, and why the stream fails."""
+
+    delta: bytes | None
+    end: bytes | None = None
+    error: LoomError | None = None
+
+
+def _events(frames: Frames, index: int, piece: Piece) -> Events:
+    """A choice that failed tells what was produced before."""
+    try:
+        if piece.finish is None:
+            return Events(frames.delta(index, piece))
+        if (error := failure(piece.finish)) is not None:
+            return Events(frames.delta(index, Piece(piece.text, piece.tokens, piece.logprobs)), error=error)
+        return Events(frames.delta(index, piece), frames.finish(index, piece.finish))
+    except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
+        log.exception("an answer could not be read")
+        return Events(None, error=EngineFailed(UNREADABLE))
+
+
+def prompt_weight(runs: Sequence[Run]) -> int:
+    """Prompt tokens whose log-probabilities are told, of all `runs`."""
+    return sum(len(run.prompt) for run in runs if run.requests[0].params.prompt_logprobs >= 0)
 
 
 async def written(stream: EventStream, parts: Iterable[bytes]) -> None:

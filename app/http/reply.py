@@ -16,6 +16,8 @@ from app.http.sse import patience
 
 PIECE = 64 * 1024
 """Bytes of a long answer that are made and written in one turn of the loop: numbers of 0.3 ms."""
+SLICE = 64
+"""Items of a list that are encoded in one call: 64 positions with 20 alternatives each take 0.2 ms."""
 TRIPLES = PIECE // 4 * 3
 """Bytes that become `PIECE` of base64: whole groups of three, so that pieces joined are the whole encoded."""
 
@@ -26,8 +28,9 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 
 async def long_response(request: web.Request, value: object) -> web.StreamResponse:
-    """The same for an answer with vectors in it, numpy's, or bytes, which become base64: as one text, 50 MB
-    of vectors held the loop for 0.35 s."""
+    """The same for an answer that may be long: with vectors in it, numpy's, or bytes, which become base64, or
+    with long lists. As one text, 50 MB of vectors held the loop for 0.35 s, the log-probabilities of a prompt
+    of 5,000 tokens with 20 alternatives for 20 ms."""
     made = pieces(value)
     first = next(made)
     if len(first) < PIECE:  # and all
@@ -54,8 +57,13 @@ def pieces(value: object) -> Iterator[bytes]:
         yield bytes(held)
 
 
+def encode_long(value: object) -> bytes:
+    """`msgspec.json.encode` in slices, for a thread: within one call it does not give the GIL back."""
+    return b"".join(_parts(value))
+
+
 def _parts(value: object) -> Iterator[bytes]:
-    if not _has_vectors(value):
+    if not _is_long(value):
         yield msgspec.json.encode(value)
     elif isinstance(value, bytes):
         yield b'"'
@@ -73,6 +81,10 @@ def _parts(value: object) -> Iterator[bytes]:
         yield b"[]"
     elif isinstance(value, np.ndarray) and value.ndim == 1:
         yield msgspec.json.encode(value.tolist())
+    elif isinstance(value, list) and not any(map(_is_long, value[:SLICE])):
+        for at in range(0, len(value), SLICE):
+            yield (b"," if at else b"[") + msgspec.json.encode(value[at : at + SLICE])[1:-1]
+        yield b"]"
     else:
         assert isinstance(value, list | np.ndarray)
         mark = b"["
@@ -83,12 +95,12 @@ def _parts(value: object) -> Iterator[bytes]:
         yield b"]"
 
 
-def _has_vectors(value: object) -> bool:
-    """By the first of a list: its items are alike."""
+def _is_long(value: object) -> bool:
+    """Whether one call would take long: by the first items of a list, which are alike."""
     if isinstance(value, dict):
-        return any(map(_has_vectors, value.values()))
+        return any(map(_is_long, value.values()))
     if isinstance(value, list):
-        return bool(value) and _has_vectors(value[0])
+        return len(value) > SLICE or any(map(_is_long, value))
     return isinstance(value, np.ndarray | bytes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import random
 import threading
 from typing import Any
 
@@ -12,9 +13,10 @@ import msgspec
 import pytest
 
 import app.api.openai.chat
+import app.batch.lines
 import app.http.body
 from app.api.routes import TABLE
-from app.batch.lines import BadLine, parse_line
+from app.batch.lines import SLICE, BadLine, parse_line
 from app.http.aside import MANY
 from app.http.body import INLINE
 from app.http.pieces import MAX_ITEMS, MAX_VALUES, BodyWorker, assembled
@@ -230,3 +232,52 @@ def test_a_line_of_a_batch_with_slow_numbers_is_refused_unread() -> None:
     line = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
     with pytest.raises(BadLine, match="exponents"):
         parse_line(1, json.dumps(line).encode(), (CHAT,))
+
+
+def test_long_values_of_a_batch_line_are_not_read_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    decode = app.batch.lines._decode
+    monkeypatch.setattr(app.batch.lines, "_decode", lambda text: (sizes.append(len(text)), decode(text))[1])
+    for values in (
+        "a" * 3 * SLICE,
+        ["a"] * SLICE,
+        [[[]]] * SLICE,
+        {"x": {str(i): [i] for i in range(SLICE)}},
+    ):
+        body = {"messages": values}
+        for line in (
+            {"custom_id": "a", "method": "POST", "url": CHAT, "body": body},
+            {"extra": values, "custom_id": "a", "body": body, "url": CHAT, "more": [values]},
+        ):
+            assert json.loads(parse_line(1, json.dumps(line).encode(), (CHAT,)).body) == body
+    assert max(sizes) < 2_000
+    for hostile in (
+        '{"custom_id":"%s","body":{}}' % ("x" * 2 * SLICE),
+        "[" * 2 * SLICE,
+        '{"a":"' + "x" * 2 * SLICE,
+    ):
+        with pytest.raises(BadLine):
+            parse_line(1, hostile.encode(), (CHAT,))
+
+
+@pytest.mark.parametrize("slice", [40, 50, 64])
+def test_batch_lines_are_cut_where_their_values_end(slice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.batch.lines, "SLICE", slice)
+    chance = random.Random(slice)
+
+    def value(depth: int) -> object:
+        match chance.randrange(6 if depth else 4):
+            case 0:
+                return chance.random()
+            case 1:
+                return '\\a"{}[]é' * chance.randrange(6)
+            case 2 | 3:
+                return None
+            case 4:
+                return [value(depth - 1) for _ in range(chance.randrange(5))]
+        return {'k\\"]' * chance.randrange(3) + str(i): value(depth - 1) for i in range(chance.randrange(4))}
+
+    for _ in range(500):
+        body = {"a": value(3), "b": value(3)}
+        line = {"x": value(3), "custom_id": "a", "url": CHAT, "body": body, "y": value(2)}
+        assert json.loads(parse_line(1, json.dumps(line).encode(), (CHAT,)).body) == body

@@ -50,9 +50,9 @@ from app.engine.job import Job, Piece, Run
 from app.engine.reasoning_budget import Watch, WatchedRun, Watcher
 from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
 from app.http.keys import SERVICE
-from app.http.reply import json_response, long_response
+from app.http.reply import long_response
 from app.http.sse import EventStream
 from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
@@ -103,7 +103,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     loaded = ready(request.app[SERVICE], body.model)
     if not body.stream:
         answer = await chat_answer(body, loaded)
-        return await long_response(request, answer) if body.return_routed_experts else json_response(answer)
+        return await long_response(request, answer)
     job, watch = await chat_job(body, loaded)
     namer, told = spelling(body, loaded), options(body, loaded, body.logprobs is True)
     chunk = envelope(job.id, "chat.completion.chunk", loaded.card.name)
@@ -120,7 +120,9 @@ async def chat(request: web.Request) -> web.StreamResponse:
         check_experts(runs, [job], loaded)
         frames = AnswerChunks(chunk, told, ChatShape(body, namer, run, job.prompt), run, watch.reading)
         async with EventStream(request) as stream:
-            await delivery.run(stream, frames, _patient(job), routed_chunk(chunk, told, runs))
+            await delivery.run(
+                stream, frames, _patient(job), routed_chunk(chunk, told, runs), prompt_weight(runs)
+            )
         return stream.response
 
 
@@ -137,16 +139,20 @@ async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
         check_experts(runs, [job], loaded)
         pieces = await collector.collect()
         whole = envelope(job.id, "chat.completion", loaded.card.name)
-        extras = prompt_extras(body, run, namer, job.prompt)
-        read = [_plain(piece) if plain else read_message(watch.reading, piece) for piece in pieces]
-        used = _used(run, pieces, run.reasoning_tokens if isinstance(run, WatchedRun) else 0)
-        if echo := _echo(body):
-            read = [
-                ({**message, "content": f"{echo}{message['content'] or ''}"}, ended)
-                for message, ended in read
-            ]
-        answer = with_extras(_answer(whole, read, pieces, told, namer) | used | extras, body, runs, pieces)
-        return with_last_states(answer, [job], runs, pieces)
+
+        def answer() -> dict[str, object]:
+            extras = prompt_extras(body, run, namer, job.prompt)
+            read = [_plain(piece) if plain else read_message(watch.reading, piece) for piece in pieces]
+            used = _used(run, pieces, run.reasoning_tokens if isinstance(run, WatchedRun) else 0)
+            if echo := _echo(body):
+                read = [
+                    ({**message, "content": f"{echo}{message['content'] or ''}"}, ended)
+                    for message, ended in read
+                ]
+            return with_extras(_answer(whole, read, pieces, told, namer) | used | extras, body, runs, pieces)
+
+        count = prompt_weight(runs) + sum(len(piece.logprobs or ()) for piece in pieces)
+        return with_last_states(await aside(count, answer), [job], runs, pieces)
 
 
 def _patient(job: Job) -> bool:

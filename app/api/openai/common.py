@@ -16,7 +16,7 @@ from app.api.request.sampling import job_id
 from app.api.request.schema import ChatBody, CompletionBody, Generation, StreamOptions
 from app.api.sglang.answer import meta_info
 from app.engine.job import Piece, Run
-from app.http.delivery import Delivery
+from app.http.delivery import Delivery, prompt_weight
 from app.http.reply import pieces
 from app.http.sse import EventStream
 from app.service import Loaded
@@ -114,7 +114,7 @@ async def stream_chunks(
     frames = Chunks(*chunks, runs, total)
     envelope, _, told = chunks
     async with EventStream(request) as stream:
-        await delivery.run(stream, frames, patient, routed_chunk(envelope, told, runs))
+        await delivery.run(stream, frames, patient, routed_chunk(envelope, told, runs), prompt_weight(runs))
     return stream.response
 
 

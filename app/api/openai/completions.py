@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -45,9 +46,9 @@ from app.api.request.suffix import inserting
 from app.engine.job import Job, Piece, Run
 from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
 from app.http.keys import SERVICE
-from app.http.reply import json_response, long_response
+from app.http.reply import long_response
 from app.service import Loaded
 from core.errors import RequestError
 from core.types import Floats
@@ -119,7 +120,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     loaded = ready(request.app[SERVICE], body.model)
     if not body.stream:
         answer = await completion_answer(body, loaded)
-        return await long_response(request, answer) if body.return_routed_experts else json_response(answer)
+        return await long_response(request, answer)
     id = request_id(body, "cmpl")
     embeds = await prompt_embeds(body, loaded)
     jobs = await aside(_prompt_count(body), lambda: completion_jobs(body, id, loaded, embeds))
@@ -255,19 +256,24 @@ async def _answer(
 ) -> dict[str, object]:
     listed = []
     for index, piece in enumerate(pieces):
-        assert piece.finish is not None
-        choice: dict[str, object] = {
-            "index": index,
-            "text": shape.first_text(index) + piece.text,
-            "logprobs": shape.logprobs(index, piece) if told.logprobs else None,
-            **finish_fields(piece.finish),
-            **shape.first_extra(index),
-        }
-        if told.token_ids:
-            choice["token_ids"] = piece.tokens
-        listed.append(choice)
+        count = prompt_weight(runs) + len(piece.logprobs or ())
+        listed.append(await aside(count, partial(_choice, index, piece, told, shape)))
         if told.logprobs:
             await asyncio.sleep(0)  # about 6 µs a token: choice by choice, not all in one slice
     tokens = sum(len(piece.tokens) for piece in pieces)
     used = usage(runs, tokens, thought(runs))
     return {**msgspec.structs.asdict(head), "choices": listed, "usage": used}
+
+
+def _choice(index: int, piece: Piece, told: Options, shape: CompletionShape) -> dict[str, object]:
+    assert piece.finish is not None
+    choice: dict[str, object] = {
+        "index": index,
+        "text": shape.first_text(index) + piece.text,
+        "logprobs": shape.logprobs(index, piece) if told.logprobs else None,
+        **finish_fields(piece.finish),
+        **shape.first_extra(index),
+    }
+    if told.token_ids:
+        choice["token_ids"] = piece.tokens
+    return choice

@@ -14,6 +14,7 @@ import msgspec
 
 from app.engine.job import Piece, Run
 from app.engine.reasoning_budget import WatchedRun
+from app.http.reply import encode_long
 from core.types import Finish
 
 _encode = msgspec.json.Encoder().encode
@@ -115,7 +116,7 @@ def last_chunks(head: bytes, options: Options, runs: Sequence[Run], usage: bytes
 
 def appended(fields: Mapping[str, object]) -> bytes:
     """`fields` encoded, to follow others inside an object."""
-    return b"," + _encode(fields)[1:-1] if fields else b""
+    return b"," + encode_long(fields)[1:-1] if fields else b""
 
 
 def finish_fields(finish: Finish) -> dict[str, object]:
@@ -180,7 +181,7 @@ class Chunks:
             head, self._heads[index] = before + shape.open_first, before + shape.open_next
         if options.token_ids:
             extra["token_ids"] = piece.tokens
-        logprobs = _encode(shape.logprobs(index, piece)) if options.logprobs else b"null"
+        logprobs = encode_long(shape.logprobs(index, piece)) if options.logprobs else b"null"
         return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b%b}%b' % (
             head,
             _encode(text),

@@ -11,7 +11,7 @@ from app.api.request.hidden import states
 from app.api.request.logprobs import Entry, Namer, output_entries, prompt_entries, told_lists
 from app.api.request.schema import NativeBody
 from app.engine.job import Job, Piece, Run
-from app.http.reply import pieces
+from app.http.reply import encode_long, pieces
 from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
@@ -155,7 +155,7 @@ class NativeFrames:
                 encoded = known.setdefault(name, bytearray())
                 if encoded:
                     encoded += b","
-                encoded += _encode(listed)[1:-1]
+                encoded += encode_long(listed)[1:-1]
         if piece.finish is not None:
             return None
         size = len(self._texts[index]) + sum(map(len, self._logprobs[index].values()))
@@ -195,7 +195,7 @@ class NativeFrames:
             bytes(self._texts[index]),
             b"" if self._single else b'"index":%d,' % index,
             _encode(tokens),
-            _encode(meta)[:-1],
+            encode_long(meta)[:-1],
             logprobs,
             _END,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -37,10 +38,11 @@ from app.api.request.schema import NATIVE, NativeBody, NativeSampling, refuse_un
 from app.api.sglang.answer import Answers, NativeFrames
 from app.api.sglang.sessions import SESSIONS, encoded, taking_part
 from app.engine.job import Generator, Job, Sink
+from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, running, spaced, written
+from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced, written
 from app.http.keys import SERVICE
-from app.http.reply import json_response, long_response
+from app.http.reply import long_response
 from app.http.sse import EventStream
 from app.http.tenant import tenant
 from app.service import Loaded
@@ -110,7 +112,7 @@ async def _answer(
             check_experts(runs, jobs, loaded)
             frames = NativeFrames(body, Answers(body, jobs, runs, namer), total, single)
             async with EventStream(request) as stream:
-                await delivery.run(stream, frames, patient=_patient(jobs))
+                await delivery.run(stream, frames, patient=_patient(jobs), weight=prompt_weight(runs))
                 await written(stream, frames.given())
             return stream.response
     collector = Collector(total)
@@ -121,11 +123,10 @@ async def _answer(
         answers = Answers(body, jobs, runs, namer)
         listed = []
         for index, piece in enumerate(pieces):
-            listed.append(answers.whole(index, piece))
+            count = prompt_weight(runs) + len(piece.logprobs or ())
+            listed.append(await aside(count, partial(answers.whole, index, piece)))
             await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
-        answer = listed[0] if single else listed
-        long = wants_states(body) or jobs[0].sampling.experts_from >= 0
-        return await long_response(request, answer) if long else json_response(answer)
+        return await long_response(request, listed[0] if single else listed)
 
 
 def _budget(body: NativeBody, loaded: Loaded) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -20,10 +21,11 @@ from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.sampling import ready, stream_interval
 from app.api.request.schema import CompletionBody, Int, StreamOptions
 from app.engine.job import Job, Piece, Run
+from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, running, spaced
+from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
 from app.http.keys import SERVICE
-from app.http.reply import json_response
+from app.http.reply import encode_long, long_response
 from app.http.sse import EventStream
 from app.service import Loaded
 from core.errors import RequestError
@@ -77,11 +79,14 @@ async def inference(request: web.Request) -> web.StreamResponse:
             collector = Collector(job.n)
             async with running(engine, [job], collector.take) as runs:
                 pieces = await collector.collect()
-                return json_response(_whole(TokenFrames(body, job, runs, loaded), pieces))
+                frames = TokenFrames(body, job, runs, loaded)
+                count = prompt_weight(runs) + sum(len(piece.logprobs or ()) for piece in pieces)
+                return await long_response(request, await aside(count, partial(_whole, frames, pieces)))
         delivery = Delivery(job.n)
         async with running(engine, [job], spaced(delivery.take, stream_interval(asked))) as runs:
             async with EventStream(request) as stream:
-                await delivery.run(stream, TokenFrames(body, job, runs, loaded))
+                frames = TokenFrames(body, job, runs, loaded)
+                await delivery.run(stream, frames, weight=prompt_weight(runs))
             return stream.response
     except RequestError as error:
         rename_fields(error, _NAMES, ())
@@ -172,7 +177,7 @@ class TokenFrames:
         if self._first:
             more, self._first = {**self.prompt(), **more}, False
         told = {"request_id": self.job.id, "output_mode": self.mode, "choices": choices, **more}
-        return DATA + _encode(told) + END
+        return DATA + encode_long(told) + END
 
 
 def _whole(frames: TokenFrames, pieces: Sequence[Piece]) -> dict[str, object]:

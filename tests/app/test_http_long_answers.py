@@ -1,0 +1,102 @@
+"""Long answers: log-probabilities of many tokens are put into words off the loop, and told in full."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.http.aside import MANY
+from app.http.reply import SLICE, encode_long
+from tests.app.conftest import Server
+
+CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+TOKENS = "/inference/v1/generate"
+LONG = "".join(chr(97 + i % 26) for i in range(MANY + 150))
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "echo": (COMPLETIONS, {"prompt": LONG, "echo": True, "logprobs": 2, "max_tokens": 2}),
+    "prompt_logprobs": (COMPLETIONS, {"prompt": LONG, "prompt_logprobs": 2, "max_tokens": 2}),
+    "two choices": (COMPLETIONS, {"prompt": LONG, "prompt_logprobs": 1, "max_tokens": 2, "n": 2}),
+    "chat": (
+        CHAT,
+        {"messages": [{"role": "user", "content": LONG}], "prompt_logprobs": 2, "max_tokens": 2},
+    ),
+    "native": (
+        NATIVE,
+        {
+            "text": LONG,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "return_text_in_logprobs": True,
+            "sampling_params": {"max_new_tokens": 2},
+        },
+    ),
+    "tokens": (
+        TOKENS,
+        {"token_ids": list(LONG.encode()), "sampling_params": {"prompt_logprobs": 2, "max_tokens": 2}},
+    ),
+}
+
+
+@pytest.fixture
+def spelled(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that put tokens into words, one entry a token."""
+    threads: list[int] = []
+    tokenizer = server.service.loaded.tokenizer
+    text = tokenizer.token_text
+
+    def token_text(id: int) -> str:
+        threads.append(threading.get_ident())
+        return text(id)
+
+    monkeypatch.setattr(tokenizer, "token_text", token_text)
+    return threads
+
+
+def told(answers: list[dict[str, Any]]) -> list[Any]:
+    """The log-probabilities of prompts, wherever a dialect puts them."""
+    found: list[Any] = []
+    for answer in answers:
+        for holder in (answer, *answer.get("choices", ()), answer.get("meta_info", {})):
+            listed = (holder.get(name) for name in ("prompt_logprobs", "input_top_logprobs"))
+            found += filter(None, listed)
+            logprobs = holder.get("logprobs")
+            if logprobs and len(logprobs.get("tokens", ())) > MANY:
+                found.append({name: listed[: len(LONG)] for name, listed in logprobs.items()})
+    return found
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_many_log_probabilities_are_no_work_of_the_loop(
+    server: Server, spelled: list[int], name: str
+) -> None:
+    path, body = BODIES[name]
+    status, whole = await server.post(path, body)
+    assert status == 200
+    (first, *others) = told([whole])
+    assert all(other == first for other in others)
+    assert len(first["tokens"] if isinstance(first, dict) else first) >= len(LONG) - 1
+    assert len(spelled) > MANY and threading.get_ident() not in spelled
+    if name == "tokens":
+        return  # a stream does not tell them
+    spelled.clear()
+    events = await server.events(path, {**body, "stream": True})
+    streamed = told([json.loads(event) for event in events if event != "[DONE]"])
+    assert streamed == [first, *others]
+    assert len(spelled) > MANY and threading.get_ident() not in spelled
+
+
+@pytest.mark.parametrize("count", [0, 1, SLICE - 1, SLICE, SLICE + 1, 3 * SLICE])
+def test_slices_joined_are_the_whole(count: int) -> None:
+    value = {
+        "numbers": list(range(count)),
+        "objects": [{"a": i, "b": [float("nan"), None]} for i in range(count)],
+        "inside": [{"listed": [list(range(count))] * 2}],
+        "none": None,
+    }
+    assert encode_long(value) == msgspec.json.encode(value)
