@@ -139,13 +139,24 @@ class Batches:
                     # Whoever cancelled it before it was `_work` has said so on the disk.
                     if (await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))).active:
                         with acting_for(owner):
-                            await self._work.run()
+                            await self._attempt(self._work)
                     self._work = None
             except (OSError, sqlite3.Error, LoomError) as error:
                 log.error("batches wait %g s for the disk: %s", RETRY, error)
                 asyncio.get_running_loop().call_later(RETRY, self._new.set)
             finally:
                 self._work = None
+
+    async def _attempt(self, work: Work) -> None:
+        """Run a batch. A fault of ours that it brings to light ends it, and not those behind it. Raises
+        `OSError`, `sqlite3.Error` and `LoomError`: it is taken up again when they are over."""
+        try:
+            await work.run()
+        except (OSError, sqlite3.Error, LoomError):
+            raise
+        except Exception as error:
+            log.exception("%s failed", work.batch.id)
+            await work.abandon(error)
 
 
 def _report(task: asyncio.Task[None]) -> None:

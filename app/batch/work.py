@@ -87,6 +87,12 @@ class Work:
                 await asyncio.wait(self._tasks)
             await self._store.run(lambda disk: self._close())
 
+    async def abandon(self, error: Exception) -> None:
+        """End the batch as failed, its results so far published. After `run`, which raised `error`."""
+        message = f"The server failed while it worked on this batch ({type(error).__name__})."
+        published = await self._store.run(self._published)
+        await self._fail(BatchError(code="internal_error", message=message), **published)
+
     async def cancel(self) -> Batch:
         """Start no more lines and end those that run. Too late, nothing changes."""
         if self.batch.status not in ("validating", "in_progress"):
@@ -115,8 +121,9 @@ class Work:
         else:  # cancelled meanwhile
             await self._set(request_counts=counts)
 
-    async def _fail(self, *errors: BatchError) -> None:
-        await self._set(status="failed", failed_at=int(time.time()), errors=BatchErrors(data=list(errors)))
+    async def _fail(self, *errors: BatchError, **published: str) -> None:
+        listed = BatchErrors(data=list(errors))
+        await self._set(status="failed", failed_at=int(time.time()), errors=listed, **published)
 
     async def _open(self) -> None:
         def open_journals(disk: Disk) -> None:
@@ -140,27 +147,7 @@ class Work:
             await self._set(status="finalizing", finalizing_at=now, expired_at=now if expired else None)
         if self.batch.expired_at is not None:
             await self._expire()
-
-        def publish(disk: Disk) -> dict[str, Any]:
-            self._close()
-            published: dict[str, Any] = {}
-            for field, id in (
-                ("output_file_id", self.batch.output_id),
-                ("error_file_id", self.batch.error_id),
-            ):
-                size = disk.path(id).stat().st_size
-                if not size:
-                    disk.path(id).unlink()
-                    continue
-                name = f"{self.batch.id}_{field.removesuffix('_file_id')}.jsonl"
-                disk.add_file(
-                    self._owner,
-                    FileRecord(id=id, bytes=size, created_at=now, filename=name, purpose="batch_output"),
-                )
-                published[field] = id
-            return published
-
-        published = await self._store.run(publish)
+        published = await self._store.run(self._published)
         if self.batch.status == "cancelling":
             end: dict[str, Any] = {"status": "cancelled", "cancelled_at": int(time.time())}
         elif self.batch.expired_at is not None:
@@ -172,6 +159,25 @@ class Work:
         log.info(
             "%s: %s, %d of %d lines answered", self.batch.id, end["status"], counts.completed, counts.total
         )
+
+    def _published(self, disk: Disk) -> dict[str, str]:
+        """Make files of the journals, and say which fields of the batch name them. Store's thread."""
+        self._close()
+        published: dict[str, str] = {}
+        for field, id in (("output_file_id", self.batch.output_id), ("error_file_id", self.batch.error_id)):
+            path = disk.path(id)
+            if not path.exists():  # nothing was begun
+                continue
+            if not (size := path.stat().st_size):
+                path.unlink()
+                continue
+            name = f"{self.batch.id}_{field.removesuffix('_file_id')}.jsonl"
+            made = FileRecord(
+                id=id, bytes=size, created_at=int(time.time()), filename=name, purpose="batch_output"
+            )
+            disk.add_file(self._owner, made)
+            published[field] = id
+        return published
 
     async def _expire(self) -> None:
         """A line for each request that never ran."""

@@ -126,11 +126,13 @@ class Rig:
         data = lines if isinstance(lines, bytes) else jsonl(lines)
         return (await self.client.files.create(file=("in.jsonl", data), purpose="batch")).id
 
-    async def submit(self, lines: Sequence[dict[str, Any]], endpoint: Any = COMPLETIONS) -> Batch:
+    async def submit(
+        self, lines: Sequence[dict[str, Any]], endpoint: Any = COMPLETIONS, who: str = "test"
+    ) -> Batch:
         """Upload and start."""
         id = await self.upload(lines)
         return await self.client.batches.create(
-            input_file_id=id, endpoint=endpoint, completion_window="24h", metadata={"who": "test"}
+            input_file_id=id, endpoint=endpoint, completion_window="24h", metadata={"who": who}
         )
 
     async def ended(self, id: str) -> Batch:

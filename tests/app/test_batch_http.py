@@ -293,3 +293,31 @@ async def test_a_lost_input_fails_its_batch_and_no_other(tmp_path: Path) -> None
         async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(later.id)).status != "completed":
                 await rig.step()
+
+
+@pytest.mark.parametrize("stage", ["_attempt", "_validate", "_lines", "_publish"])
+async def test_a_fault_of_the_server_fails_its_batch_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Whatever a stage raises: what was done is published, the batches behind it run."""
+    ran = 0
+    whole = getattr(Work, stage)
+
+    def raises(work: Work, *args: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        if work.batch.metadata == {"who": "bad"} and (stage != "_attempt" or args[0].custom_id == "b"):
+            raise ZeroDivisionError("a fault")
+        return whole(work, *args)
+
+    monkeypatch.setattr(Work, stage, raises)
+    async with Rig(tmp_path) as rig:
+        bad = await rig.submit([line("a"), line("b")], who="bad")
+        good = await rig.submit([line("c")])
+        failed, done = await rig.ended(bad.id), await rig.ended(good.id)
+        assert failed.status == "failed" and failed.errors is not None and failed.errors.data
+        assert failed.errors.data[0].code == "internal_error"
+        assert "ZeroDivisionError" in (failed.errors.data[0].message or "")
+        if stage == "_publish":
+            assert "a" in await rig.records(failed.output_file_id)
+        assert done.status == "completed" and ran >= 2
