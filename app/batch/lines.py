@@ -130,39 +130,49 @@ def shortened(text: bytes) -> tuple[bytes, list[bytes]]:
         return text, []
     parts: list[bytes] = []
     values: list[bytes] = []
-    copied = depth = start = at = 0
-    slice_end = 0
+    copied = 0
+    for start, end in _long_values(text):
+        if text[start] == ord('"'):  # no field may be so long: this one is refused, or of no interest
+            parts += (text[copied:start], b'"%b"' % (b"x" * (MAX_ID + 1)))
+        else:
+            parts += (text[copied:start], _PLACE % len(values))
+            values.append(text[start:end])
+        copied = end
+    return b"".join((*parts, text[copied:])), values
+
+
+def _long_values(text: bytes) -> Iterator[tuple[int, int]]:
+    """Where the strings, lists and objects directly inside an object begin and end that are longer than
+    `SLICE`."""
+    depth = start = at = slice_end = 0
     while at < len(text):
         if at >= slice_end:
             slice_end = at + SLICE
-            chunk = text[at:slice_end]
-            if b'"' not in chunk:
-                depths = depth + np.cumsum(_STEPS[np.frombuffer(chunk, np.uint8)], dtype=np.int32)
-                if depths.min() > 1:  # the value goes on behind it
-                    depth, at = int(depths[-1]), slice_end
-                    continue
+            if (inner := _depth_behind(depth, text[at:slice_end])) is not None:
+                depth, at = inner, slice_end
+                continue
         found = _MARK.search(text, at, slice_end)
         if found is None:
             at = slice_end
             continue
         first, mark = found.start(), found.group()
-        at = first + 1
-        if mark == b'"':
-            at = _string_end(text, at)
-            if depth == 1 and at - first > SLICE:
-                # No field may be so long: this one is refused, or of no interest.
-                parts += (text[copied:first], b'"%b"' % (b"x" * (MAX_ID + 1)))
-                copied = at
-        elif mark in b"{[":
+        at = _string_end(text, first + 1) if mark == b'"' else first + 1
+        if mark in b"{[":
             start = first if depth == 1 else start
             depth += 1
-        else:
-            depth -= 1
-            if depth == 1 and at - start > SLICE:
-                parts += (text[copied:start], _PLACE % len(values))
-                values.append(text[start:at])
-                copied = at
-    return b"".join((*parts, text[copied:])), values
+            continue
+        depth -= mark != b'"'
+        begun = first if mark == b'"' else start
+        if depth == 1 and at - begun > SLICE:
+            yield begun, at
+
+
+def _depth_behind(depth: int, chunk: bytes) -> int | None:
+    """The nesting behind a chunk that lies within one value and has no strings, else None."""
+    if b'"' in chunk:
+        return None
+    depths = depth + np.cumsum(_STEPS[np.frombuffer(chunk, np.uint8)], dtype=np.int32)
+    return int(depths[-1]) if depths.min() > 1 else None
 
 
 def _string_end(text: bytes, at: int) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import binascii
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -77,22 +78,26 @@ def _parts(value: object) -> Iterator[bytes]:
             yield from _parts(each)
             mark = b","
         yield b"}"
-    elif isinstance(value, np.ndarray) and not len(value):
-        yield b"[]"
-    elif isinstance(value, np.ndarray) and value.ndim == 1:
+    elif isinstance(value, np.ndarray) and (not len(value) or value.ndim == 1):
         yield msgspec.json.encode(value.tolist())
-    elif isinstance(value, list) and not any(map(_is_long, value[:SLICE])):
-        for at in range(0, len(value), SLICE):
-            yield (b"," if at else b"[") + msgspec.json.encode(value[at : at + SLICE])[1:-1]
-        yield b"]"
     else:
         assert isinstance(value, list | np.ndarray)
-        mark = b"["
+        yield from _listed(value)
+
+
+def _listed(value: list[Any] | np.ndarray) -> Iterator[bytes]:
+    """Of a list that is long itself, or whose items are."""
+    mark = b"["
+    if isinstance(value, list) and not any(map(_is_long, value[:SLICE])):
+        for at in range(0, len(value), SLICE):
+            yield mark + msgspec.json.encode(value[at : at + SLICE])[1:-1]
+            mark = b","
+    else:
         for each in value:
             yield mark
             yield from _parts(each)
             mark = b","
-        yield b"]"
+    yield b"]"
 
 
 def _is_long(value: object) -> bool:
