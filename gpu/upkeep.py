@@ -70,21 +70,25 @@ class Upkeep:
 
     def _load_weights(self, path: str, runner: Replaceable) -> None:
         """Where memory allows, the new model is complete before the old one goes, and a bad file costs
-        nothing. Where not, the old one is read again after a bad file."""
-        if not self._both:
-            runner.use_model(None)
+        nothing. Where not, or where steps of the new one cannot be captured, the old one is read again."""
+        gone, loaded = not self._both, None
         try:
+            if gone:
+                runner.use_model(None)
             loaded = self._load(path)
+            gone = True
+            runner.use_model(loaded)
         except (LoomError, OSError, RuntimeError) as refused:
-            if not self._both:
+            if gone:
+                loaded = None  # or there would be two in memory
                 self._restore(runner, refused)
             raise
-        runner.use_model(loaded)
         self._path = path
 
     def _restore(self, runner: Replaceable, refused: Exception) -> None:
         """The old weights again; nothing is left to run without them."""
         try:
+            runner.use_model(None)
             runner.use_model(self._load(self._path))
         except (LoomError, OSError, RuntimeError) as lost:
             raise EngineFailed(
@@ -92,10 +96,17 @@ class Upkeep:
             ) from lost
 
     def _exchange(self, order: Order, runner: Replaceable, awake: bool) -> None:
-        if "weights" in order.tags:
-            runner.use_model(self._load(self._path) if awake else None)
-        if "kv_cache" in order.tags:
-            runner.use_pool(self._make_pool() if awake else None)
+        """A `wake` that fails half way gives back what it took, and the runner sleeps as before."""
+        try:
+            if "weights" in order.tags:
+                runner.use_model(self._load(self._path) if awake else None)
+            if "kv_cache" in order.tags:
+                runner.use_pool(self._make_pool() if awake else None)
+        except (LoomError, OSError, RuntimeError) as failed:
+            if not awake:
+                raise EngineFailed(f"Memory could not be given back: {failed}") from failed
+            self._exchange(order, runner, awake=False)
+            raise
         torch.cuda.empty_cache()  # what was given up is for other processes, too; nothing without a GPU
 
     def _start_profile(self) -> None:

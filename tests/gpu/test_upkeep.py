@@ -121,15 +121,22 @@ def test_a_trace_is_written(executor: LocalExecutor, tmp_path: Path) -> None:
 
 
 class Bare:
-    """A runner that only remembers its model."""
+    """A runner that only remembers its model and its pages; `refuses` says what it cannot run with."""
 
-    def __init__(self) -> None:
+    def __init__(self, refuses: tuple[object, ...] = ()) -> None:
         self.model: object = "old"
+        self.pool: object = "pool"
+        self.refuses = refuses
 
     def use_model(self, model: object) -> None:
         self.model = model
+        if model in self.refuses:
+            raise RuntimeError("out of memory")
 
-    def use_pool(self, pool: object) -> None: ...
+    def use_pool(self, pool: object) -> None:
+        self.pool = pool
+        if pool in self.refuses:
+            raise RuntimeError("out of memory")
 
 
 @pytest.mark.parametrize("old_is_readable", [True, False])
@@ -148,3 +155,35 @@ def test_weights_that_cannot_be_restored_fail_the_engine(old_is_readable: bool) 
     else:
         with pytest.raises(EngineFailed, match=r"new.*old"):
             upkeep.carry_out(order(1, "load_weights", "new"), runner)
+
+
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("old_runs", [True, False])
+def test_weights_whose_steps_cannot_be_captured_are_refused(both: bool, old_runs: bool) -> None:
+    """They were read, and took the old ones' place: those are read again, or the engine fails."""
+    runner = Bare(("new",) if old_runs else ("new", "old again"))
+    upkeep = Upkeep(
+        "old",
+        lambda path: "new" if path == "new" else "old again",  # type: ignore[arg-type, return-value]
+        lambda: None,  # type: ignore[arg-type, return-value]
+        both=both,
+    )
+    if old_runs:
+        done = upkeep.carry_out(order(1, "load_weights", "new"), runner)
+        assert (done.error, runner.model) == ("out of memory", "old again")
+    else:
+        with pytest.raises(EngineFailed, match="could not be read again"):
+            upkeep.carry_out(order(1, "load_weights", "new"), runner)
+
+
+@pytest.mark.parametrize("refused", ["weights", "pages"])
+def test_a_wake_that_fails_half_way_leaves_the_server_asleep(refused: str) -> None:
+    runner = Bare((refused,))
+    upkeep = Upkeep("old", lambda path: "weights", lambda: "pages")  # type: ignore[arg-type, return-value]
+    tags: tuple[Tag, ...] = ("weights", "kv_cache")
+    assert upkeep.carry_out(order(1, "sleep", "", *tags), runner).error is None
+    done = upkeep.carry_out(order(2, "wake", "", *tags), runner)
+    assert (done.error, runner.model, runner.pool) == ("out of memory", None, None)
+    runner.refuses = ()
+    assert upkeep.carry_out(order(3, "wake", "", *tags), runner).error is None
+    assert (runner.model, runner.pool) == ("weights", "pages")
