@@ -12,28 +12,30 @@ from collections.abc import Callable, Mapping
 from core.cache.node import RadixNode
 from core.config.groups import Eviction
 
-Rank = tuple[int, ...]
-Order = Callable[[RadixNode], Rank]
+Order = Callable[[RadixNode], int]
+
+ACCESS_BITS = 64
+"""Of the lower part of a rank of two. One integer: at tuples the garbage collector has to look."""
 
 
-def lru(node: RadixNode) -> Rank:
+def lru(node: RadixNode) -> int:
     """Longest unused first."""
-    return (node.last_access,)
+    return node.last_access
 
 
-def lfu(node: RadixNode) -> Rank:
+def lfu(node: RadixNode) -> int:
     """Fewest admissions first, then longest unused."""
-    return (node.hits, node.last_access)
+    return (node.hits << ACCESS_BITS) + node.last_access
 
 
-def fifo(node: RadixNode) -> Rank:
+def fifo(node: RadixNode) -> int:
     """Oldest first, used or not."""
-    return (node.created,)
+    return node.created
 
 
-def priority(node: RadixNode) -> Rank:
+def priority(node: RadixNode) -> int:
     """Least important first, then longest unused."""
-    return (node.priority, node.last_access)
+    return (node.priority << ACCESS_BITS) + node.last_access
 
 
 ORDERS: Mapping[Eviction, Order] = {"lru": lru, "lfu": lfu, "fifo": fifo, "priority": priority}

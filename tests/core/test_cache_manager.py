@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core.cache import CacheManager, Hold, IntegrityError
+from core.config.groups import Eviction
 from core.types import Ints, RootKey
 
 A = RootKey()
@@ -435,3 +436,16 @@ def test_the_collector_walks_no_node_and_a_dropped_one_is_gone_at_once() -> None
     finally:
         if enabled:
             gc.enable()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "fifo", "priority"])
+def test_the_garbage_collector_has_nothing_to_look_at_in_a_tree(eviction: Eviction) -> None:
+    """A full collection walks all that it tracks: of a large cache that would be a pause."""
+    cache = CacheManager(4096, 4, eviction=eviction)
+    serve(cache, seq(9))
+    gc.collect()
+    before = len(gc.get_objects())
+    for i in range(500):
+        cache.release(admit(cache, tokens := seq(9, 1000 + 20 * i)), A, tokens)
+    assert cache.statistics().nodes > 500
+    assert len(gc.get_objects()) - before < 50
