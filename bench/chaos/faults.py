@@ -12,6 +12,7 @@ import json
 import os
 import resource
 import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -209,6 +210,21 @@ def open_sandbox(patches: Patches, live: Live) -> None:
     patches.replace(subprocess, "Popen", opened)
 
 
+def hanging_launch(patches: Patches, live: Live) -> None:
+    """The next step never comes back, until everything is undone."""
+    released = threading.Event()
+
+    def hang(original: Any) -> Any:
+        def launch(runner: ModelRunner, plan: Any) -> Any:
+            released.wait()
+            return original(runner, plan)
+
+        return launch
+
+    instead(ModelRunner, "launch", hang)(patches, live)
+    patches.after(released.set)
+
+
 STAGES: dict[str, Fault] = {
     "plan": once(Scheduler, "plan", RuntimeError("injected into plan")),
     "apply": once(Scheduler, "apply", RuntimeError("injected into apply")),
@@ -225,6 +241,8 @@ STAGES: dict[str, Fault] = {
 
 FAULTS: dict[str, Fault] = {
     **STAGES,
+    "launch hangs": hanging_launch,
+    "hangs end nothing": instead(Engine, "hang", _nothing),
     "refusals raise": instead(RequestError, "__init__", _breaks),
     "aborts are lost": instead(Engine, "abort", _nothing),
     "a token is skipped": instead(Stream, "feed", _skips_tokens),

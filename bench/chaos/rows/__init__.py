@@ -10,12 +10,13 @@ from bench.chaos.rows.malformed import costly, malformed
 from bench.chaos.rows.pool import pool
 from bench.chaos.rows.slow import slow
 from bench.chaos.rows.soak import soak
-from bench.chaos.rows.stages import stages
+from bench.chaos.rows.stages import hang, stages
 from bench.chaos.rows.streams import burst, streams
 from bench.chaos.rows.wire import wire
 
 TINY = Setting("tiny", ("--trust-request-chat-template", "--context-length", "2048"))
 SHORT = Setting("tiny", ("--context-length", "256"))
+WATCHED = Setting("tiny", ("--context-length", "2048", "--watchdog-timeout", "1"))
 COUNTING = Setting("counting", ("--max-queued", "20000"))
 BOUNDED = Setting("counting", ("--max-queued", "16", "--max-running", "8"))
 
@@ -78,11 +79,18 @@ TABLE: tuple[Row, ...] = (
         TINY,
     ),
     Row(
+        "hang",
+        "a device that hangs is noticed: every stream gets an error, and the process ends",
+        hang,
+        "hangs end nothing",
+        WATCHED,
+    ),
+    Row(
         "storm",
-        "10,000 requests aborted at random: the tree holds all along",
+        "10,000 requests, plain and constrained, aborted at random: the tree holds all along",
         storm,
         "a lock is kept",
-        COUNTING,
+        TINY,
     ),
     Row(
         "grammars",

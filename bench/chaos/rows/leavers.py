@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from random import Random
 from typing import Any
 
 from bench.chaos.bench import Bench
-from bench.chaos.clients import NATIVE, TEXT, post, request, reset
+from bench.chaos.clients import CHAT, NATIVE, TEXT, post, request, reset
 from bench.chaos.row import Found
 from bench.chaos.server import LOOK
 
@@ -57,22 +58,22 @@ async def _leave_early(bench: Bench) -> None:
 
 
 async def storm(bench: Bench) -> Found:
-    """Requests with shared prefixes are started and ended at random; the tree is checked all along."""
+    """Requests with shared prefixes, half of them constrained, are started and ended at random; the tree is
+    checked all along."""
     found, count = Found(), bench.count(10_000, 100)
     gate, rng = asyncio.Semaphore(64), bench.rng
     ended = 0
 
     async def one(index: int) -> None:
         nonlocal ended
-        prompt = [65 + rng.randrange(3)] * rng.randrange(1, 60) + [70 + rng.randrange(20)] * rng.randrange(60)
-        sampling = {"max_new_tokens": 200, "ignore_eos": True, "n": rng.choice([1, 1, 3])}
-        body = {"input_ids": prompt, "sampling_params": sampling, "rid": f"storm-{index}"}
+        path, body = _stormy(rng)
+        rid = f"storm-{index}"
         wait = rng.random() * 0.02
         async with gate:
-            asked = asyncio.create_task(post(bench.port, NATIVE, body))
+            asked = asyncio.create_task(post(bench.port, path, {**body, "rid": rid}))
             await asyncio.sleep(wait)
             if rng.random() < 0.5:
-                await post(bench.port, "/abort_request", {"rid": body["rid"]})
+                await post(bench.port, "/abort_request", {"rid": rid})
                 ended += (await asked).status > 0
             else:
                 asked.cancel()
@@ -86,3 +87,26 @@ async def storm(bench: Bench) -> Found:
     found.figures |= {"requests": count, "answered": ended}
     found.expect(await bench.server.settled(), "requests are left that nothing moves")
     return found
+
+
+def _stormy(rng: Random) -> tuple[str, dict[str, Any]]:
+    """Route and body of one request. Some grammars are new, so that aborts meet a compiler at work."""
+    first, rest = chr(65 + rng.randrange(3)) * rng.randrange(1, 60), chr(70 + rng.randrange(20))
+    prompt = first + rest * rng.randrange(60)
+    n = rng.choice([1, 1, 3])
+    chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 200, "n": n}
+    text = {"prompt": prompt, "max_tokens": 200, "n": n}
+    schema = {"type": "object", "properties": {f"k{rng.randrange(40)}": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    match rng.randrange(8):
+        case 0:
+            return TEXT, {**text, "regex": f"[a-z]{{50,{100 + rng.randrange(40)}}}"}
+        case 1:
+            return TEXT, {**text, "structured_outputs": {"json": schema}}
+        case 2:
+            wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+            return CHAT, {**chat, "response_format": wanted}
+        case 3:
+            return CHAT, {**chat, "tools": [tool], "tool_choice": "required"}
+    sampling = {"max_new_tokens": 200, "ignore_eos": True, "n": n}
+    return NATIVE, {"input_ids": list(prompt.encode()), "sampling_params": sampling}

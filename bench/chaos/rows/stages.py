@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from app.server import HUNG
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, Answer, ask, post
 from bench.chaos.faults import STAGES
@@ -21,6 +22,8 @@ FORM = (
 )
 AT_THE_EDGE = {"compile": (500,), "tokenize": (500,), "disk": (507,), "fds": (0, 200)}
 """Stages of one request before any work is queued, and what that one is told: others do not notice."""
+WATCHDOG = 1.0
+"""Seconds that a step may take in the row about hangs: its --watchdog-timeout."""
 TOLD = 1.0
 """Seconds until health must tell that the engine has failed."""
 
@@ -66,6 +69,38 @@ async def _stage(bench: Bench, found: Found, stage: str, expected: dict[str, lis
     if stage in AT_THE_EDGE and isinstance(told, Answer):
         found.figures[stage]["probe"] = told.status
         found.expect(told.status in AT_THE_EDGE[stage], f"{stage}: {told.status} {told.body[-200:]!r}")
+
+
+async def hang(bench: Bench) -> Found:
+    """A step that never comes back: the watchdog ends the engine, and whoever waits for a token is told."""
+    found, ends = Found(), Counter[str]()
+    prompts = [f"hang {i} " for i in range(bench.count(40, 6))]
+
+    async def stream(prompt: str) -> None:
+        ends[_end(await post(bench.port, TEXT, {**BODY, "prompt": prompt, "stream": True}), [])] += 1
+
+    streams = [asyncio.create_task(stream(prompt)) for prompt in prompts]
+    while (await bench.server.tell("progress"))["running"] < len(streams):
+        await asyncio.sleep(LOOK / 50)
+    begun = time.monotonic()
+    await bench.server.tell("fault", name="launch hangs")
+    # The watchdog's own limit comes first, then that of nothing moving.
+    await asyncio.sleep(WATCHDOG)
+    if not await _ended(bench, streams):
+        found.expect(False, "streams wait for a device that hangs")
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        await bench.server.tell("mend")
+        await bench.server.kill()
+        return found
+    seconds = time.monotonic() - begun
+    found.figures |= {**ends, "noticed_after_s": round(seconds, 1)}
+    found.expect(not bench.timed or seconds < 2 * WATCHDOG, f"a hang was noticed after {seconds:.1f} s")
+    found.expect(ends.keys() == {"told"}, f"streams end {dict(ends)}")
+    code = await bench.server.ended()
+    found.expect(code == HUNG, f"the process ends with code {code}, not {HUNG}")
+    return found
 
 
 async def _probe(bench: Bench, stage: str) -> Answer:
