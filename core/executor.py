@@ -26,6 +26,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of token counts for penalties."""
     max_chunks: int = 0
     """Chunks that a step can hold; 0: as many as its tokens."""
+    max_drafts: int = 0
+    """Draft tokens that a decode row's query may have besides its last token."""
+    max_samples: int = 0
+    """Rows of logits that a step can hold, at least `max_rows`; 0: just so many."""
     max_depth: int = 2
     causal: bool = True
     """Tokens see only those before them. Where they see all, as in encoders, a prompt runs whole, in one

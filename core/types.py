@@ -17,6 +17,9 @@ Bools = NDArray[np.bool_]
 NO_TOKENS: Ints = np.zeros(0, np.int32)
 NO_TOKENS.setflags(write=False)
 
+NO_LIMIT = 2**31 - 1
+"""Of positions: none is out of bounds."""
+
 NAN_TOKEN = -1
 """What a step reports for a row whose logits were not finite."""
 

@@ -165,7 +165,7 @@ class Engine:
                 self.fail(result.reason)
                 return
             confirmed = self.scheduler.apply(result)
-            self.recorder.step(len(confirmed.tokens), result.seconds)
+            self.recorder.step(confirmed.rows, result.seconds)
             self._backlog.add(confirmed)
         self._submit()
         if not self.scheduler.in_flight:

@@ -66,13 +66,13 @@ class Recorder:
         self.rows = 0
         """Sums over all steps: two readings of both give the mean rows of a step between them."""
 
-    def step(self, tokens: int, seconds: float) -> None:
-        """One step was applied with `tokens` new tokens: each waited since the step before."""
+    def step(self, rows: int, seconds: float) -> None:
+        """One step was applied that brought tokens to `rows` requests: each waited since the step before."""
         self.steps += 1
-        self.rows += tokens
+        self.rows += rows
         now = self._clock()
-        if self._previous and tokens:
-            self._inter_token.add(now - self._previous, tokens)
+        if self._previous and rows:
+            self._inter_token.add(now - self._previous, rows)
         self._last_step = self._previous = now
         self._seconds = seconds
         self._spent += seconds

@@ -6,7 +6,7 @@ import msgspec
 
 from core.grammar import CompiledGrammar
 from core.request.params import Hidden, SamplingParams
-from core.types import NO_TOKENS, Floats, Ints
+from core.types import NO_LIMIT, NO_TOKENS, Floats, Ints
 
 
 class NewSlot(msgspec.Struct, frozen=True, gc=False):
@@ -17,7 +17,8 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     placeholders for embeddings. `count_row` is the slot's row in the pool of
     token counts, -1 for a request without penalties. `grammar` masks the slot's tokens; its matcher has
     to take `output` first. The slot's length starts at `cached`: tokens
-    whose KV already stands in its pages.
+    whose KV already stands in its pages. No position from `limit` on is ever written: the device cuts a
+    row's query there, to nothing if need be.
     """
 
     slot: int
@@ -28,6 +29,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     count_row: int = -1
     grammar: CompiledGrammar | None = None
     embedded: int = 0
+    limit: int = NO_LIMIT
 
     @property
     def known(self) -> Ints:
@@ -82,14 +84,18 @@ NO_WRITES = PageWrites()
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One forward pass: the launch thread needs nothing else.
 
-    Rows in order: first `decode_slots`, one token each, then `chunks`. Token ids of decode rows
-    are absent on purpose: a row's input is the last token sampled into its slot's cell, which may
-    not exist yet when the plan is made. Its position is the slot's length on the device.
+    Rows in order: first `decode_slots`, then `chunks`. Token ids of decode rows are absent on purpose: a
+    row's input is the last token sampled into its slot's cell, which may not exist yet when the plan is
+    made. Its position is the slot's length on the device.
+
+    A decode row's query is that token and the drafts that the device has for it: at most `query_length`
+    tokens, for which the row has pages, and at most `drafts` drafts in all rows together.
 
     The first `common` tokens of all decode rows are the same and stand in the same, whole pages.
 
     `new_slots` and `page_writes` are applied before the forward, in that order. Rows that sample:
-    all decode rows, then the chunks with `samples`, in order.
+    all decode rows, then the chunks with `samples`, in order. Every token of a decode row's query is sampled
+    from, and the last one of a chunk.
     """
 
     step: int
@@ -98,11 +104,15 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     new_slots: tuple[NewSlot, ...] = ()
     page_writes: PageWrites = NO_WRITES
     common: int = 0
+    query_length: int = 1
+    drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decode_slots) + sum(len(chunk.tokens) for chunk in self.chunks)
+        """At most: a decode row may have fewer drafts than it is granted."""
+        return len(self.decode_slots) + self.drafts + sum(len(chunk.tokens) for chunk in self.chunks)
 
     @property
     def num_samples(self) -> int:
-        return len(self.decode_slots) + sum(chunk.samples for chunk in self.chunks)
+        """Rows of logits, at most."""
+        return len(self.decode_slots) + self.drafts + sum(chunk.samples for chunk in self.chunks)

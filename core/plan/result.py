@@ -45,13 +45,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of the rows that sampled, int32 [num_samples], in plan order; -1 where logits were
-    not finite. `logprobs` maps a row's index in `tokens` to its log-probabilities, for the rows
-    that asked; `failed` maps the index of a row that cannot go on (its token is -1) to the reason, for
-    its client. `prompt_logprobs` maps a slot to those of its chunk, where it asked. `hidden` maps a slot to
-    the hidden states that its chunk or row gives back, float32 [n, width]: one row for a sum or a single
-    token. `experts` does the same for the experts that a router chose, int32 [n, layers, experts per
-    token], best first, zeros in layers without. `seconds` is the time the device spent on the step."""
+    """Tokens of the rows that sampled, int32 [n], in plan order; -1 where logits were not finite, which is
+    the last of its row. `counts` int32 [rows that sampled] says how many are each row's: 1 to `query_length`,
+    0 for a row that is at its limit; None: one each. `logprobs` maps an index in `tokens` to the token's
+    log-probabilities, for the rows that asked; `failed` maps the index of the -1 of a row that cannot go on
+    to the reason, for its client. `prompt_logprobs` maps a slot to those of its chunk, where it asked.
+    `hidden` maps a slot to the hidden states that its chunk or row gives back, float32 [n, width]: one row
+    for a sum, else one for each token that was computed and accepted. `experts` does the same for the experts
+    that a router chose, int32 [n, layers, experts per token], best first, zeros in layers without. `seconds`
+    is the time the device spent on the step."""
 
     step: int
     tokens: Ints
@@ -61,6 +63,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     failed: dict[int, str] = {}
     hidden: dict[int, Floats] = {}
     experts: dict[int, Ints] = {}
+    counts: Ints | None = None
 
 
 class StepFailure(msgspec.Struct, frozen=True, gc=False):

@@ -9,7 +9,9 @@ from core.plan.plan import NO_WRITES
 from core.request import Request
 from core.schedule.ledger import ChunkFlight, Flight
 from core.schedule.table import SlotTable
-from core.types import NO_TOKENS, Ints
+from core.types import Ints, NDArray64
+
+NO_SLOTS: NDArray64 = np.zeros(0, np.int64)
 
 
 class PlanBuilder:
@@ -23,23 +25,33 @@ class PlanBuilder:
         "_chunks",
         "_common",
         "_decode",
+        "_drafts",
         "_max_chunks",
         "_new",
+        "_query_length",
         "_writes",
         "decode_slots",
+        "decode_tokens",
         "now",
         "room",
+        "samples",
     )
 
-    def __init__(self, room: int, now: float, max_chunks: int = 0) -> None:
+    def __init__(self, room: int, samples: int, now: float, max_chunks: int = 0) -> None:
         """`max_chunks` 0: as many as there is room for."""
         self._max_chunks = max_chunks
+        self.samples = samples
+        """Rows of logits that decode rows can have."""
         self.now = now
         self.room = room
         """Tokens the step can still take."""
         self._decode: list[Request] = []
-        self.decode_slots: Ints = NO_TOKENS
+        self.decode_slots: NDArray64 = NO_SLOTS
         """Of the rows that decode in this step."""
+        self.decode_tokens = 0
+        """Their last tokens and drafts."""
+        self._query_length = 1
+        self._drafts = 0
         self._common = 0
         self._chunks: list[Chunk] = []
         self._chunk_requests: list[Request] = []
@@ -49,10 +61,20 @@ class PlanBuilder:
     def __bool__(self) -> bool:
         return bool(self._decode or self._chunks)
 
-    def decode(self, requests: list[Request], slots: Ints, common: int = 0) -> None:
-        """One token for each of `slots`, whose first `common` tokens stand in the same pages."""
+    def decode(
+        self,
+        requests: list[Request],
+        slots: NDArray64,
+        common: int = 0,
+        query_length: int = 1,
+        drafts: int = 0,
+    ) -> None:
+        """Rows of up to `query_length` tokens, `drafts` drafts in all, for each of `slots`, whose first
+        `common` tokens stand in the same pages."""
         self._decode, self.decode_slots, self._common = requests, slots, common
-        self.room -= len(slots)
+        self._query_length, self._drafts = query_length, drafts
+        self.decode_tokens = len(slots) + drafts
+        self.room -= self.decode_tokens
 
     def chunk(self, request: Request, chunk: Chunk) -> None:
         self._chunks.append(chunk)
@@ -74,17 +96,19 @@ class PlanBuilder:
         """The frozen plan, and what the ledger must remember of it."""
         plan = StepPlan(
             step=step,
-            decode_slots=_frozen(self.decode_slots),
+            decode_slots=_frozen(self.decode_slots.astype(np.int32)),
             chunks=tuple(self._chunks),
             new_slots=tuple(self._new),
             page_writes=self._page_writes(),
             common=self._common,
+            query_length=self._query_length,
+            drafts=self._drafts,
         )
         rows, slots = self._decode, self.decode_slots
         sampling = [r for r, c in zip(self._chunk_requests, self._chunks, strict=True) if c.samples]
         if sampling:
             rows = rows + sampling
-            slots = np.concatenate([slots, np.asarray([r.slot for r in sampling], np.int32)])
+            slots = np.concatenate([slots, np.asarray([r.slot for r in sampling], np.int64)])
         table.in_flight[slots] += 1
         notable = [
             ChunkFlight(r, c.slot, int(table.epoch[c.slot]), _ends_without_token(r, c))
@@ -93,7 +117,8 @@ class PlanBuilder:
         ]
         for chunk in notable:
             table.in_flight[chunk.slot] += 1
-        return plan, Flight(step, rows, slots, table.epoch[slots], notable)
+        decoding = len(self._decode)
+        return plan, Flight(step, rows, slots, table.epoch[slots], notable, decoding, self._query_length)
 
     def _page_writes(self) -> PageWrites:
         if not self._writes:

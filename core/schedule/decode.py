@@ -1,4 +1,4 @@
-"""Decode rows: one more token for each, a page where one is due, and who goes back when none is left."""
+"""Decode rows: more tokens for each, pages where they are due, and who goes back when none is left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.schedule.builder import PlanBuilder
 from core.schedule.common import CommonPages
 from core.schedule.growth import GrowthRatio
 from core.schedule.table import SlotTable
-from core.types import NO_TOKENS, Ints
+from core.types import Ints, NDArray64
 
 
 class DecodeRows:
@@ -26,7 +26,7 @@ class DecodeRows:
         "_cache",
         "_common",
         "_growth",
-        "_mask",
+        "_max_drafts",
         "_requests",
         "_retract",
         "_shift",
@@ -39,17 +39,18 @@ class DecodeRows:
         table: SlotTable,
         cache: CacheManager,
         growth: GrowthRatio,
+        max_drafts: int,
         retract: Callable[[Request], None],
     ) -> None:
         self._table = table
         self._cache = cache
         self._growth = growth
         self._retract = retract
-        self._mask = cache.page_size - 1
-        self._shift = self._mask.bit_length()
+        self._max_drafts = max_drafts
+        self._shift = (cache.page_size - 1).bit_length()
         self._common = CommonPages()
         self._requests: list[Request] = []
-        self._slots: Ints = NO_TOKENS
+        self._slots: NDArray64 = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -66,63 +67,87 @@ class DecodeRows:
             self._common.leave(self._requests)
 
     def plan(self, builder: PlanBuilder) -> None:
-        """Put every row that can take one more token into the step."""
+        """Put every row that can take one more token into the step, with drafts where there is room."""
         self._drop_complete()
         if not self._requests:
             return
-        table = self._table
-        lengths = table.length[self._slots]
-        due = np.flatnonzero((lengths & self._mask) == 0)
         requests, slots = self._requests, self._slots
-        if len(due):
-            pages = self._cache.try_take(len(due))
-            if pages is None:
-                requests, slots = self._plan_short(builder)
-            else:
-                self._grow(builder, due, lengths, pages)
+        drafts = self._drafts(builder)
+        if drafts and not self._take_pages(builder, 1 + self._max_drafts):
+            drafts = 0
+        if not drafts and not self._take_pages(builder, 1):
+            requests, slots = self._plan_short(builder)
         if len(slots):
-            table.length[slots] += 1
-            builder.decode(requests, slots, self._common.count() << self._shift)
+            query_length = 1 + self._max_drafts if drafts else 1
+            self._table.least[slots] += 1
+            self._table.most[slots] += query_length
+            builder.decode(requests, slots, self._common.count() << self._shift, query_length, drafts)
             self._growth.step()
 
+    def _drafts(self, builder: PlanBuilder) -> int:
+        """Of the whole step. Prompts get half of the tokens beside the rows at least."""
+        rows = len(self._requests)
+        return min(self._max_drafts * rows, (builder.room - rows) // 2, builder.samples - rows)
+
     def _drop_complete(self) -> None:
-        """Rows whose last token is planned only wait for their results."""
+        """Rows whose last token is planned, even if no draft is accepted, only wait for their results."""
         table = self._table
-        complete = table.length[self._slots] >= table.limit[self._slots]
+        complete = table.least[self._slots] >= table.limit[self._slots]
         if complete.any():
             self._set([r for r, done in zip(self._requests, complete.tolist(), strict=True) if not done])
             self._common.leave(self._requests)
 
-    def _grow(self, builder: PlanBuilder, due: NDArray[np.intp], lengths: Ints, pages: Ints) -> None:
+    def _take_pages(self, builder: PlanBuilder, tokens: int) -> bool:
+        """Give every row pages for `tokens` more; False, with nothing changed, when there are too few."""
+        table, slots = self._table, self._slots
+        lacking = table.lacking(slots, tokens)
+        due = np.flatnonzero(lacking > 0)
+        if not len(due):
+            return True
+        # For one token a page is enough, whatever the size of pages.
+        count = len(due) if tokens == 1 else int(-(-lacking[due] >> self._shift).sum())
+        pages = self._cache.try_take(count)
+        if pages is None:
+            return False
+        while True:
+            self._grow(builder, due, pages[: len(due)])
+            pages = pages[len(due) :]
+            if not len(pages):
+                return True
+            due = due[table.lacking(slots[due], tokens) > 0]
+
+    def _grow(self, builder: PlanBuilder, due: NDArray[np.intp], pages: Ints) -> None:
+        """A page for each of the rows `due`."""
         for row, page in zip(due.tolist(), pages.tolist(), strict=True):
             hold = self._requests[row].hold
             assert hold is not None
             hold.pages.append(page)
-        builder.write(self._slots[due], lengths[due] >> self._shift, pages)
+        slots = self._slots[due]
+        builder.write(slots.astype(np.int32), self._table.room[slots] >> self._shift, pages)
+        self._table.room[slots] += self._cache.page_size
 
-    def _plan_short(self, builder: PlanBuilder) -> tuple[list[Request], Ints]:
+    def _plan_short(self, builder: PlanBuilder) -> tuple[list[Request], NDArray64]:
         """Pages ran out: retract rows until the rest can grow; the last one only if it stands on
         pages that the tree has too, which coming back will spare it.
 
-        A single row that still finds no page sits this step out: whoever holds the pages is about
+        Nobody is retracted while drafts are in flight: those that are not accepted leave room, and the rows
+        that lack it wait. So does a single row that still finds no page: whoever holds the pages is about
         to end, and a request that could not fit the pool alone was never accepted.
         """
-        while len(self._requests) > 1 or self._doubled():
+        table = self._table
+        while not self._drafting() and (len(self._requests) > 1 or self._doubled()):
             self._retract(self._victim())
             self._growth.retracted(
-                int(self._table.made[self._slots].sum()),
-                int(self._table.most[self._slots].sum()),
-                len(self._slots),
+                int(table.made[self._slots].sum()), int(table.max_tokens[self._slots].sum()), len(self._slots)
             )
-            lengths = self._table.length[self._slots]
-            due = np.flatnonzero((lengths & self._mask) == 0)
-            pages = self._cache.try_take(len(due))
-            if pages is not None:
-                self._grow(builder, due, lengths, pages)
+            if self._take_pages(builder, 1):
                 return self._requests, self._slots
-        lengths = self._table.length[self._slots]
-        ready = (lengths & self._mask) != 0
+        ready = table.lacking(self._slots, 1) <= 0
         return [r for r, ok in zip(self._requests, ready.tolist(), strict=True) if ok], self._slots[ready]
+
+    def _drafting(self) -> bool:
+        """Whether drafts of these rows are in flight."""
+        return bool((self._table.most[self._slots] > self._table.least[self._slots]).any())
 
     def _doubled(self) -> bool:
         return any(r.hold is not None and r.hold.duplicates for r in self._requests)
@@ -134,7 +159,7 @@ class DecodeRows:
 
     def _set(self, requests: list[Request]) -> None:
         self._requests = requests
-        self._slots = np.fromiter((r.slot for r in requests), np.int32, len(requests))
+        self._slots = np.fromiter((r.slot for r in requests), np.int64, len(requests))
 
     def check(self) -> None:
         """Raise unless every row is a decoding request with its slot."""

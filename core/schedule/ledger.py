@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
+import numpy as np
+
+from core.plan import RowLogprobs, StepResult
 from core.request import Request
+from core.schedule.table import SlotTable
 from core.types import Ints, NDArray64
+
+V = TypeVar("V")
 
 
 class ChunkFlight(NamedTuple):
@@ -21,13 +28,48 @@ class ChunkFlight(NamedTuple):
 class Flight(NamedTuple):
     """One submitted step. `rows`, `slots`, `epochs` are its sampling rows in plan order; `chunks`
     the prompt chunks that owe prompt logprobs, hidden states or experts, or end a prompt that wants no
-    token."""
+    token. The first `decoding` rows have queries of at most `query_length` tokens, the others are chunks."""
 
     step: int
     rows: list[Request]
-    slots: Ints
+    slots: NDArray64
     epochs: NDArray64
     chunks: list[ChunkFlight]
+    decoding: int
+    query_length: int
+
+
+class Arrived(NamedTuple):
+    """Tokens of one result in row order, with the request and the slot of each: a request is there once for
+    every token of its row. `logprobs` and `failed` are by index in `tokens`."""
+
+    requests: list[Request]
+    slots: NDArray64
+    tokens: Ints
+    logprobs: dict[int, RowLogprobs]
+    failed: dict[int, str]
+
+    def kept(self, keep: list[int]) -> Arrived:
+        """The tokens at the indices `keep`."""
+        return Arrived(
+            [self.requests[at] for at in keep],
+            self.slots[keep],
+            self.tokens[keep],
+            renumbered(self.logprobs, keep),
+            renumbered(self.failed, keep),
+        )
+
+    def last(self, at: int) -> int:
+        """Index of the last token of the row that the one at `at` is of."""
+        requests = self.requests
+        while at + 1 < len(requests) and requests[at + 1] is requests[at]:
+            at += 1
+        return at
+
+
+def renumbered(values: Mapping[int, V], keep: Sequence[int]) -> dict[int, V]:
+    """`values` of the indices `keep`, by the place of each there."""
+    return {new: values[old] for new, old in enumerate(keep) if old in values} if values else {}
 
 
 class Ledger:
@@ -50,3 +92,27 @@ class Ledger:
         if flight.step != step:
             raise RuntimeError(f"step {step} was answered before step {flight.step}")
         return flight
+
+
+def arrive(flight: Flight, result: StepResult, table: SlotTable) -> Arrived:
+    """The tokens of `result` whose requests are still here; `table` counts what was made of the lengths that
+    the plan assumed."""
+    arrived = Arrived(flight.rows, flight.slots, result.tokens, result.logprobs, result.failed)
+    alive = table.epoch[flight.slots] == flight.epochs
+    slots = flight.slots if (whole := alive.all()) else flight.slots[alive]
+    table.in_flight[slots] -= 1
+    if result.counts is None and flight.query_length == 1:
+        table.made[slots] += 1
+    else:
+        rows = len(flight.slots)
+        counts = np.ones(rows, np.int32) if result.counts is None else result.counts
+        assumed = np.where(np.arange(rows) < flight.decoding, flight.query_length, 1)
+        table.made[slots] += counts[alive]
+        table.least[slots] += counts[alive] - 1
+        table.most[slots] += (counts - assumed)[alive]
+        row_of = np.repeat(np.arange(rows), counts)
+        arrived = arrived._replace(
+            requests=[flight.rows[row] for row in row_of.tolist()], slots=flight.slots[row_of]
+        )
+        alive = alive[row_of]
+    return arrived if whole else arrived.kept(np.flatnonzero(alive).tolist())

@@ -6,7 +6,7 @@ import math
 
 from core.schedule.growth import CLIP
 from core.schedule.table import SlotTable
-from core.types import Ints
+from core.types import NDArray64
 
 LEAST = 64
 """Tokens of prompts beside any number of rows: who waits moves on."""
@@ -55,19 +55,19 @@ class Pace:
         usual = float(tokens) if self._usual is None else self._usual
         self._usual = usual + (tokens - usual) / MEMORY
 
-    def room(self, room: int, rows: Ints, backlog: int) -> int:
-        """Of `room` tokens how many the step's prompts may take, `rows` slots decoding in it and `backlog`
-        tokens of prompts waiting."""
+    def room(self, room: int, rows: NDArray64, rows_tokens: int, backlog: int) -> int:
+        """Of `room` tokens how many the step's prompts may take, `rows` slots decoding in it with
+        `rows_tokens` tokens, and `backlog` tokens of prompts waiting."""
         if not len(rows):
             return room
-        beside = max(self.most - len(rows), LEAST)
+        beside = max(self.most - rows_tokens, LEAST)
         if beside >= min(room, backlog):
             return room
         return min(room, max(beside, math.ceil(backlog / self._steps(rows))))
 
-    def _steps(self, rows: Ints) -> float:
+    def _steps(self, rows: NDArray64) -> float:
         """That the rows are likely to take still, on average and at least one."""
         table = self._table
-        most = table.most[rows].clip(max=CLIP if self._usual is None else math.ceil(self._usual))
+        most = table.max_tokens[rows].clip(max=CLIP if self._usual is None else math.ceil(self._usual))
         left = most - table.made[rows] - table.in_flight[rows]
         return max(float(left.clip(min=0).mean()), 1.0)

@@ -72,7 +72,7 @@ class Prefills:
     @property
     def _backlog(self) -> int:
         """Tokens of prompts that no step has taken; of those that wait it is not known what is cached."""
-        begun = sum(len(tokens) - int(self._table.length[r.slot]) for r, tokens in self._under_way)
+        begun = sum(len(tokens) - int(self._table.least[r.slot]) for r, tokens in self._under_way)
         return begun + self._waiting.tokens
 
     def remove(self, request: Request) -> None:
@@ -82,7 +82,9 @@ class Prefills:
     def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
         if self.pace.most:
-            builder.room = self.pace.room(builder.room, builder.decode_slots, self._backlog)
+            builder.room = self.pace.room(
+                builder.room, builder.decode_slots, builder.decode_tokens, self._backlog
+            )
         done: list[Request] = []
         self.admitted = []
         remaining: list[tuple[Request, Ints]] = []
@@ -128,7 +130,7 @@ class Prefills:
         request.since = builder.now
         request.history.append((builder.now, "admitted", match.tokens))
         request.hold = hold
-        slot = self._table.take(request, match.tokens)
+        slot = self._table.take(request, match.tokens, len(hold.pages) * self._cache.page_size)
         if request.started_at == 0.0:
             request.started_at = builder.now
             request.cached = match.tokens
@@ -142,6 +144,7 @@ class Prefills:
                 count_row=self._counts.take(request) if request.params.penalised else -1,
                 grammar=request.grammar,
                 embedded=request.embedded,
+                limit=request.limit,
             ),
             hold.pages,
         )
@@ -173,7 +176,7 @@ class Prefills:
     def _spare(self, request: Request, gone: Collection[Request] = ()) -> int:
         """Pages to leave for what running requests but `gone`, and this one, are likely to make."""
         table = self._table
-        running = np.fromiter((r.slot for r in table.running() if r not in gone), np.int32)
+        running = np.fromiter((r.slot for r in table.running() if r not in gone), np.int64)
         if not len(running):
             return 0
         own = min(request.params.max_tokens - len(request.output), CLIP)
@@ -193,7 +196,7 @@ class Prefills:
     def _chunk(self, builder: PlanBuilder, request: Request, tokens: Ints) -> bool:
         """Plan the next run of the prompt; True when it reaches the end."""
         table, slot = self._table, request.slot
-        start = int(table.length[slot])
+        start = int(table.least[slot])
         n = self._fits(len(tokens) - start, builder.room)
         if n == 0:
             return False
@@ -224,7 +227,7 @@ class Prefills:
         if wants:
             request.logprobs_from = known + 1
         request.history.append((builder.now, "chunk", n))
-        table.length[slot] = end
+        table.least[slot] = table.most[slot] = end
         assert request.hold is not None
         self._cache.commit(request.hold, request.root, tokens[:end], request.priority)
         if last and request.pinning is not None:

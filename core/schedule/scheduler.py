@@ -19,7 +19,7 @@ from core.schedule.builder import PlanBuilder
 from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
 from core.schedule.growth import GrowthRatio
-from core.schedule.ledger import Flight, Ledger
+from core.schedule.ledger import Arrived, Flight, Ledger, arrive, renumbered
 from core.schedule.preempt import preempted
 from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
@@ -36,12 +36,14 @@ NOT_FINITE = "The model produced values that are not finite."
 
 
 class Confirmed(NamedTuple):
-    """What one result brought: aligned lists of requests and their new token, in row order.
+    """What one result brought: aligned lists of requests and new tokens in row order, a request once for each
+    of its tokens.
 
-    `ends` maps a row to the finish its token caused, `logprobs` a row to what it asked for.
-    `finished` are requests that ended without a token in this step. `hidden` has what requests asked
-    for of their hidden states, float32 [n, width], `experts` of the experts that were chosen, int32
-    [n, layers, k]: both to be read before anything else of theirs.
+    `ends` maps an index in both to the finish that the token caused, which is the last of its request,
+    `logprobs` to what its request asked for. The tokens are those of `rows` requests. `finished` are requests
+    that ended without a token in this step. `hidden` has what requests asked for of their hidden states,
+    float32 [n, width], `experts` of the experts that were chosen, int32 [n, layers, k]: both to be read
+    before anything else of theirs.
     """
 
     requests: list[Request]
@@ -52,13 +54,15 @@ class Confirmed(NamedTuple):
     finished: list[Request]
     hidden: Sequence[tuple[Request, Floats]] = ()
     experts: Sequence[tuple[Request, Ints]] = ()
+    rows: int = 0
 
 
 class Scheduler:
     """Decides every step.
 
     The order on the loop is apply, plan, submit: `plan` may be called while earlier steps are in
-    flight and assumes that each of their rows grows by one token; `apply` corrects that. Requests
+    flight, and counts for each of their rows the least and the most tokens that it may grow by; `apply`
+    replaces both by what came. Requests
     that `plan` or `abort` end are handed out by `take_finished`.
 
     Owner: event loop.
@@ -76,7 +80,7 @@ class Scheduler:
         self._table = SlotTable(capabilities.max_rows)
         self._growth = GrowthRatio(config.conservativeness)
         self._ledger = Ledger()
-        self._decodes = DecodeRows(self._table, cache, self._growth, self.retract)
+        self._decodes = DecodeRows(self._table, cache, self._growth, capabilities.max_drafts, self.retract)
         self._prefills = Prefills(
             self._table,
             cache,
@@ -173,7 +177,8 @@ class Scheduler:
         self.expire(now)
         if self._config.order == "priority":
             self._preempt()
-        builder = PlanBuilder(self._capabilities.max_step_tokens, now, self._capabilities.max_chunks)
+        limits = self._capabilities
+        builder = PlanBuilder(limits.max_step_tokens, self._decode_samples(), now, limits.max_chunks)
         if self._config.prefill_first:
             self._plan_prefills(builder)
             if not builder:
@@ -189,6 +194,12 @@ class Scheduler:
         self.counters.steps += 1
         self._ledger.add(flight)
         return plan
+
+    def _decode_samples(self) -> int:
+        """Rows of logits that decode rows may take of the next step: each prompt that may end in it needs
+        one. It is enough for a token of every row, for a row or a prompt has a slot."""
+        prompts = len(self._prefills) + min(len(self._waiting), self._table.free)
+        return max(self._capabilities.max_samples, self._capabilities.max_rows) - prompts
 
     def expire(self, now: float | None = None) -> None:
         """End the pins and the requests whose time is over, at `now` or by the clock. `plan` does so first;
@@ -221,47 +232,44 @@ class Scheduler:
         experts = self._owned(flight, result.experts) if result.experts else ()
         prompt_logprobs = self._owned(flight, result.prompt_logprobs) if result.prompt_logprobs else ()
         finished = self._apply_chunks(flight)
-        table, requests, slots, tokens = self._table, flight.rows, flight.slots, result.tokens
-        logprobs, failed = result.logprobs, result.failed
-        alive = table.epoch[slots] == flight.epochs
-        if not alive.all():
-            rows = np.flatnonzero(alive)
-            requests = [requests[row] for row in rows.tolist()]
-            slots, tokens = slots[rows], tokens[rows]
-            logprobs = {new: logprobs[old] for new, old in enumerate(rows.tolist()) if old in logprobs}
-            failed = {new: failed[old] for new, old in enumerate(rows.tolist()) if old in failed}
-        table.in_flight[slots] -= 1
-        table.made[slots] += 1
-        made = tokens.tolist()
-        for request, token in zip(requests, made, strict=True):
+        arrived = arrive(flight, result, self._table)
+        tokens = arrived.tokens.tolist()
+        for request, token in zip(arrived.requests, tokens, strict=True):
             request.output.append(token)
-        # One look-up over all rows finds the few that may have ended; -1 (a row without finite
-        # logits) reads the last entry, and is caught by its own sign.
-        suspects = (table.made[slots] >= table.most[slots]) | (self._stop_counts[tokens] > 0) | (tokens < 0)
-        ended = np.flatnonzero(suspects).tolist() if suspects.any() else ()
-        ends = self._end_rows(requests, made, ended, failed) if ended else {}
-        self.counters.output_tokens += len(made)
+        ends, cut = self._end_rows(arrived, tokens)
+        if cut:
+            keep = [at for at in range(len(tokens)) if at not in cut]
+            arrived, ends = arrived.kept(keep), renumbered(ends, keep)
+            tokens = arrived.tokens.tolist()
+        requests = arrived.requests
+        rows = len(requests) if flight.query_length == 1 else len(set(requests))
+        self.counters.output_tokens += len(tokens)
         self._end_drains()
-        return Confirmed(requests, made, ends, logprobs, prompt_logprobs, finished, hidden, experts)
+        return Confirmed(
+            requests, tokens, ends, arrived.logprobs, prompt_logprobs, finished, hidden, experts, rows
+        )
 
-    def _end_rows(
-        self, requests: list[Request], tokens: list[int], rows: Sequence[int], failed: Mapping[int, str]
-    ) -> dict[int, Finish]:
+    def _end_rows(self, arrived: Arrived, tokens: list[int]) -> tuple[dict[int, Finish], set[int]]:
+        """The requests that end and by which token, and the tokens that came behind those."""
+        table, slots = self._table, arrived.slots
+        # One look-up over all tokens finds the few that may end a request; -1 (a row without finite
+        # logits) reads the last entry, and is caught by its own sign.
+        suspects = table.made[slots] >= table.max_tokens[slots]
+        suspects |= (self._stop_counts[arrived.tokens] > 0) | (arrived.tokens < 0)
         ends: dict[int, Finish] = {}
-        for row in rows:
-            request, token = requests[row], tokens[row]
-            finish = None
-            if token == NAN_TOKEN:
-                request.output.pop()
-                finish = Finish(FinishReason.ERROR, message=failed.get(row, NOT_FINITE))
-            elif token in request.params.stop_ids and _may_stop(request):
-                finish = Finish(FinishReason.STOP, token)
-            elif len(request.output) >= request.params.max_tokens:
-                finish = Finish(FinishReason.LENGTH)
+        cut: set[int] = set()
+        for at in np.flatnonzero(suspects).tolist() if suspects.any() else ():
+            if at in cut:
+                continue
+            request, last = arrived.requests[at], arrived.last(at)
+            made = len(request.output) - (last - at)
+            finish = _finish(request, tokens[at], made, arrived.failed.get(at, NOT_FINITE))
             if finish is not None:
-                ends[row] = finish
+                del request.output[made - (tokens[at] == NAN_TOKEN) :]
+                ends[at] = finish
+                cut.update(range(at + 1, last + 1))
                 self.finish(request, finish)
-        return ends
+        return ends, cut
 
     def _apply_chunks(self, flight: Flight) -> list[Request]:
         """Requests that end with their prompt."""
@@ -313,8 +321,8 @@ class Scheduler:
         if over and request.root.own:
             self.cache.discard(request.hold)
         else:
-            written = int(self._table.length[request.slot])
-            self.cache.release(request.hold, request.root, request.tokens()[:written], request.priority)
+            written = request.tokens()[: self._table.written(request)]
+            self.cache.release(request.hold, request.root, written, request.priority)
         request.hold = None
 
     def _end_drains(self) -> None:
@@ -381,7 +389,12 @@ class Scheduler:
             raise RuntimeError("stop ids are counted for requests that are gone")
 
 
-def _may_stop(request: Request) -> bool:
-    """Stop ids do not count before min_tokens, except under a grammar: there they were sampled only
-    because it is complete and allows nothing else."""
-    return len(request.output) > request.params.min_tokens or request.grammar is not None
+def _finish(request: Request, token: int, made: int, failure: str) -> Finish | None:
+    """How `token`, the `made`th of its output, ends the request. Stop ids do not count before min_tokens,
+    except under a grammar: there they were sampled only because it is complete and allows nothing else."""
+    if token == NAN_TOKEN:
+        return Finish(FinishReason.ERROR, message=failure)
+    may_stop = made > request.params.min_tokens or request.grammar is not None
+    if may_stop and token in request.params.stop_ids:
+        return Finish(FinishReason.STOP, token)
+    return Finish(FinishReason.LENGTH) if made >= request.params.max_tokens else None

@@ -11,28 +11,42 @@ from collections.abc import Iterator
 import numpy as np
 
 from core.request import Request, State
-from core.types import Ints
+from core.types import Ints, NDArray64
 
 
 class SlotTable:
     """Slots 1 ... max_rows; slot 0 is the dump and never given out.
 
-    Owner: event loop. `length` counts tokens whose KV submitted steps write, `limit` the tokens
-    that ever need KV, `made` confirmed output tokens, `in_flight` answers that submitted steps
-    still owe it. `epoch` changes whenever a slot is freed, so that a late result cannot be taken for
-    the slot's next owner.
+    Owner: event loop. How many tokens' KV submitted steps write depends, for steps in flight, on the drafts
+    that they accept: `least` counts one token for each such step, `most` the whole query. `limit` counts the
+    tokens that ever need KV, `room` those that the slot's pages have a place for. `made` counts confirmed
+    output tokens of at most `max_tokens`, `in_flight` answers that submitted steps still owe it. `epoch`
+    changes whenever a slot is freed, so that a late result cannot be taken for the slot's next owner.
     """
 
-    __slots__ = ("_free", "epoch", "in_flight", "length", "limit", "made", "most", "requests")
+    __slots__ = (
+        "_free",
+        "epoch",
+        "in_flight",
+        "least",
+        "limit",
+        "made",
+        "max_tokens",
+        "most",
+        "requests",
+        "room",
+    )
 
     def __init__(self, max_rows: int) -> None:
         rows = max_rows + 1
         self._free = list(range(max_rows, 0, -1))  # pop() gives low slots first
         self.requests: list[Request | None] = [None] * rows
-        self.length = np.zeros(rows, np.int32)
-        self.limit = np.zeros(rows, np.int32)
-        self.made = np.zeros(rows, np.int32)
+        self.least = np.zeros(rows, np.int32)
         self.most = np.zeros(rows, np.int32)
+        self.limit = np.zeros(rows, np.int32)
+        self.room = np.zeros(rows, np.int32)
+        self.made = np.zeros(rows, np.int32)
+        self.max_tokens = np.zeros(rows, np.int32)
         self.in_flight = np.zeros(rows, np.int32)
         self.epoch = np.zeros(rows, np.int64)
 
@@ -45,15 +59,17 @@ class SlotTable:
         """Who prefills or decodes; a retracted request has a slot until its tokens have arrived."""
         return (r for r in self.requests if r is not None and r.state is not State.RETRACTED)
 
-    def take(self, request: Request, cached: int) -> int:
-        """Give `request` a slot whose length starts at `cached`. The caller knows one is free."""
+    def take(self, request: Request, cached: int, room: int) -> int:
+        """Give `request` a slot whose length starts at `cached`, on pages with `room`. The caller knows that
+        one is free."""
         slot = self._free.pop()
         request.slot = slot
         self.requests[slot] = request
-        self.length[slot] = cached
+        self.least[slot] = self.most[slot] = cached
         self.limit[slot] = request.limit
+        self.room[slot] = room
         self.made[slot] = len(request.output)
-        self.most[slot] = request.params.max_tokens
+        self.max_tokens[slot] = request.params.max_tokens
         self.in_flight[slot] = 0
         return slot
 
@@ -66,6 +82,15 @@ class SlotTable:
         self._free.append(slot)
         request.slot = 0
 
-    def growth(self, slots: Ints, clip: int) -> int:
+    def growth(self, slots: NDArray64, clip: int) -> int:
         """Tokens that `slots` may still add to the pool, each counted up to `clip`."""
-        return int(np.minimum(self.limit[slots] - self.length[slots], clip).sum())
+        return int((self.limit[slots] - self.least[slots]).clip(0, clip).sum())
+
+    def lacking(self, slots: NDArray64, tokens: int) -> Ints:
+        """Tokens that each of `slots`, `tokens` longer than `most`, has no page for; 0 or less: none."""
+        return np.minimum(self.most[slots] + tokens, self.limit[slots]) - self.room[slots]
+
+    def written(self, request: Request) -> int:
+        """Tokens of the request whose KV stands in its pages when the steps submitted so far have run."""
+        slot = request.slot
+        return int(min(self.least[slot], self.limit[slot]))

@@ -48,6 +48,8 @@ class Bench:
             vocab_size=VOCAB,
             max_step_tokens=2048,
             count_rows=4,
+            max_drafts=int(str(options.pop("drafts", 0))),
+            max_samples=100,
         )
         self.executor = FakeExecutor(capabilities, eager=eager, fail_at=fail_at)
         config = ScheduleConfig(**options)  # type: ignore[arg-type]
@@ -83,9 +85,11 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.fixture(params=[0, 1, 2])
+@pytest.fixture(params=[(depth, drafts) for depth in (0, 1, 2) for drafts in (0, 3)])
 async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
-    bench = Bench(tokenizer, depth=request.param)
+    """At every depth, with rows of one token and of several."""
+    depth, drafts = request.param
+    bench = Bench(tokenizer, depth=depth, drafts=drafts)
     yield bench
     bench.engine.scheduler.check_integrity()
     assert bench.submitter.idle

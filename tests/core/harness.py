@@ -43,6 +43,9 @@ class Harness:
         count_rows: int = 4,
         chunks: int = 0,
         causal: bool = True,
+        drafts: int = 0,
+        samples: int = 0,
+        seed: int = 0,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
         **schedule: object,
     ) -> None:
@@ -59,8 +62,10 @@ class Harness:
             count_rows=count_rows,
             max_chunks=chunks,
             causal=causal,
+            max_drafts=drafts,
+            max_samples=samples,
         )
-        self.executor = FakeExecutor(capabilities)
+        self.executor = FakeExecutor(capabilities, seed=seed)
         manager = CacheManager(
             pages + 1, page_size, radix=cache.radix_cache and causal, eviction=cache.eviction
         )

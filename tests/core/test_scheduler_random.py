@@ -26,7 +26,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 class Traffic:
     """Sends and aborts at random between turns."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, drafts: int = 0) -> None:
         self.rng = rng = random.Random(seed)
         page_size = rng.choice([1, 4, 16])
         self.pages = rng.randrange(60, 120) // page_size + 4
@@ -34,6 +34,9 @@ class Traffic:
             pages=self.pages,
             page_size=page_size,
             rows=rng.randrange(1, 10),
+            drafts=drafts,
+            samples=rng.choice([0, 20, 80]) if drafts else 0,
+            seed=seed,
             depth=rng.randrange(3),
             count_rows=rng.randrange(1, 4),
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
@@ -83,8 +86,9 @@ class Traffic:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_request_ends_and_every_text_is_the_oracles(seed: int) -> None:
-    traffic = Traffic(seed)
+@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
+def test_every_request_ends_and_every_text_is_the_oracles(seed: int, drafts: int) -> None:
+    traffic = Traffic(seed, drafts)
     traffic.play(120)
     h = traffic.harness
     for request in traffic.sent:

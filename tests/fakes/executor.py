@@ -7,6 +7,7 @@ page reused too early changes the text. `oracle` computes the same from the plai
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -15,10 +16,13 @@ import numpy as np
 from core.executor import Capabilities
 from core.order import Order, OrderDone
 from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
-from core.types import Floats, Ints
+from core.types import Floats, Ints, NDArray64
 
 POISON = -7
 """What a page holds before anything was written to it: reading it is an error."""
+
+REJECTED = -8
+"""What a page holds of a draft that was not accepted: reading it is an error too."""
 
 
 def next_token(tokens: Iterable[int] | Ints, vocab_size: int) -> int:
@@ -46,15 +50,19 @@ def oracle(
 class FakeExecutor:
     """Runs plans when told to (`complete`), or as soon as they are submitted (`eager`).
 
-    `fail_at` makes that step fail; `nan_slots` are reported as not finite.
+    `fail_at` makes that step fail; `nan_slots` are reported as not finite. Where a plan lets it, rows have
+    drafts: how many, and how many of them are right, is drawn with `seed`.
     """
 
-    def __init__(self, capabilities: Capabilities, *, eager: bool = False, fail_at: int = -1) -> None:
+    def __init__(
+        self, capabilities: Capabilities, *, eager: bool = False, fail_at: int = -1, seed: int = 0
+    ) -> None:
         self._capabilities = capabilities
         pages = -(-capabilities.context_length // capabilities.page_size)
         self.pool = np.full((capabilities.num_pages, capabilities.page_size), POISON, np.int64)
         self.table = np.zeros((capabilities.max_rows + 1, pages), np.int32)
         self.length = np.zeros(capabilities.max_rows + 1, np.int64)
+        self.limit = np.zeros(capabilities.max_rows + 1, np.int64)
         self.cell = np.zeros(capabilities.max_rows + 1, np.int64)
         self.pending: deque[StepPlan] = deque()
         self.done: list[StepResult | StepFailure | OrderDone] = []
@@ -66,6 +74,7 @@ class FakeExecutor:
         self.eager = eager
         self.fail_at = fail_at
         self.nan_slots: set[int] = set()
+        self._rng = random.Random(seed)
         self.logprob_slots: dict[int, int] = {}
         self.hidden_slots: dict[int, bool] = {}
         self.routed_slots: dict[int, bool] = {}
@@ -114,21 +123,27 @@ class FakeExecutor:
         self.closed = True
 
     def _run(self, plan: StepPlan) -> StepResult:
-        assert plan.num_tokens <= self._capabilities.max_step_tokens
+        capabilities = self._capabilities
+        assert plan.num_tokens <= capabilities.max_step_tokens
+        assert plan.num_samples <= max(capabilities.max_samples, capabilities.max_rows)
         for new in plan.new_slots:
             self.length[new.slot] = new.cached
+            self.limit[new.slot] = new.limit
             self.logprob_slots[new.slot] = new.params.logprobs
         writes = plan.page_writes
         self.table[writes.slots, writes.indices] = writes.pages
-        slots = plan.decode_slots.tolist()
-        for slot in slots:
-            self._store(slot, int(self.length[slot]), np.asarray([self.cell[slot]]))
+        before = self.length.copy()
         self._check_common(plan)
+        rows = self._decode(plan)
         for chunk in plan.chunks:
             assert self.length[chunk.slot] == chunk.start
             self._store(chunk.slot, chunk.start, chunk.tokens)
-        slots += [chunk.slot for chunk in plan.chunks if chunk.samples]
-        tokens = [self._sample(slot) for slot in slots]
+        ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
+        rows += [[self._sample(slot)] for slot in ends]
+        slots = [
+            slot for slot, made in zip([*plan.decode_slots.tolist(), *ends], rows, strict=True) for _ in made
+        ]
+        tokens = [token for made in rows for token in made]
         logprobs = {
             row: RowLogprobs(
                 -0.5, np.arange(self.logprob_slots[slot], dtype=np.int32), np.zeros(0, np.float32)
@@ -137,19 +152,48 @@ class FakeExecutor:
             if self.logprob_slots.get(slot, -1) >= 0
         }
         prompt = {chunk.slot: _prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0}
+        counts = np.array([len(made) for made in rows], np.int32)
         return StepResult(
-            plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan),
-            experts=self._experts(plan),
+            plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan, before),
+            experts=self._experts(plan, before),
+            counts=None if all(len(made) == 1 for made in rows) else counts,
         )  # fmt: skip
 
-    def _hidden(self, plan: StepPlan) -> dict[int, Floats]:
+    def _decode(self, plan: StepPlan) -> list[list[int]]:
+        """The tokens that each decode row accepts. All K and V are stored before any row attends."""
+        left, queries = plan.drafts, []
+        for slot in plan.decode_slots.tolist():
+            free = int(self.limit[slot] - self.length[slot])
+            drafts = self._rng.randint(0, max(min(plan.query_length - 1, left, free - 1), 0))
+            left -= drafts
+            queries.append(min(1 + drafts, free))
+            if free > 0:
+                rejected = np.full(drafts, REJECTED)
+                self._store(slot, int(self.length[slot]), np.asarray([self.cell[slot], *rejected]))
+                self.length[slot] -= drafts
+        return [
+            self._accept(slot, query) for slot, query in zip(plan.decode_slots.tolist(), queries, strict=True)
+        ]
+
+    def _accept(self, slot: int, query: int) -> list[int]:
+        """Tokens of a row whose query is `query` long: its last token is stored already."""
+        accepted: list[int] = []
+        for _ in range(self._rng.randint(1, query) if query else 0):
+            if accepted:
+                self._store(slot, int(self.length[slot]), np.asarray(accepted[-1:]))
+            accepted.append(self._sample(slot))
+            if accepted[-1] < 0:
+                break
+        return accepted
+
+    def _hidden(self, plan: StepPlan, before: NDArray64) -> dict[int, Floats]:
         """A token's hidden state is the token and its position, so that a test can see what was given."""
         for new in plan.new_slots:
             self.hidden_slots[new.slot] = new.params.hidden == "all"
         found = {}
         for slot in plan.decode_slots.tolist():
             if self.hidden_slots[slot]:
-                found[slot] = np.array([self._read(slot, int(self.length[slot]) - 1)], np.float32)
+                found[slot] = np.array(self._fed(slot, before), np.float32).reshape(-1, 2)
         for chunk in plan.chunks:
             n = len(chunk.tokens)
             states = np.array([(t, chunk.start + i) for i, t in enumerate(chunk.tokens)], np.float32)
@@ -164,19 +208,23 @@ class FakeExecutor:
                 found[chunk.slot] = given[chunk.hidden]
         return found
 
-    def _experts(self, plan: StepPlan) -> dict[int, Ints]:
+    def _experts(self, plan: StepPlan, before: NDArray64) -> dict[int, Ints]:
         """One layer, two experts: the token and its position."""
         for new in plan.new_slots:
             self.routed_slots[new.slot] = new.params.experts_from >= 0
         found = {}
         for slot in plan.decode_slots.tolist():
             if self.routed_slots[slot]:
-                found[slot] = np.array([[self._read(slot, int(self.length[slot]) - 1)]], np.int32)
+                found[slot] = np.array(self._fed(slot, before), np.int32).reshape(-1, 1, 2)
         for chunk in plan.chunks:
             every = [[(t, chunk.start + i)] for i, t in enumerate(chunk.tokens)]
             if chunk.experts:
                 found[chunk.slot] = np.array(every[max(chunk.hidden_start - chunk.start, 0) :], np.int32)
         return found
+
+    def _fed(self, slot: int, before: NDArray64) -> list[tuple[int, int]]:
+        """What a decode row stored in this step and kept."""
+        return [self._read(slot, at) for at in range(int(before[slot]), int(self.length[slot]))]
 
     def _read(self, slot: int, position: int) -> tuple[int, int]:
         page, at = divmod(position, self._capabilities.page_size)
@@ -189,10 +237,11 @@ class FakeExecutor:
         if count:
             slots = plan.decode_slots
             assert (self.table[slots, :count] == self.table[slots[0], :count]).all()
-            assert (self.length[slots] > plan.common).all()
+            assert (self.length[slots] >= plan.common).all()
 
     def _store(self, slot: int, start: int, tokens: Ints | np.ndarray) -> None:
         positions = np.arange(start, start + len(tokens))
+        assert start + len(tokens) <= self.limit[slot], "a row writes past its limit"
         size = self._capabilities.page_size
         pages = self.table[slot, positions // size]
         assert (pages > 0).all(), "a row writes to the dump page"
