@@ -165,6 +165,16 @@ def test_short_of_pages_drafts_go_before_anyone_is_retracted() -> None:
     h.check(b)
 
 
+def test_rows_that_drafts_in_flight_make_short_of_pages_wait_for_their_results() -> None:
+    h = Harness(pages=15, page_size=1, drafts=3, samples=32, conservativeness=0.01)
+    decoding(h, h.request([1, 2, 3], 12), h.request([4, 5, 6], 12))
+    first = plan_of(h)
+    assert first.query_length == 4
+    assert h.scheduler.plan() is None, "a token each beyond eight of drafts would take sixteen pages"
+    answer(h, first, [[5], [6]])
+    assert (plan_of(h).query_length, h.scheduler.counters.retractions) == (1, 0)
+
+
 def test_tokens_of_a_retracted_row_count() -> None:
     h = Harness(drafts=3, samples=32, depth=1)
     a = h.request([1, 2, 3], 20, stop_ids=frozenset({9}))
