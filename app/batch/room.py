@@ -109,7 +109,7 @@ class Room:
             prompts = lane.requests(State.PREFILL)
             if lane.requests(State.WAITING) or any(len(r.prompt) > self._prompt_share for r in prompts):
                 lane.give_way()
-        statistics = self._engine.scheduler.statistics()
+        statistics = self._engine.load()
         short = statistics.waiting + len(requests) - (self._rows - statistics.running)
         for lane in reversed(self._lanes):  # the newest has the least to lose
             if short <= 0:
@@ -120,7 +120,7 @@ class Room:
 
     def press(self) -> None:
         """Called every few milliseconds: notices who waits in vain."""
-        statistics = self._engine.scheduler.statistics()
+        statistics = self._engine.load()
         if not self._lanes or statistics.waiting <= self._own_waiting():
             self._since = None
         elif self._since is None:
@@ -132,7 +132,7 @@ class Room:
         return sum(len(lane.requests(State.WAITING)) for lane in self._lanes)
 
     def _idle(self) -> bool:
-        statistics, own = self._engine.scheduler.statistics(), self._own_waiting()
+        statistics, own = self._engine.load(), self._own_waiting()
         starting = sum(not lane.runs for lane in self._lanes)
         prompts = [
             len(request.prompt)

@@ -125,7 +125,7 @@ class Housekeeping:
         if self._checking or state == self._checked:
             return
         self._checking = True
-        checked = self._loop.run_in_executor(None, self._engine.scheduler.check_integrity)
+        checked = self._loop.run_in_executor(None, self._engine.check_integrity)
         checked.add_done_callback(partial(self._books_checked, state))
 
     def _books_checked(self, state: object, checked: asyncio.Future[None]) -> None:
@@ -140,4 +140,4 @@ class Housekeeping:
     def _state(self) -> object:
         """What differs when work was done, or pages came or went without any."""
         engine = self._engine
-        return engine.idle, engine.recorder.steps, engine.scheduler.cache.statistics()
+        return engine.idle, engine.recorder.steps, engine.load().cache

@@ -21,7 +21,7 @@ from core.order import OrderDone
 from core.plan import StepFailure
 from core.request import Request
 from core.schedule.scheduler import Confirmed, Scheduler
-from core.stats import EngineStatistics
+from core.stats import EngineStatistics, SchedulerStatistics
 from core.types import Finish, FinishReason
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Engine:
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, clock: Clock) -> None:
-        self.scheduler = scheduler
+        self._scheduler = scheduler
         self.recorder = Recorder(clock)
         self.failure: str | None = None
         self.hung = False
@@ -91,7 +91,7 @@ class Engine:
         if self.failure is not None:
             raise Unavailable(f"The engine has failed: {self.failure}")
         self.on_add(requests)
-        self.scheduler.add(requests)
+        self._scheduler.add(requests)
         for request, stream in zip(requests, streams, strict=True):
             self._backlog.open(request, stream)
         self._wake()
@@ -99,13 +99,25 @@ class Engine:
     def abort(self, request: Request, finish: Finish) -> None:
         """End a request in any state; its last piece follows."""
         if self.failure is None:  # else it has had its last piece
-            self.scheduler.abort(request, finish)
+            self._scheduler.abort(request, finish)
             self._wake()
 
     def abort_all(self, finish: Finish) -> None:
         """End every request that is here."""
-        for request in self.scheduler.requests():
+        for request in self._scheduler.requests():
             self.abort(request, finish)
+
+    def retract_all(self) -> None:
+        """Send every running request back to the queue."""
+        self._scheduler.retract_all()
+
+    def flush(self) -> None:
+        """Drop all KV that is cached and that no running request holds."""
+        self._scheduler.cache.flush()
+
+    async def quiet(self) -> None:
+        """Until no step is in flight. Raises `EngineFailed`."""
+        await self.orders.quiet(self._scheduler.in_flight)
 
     def resume(self) -> None:
         """Plan again."""
@@ -164,29 +176,29 @@ class Engine:
             if isinstance(result, StepFailure):
                 self.fail(result.reason)
                 return
-            confirmed = self.scheduler.apply(result)
+            confirmed = self._scheduler.apply(result)
             self.recorder.step(confirmed.rows, result.seconds)
             self._backlog.add(confirmed)
         self._submit()
-        if not self.scheduler.in_flight:
+        if not self._scheduler.in_flight:
             self.orders.is_quiet()
-            if self.paused or self.scheduler.idle:
+            if self.paused or self._scheduler.idle:
                 self.recorder.rest()
         self._deliver_soon()
 
     def _submit(self) -> None:
         while self._may_plan():
-            plan = self.scheduler.plan()
+            plan = self._scheduler.plan()
             if plan is None:
                 break
             self._executor.submit(plan)
             if self._gap:
                 self._rest(self._gap)
         if self.paused:
-            self.scheduler.expire()
-            if self._resting is None and not self.scheduler.idle:
+            self._scheduler.expire()
+            if self._resting is None and not self._scheduler.idle:
                 self._rest(PAUSED_TICK)
-        ended = self.scheduler.take_finished()
+        ended = self._scheduler.take_finished()
         if ended:
             self._backlog.add(Confirmed([], [], {}, {}, [], ended))
 
@@ -194,7 +206,7 @@ class Engine:
         return (
             not self.paused
             and self._resting is None
-            and self.scheduler.in_flight <= self._depth
+            and self._scheduler.in_flight <= self._depth
             and len(self._backlog) < BACKLOG
         )
 
@@ -208,14 +220,14 @@ class Engine:
     def _deliver_slice(self) -> None:
         if self._backlog:
             self._backlog.deliver()
-            if not self._backlog and not self.scheduler.in_flight:
+            if not self._backlog and not self._scheduler.in_flight:
                 self._wake()  # planning may have paused
             self._deliver_soon()
 
     def _stopped(self, request: Request, finish: Finish) -> None:
         """Its stream has ended it."""
         if self.failure is None:
-            self.scheduler.finish(request, finish)
+            self._scheduler.finish(request, finish)
             self._wake()
 
     # -- failure -----------------------------------------------------------------------------------
@@ -244,7 +256,20 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing runs, waits or is still to be delivered."""
-        return self.scheduler.idle and not self._backlog
+        return self._scheduler.idle and not self._backlog
+
+    @property
+    def awaits_step(self) -> bool:
+        """The device has a step to finish, and no order before it that may take long."""
+        return self._scheduler.in_flight > 0 and not self.orders.open
+
+    def check_integrity(self) -> None:
+        """Raise unless pages, slots and rows agree. Slow; any thread may call it while the engine is idle."""
+        self._scheduler.check_integrity()
+
+    def load(self) -> SchedulerStatistics:
+        """What runs, waits and is cached now."""
+        return self._scheduler.statistics()
 
     def statistics(self) -> EngineStatistics:
-        return self.recorder.statistics(self.scheduler.statistics())
+        return self.recorder.statistics(self.load())

@@ -73,7 +73,7 @@ class Operator:
         async with self._held():
             self._stays_paused = True
             if mode == "retract":
-                self._engine.scheduler.retract_all()
+                self._engine.retract_all()
             elif mode == "abort":
                 self._engine.abort_all(Finish(FinishReason.ABORT))
 
@@ -149,7 +149,7 @@ class Operator:
         async with self._lock:
             self._engine.paused = True
             try:
-                await self._engine.orders.quiet(self._engine.scheduler.in_flight)
+                await self._engine.quiet()
                 yield
             finally:
                 self._go_on()
@@ -160,8 +160,8 @@ class Operator:
 
     def _forget(self) -> None:
         """No KV that exists now is of use: running requests start over from their tokens."""
-        self._engine.scheduler.retract_all()
-        self._engine.scheduler.cache.flush()
+        self._engine.retract_all()
+        self._engine.flush()
 
     def _begin(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work, name=f"operator {name}")

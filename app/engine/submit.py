@@ -164,10 +164,10 @@ class Submitter:
     def flush(self) -> bool:
         # Steps in flight do not count: those that ended requests left behind only write, before
         # any later plan reads. A client that has had its last answer may flush at once.
-        now = self._engine.scheduler.statistics()
+        now = self._engine.load()
         if now.running or now.waiting:
             return False
-        self._engine.scheduler.cache.flush()
+        self._engine.flush()
         return True
 
     def statistics(self) -> EngineStatistics:

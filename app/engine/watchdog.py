@@ -33,7 +33,7 @@ class Watchdog:
     def look(self) -> None:
         """Call it every `interval` seconds."""
         engine, now = self._engine, self._clock()
-        busy = engine.scheduler.in_flight > 0 and not engine.orders.open
+        busy = engine.awaits_step
         seen = (engine.recorder.steps, busy)
         if seen != self._seen or not busy:
             self._seen, self._since = seen, now

@@ -36,15 +36,15 @@ async def measure(seconds: float) -> dict[str, Any]:
     stack = Stack(executor, tokenizer)
     runner, port = await stack.start()
     process, pipe = readers.start(port, CLIENTS, TOKENS)
-    scheduler = stack.engine.scheduler
-    while scheduler.running < CLIENTS:
+    engine = stack.engine
+    while engine.load().running < CLIENTS:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)
     lag = Lag()
-    first, begun, cpu = scheduler.counters.output_tokens, time.perf_counter(), time.process_time()
-    while scheduler.running == CLIENTS:
+    first, begun, cpu = engine.load().output_tokens, time.perf_counter(), time.process_time()
+    while engine.load().running == CLIENTS:
         await asyncio.sleep(0.01)
-    made = scheduler.counters.output_tokens - first
+    made = engine.load().output_tokens - first
     wall, used = time.perf_counter() - begun, time.process_time() - cpu
     lags = lag.stop()
     while not pipe.poll():
@@ -52,7 +52,7 @@ async def measure(seconds: float) -> dict[str, Any]:
     events = pipe.recv()
     process.join()
     await runner.cleanup()
-    stack.engine.close()
+    engine.close()
     return {
         "step_ms": 1e3 * seconds,
         "tokens_per_s": round(made / wall),

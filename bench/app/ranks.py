@@ -43,12 +43,12 @@ async def measure(rows: int, seconds: float, http: bool, tokenizer: Tokenizer) -
         process, pipe = readers.start(port, rows, tokens)
     else:
         runs = [await stack.submitter.start(_job(row, tokens), _drop) for row in range(rows)]
-    scheduler = stack.engine.scheduler
-    while scheduler.running < rows:
+    engine = stack.engine
+    while engine.load().running < rows:
         await asyncio.sleep(0.01)
     await asyncio.sleep(10 * seconds)
     first = len(executor.ended)
-    while scheduler.running == rows:
+    while engine.load().running == rows:
         await asyncio.sleep(0.05)
     periods = 1e3 * np.diff(executor.ended[first:-2])
     if http:
@@ -61,7 +61,7 @@ async def measure(rows: int, seconds: float, http: bool, tokenizer: Tokenizer) -
     else:
         await asyncio.gather(*(run.wait() for run in runs))
     await runner.cleanup()
-    stack.engine.close()
+    engine.close()
     cut = statistics.quantiles(periods.tolist(), n=100)
     return {
         "p50_ms": round(cut[49], 3),

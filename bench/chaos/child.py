@@ -88,9 +88,9 @@ class Served:
         """Everything that must be as before once nobody asks for anything."""
         assert self.live is not None and self.loop is not None
         engine = self.live.engine
-        now = engine.scheduler.statistics()
+        now = engine.load()
         try:
-            engine.scheduler.check_integrity()
+            engine.check_integrity()
             integrity = ""
         except Exception as error:
             integrity = f"{type(error).__name__}: {error}"
@@ -115,7 +115,7 @@ class Served:
         """What moves while requests run."""
         assert self.live is not None
         engine = self.live.engine
-        now = engine.scheduler.statistics()
+        now = engine.load()
         return {
             "running": now.running,
             "waiting": now.waiting,

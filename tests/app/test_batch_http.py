@@ -146,16 +146,16 @@ async def test_cancelling_ends_what_runs_and_keeps_what_is_done(tmp_path: Path) 
     async with Rig(tmp_path, auto=False) as rig:
         quick, slow = [line(f"q{i}", 1) for i in range(3)], [line(f"s{i}", 400) for i in range(100)]
         batch = await rig.submit(quick + slow)
-        await until(lambda: rig.engine.scheduler.running > 0)
+        await until(lambda: rig.scheduler.running > 0)
         async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 3:  # type: ignore[union-attr]
                 await rig.step()
-        assert rig.engine.scheduler.running > 0
+        assert rig.scheduler.running > 0
         await rig.client.batches.cancel(batch.id)
         done = await rig.ended(batch.id)  # not one step of the device later
         assert done.status == "cancelled"
         assert done.cancelling_at is not None and done.cancelled_at is not None
-        assert rig.engine.scheduler.running == 0
+        assert rig.scheduler.running == 0
         assert set(await rig.records(done.output_file_id)) == {"q0", "q1", "q2"}
         assert done.error_file_id is None
         assert (await rig.client.batches.cancel(batch.id)).status == "cancelled"
@@ -181,7 +181,7 @@ async def test_a_restart_goes_on_where_the_last_one_stopped(tmp_path: Path) -> N
     lines = [line(f"l{i}", 3, prompt=f"prompt {i}") for i in range(40)]
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit(lines)
-        await until(lambda: rig.engine.scheduler.running > 0)
+        await until(lambda: rig.scheduler.running > 0)
         async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 10:  # type: ignore[union-attr]
                 await rig.step()
@@ -200,7 +200,7 @@ async def test_a_restart_goes_on_where_the_last_one_stopped(tmp_path: Path) -> N
 async def test_counts_are_right_before_a_restarted_batch_goes_on(tmp_path: Path) -> None:
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line(f"l{i}", 2, prompt=f"prompt {i}") for i in range(20)])
-        await until(lambda: rig.engine.scheduler.running > 0)
+        await until(lambda: rig.scheduler.running > 0)
         async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 5:  # type: ignore[union-attr]
                 await rig.step()
@@ -220,7 +220,7 @@ async def test_a_batch_that_ran_out_of_time_says_what_never_ran(
 ) -> None:
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line("a", 1), *[line(f"s{i}", 400) for i in range(30)]])
-        await until(lambda: rig.engine.scheduler.running > 0)
+        await until(lambda: rig.scheduler.running > 0)
         async with asyncio.timeout(PATIENCE):
             while (await rig.client.batches.retrieve(batch.id)).request_counts.completed < 1:  # type: ignore[union-attr]
                 await rig.step()
@@ -246,7 +246,7 @@ async def test_a_batch_that_expired_and_crashed_at_its_end_is_still_expired(
 
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line("a", 400)])
-        await until(lambda: rig.engine.scheduler.running > 0)
+        await until(lambda: rig.scheduler.running > 0)
         monkeypatch.setattr(Work, "_late", property(lambda self: True))
         monkeypatch.setattr(*((Disk, "add_file") if noted else (Work, "_append")), crash)
         await until(crashed.is_set)

@@ -18,7 +18,7 @@ async def filled(rig: Rig, rows: int, max_tokens: int = 300, prompt: str = "hell
     """A batch of many lines, as many of them running as may."""
     await rig.submit([line(f"l{i}", max_tokens, prompt=f"{prompt} {i}") for i in range(100)])
     async with asyncio.timeout(PATIENCE):
-        while rig.engine.scheduler.running < rows:
+        while rig.scheduler.running < rows:
             await rig.step()
             await asyncio.sleep(0.001)
 
@@ -29,8 +29,8 @@ async def test_a_batch_fills_the_rows_but_the_last(tmp_path: Path) -> None:
         for _ in range(20):
             await rig.step()
             await asyncio.sleep(0.001)
-        assert rig.engine.scheduler.running == 14
-        assert rig.engine.scheduler.statistics().waiting == 0
+        assert rig.scheduler.running == 14
+        assert rig.scheduler.statistics().waiting == 0
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
@@ -51,7 +51,7 @@ async def test_a_request_is_never_behind_a_line_in_the_queue(tmp_path: Path) -> 
     """Prompts that fill step after step: those that wait go away, those being computed make way."""
     async with Rig(tmp_path, auto=False, step_tokens=64) as rig:
         await rig.submit([line(f"l{i}", 5, prompt="x" * 400) for i in range(20)])
-        await until(lambda: rig.engine.scheduler.running > 0)
+        await until(lambda: rig.scheduler.running > 0)
         await rig.step()
         run = await rig.interactive("client")
         planned = len(rig.executor.plans)
@@ -64,10 +64,10 @@ async def test_a_request_is_never_behind_a_line_in_the_queue(tmp_path: Path) -> 
 async def test_a_full_queue_never_refuses_a_client_for_a_batch(tmp_path: Path) -> None:
     async with Rig(tmp_path, auto=False, max_queued=2, step_tokens=16) as rig:
         await rig.submit([line(f"l{i}", 50, prompt="y" * 100) for i in range(50)])
-        await until(lambda: rig.engine.scheduler.running + rig.engine.scheduler.statistics().waiting > 0)
+        await until(lambda: rig.scheduler.running + rig.scheduler.statistics().waiting > 0)
         await settle()
         runs = [await rig.interactive(f"client{i}") for i in range(2)]
-        waiting = [r for r in rig.engine.scheduler.requests() if r.state is State.WAITING]
+        waiting = [r for r in rig.scheduler.requests() if r.state is State.WAITING]
         assert all(r.priority != BACKGROUND for r in waiting)
         for run in runs:
             run.abort()
@@ -78,12 +78,12 @@ async def test_pages_held_by_lines_go_to_who_waits_for_them(tmp_path: Path) -> N
     async with Rig(tmp_path, auto=False, pages=97) as rig:
         await filled(rig, 3, max_tokens=60, prompt="z" * 50)
         run = await rig.interactive("client", prompt=320)
-        steps = rig.engine.scheduler.counters.steps
+        steps = rig.scheduler.counters.steps
         async with asyncio.timeout(PATIENCE):
             while run.requests[0].state is State.WAITING:
                 await rig.step()
                 await asyncio.sleep(0.02)  # two looks of the batch at who waits
-        assert rig.engine.scheduler.counters.steps - steps <= room.PATIENCE + 4
+        assert rig.scheduler.counters.steps - steps <= room.PATIENCE + 4
         run.abort()
 
 
@@ -94,7 +94,7 @@ async def test_no_line_starts_while_somebody_waits(tmp_path: Path) -> None:
         for _ in range(30):
             await rig.step()
             await asyncio.sleep(0.002)
-        assert all(r.priority != BACKGROUND for r in rig.engine.scheduler.requests())
+        assert all(r.priority != BACKGROUND for r in rig.scheduler.requests())
         for run in runs:
             run.abort()
 
@@ -104,7 +104,7 @@ async def test_lines_that_made_way_come_again(tmp_path: Path) -> None:
         batch = await rig.submit([line(f"l{i}", 30) for i in range(20)])
         async with asyncio.timeout(PATIENCE):
             for i in range(10):
-                while not rig.engine.scheduler.running:
+                while not rig.scheduler.running:
                     await rig.step()
                     await asyncio.sleep(0.001)
                 run = await rig.interactive(f"client{i}", n=8)
@@ -122,7 +122,7 @@ async def test_lines_that_made_way_come_again(tmp_path: Path) -> None:
 async def test_a_line_that_an_operator_ended_comes_again(tmp_path: Path) -> None:
     async with Rig(tmp_path, auto=False) as rig:
         batch = await rig.submit([line("a", 20)])
-        await until(lambda: rig.engine.scheduler.running > 0)
+        await until(lambda: rig.scheduler.running > 0)
         rig.submitter.abort_all()
         async with asyncio.timeout(PATIENCE):
             while (done := await rig.client.batches.retrieve(batch.id)).status != "completed":

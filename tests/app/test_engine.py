@@ -53,8 +53,8 @@ class Bench:
         )
         self.executor = FakeExecutor(capabilities, eager=eager, fail_at=fail_at)
         config = ScheduleConfig(**options)  # type: ignore[arg-type]
-        scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
-        self.engine = Engine(scheduler, self.executor, depth, monotonic)
+        self.scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
+        self.engine = Engine(self.scheduler, self.executor, depth, monotonic)
         self.submitter = Submitter(self.engine, tokenizer, Limits(512, VOCAB), monotonic)
         self.engine.start(asyncio.get_running_loop())
         self.pieces: dict[str, list[Piece]] = {}
@@ -91,7 +91,7 @@ async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIt
     depth, drafts = request.param
     bench = Bench(tokenizer, depth=depth, drafts=drafts)
     yield bench
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
     assert bench.submitter.idle
     bench.engine.close()
 
@@ -157,7 +157,7 @@ async def test_abort_gives_one_last_piece_and_frees_at_once(tokenizer: Tokenizer
     bench.executor.complete()
     await settle()
     run.abort()
-    assert bench.engine.scheduler.running == 0
+    assert bench.scheduler.running == 0
     await run.wait()
     assert [bench.reason(f"a-{i}") for i in range(2)] == [FinishReason.ABORT] * 2
     bench.executor.complete(len(bench.executor.pending))

@@ -65,7 +65,7 @@ async def test_an_exception_in_the_loop_fails_the_engine_and_every_stream(
     if where == "deliver":
         monkeypatch.setattr(Backlog, "deliver", failing(Backlog.deliver))
     else:
-        monkeypatch.setattr(bench.engine.scheduler, where, failing(getattr(bench.engine.scheduler, where)))
+        monkeypatch.setattr(bench.scheduler, where, failing(getattr(bench.scheduler, where)))
     runs = [await bench.start(f"j{i}", 50) for i in range(4)]  # two run, two wait
     await asyncio.gather(*(run.wait() for run in runs))
     expected = oracle(PROMPT.tolist(), 50, VOCAB)
@@ -106,7 +106,7 @@ async def test_an_exception_in_one_stream_ends_it_alone(
         assert bench.reason(f"j{i}-0") is FinishReason.LENGTH
     assert bench.engine.failure is None
     assert bench.submitter.idle
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -137,7 +137,7 @@ async def test_a_sink_that_raises_ends_its_request_alone(
     assert bench.tokens("good-0") == oracle(PROMPT.tolist(), 20, VOCAB)
     assert bench.engine.failure is None
     assert bench.submitter.idle
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
 
 
 async def test_time_without_work_is_no_latency_between_tokens(tokenizer: Tokenizer) -> None:
@@ -177,7 +177,7 @@ async def test_requests_run_out_of_time_while_the_engine_is_paused(
 ) -> None:
     bench = Bench(tokenizer, waiting_timeout=10.0)
     now, later = [0.0], list[tuple[float, Callable[[], None]]]()
-    monkeypatch.setattr(bench.engine.scheduler, "_clock", lambda: now[0])
+    monkeypatch.setattr(bench.scheduler, "_clock", lambda: now[0])
     monkeypatch.setattr(bench.engine, "_loop", Timers(asyncio.get_running_loop(), later))
     bench.engine.paused = True
     run = await bench.start("a", 4)
@@ -190,7 +190,7 @@ async def test_requests_run_out_of_time_while_the_engine_is_paused(
     assert bench.reason("a-0") is FinishReason.ABORT
     await settle()
     assert later == [], "nobody waits any more"
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
 
 
 class Timers:
@@ -263,7 +263,7 @@ async def test_books_that_do_not_agree_are_told_where_nothing_has_changed(
         go_on.wait(PATIENCE)
         raise RuntimeError("pages are missing")
 
-    monkeypatch.setattr(bench.engine.scheduler, "check_integrity", check)
+    monkeypatch.setattr(bench.scheduler, "check_integrity", check)
     housekeeping.start()
     try:
         collect = next(act for seconds, act in later if seconds == housekeeping_module.COLLECT_EVERY)

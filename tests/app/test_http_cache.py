@@ -38,7 +38,7 @@ class Real(Server):
 
     @property
     def cache(self) -> CacheStatistics:
-        return self.bench.engine.scheduler.statistics().cache
+        return self.bench.scheduler.statistics().cache
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         status, answer = await self.post(path, {"ignore_eos": True, **body})
@@ -54,7 +54,7 @@ async def real(start: Start) -> AsyncIterator[Real]:
     card = msgspec.structs.replace(CARD, vocab_size=VOCAB)
     server.service.ready(Loaded(card, tokenizer, JoinTemplate(), bench.submitter))
     yield Real(server, bench)
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
     bench.engine.close()
     tokenizer.close()
 

@@ -159,8 +159,8 @@ async def test_no_prefix_is_shared_between_tenants(keyed: Server, path: str, bod
 async def test_a_batch_runs_for_its_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Rig(tmp_path, keys=("one", "two")) as rig:
         ran: list[Request] = []
-        add = rig.engine.scheduler.add
-        monkeypatch.setattr(rig.engine.scheduler, "add", lambda listed: (ran.extend(listed), add(listed)))
+        add = rig.scheduler.add
+        monkeypatch.setattr(rig.scheduler, "add", lambda listed: (ran.extend(listed), add(listed)))
         batch = await rig.ended((await rig.submit([line("a")])).id)
         assert batch.status == "completed" and len(await rig.records(batch.output_file_id)) == 1
         assert [request.root.tenant for request in ran] == Keys(["one"]).tenants

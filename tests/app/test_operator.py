@@ -52,7 +52,7 @@ async def test_slowed_down_one_step_is_planned_at_a_time(tokenizer: Tokenizer, t
     operator.slow_down(60)
     run = await bench.start("a", 12)
     await settle()
-    assert bench.engine.scheduler.counters.steps == 1
+    assert bench.scheduler.counters.steps == 1
     operator.slow_down(0)
     await run.wait()
     assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 12, VOCAB)
@@ -73,7 +73,7 @@ async def test_a_pause_waits_for_what_is_in_flight_and_changes_no_text(
     await held(bench, asyncio.create_task(operator.pause(mode)))  # type: ignore[arg-type]
     await settle()
     assert operator.paused
-    assert bench.engine.scheduler.in_flight == 0
+    assert bench.scheduler.in_flight == 0
     assert run.requests[0].state is (State.DECODE if mode == "keep" else State.WAITING)
     late = await bench.start("b", 3)  # is taken, and waits
     await settle()
@@ -103,7 +103,7 @@ async def test_new_weights_drop_every_kv_and_requests_start_over(bench: Bench, o
     assert [(o.action, o.path) for o in bench.executor.orders] == [("load_weights", "other")]
     assert not operator.paused
     await settle()
-    assert bench.engine.scheduler.cache.statistics().cached == 0
+    assert bench.scheduler.cache.statistics().cached == 0
     await finish(bench)
     assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 20, VOCAB)
 
@@ -164,13 +164,13 @@ async def test_new_weights_forget_every_kv_when_their_client_has_gone(
     bench.executor.eager = True
     await (await bench.start("a", 20)).wait()
     await settle()
-    assert bench.engine.scheduler.cache.statistics().cached
+    assert bench.scheduler.cache.statistics().cached
     bench.executor.holds = True
     await left(asyncio.create_task(operator.load_weights("other")))
     assert operator.paused, "the weights are on their way"
     bench.executor.carry_out()
     await settle()
-    assert bench.engine.scheduler.cache.statistics().cached == 0
+    assert bench.scheduler.cache.statistics().cached == 0
     assert not operator.paused
     assert "load_weights: done" in caplog.text
 

@@ -53,7 +53,7 @@ async def test_the_engine_ends_the_request() -> None:
     assert bench.pieces["a-0"][-1].finish == Finish(FinishReason.STOP, "repetition_detected")
     assert "".join(piece.text for piece in bench.pieces["a-0"]) == tokenizer.decode(text[: at + 1])
     assert bench.submitter.idle
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
     bench.engine.close()
     tokenizer.close()
 

@@ -77,7 +77,7 @@ async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIt
     bench = fitted(Bench(tokenizer, depth=request.param))
     yield bench
     await settle()
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
     assert bench.submitter.idle
     bench.engine.close()
 
@@ -171,7 +171,7 @@ async def test_an_abort_ends_all_of_it(tokenizer: Tokenizer) -> None:
         await settle()
     assert [bench.reason(f"a-{i}") for i in range(3)] == [FinishReason.ABORT] * 3
     assert bench.submitter.idle
-    bench.engine.scheduler.check_integrity()
+    bench.scheduler.check_integrity()
     bench.engine.close()
 
 

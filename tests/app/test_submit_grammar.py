@@ -74,7 +74,7 @@ def compiler_of(bench: Bench) -> FakeCompiler:
 async def test_nothing_is_queued_before_the_grammar_is_there(bench: Bench) -> None:
     starting = asyncio.ensure_future(bench.start("a", n=3, grammar=SPEC))
     await asyncio.sleep(0)
-    assert bench.engine.scheduler.idle
+    assert bench.scheduler.idle
     compiler = compiler_of(bench)
     compiler.ready.set()
     run = await starting

@@ -69,7 +69,7 @@ async def test_what_follows_a_cut_is_what_the_model_says_to_it(
     assert run.reasoning_tokens == at * n
     assert run.prompt.tolist() == PROMPT.tolist() and len(run.requests) == n
     # Prompt and thinking were in the tree: only the closing mark was new.
-    assert bench.engine.scheduler.statistics().cached_tokens >= 4 * n
+    assert bench.scheduler.statistics().cached_tokens >= 4 * n
 
 
 async def test_without_a_budget_it_only_counts(bench: Bench, tokenizer: Tokenizer) -> None:

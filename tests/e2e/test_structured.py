@@ -116,7 +116,7 @@ async def test_depth_and_retraction_leave_the_text_as_it_is(model: Path) -> None
         settings = config(model, kv_tokens, depth)
         async with running(load(settings, lambda stage, share: None), settings) as live:
             seen[name] = await texts(live, jobs())
-            retractions = live.engine.scheduler.statistics().retractions
+            retractions = live.engine.load().retractions
             assert (retractions > 0) == (name == "small")
     assert seen["0"] == seen["1"] == seen["2"] == seen["small"]
     for id, (text,) in seen["0"].items():
