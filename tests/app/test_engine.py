@@ -330,3 +330,16 @@ async def test_statistics_count_what_happened(bench: Bench) -> None:
     assert sum(stats.ttft.counts) == sum(stats.end_to_end.counts) == 1
     assert bench.submitter.flush()
     assert bench.submitter.statistics().scheduler.cache.cached == 0
+
+
+async def test_rows_of_several_tokens_are_counted_as_rows(tokenizer: Tokenizer) -> None:
+    """Steps and gaps between tokens are of requests, however many tokens a step brings each."""
+    bench = Bench(tokenizer, drafts=3)
+    run = await bench.start("a", 60)
+    await run.wait()
+    await settle()
+    told = bench.submitter.timeline("a")
+    assert told is not None and isinstance(told["steps"], int)
+    assert told["mean_rows"] == 1.0 and 15 <= told["steps"] < 50
+    assert sum(bench.engine.statistics().inter_token.counts) < told["steps"]
+    bench.engine.close()
