@@ -34,9 +34,9 @@ from bench.results import keep
 from bench.trace import KernelTrace
 from core.cache.manager import CacheManager
 from core.clock import monotonic
+from core.command import CommandDone
 from core.config import Config
 from core.executor import Capabilities, Executor
-from core.order import OrderDone
 from core.plan import StepFailure
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
@@ -123,7 +123,7 @@ class Driver:
         """One turn: results, a plan, then the load that delivery would be."""
         now = time.perf_counter()
         for result in self._executor.results():
-            if isinstance(result, StepFailure | OrderDone):
+            if isinstance(result, StepFailure | CommandDone):
                 self.failure = str(result)
                 continue
             confirmed = self.scheduler.apply(result)

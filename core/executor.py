@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from core.order import Order, OrderDone
+from core.command import Command, CommandDone
 from core.plan import StepFailure, StepPlan, StepResult
 
 
@@ -60,11 +60,11 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None: ...
 
-    def order(self, order: Order) -> None:
+    def command(self, command: Command) -> None:
         """Do something between steps: after the plans submitted so far, before those that follow."""
         ...
 
-    def results(self) -> list[StepResult | StepFailure | OrderDone]:
+    def results(self) -> list[StepResult | StepFailure | CommandDone]:
         """What has arrived since the last call, oldest first; does not wait."""
         ...
 

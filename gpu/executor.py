@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from core.command import Command, CommandDone
 from core.executor import Capabilities
 from core.mailbox import Outbox
-from core.order import Order, OrderDone
 from core.plan import StepFailure, StepPlan, StepResult
 from gpu.worker import Runner, Worker
 
@@ -21,7 +21,7 @@ class LocalExecutor:
 
     def __init__(self, runner: Runner, capabilities: Capabilities) -> None:
         self._capabilities = capabilities
-        self._outbox: Outbox[StepResult | StepFailure | OrderDone] = Outbox()
+        self._outbox: Outbox[StepResult | StepFailure | CommandDone] = Outbox()
         self._worker = Worker(runner, self._outbox)
 
     @property
@@ -38,11 +38,11 @@ class LocalExecutor:
         """Queue a plan. Raises `core.mailbox.Closed` after `close`."""
         self._worker.submit(plan)
 
-    def order(self, order: Order) -> None:
-        """Queue an order behind the plans submitted so far."""
-        self._worker.submit(order)
+    def command(self, command: Command) -> None:
+        """Queue a command behind the plans submitted so far."""
+        self._worker.submit(command)
 
-    def results(self) -> list[StepResult | StepFailure | OrderDone]:
+    def results(self) -> list[StepResult | StepFailure | CommandDone]:
         """What has arrived since the last call."""
         return self._outbox.drain()
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from core.clock import monotonic
-from core.order import Order, OrderDone
+from core.command import Command, CommandDone
 from core.plan import NewSlot, PromptLogprobs, RowLogprobs, StepPlan, StepResult
 from core.types import NAN_TOKEN
 from gpu.attention import AttentionBackend
@@ -115,7 +115,7 @@ class ModelRunner:
         page_size: int,
         upkeep: Upkeep | None = None,
     ) -> None:
-        """Without `upkeep` orders are refused."""
+        """Without `upkeep` commands are refused."""
         self._model: CausalModel | None = model
         self._upkeep = upkeep
         self._slots = slots
@@ -166,12 +166,12 @@ class ModelRunner:
             logprobs.pop(row, None)
         return failed
 
-    def carry_out(self, order: Order) -> OrderDone:
+    def carry_out(self, command: Command) -> CommandDone:
         """Do what an operator asked between steps."""
         assert_device_thread(self.device)
         if self._upkeep is None:
-            return OrderDone(order.id, "this runner takes no orders")
-        return self._upkeep.carry_out(order, self)
+            return CommandDone(command.id, "this runner takes no commands")
+        return self._upkeep.carry_out(command, self)
 
     def close(self) -> None:
         """See `gpu.worker.Runner`."""

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from core.command import Command, CommandDone
 from core.errors import ConfigError, EngineFailed, LoomError
-from core.order import Order, OrderDone
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 
@@ -26,7 +26,7 @@ class Replaceable(Protocol):
 
 
 class Upkeep:
-    """Carries out orders. `load(path)` reads the checkpoint again, or another of the same shape;
+    """Carries out commands. `load(path)` reads the checkpoint again, or another of the same shape;
     `make_pool()` allocates the pages. `both`: there is memory for a model beside the running one.
 
     Owner: launch thread.
@@ -47,26 +47,26 @@ class Upkeep:
         self._make_pool = make_pool
         self._profile: torch.profiler.profile | None = None
 
-    def carry_out(self, order: Order, runner: Replaceable) -> OrderDone:
+    def carry_out(self, command: Command, runner: Replaceable) -> CommandDone:
         """Do it, or say why not; then everything is as it was. Raises `EngineFailed` where it cannot be:
         no step may come then."""
         try:
-            match order.action:
+            match command.action:
                 case "profile_start":
                     self._start_profile()
                 case "profile_stop":
-                    self._stop_profile(order.path)
+                    self._stop_profile(command.path)
                 case "load_weights":
-                    self._load_weights(order.path, runner)
+                    self._load_weights(command.path, runner)
                 case "sleep":
-                    self._exchange(order, runner, awake=False)
+                    self._exchange(command, runner, awake=False)
                 case "wake":
-                    self._exchange(order, runner, awake=True)
+                    self._exchange(command, runner, awake=True)
         except EngineFailed:
             raise
         except (LoomError, OSError, RuntimeError) as error:
-            return OrderDone(order.id, str(error))
-        return OrderDone(order.id)
+            return CommandDone(command.id, str(error))
+        return CommandDone(command.id)
 
     def _load_weights(self, path: str, runner: Replaceable) -> None:
         """Where memory allows, the new model is complete before the old one goes, and a bad file costs
@@ -95,17 +95,17 @@ class Upkeep:
                 f"The new weights were refused ({refused}), and the old ones could not be read again: {lost}"
             ) from lost
 
-    def _exchange(self, order: Order, runner: Replaceable, awake: bool) -> None:
+    def _exchange(self, command: Command, runner: Replaceable, awake: bool) -> None:
         """A `wake` that fails half way gives back what it took, and the runner sleeps as before."""
         try:
-            if "weights" in order.tags:
+            if "weights" in command.tags:
                 runner.use_model(self._load(self._path) if awake else None)
-            if "kv_cache" in order.tags:
+            if "kv_cache" in command.tags:
                 runner.use_pool(self._make_pool() if awake else None)
         except (LoomError, OSError, RuntimeError) as failed:
             if not awake:
                 raise EngineFailed(f"Memory could not be given back: {failed}") from failed
-            self._exchange(order, runner, awake=False)
+            self._exchange(command, runner, awake=False)
             raise
         torch.cuda.empty_cache()  # what was given up is for other processes, too; nothing without a GPU
 

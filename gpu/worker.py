@@ -10,8 +10,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from core.command import Command, CommandDone
 from core.mailbox import Closed, Mailbox, Outbox
-from core.order import Order, OrderDone
 from core.plan import StepFailure, StepPlan, StepResult
 from gpu.thread import device_thread
 
@@ -44,7 +44,7 @@ class Runner(Protocol):
         """Start a step. Called in plan order, from one thread."""
         ...
 
-    def carry_out(self, order: Order) -> OrderDone:
+    def carry_out(self, command: Command) -> CommandDone:
         """Do what an operator asked, between steps, from the same thread."""
         ...
 
@@ -68,12 +68,12 @@ class Worker:
     __slots__ = ("_failed", "_launched", "_outbox", "_plans", "_runner", "_threads")
 
     def __init__(
-        self, runner: Runner, outbox: Outbox[StepResult | StepFailure | OrderDone], index: int = 0
+        self, runner: Runner, outbox: Outbox[StepResult | StepFailure | CommandDone], index: int = 0
     ) -> None:
         self._runner = runner
         self._outbox = outbox
-        self._plans: Mailbox[StepPlan | Order] = Mailbox()
-        self._launched: Mailbox[Launched | StepFailure | OrderDone] = Mailbox()
+        self._plans: Mailbox[StepPlan | Command] = Mailbox()
+        self._launched: Mailbox[Launched | StepFailure | CommandDone] = Mailbox()
         self._failed = threading.Event()
         # Daemons: a process that dies for another reason must not hang on a step.
         self._threads = tuple(
@@ -86,8 +86,8 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, plan: StepPlan | Order) -> None:
-        """Hand over a plan or an order; never blocks. Raises `Closed` after `close`."""
+    def submit(self, plan: StepPlan | Command) -> None:
+        """Hand over a plan or a command; never blocks. Raises `Closed` after `close`."""
         self._plans.put(plan)
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Worker:
             while (plan := _take(self._plans)) is not None:
                 if self._failed.is_set():
                     continue
-                if isinstance(plan, Order):
+                if isinstance(plan, Command):
                     # Of no step; a failure ends the executor all the same.
                     self._launched.put(self._attempt(-1, partial(self._runner.carry_out, plan)))
                 else:
@@ -138,11 +138,11 @@ class Worker:
             posted_failure = False
             while (launched := _take(self._launched)) is not None:
                 if posted_failure:
-                    if not isinstance(launched, StepFailure | OrderDone):
+                    if not isinstance(launched, StepFailure | CommandDone):
                         self._attempt(launched.step, launched.wait)  # the launch thread may wait for it too
                     continue
-                if isinstance(launched, StepFailure | OrderDone):
-                    result: StepResult | StepFailure | OrderDone = launched
+                if isinstance(launched, StepFailure | CommandDone):
+                    result: StepResult | StepFailure | CommandDone = launched
                 else:
                     result = self._attempt(launched.step, launched.wait)
                 posted_failure = isinstance(result, StepFailure)

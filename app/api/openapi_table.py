@@ -36,7 +36,7 @@ from app.api.sglang import parsing, sessions
 from app.api.sglang.generate import generate
 from app.api.vllm import chat_batch, derender, inference, render
 from app.http.prometheus import CONTENT_TYPE
-from core.order import TAGS
+from core.command import TAGS
 
 Schema = dict[str, Any]
 

@@ -1,16 +1,16 @@
-"""What the engine waits for besides results: orders under way, and the moment nothing is in flight."""
+"""Commands to the executor under way, and the moment when no step is in flight."""
 
 from __future__ import annotations
 
 import asyncio
 
+from core.command import TAGS, Action, Command, CommandDone, Tag
 from core.errors import EngineFailed, RequestError
 from core.executor import Executor
-from core.order import TAGS, Action, Order, OrderDone, Tag
 
 
-class Orders:
-    """Orders to the executor and their answers.
+class Commands:
+    """Commands to the executor and their answers.
 
     Owner: event loop.
     """
@@ -26,24 +26,24 @@ class Orders:
 
     @property
     def open(self) -> int:
-        """Orders without an answer yet."""
+        """Commands without an answer yet."""
         return len(self._open)
 
     async def carry_out(self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS) -> None:
         """Wait until it is done. Raises `RequestError` with the executor's reason when it is not, and
         `EngineFailed` when nobody will ever say."""
         self._check()
-        order = Order(id=self._count, action=action, path=path, tags=tags)
+        command = Command(id=self._count, action=action, path=path, tags=tags)
         self._count += 1
-        future = self._open[order.id] = asyncio.get_running_loop().create_future()
-        self._executor.order(order)
+        future = self._open[command.id] = asyncio.get_running_loop().create_future()
+        self._executor.command(command)
         await future
 
-    def settle(self, done: OrderDone) -> None:
+    def settle(self, done: CommandDone) -> None:
         """The executor's answer."""
         future = self._open.pop(done.id)
         if future.done():
-            return  # whoever asked is gone; the order was carried out all the same
+            return  # whoever asked is gone; the command was carried out all the same
         if done.error is None:
             future.set_result(None)
         else:

@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable
 
 from app.engine.backlog import Backlog
-from app.engine.commands import Orders
+from app.engine.commands import Commands
 from app.engine.metrics import Recorder
 from app.engine.output import Stream
 from app.logs import log_stacks
 from core.clock import Clock
+from core.command import CommandDone
 from core.errors import Unavailable
 from core.executor import Executor
-from core.order import OrderDone
 from core.plan import StepFailure
 from core.request import Request
 from core.schedule.scheduler import Confirmed, Scheduler
@@ -60,7 +60,7 @@ class Engine:
         """No step is planned while it is set; `resume` ends it."""
         self._gap = 0.0
         self._resting: asyncio.TimerHandle | None = None
-        self.orders = Orders(executor)
+        self.commands = Commands(executor)
         self._executor = executor
         self._depth = min(depth, executor.capabilities.max_depth)
         self._backlog = Backlog(self.recorder, self._stopped)
@@ -78,7 +78,7 @@ class Engine:
         self._executor.start(wake)
 
     def close(self) -> None:
-        """Stop the executor. Requests and orders that still run end with an error."""
+        """Stop the executor. Requests and commands that still run end with an error."""
         if not self.hung:
             self._executor.close()
         self._loop = None
@@ -117,7 +117,7 @@ class Engine:
 
     async def quiet(self) -> None:
         """Until no step is in flight. Raises `EngineFailed`."""
-        await self.orders.quiet(self._scheduler.in_flight)
+        await self.commands.quiet(self._scheduler.in_flight)
 
     def resume(self) -> None:
         """Plan again."""
@@ -170,8 +170,8 @@ class Engine:
     def _step(self) -> None:
         """Apply what has arrived, plan what follows."""
         for result in self._executor.results():
-            if isinstance(result, OrderDone):
-                self.orders.settle(result)
+            if isinstance(result, CommandDone):
+                self.commands.settle(result)
                 continue
             if isinstance(result, StepFailure):
                 self.fail(result.reason)
@@ -181,7 +181,7 @@ class Engine:
             self._backlog.add(confirmed)
         self._submit()
         if not self._scheduler.in_flight:
-            self.orders.is_quiet()
+            self.commands.is_quiet()
             if self.paused or self._scheduler.idle:
                 self.recorder.rest()
         self._deliver_soon()
@@ -247,8 +247,8 @@ class Engine:
         self._end_all(reason)
 
     def _end_all(self, reason: str) -> None:
-        """Every promised stream gets its last piece, and every order its answer, with the reason."""
-        self.orders.fail(reason)
+        """Every promised stream gets its last piece, and every command its answer, with the reason."""
+        self.commands.fail(reason)
         self._backlog.end_all(Finish(FinishReason.ERROR, message=reason))
 
     # -- state -------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ class Engine:
 
     @property
     def awaits_step(self) -> bool:
-        """The device has a step to finish, and no order before it that may take long."""
-        return self._scheduler.in_flight > 0 and not self.orders.open
+        """The device has a step to finish, and no command before it that may take long."""
+        return self._scheduler.in_flight > 0 and not self.commands.open
 
     def check_integrity(self) -> None:
         """Raise unless pages, slots and rows agree. Slow; any thread may call it while the engine is idle."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from app.engine.loop import Engine
+from core.command import TAGS, Tag
 from core.errors import LoomError, RequestError
-from core.order import TAGS, Tag
 from core.types import Finish, FinishReason
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Operator:
     async def start_profile(self) -> None:
         """Record a trace of the launch thread, and of the device if there is one."""
         async with self._lock:
-            await self._engine.orders.carry_out("profile_start")
+            await self._engine.commands.carry_out("profile_start")
 
     @shielded
     async def stop_profile(self) -> Path:
@@ -109,7 +109,7 @@ class Operator:
         async with self._lock:
             self._traces.mkdir(parents=True, exist_ok=True)
             path = self._traces / f"trace-{time.time_ns()}.json"
-            await self._engine.orders.carry_out("profile_stop", str(path))
+            await self._engine.commands.carry_out("profile_stop", str(path))
             return path
 
     @shielded
@@ -119,7 +119,7 @@ class Operator:
         async with self._held():
             if "weights" in self.asleep:
                 raise RequestError("The weights are given back: wake the server first.")
-            await self._engine.orders.carry_out("load_weights", path)
+            await self._engine.commands.carry_out("load_weights", path)
             self._forget()
 
     @shielded
@@ -129,7 +129,7 @@ class Operator:
             tags = tuple(tag for tag in tags if tag not in self.asleep)
             if tags:
                 self._forget()
-                await self._engine.orders.carry_out("sleep", tags=tags)
+                await self._engine.commands.carry_out("sleep", tags=tags)
                 self.asleep |= set(tags)
 
     @shielded
@@ -138,7 +138,7 @@ class Operator:
         async with self._lock:
             tags = tuple(tag for tag in tags if tag in self.asleep)
             if tags:
-                await self._engine.orders.carry_out("wake", tags=tags)
+                await self._engine.commands.carry_out("wake", tags=tags)
                 self.asleep -= set(tags)
                 self._go_on()
 

@@ -14,7 +14,7 @@ class Watchdog:
 
     It looks every quarter of the limit, so a hang is noticed within one and a half. Time counts while
     steps are in flight and none comes back; an engine that is idle, paused or asleep has none, and an
-    order to the device (weights are read again, graphs captured) takes the time that it takes.
+    command to the device (weights are read again, graphs captured) takes the time that it takes.
 
     Owner: event loop.
     """

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from core.command import Command, CommandDone
 from core.executor import Capabilities
 from core.mailbox import Closed, Mailbox, Outbox
-from core.order import Order, OrderDone
 from core.plan import StepFailure, StepPlan, StepResult
 
 HOST = 100e-6
@@ -70,7 +70,7 @@ class PacedExecutor:
 
     def __init__(self, capabilities: Capabilities, seconds: float, ranks: int = 1) -> None:
         self._capabilities = capabilities
-        self._outbox: Outbox[StepResult | StepFailure | OrderDone] = Outbox()
+        self._outbox: Outbox[StepResult | StepFailure | CommandDone] = Outbox()
         self._vocab = capabilities.vocab_size
         self.ended: list[float] = []
         self._ranks = [
@@ -94,11 +94,11 @@ class PacedExecutor:
         for rank in self._ranks:
             rank.plans.put(plan)
 
-    def order(self, order: Order) -> None:
+    def command(self, command: Command) -> None:
         """Nothing to do for a device that is not there."""
-        self._outbox.put(OrderDone(order.id))
+        self._outbox.put(CommandDone(command.id))
 
-    def results(self) -> list[StepResult | StepFailure | OrderDone]:
+    def results(self) -> list[StepResult | StepFailure | CommandDone]:
         """What rank 0 has answered."""
         return self._outbox.drain()
 

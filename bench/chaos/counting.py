@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from core.command import Command, CommandDone
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.executor import Capabilities
 from core.models import ModelSpec
-from core.order import Order, OrderDone
 from core.plan import StepPlan, StepResult
 from gpu.executor import LocalExecutor
 
@@ -115,9 +115,9 @@ class CountingRunner:
     def _write(self, slots: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         self._pool[self._table[slots, positions // self._size], positions % self._size] = values
 
-    def carry_out(self, order: Order) -> OrderDone:
+    def carry_out(self, command: Command) -> CommandDone:
         """There is nothing to do."""
-        return OrderDone(order.id)
+        return CommandDone(command.id)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -20,7 +20,7 @@ from bench.results import write
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import ScheduleConfig
-from core.config.groups import Order
+from core.config.groups import SchedulePolicy
 from core.executor import Capabilities
 from core.plan import StepPlan
 from core.request import Request, SamplingParams
@@ -37,14 +37,14 @@ SPARE = 250
 
 def main() -> None:
     """Measure and keep bench/results/order.json."""
-    orders = {order: _measure(order) for order in get_args(Order)}
+    orders = {order: _measure(order) for order in get_args(SchedulePolicy)}
     write("order", {"unit": "microseconds of plan, median", "waiting": WAITING, "orders": orders})
 
 
 class _Load:
     """A scheduler whose rows decode for as long as it is asked, with pages for nobody else."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: SchedulePolicy) -> None:
         pages = PROMPT // 16 + SPARE
         capabilities = Capabilities(
             num_pages=pages + 1,
@@ -86,7 +86,7 @@ class _Load:
         return 1e6 * elapsed
 
 
-def _measure(order: Order) -> dict[str, float]:
+def _measure(order: SchedulePolicy) -> dict[str, float]:
     bursts = []
     for _ in range(9):
         load = _Load(order)

@@ -1,4 +1,4 @@
-"""Which cached pages go first: orders as functions from a leaf to its rank, smallest first.
+"""Which cached pages are evicted first: functions from a leaf to its key; the smallest goes first.
 
 A node's rank may only grow while it lives. The tree's queue relies on it: an entry that has become
 too small is found when it comes up and is filed again, so a match need not touch the queue. All
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from core.cache.node import RadixNode
 from core.config.groups import Eviction
 
-Order = Callable[[RadixNode], int]
+EvictionKey = Callable[[RadixNode], int]
 
 ACCESS_BITS = 64
 """Of the lower part of a rank of two. One integer: at tuples the garbage collector has to look."""
@@ -38,4 +38,4 @@ def priority(node: RadixNode) -> int:
     return (node.priority << ACCESS_BITS) + node.last_access
 
 
-ORDERS: Mapping[Eviction, Order] = {"lru": lru, "lfu": lfu, "fifo": fifo, "priority": priority}
+EVICTION_KEYS: Mapping[Eviction, EvictionKey] = {"lru": lru, "lfu": lfu, "fifo": fifo, "priority": priority}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from core.cache.evict import ORDERS
+from core.cache.evict import EVICTION_KEYS
 from core.cache.hold import Hold
 from core.cache.integrity import check
 from core.cache.key import num_units, pack
@@ -55,7 +55,7 @@ class CacheManager:
         self._radix = radix
         self._bigram = bigram
         self._pages = PageAllocator(num_pages)
-        self._tree = RadixTree(page_size, ORDERS[eviction])
+        self._tree = RadixTree(page_size, EVICTION_KEYS[eviction])
         self._pins = Pins(self._tree, int(self._pages.total * pin_share))
         self._queried_tokens = 0
         self._hit_tokens = 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from core.cache.evict import Order
+from core.cache.evict import EvictionKey
 from core.cache.key import WIDTH, common_units
 from core.cache.node import NO_PAGES, Edge, RadixNode
 from core.cache.pages import IntegrityError
@@ -63,8 +63,8 @@ class RadixTree:
     """
 
     __slots__ = (
+        "_eviction_key",
         "_now",
-        "_order",
         "_pushes",
         "_queue",
         "_step",
@@ -75,7 +75,7 @@ class RadixTree:
         "top",
     )
 
-    def __init__(self, page_size: int, order: Order) -> None:
+    def __init__(self, page_size: int, eviction_key: EvictionKey) -> None:
         self.top = RadixNode(None, b"", b"", NO_PAGES, 0, 0)
         self.evictable = 0
         self.protected = 0
@@ -84,7 +84,7 @@ class RadixTree:
         self.nodes = 0
         """Nodes with pages: neither roots nor the top."""
         self._step = page_size * WIDTH
-        self._order = order
+        self._eviction_key = eviction_key
         self._now = 0
         # Every unlocked leaf that nobody pins has one entry. Entries of nodes that were locked, pinned,
         # dropped or grew children since stay until they come up; `RadixNode.queued` keeps a node from
@@ -294,7 +294,7 @@ class RadixTree:
             if node.locks or node.children or node.pins or node.parent is None:
                 heappop(self._queue)
                 node.queued = False
-            elif (now := self._order(node)) != first.rank:
+            elif (now := self._eviction_key(node)) != first.rank:
                 self._pushes += 1
                 heapreplace(self._queue, QueueEntry(now, self._pushes, node))
             else:
@@ -314,7 +314,7 @@ class RadixTree:
             node.parent = None
         elif not node.queued:
             self._pushes += 1
-            heappush(self._queue, QueueEntry(self._order(node), self._pushes, node))
+            heappush(self._queue, QueueEntry(self._eviction_key(node), self._pushes, node))
             node.queued = True
 
     def _drop(self, node: RadixNode) -> None:
@@ -352,7 +352,7 @@ class RadixTree:
                 raise IntegrityError(f"node with pages {node.pages.tolist()}: queued flag and queue differ")
             if self._loose(node) and not node.queued:
                 raise IntegrityError(f"unlocked leaf with pages {node.pages.tolist()} is not in line")
-            if node.queued and entries[id(node)] > self._order(node):
+            if node.queued and entries[id(node)] > self._eviction_key(node):
                 raise IntegrityError(f"the rank of the node with pages {node.pages.tolist()} fell")
             entries.pop(id(node), None)
         strays = [e for e in self._queue if id(e.node) in entries and e.node.parent is not None]

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from core.types import LogprobsMode
 
-Order = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
+SchedulePolicy = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
 
 
@@ -130,7 +130,7 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     max_running: Annotated[int, Meta(description="requests that run at once; 0: chosen by device", ge=0)] = 0
-    order: Annotated[Order, Meta(description="which waiting request is admitted first")] = "fcfs"
+    order: Annotated[SchedulePolicy, Meta(description="which waiting request is admitted first")] = "fcfs"
     prefill_first: Annotated[bool, Meta(description="prompts get steps of their own, before any decode")] = (
         False
     )

@@ -1,4 +1,4 @@
-"""What crosses the threads: the order for one forward pass and its answer."""
+"""The records that cross threads: the plan of one forward pass and its result."""
 
 from core.plan.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.plan.result import PromptLogprobs, RowLogprobs, StepFailure, StepResult, Support

@@ -1,4 +1,4 @@
-"""The order for one forward pass. Immutable and complete."""
+"""The plan of one forward pass. Immutable and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of one step. Immutable."""
+"""The result of one step. Immutable."""
 
 from __future__ import annotations
 

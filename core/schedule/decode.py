@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from core.cache.manager import CacheManager
 from core.request import Request, State
 from core.schedule.builder import PlanBuilder
-from core.schedule.common import CommonPages
-from core.schedule.growth import GrowthRatio
+from core.schedule.new_token_ratio import NewTokenRatio
+from core.schedule.shared_prefix import SharedPrefix
 from core.schedule.table import SlotTable
 from core.types import Ints, NDArray64
 
@@ -24,11 +24,11 @@ class DecodeRows:
 
     __slots__ = (
         "_cache",
-        "_common",
-        "_growth",
         "_max_drafts",
+        "_new_token_ratio",
         "_requests",
         "_retract",
+        "_shared_prefix",
         "_shift",
         "_slots",
         "_table",
@@ -38,17 +38,17 @@ class DecodeRows:
         self,
         table: SlotTable,
         cache: CacheManager,
-        growth: GrowthRatio,
+        new_token_ratio: NewTokenRatio,
         max_drafts: int,
         retract: Callable[[Request], None],
     ) -> None:
         self._table = table
         self._cache = cache
-        self._growth = growth
+        self._new_token_ratio = new_token_ratio
         self._retract = retract
         self._max_drafts = max_drafts
         self._shift = (cache.page_size - 1).bit_length()
-        self._common = CommonPages()
+        self._shared_prefix = SharedPrefix()
         self._requests: list[Request] = []
         self._slots: NDArray64 = np.zeros(0, np.int64)
 
@@ -59,12 +59,12 @@ class DecodeRows:
         """Rows whose prompt is planned to its end: they decode from the next step on."""
         if requests:
             self._set(self._requests + requests)
-            self._common.join(self._requests, requests)
+            self._shared_prefix.join(self._requests, requests)
 
     def remove(self, request: Request) -> None:
         if request in self._requests:
             self._set([r for r in self._requests if r is not request])
-            self._common.leave(self._requests)
+            self._shared_prefix.leave(self._requests)
 
     def plan(self, builder: PlanBuilder) -> None:
         """Put every row that can take one more token into the step, with drafts where there is room."""
@@ -81,8 +81,8 @@ class DecodeRows:
             query_length = 1 + self._max_drafts if drafts else 1
             self._table.least[slots] += 1
             self._table.most[slots] += query_length
-            builder.decode(requests, slots, self._common.count() << self._shift, query_length, drafts)
-            self._growth.step()
+            builder.decode(requests, slots, self._shared_prefix.count() << self._shift, query_length, drafts)
+            self._new_token_ratio.step()
 
     def _drafts(self, builder: PlanBuilder) -> int:
         """Of the whole step. Prompts get half of the tokens beside the rows at least."""
@@ -95,7 +95,7 @@ class DecodeRows:
         complete = table.least[self._slots] >= table.limit[self._slots]
         if complete.any():
             self._set([r for r, done in zip(self._requests, complete.tolist(), strict=True) if not done])
-            self._common.leave(self._requests)
+            self._shared_prefix.leave(self._requests)
 
     def _take_pages(self, builder: PlanBuilder, tokens: int) -> bool:
         """Give every row pages for `tokens` more; False, with nothing changed, when there are too few."""
@@ -137,7 +137,7 @@ class DecodeRows:
         table = self._table
         while not self._drafting() and (len(self._requests) > 1 or self._doubled()):
             self._retract(self._victim())
-            self._growth.retracted(
+            self._new_token_ratio.retracted(
                 int(table.made[self._slots].sum()), int(table.max_tokens[self._slots].sum()), len(self._slots)
             )
             if self._take_pages(builder, 1):

@@ -116,3 +116,13 @@ def arrive(flight: Flight, result: StepResult, table: SlotTable) -> Arrived:
         )
         alive = alive[row_of]
     return arrived if whole else arrived.kept(np.flatnonzero(alive).tolist())
+
+
+def by_request(flight: Flight, by_slot: Mapping[int, V], table: SlotTable) -> list[tuple[Request, V]]:
+    """Values of slots, with their requests where those are still here. A slot has one row or one chunk in a
+    step, and a chunk that samples is both."""
+    owners = {slot: (request, epoch) for request, slot, epoch, _ in flight.chunks}
+    rows = zip(flight.slots.tolist(), flight.rows, flight.epochs.tolist(), strict=True)
+    owners |= {slot: (request, epoch) for slot, request, epoch in rows}
+    live = (slot for slot in by_slot if table.epoch[slot] == owners[slot][1])
+    return [(owners[slot][0], by_slot[slot]) for slot in live]

@@ -13,11 +13,11 @@ from core.plan import Chunk, NewSlot
 from core.request import Pinning, Request, State
 from core.request.params import Hidden
 from core.schedule.builder import PlanBuilder
-from core.schedule.growth import CLIP, GrowthRatio
-from core.schedule.order import Ordering
-from core.schedule.pace import Pace
+from core.schedule.new_token_ratio import CLIP, NewTokenRatio
+from core.schedule.policy import Policy
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
+from core.schedule.throttle import PrefillThrottle
 from core.types import Floats, Ints
 
 
@@ -34,14 +34,14 @@ class Prefills:
     __slots__ = (
         "_cache",
         "_counts",
-        "_growth",
-        "_order",
+        "_new_token_ratio",
+        "_policy",
         "_table",
         "_under_way",
         "_waiting",
         "_whole",
         "admitted",
-        "pace",
+        "throttle",
     )
 
     def __init__(
@@ -49,18 +49,18 @@ class Prefills:
         table: SlotTable,
         cache: CacheManager,
         waiting: Waiting,
-        growth: GrowthRatio,
-        order: Ordering,
+        new_token_ratio: NewTokenRatio,
+        policy: Policy,
         capabilities: Capabilities,
         mixed_tokens: int,
     ) -> None:
-        self.pace = Pace(mixed_tokens, table)
+        self.throttle = PrefillThrottle(mixed_tokens, table)
         self._whole = not capabilities.causal
         self._table = table
         self._cache = cache
         self._waiting = waiting
-        self._growth = growth
-        self._order = order
+        self._new_token_ratio = new_token_ratio
+        self._policy = policy
         self._counts = CountRows(capabilities.count_rows)
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
@@ -81,8 +81,8 @@ class Prefills:
 
     def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
-        if self.pace.most:
-            builder.room = self.pace.room(
+        if self.throttle.most:
+            builder.room = self.throttle.room(
                 builder.room, builder.decode_slots, builder.decode_tokens, self._backlog
             )
         done: list[Request] = []
@@ -103,7 +103,7 @@ class Prefills:
     def _admit(self, builder: PlanBuilder, done: list[Request]) -> None:
         """Whoever comes first and does not fit closes the door: overtaking would starve it. So does a
         retracted request that still is owed tokens: its pages are not for those behind it."""
-        for request in self._order(self._waiting):
+        for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
             tokens = self._try_start(builder, request)
@@ -180,7 +180,7 @@ class Prefills:
         if not len(running):
             return 0
         own = min(request.params.max_tokens - len(request.output), CLIP)
-        tokens = (table.growth(running, CLIP) + own) * self._growth.value
+        tokens = (table.growth(running, CLIP) + own) * self._new_token_ratio.value
         return int(tokens) // self._cache.page_size + 1
 
     def _fits(self, wanted: int, room: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,20 +14,18 @@ from core.errors import ContextExceeded, RequestError
 from core.executor import Capabilities
 from core.plan import PromptLogprobs, RowLogprobs, StepPlan, StepResult
 from core.request import Request, State
-from core.schedule import order
 from core.schedule.builder import PlanBuilder
 from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
-from core.schedule.growth import GrowthRatio
-from core.schedule.ledger import Arrived, Flight, Ledger, arrive, renumbered
+from core.schedule.ledger import Arrived, Flight, Ledger, arrive, by_request, renumbered
+from core.schedule.new_token_ratio import NewTokenRatio
+from core.schedule.policy import by_priority, schedule_policy
 from core.schedule.preempt import preempted
 from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.stats import SchedulerStatistics
 from core.types import NAN_TOKEN, Finish, FinishReason, Floats, Ints
-
-V = TypeVar("V")
 
 ABORTED = Finish(FinishReason.ABORT)
 TOO_LONG_WAITING = Finish(FinishReason.ABORT, message="The request waited too long.")
@@ -78,15 +76,17 @@ class Scheduler:
         self._clock = clock
         self._waiting = Waiting(config.max_queued, config.max_queued_tokens)
         self._table = SlotTable(capabilities.max_rows)
-        self._growth = GrowthRatio(config.conservativeness)
+        self._new_token_ratio = NewTokenRatio(config.conservativeness)
         self._ledger = Ledger()
-        self._decodes = DecodeRows(self._table, cache, self._growth, capabilities.max_drafts, self.retract)
+        self._decodes = DecodeRows(
+            self._table, cache, self._new_token_ratio, capabilities.max_drafts, self.retract
+        )
         self._prefills = Prefills(
             self._table,
             cache,
             self._waiting,
-            self._growth,
-            order.ordering(config.order, cache),
+            self._new_token_ratio,
+            schedule_policy(config.order, cache),
             capabilities,
             config.mixed_tokens,
         )
@@ -132,7 +132,7 @@ class Scheduler:
             self._give_slot(request)
         request.move(State.FINISHED)
         request.finish = finish
-        self._prefills.pace.ended(len(request.output))
+        self._prefills.throttle.ended(len(request.output))
         self.counters.finished[finish.reason.value] += 1
 
     def abort(self, request: Request, finish: Finish = ABORTED) -> None:
@@ -188,7 +188,7 @@ class Scheduler:
             self._plan_prefills(builder)
         if not builder:
             if not self.running:
-                self._growth.idle()
+                self._new_token_ratio.idle()
             return None
         plan, flight = builder.build(self.counters.steps, self._table)
         self.counters.steps += 1
@@ -226,13 +226,14 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> Confirmed:
         """Take one step's answer, in the order of submission."""
-        flight = self._ledger.confirm(result.step)
+        flight, table = self._ledger.confirm(result.step), self._table
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
-        hidden = self._owned(flight, result.hidden) if result.hidden else ()
-        experts = self._owned(flight, result.experts) if result.experts else ()
-        prompt_logprobs = self._owned(flight, result.prompt_logprobs) if result.prompt_logprobs else ()
+        hidden = by_request(flight, result.hidden, table) if result.hidden else []
+        experts = by_request(flight, result.experts, table) if result.experts else []
+        scored = result.prompt_logprobs
+        prompt_logprobs = by_request(flight, scored, table) if scored else ()
         finished = self._apply_chunks(flight)
-        arrived = arrive(flight, result, self._table)
+        arrived = arrive(flight, result, table)
         tokens = arrived.tokens.tolist()
         for request, token in zip(arrived.requests, tokens, strict=True):
             request.output.append(token)
@@ -283,14 +284,6 @@ class Scheduler:
                 finished.append(request)
         return finished
 
-    def _owned(self, flight: Flight, given: Mapping[int, V]) -> list[tuple[Request, V]]:
-        """Whose they are: a slot has one row or one chunk in a step, and a chunk that samples is both."""
-        owners = {slot: (request, epoch) for request, slot, epoch, _ in flight.chunks}
-        rows = zip(flight.slots.tolist(), flight.rows, flight.epochs.tolist(), strict=True)
-        owners |= {slot: (request, epoch) for slot, request, epoch in rows}
-        live = (slot for slot in given if self._table.epoch[slot] == owners[slot][1])
-        return [(owners[slot][0], given[slot]) for slot in live]
-
     # -- leaving -----------------------------------------------------------------------------------
 
     def _leave_line(self, request: Request) -> None:
@@ -335,7 +328,7 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """The first in line may take the place of others that are far below it."""
-        head = next(iter(order.by_priority(self._waiting)), None)
+        head = next(iter(by_priority(self._waiting)), None)
         if head is not None and not self._draining:
             gap = self._config.preemption_gap
             for request in preempted(head, self._table.running(), gap, self._prefills):

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from core.order import Order, OrderDone
+from core.command import Command, CommandDone
 from core.plan import StepPlan
 from gpu.context import ForwardContext
 from gpu.embeds import Embedded, embedded
@@ -113,7 +113,7 @@ class GraphRunner:
         upkeep: Upkeep | None = None,
     ) -> None:
         """`hidden` is width and dtype of the model's hidden states. Runs nothing before `use_model` and
-        `use_pool`. Without `upkeep` orders are refused."""
+        `use_pool`. Without `upkeep` commands are refused."""
         self.device = machine.device
         self._shape, self._machine, self._sampler, self._upkeep = shape, machine, sampler, upkeep
         self._tables = slot_tables(shape.rows, shape.pages, machine.device)
@@ -290,12 +290,12 @@ class GraphRunner:
         rings.clear()
         self._launches = launches
 
-    def carry_out(self, order: Order) -> OrderDone:
+    def carry_out(self, command: Command) -> CommandDone:
         """Do what an operator asked between steps."""
         assert_device_thread(self.device)
         if self._upkeep is None:
-            return OrderDone(order.id, "this runner takes no orders")
-        return self._upkeep.carry_out(order, self)
+            return CommandDone(command.id, "this runner takes no commands")
+        return self._upkeep.carry_out(command, self)
 
     def close(self) -> None:
         """See `gpu.worker.Runner`."""

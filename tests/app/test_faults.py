@@ -371,7 +371,7 @@ async def test_a_device_without_steps_does_not_hang(tokenizer: Tokenizer) -> Non
     await bench.start("b", 3)
     watched.wait(100.0)  # paused
     bench.executor.holds = True
-    order = asyncio.create_task(bench.engine.orders.carry_out("wake"))
+    order = asyncio.create_task(bench.engine.commands.carry_out("wake"))
     await settle()
     watched.wait(100.0)  # reading weights
     bench.executor.carry_out()

@@ -100,7 +100,7 @@ async def test_new_weights_drop_every_kv_and_requests_start_over(bench: Bench, o
     bench.executor.complete()
     await settle()
     await held(bench, asyncio.create_task(operator.load_weights("other")))
-    assert [(o.action, o.path) for o in bench.executor.orders] == [("load_weights", "other")]
+    assert [(o.action, o.path) for o in bench.executor.commands] == [("load_weights", "other")]
     assert not operator.paused
     await settle()
     assert bench.scheduler.cache.statistics().cached == 0
@@ -124,7 +124,7 @@ async def test_weights_that_are_refused_change_nothing(bench: Bench, operator: O
 async def test_asleep_requests_wait_and_a_resume_is_refused(bench: Bench, operator: Operator) -> None:
     await operator.sleep(("weights",))
     await operator.sleep()  # only what is still there
-    assert [o.tags for o in bench.executor.orders] == [("weights",), ("kv_cache",)]
+    assert [o.tags for o in bench.executor.commands] == [("weights",), ("kv_cache",)]
     await bench.start("a", 4)
     await settle()
     with pytest.raises(RequestError, match="sleeps"):
@@ -141,8 +141,8 @@ async def test_asleep_requests_wait_and_a_resume_is_refused(bench: Bench, operat
 async def test_a_profile_is_written_where_the_server_says(operator: Operator, bench: Bench) -> None:
     await operator.start_profile()
     path = await operator.stop_profile()
-    assert [o.action for o in bench.executor.orders] == ["profile_start", "profile_stop"]
-    assert bench.executor.orders[1].path == str(path)
+    assert [o.action for o in bench.executor.commands] == ["profile_start", "profile_stop"]
+    assert bench.executor.commands[1].path == str(path)
     assert path.parent.is_dir()
 
 
@@ -183,7 +183,7 @@ async def test_a_sleep_whose_client_has_gone_can_be_woken_from(bench: Bench, ope
     assert operator.asleep == {"weights", "kv_cache"}
     bench.executor.holds = False
     await operator.wake()
-    assert [o.action for o in bench.executor.orders] == ["sleep", "wake"]
+    assert [o.action for o in bench.executor.commands] == ["sleep", "wake"]
     run = await bench.start("a", 4)
     await settle()
     await finish(bench)
@@ -199,10 +199,10 @@ async def test_a_call_that_is_left_while_it_waits_for_quiet_comes_to_its_end(
     await settle()
     act = {"sleep": operator.sleep, "load_weights": lambda: operator.load_weights("other")}[name]
     await left(asyncio.create_task(act()))
-    assert bench.executor.orders == []
+    assert bench.executor.commands == []
     bench.executor.complete(len(bench.executor.pending))
     await settle()
-    assert [o.action for o in bench.executor.orders] == [name]
+    assert [o.action for o in bench.executor.commands] == [name]
     assert operator.paused == (name == "sleep")
     await operator.wake()
     await settle()

@@ -1,4 +1,4 @@
-"""Who is evicted: each order by name, and all of them against a search of the whole tree."""
+"""Who is evicted: each policy by name, and all of them against a search of the whole tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from core.cache.evict import ORDERS, Order, fifo, lfu, lru, priority
+from core.cache.evict import EVICTION_KEYS, EvictionKey, fifo, lfu, lru, priority
 from core.cache.key import pack
 from core.cache.node import RadixNode
 from core.cache.radix import RadixTree
@@ -32,9 +32,9 @@ def use(tree: RadixTree, tokens: Sequence[int]) -> None:
     tree.credit(tree.match(A, key(tokens)))
 
 
-def three(order: Order) -> RadixTree:
+def three(rank: EvictionKey) -> RadixTree:
     """Pages 1, 2, 3 under tokens 10, 20, 30, in that order of arrival."""
-    tree = RadixTree(1, order)
+    tree = RadixTree(1, rank)
     for page in (1, 2, 3):
         put(tree, [10 * page], [page])
     return tree
@@ -149,16 +149,16 @@ class TestQueue:
         assert len(tree._queue) == 3
 
 
-def next_victim(tree: RadixTree, order: Order) -> RadixNode:
+def next_victim(tree: RadixTree, rank: EvictionKey) -> RadixNode:
     """The slow truth: look at every node."""
     leaves = [n for n in tree.walk() if not n.children and not n.locks and n.parent is not tree.top]
-    return min(leaves, key=order)
+    return min(leaves, key=rank)
 
 
-@pytest.mark.parametrize("name", list(ORDERS))
+@pytest.mark.parametrize("name", list(EVICTION_KEYS))
 def test_every_victim_is_the_one_a_full_search_finds(name: Eviction) -> None:
-    order = ORDERS[name]
-    tree = RadixTree(2, order)
+    rank = EVICTION_KEYS[name]
+    tree = RadixTree(2, rank)
     rng = random.Random(name)
     fresh = iter(range(1, 10**6))
     held: list[RadixNode] = []
@@ -177,7 +177,7 @@ def test_every_victim_is_the_one_a_full_search_finds(name: Eviction) -> None:
             case 4 if held:
                 tree.unlock(held.pop(rng.randrange(len(held))))
             case 5 if tree.evictable:
-                expected = next_victim(tree, order)
+                expected = next_victim(tree, rank)
                 assert tree.evict(1).tolist() == expected.pages.tolist()
                 evicted += 1
         tree.check_queue()

@@ -7,20 +7,20 @@ import random
 import pytest
 
 from core.config import CacheConfig
-from core.config.groups import Eviction, Order
+from core.config.groups import Eviction, SchedulePolicy
 from core.request import Request
-from core.schedule import pace
+from core.schedule import throttle
 from core.types import FinishReason, RootKey
 from tests.core.harness import VOCAB, Harness, prompts
 
-ORDERS: tuple[Order, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
+POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
 
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that prompts beside rows are held back in steps of 16 tokens too."""
-    monkeypatch.setattr(pace, "LEAST", 1)
+    monkeypatch.setattr(throttle, "LEAST", 1)
 
 
 class Traffic:
@@ -42,7 +42,7 @@ class Traffic:
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
             mixed_tokens=rng.choice([0, 4, 24]),
-            order=rng.choice(ORDERS),
+            order=rng.choice(POLICIES),
             prefill_first=rng.random() < 0.3,
             conservativeness=rng.choice([0.01, 0.5, 1.0]),
             preemption_gap=rng.choice([1, 5]),

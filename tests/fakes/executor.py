@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from core.command import Command, CommandDone
 from core.executor import Capabilities
-from core.order import Order, OrderDone
 from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan, StepResult
 from core.types import Floats, Ints, NDArray64
 
@@ -65,10 +65,10 @@ class FakeExecutor:
         self.limit = np.zeros(capabilities.max_rows + 1, np.int64)
         self.cell = np.zeros(capabilities.max_rows + 1, np.int64)
         self.pending: deque[StepPlan] = deque()
-        self.done: list[StepResult | StepFailure | OrderDone] = []
-        self.orders: list[Order] = []
+        self.done: list[StepResult | StepFailure | CommandDone] = []
+        self.commands: list[Command] = []
         self.holds = False
-        """Orders take until `carry_out`."""
+        """Commands take until `carry_out`."""
         self.refuse: str | None = None
         self.plans: list[StepPlan] = []
         self.eager = eager
@@ -104,18 +104,18 @@ class FakeExecutor:
                 self.done.append(self._run(plan))
             self._wake()
 
-    def order(self, order: Order) -> None:
+    def command(self, command: Command) -> None:
         """Carried out at once, unless `holds`; `refuse` says why not."""
-        self.orders.append(order)
+        self.commands.append(command)
         if not self.holds:
             self.carry_out()
 
     def carry_out(self) -> None:
-        """Answer the last order."""
-        self.done.append(OrderDone(self.orders[-1].id, self.refuse))
+        """Answer the last command."""
+        self.done.append(CommandDone(self.commands[-1].id, self.refuse))
         self._wake()
 
-    def results(self) -> list[StepResult | StepFailure | OrderDone]:
+    def results(self) -> list[StepResult | StepFailure | CommandDone]:
         done, self.done = self.done, []
         return done
 

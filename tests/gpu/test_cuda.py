@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from core.command import Command
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
-from core.order import Order
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
@@ -241,7 +241,7 @@ def test_a_closed_executor_gives_its_memory_back(moe: Path) -> None:
     assert taken > 1 << 30
     runner = made._worker._runner
     with device_thread(torch.device("cuda")):
-        runner.carry_out(Order(id=1, action="sleep", tags=("kv_cache",)))
+        runner.carry_out(Command(id=1, action="sleep", tags=("kv_cache",)))
     assert torch.cuda.memory_reserved() - before < taken / 4
     made.close()
     assert torch.cuda.memory_reserved() - before < taken / 4

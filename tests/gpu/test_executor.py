@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
+from core.command import Command
 from core.executor import Capabilities
 from core.mailbox import Closed
-from core.order import Order
 from core.plan import StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS
 from gpu import worker
@@ -178,10 +178,10 @@ def test_a_thread_that_did_not_enter_is_refused() -> None:
 
 def test_an_order_that_raises_ends_the_executor() -> None:
     runner = ScriptedRunner()
-    runner.carry_out = lambda order: {}[order]  # type: ignore[attr-defined]
+    runner.carry_out = lambda command: {}[command]  # type: ignore[attr-defined]
     executor = LocalExecutor(runner, CAPS)  # type: ignore[arg-type]
     executor.start(lambda: None)
-    executor.order(Order(id=1, action="sleep"))
+    executor.command(Command(id=1, action="sleep"))
     executor.submit(StepPlan(0, NO_TOKENS))
     executor.close()
     (failure,) = executor.results()

@@ -1,4 +1,4 @@
-"""Orders between steps, on a real runner and its threads."""
+"""Commands between steps, on a real runner and its threads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from core.command import Action, Command, CommandDone, Tag
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import EngineFailed
-from core.order import Action, Order, OrderDone, Tag
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.types import NO_TOKENS
 from gpu.build import build_executor, spec_of
@@ -49,33 +49,37 @@ def prefill(step: int) -> StepPlan:
     )
 
 
-def play(executor: LocalExecutor, *work: StepPlan | Order) -> list[StepResult | OrderDone]:
+def play(executor: LocalExecutor, *work: StepPlan | Command) -> list[StepResult | CommandDone]:
     """Submit everything at once, close, and take what came."""
     for item in work:
-        if isinstance(item, Order):
-            executor.order(item)
+        if isinstance(item, Command):
+            executor.command(item)
         else:
             executor.submit(item)
     executor.close()
     answers = executor.results()
-    assert all(isinstance(answer, StepResult | OrderDone) for answer in answers), answers
+    assert all(isinstance(answer, StepResult | CommandDone) for answer in answers), answers
     return answers  # type: ignore[return-value]
 
 
-def order(id: int, action: Action, path: str = "", *tags: Tag) -> Order:
+def command(id: int, action: Action, path: str = "", *tags: Tag) -> Command:
     return (
-        Order(id=id, action=action, path=path, tags=tags) if tags else Order(id=id, action=action, path=path)
+        Command(id=id, action=action, path=path, tags=tags)
+        if tags
+        else Command(id=id, action=action, path=path)
     )
 
 
-def token(answer: StepResult | OrderDone) -> int:
+def token(answer: StepResult | CommandDone) -> int:
     assert isinstance(answer, StepResult)
     return int(answer.tokens[0])
 
 
 def test_answers_come_in_the_order_of_work_and_memory_comes_back(executor: LocalExecutor) -> None:
-    first, slept, woke, second = play(executor, prefill(0), order(7, "sleep"), order(8, "wake"), prefill(1))
-    assert (slept, woke) == (OrderDone(7), OrderDone(8))
+    first, slept, woke, second = play(
+        executor, prefill(0), command(7, "sleep"), command(8, "wake"), prefill(1)
+    )
+    assert (slept, woke) == (CommandDone(7), CommandDone(8))
     assert token(first) == token(second)
 
 
@@ -87,8 +91,8 @@ def test_other_weights_of_the_same_shape_change_the_answer(executor: LocalExecut
     reference = tiny_model.build("llama", path).reference
     with_zero = {name: tensor.clone().zero_() for name, tensor in reference.state_dict().items()}
     reference.save_pretrained(other, state_dict=with_zero)
-    before, loaded, after = play(executor, prefill(0), order(1, "load_weights", str(other)), prefill(1))
-    assert loaded == OrderDone(1)
+    before, loaded, after = play(executor, prefill(0), command(1, "load_weights", str(other)), prefill(1))
+    assert loaded == CommandDone(1)
     assert token(before) != 0
     assert token(after) == 0  # all logits are equal: the lowest id
 
@@ -100,8 +104,8 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_stay(
     if missing == "shape":
         config = json.loads((path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 32}))
-    before, refused, after = play(executor, prefill(0), order(1, "load_weights", str(tmp_path)), prefill(1))
-    assert isinstance(refused, OrderDone)
+    before, refused, after = play(executor, prefill(0), command(1, "load_weights", str(tmp_path)), prefill(1))
+    assert isinstance(refused, CommandDone)
     assert refused.error is not None and "config.json" in refused.error
     assert token(before) == token(after)
 
@@ -110,13 +114,13 @@ def test_a_trace_is_written(executor: LocalExecutor, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     answers = play(
         executor,
-        order(1, "profile_start"),
+        command(1, "profile_start"),
         prefill(0),
-        order(2, "profile_stop", str(file)),
-        order(3, "profile_stop", str(file)),
+        command(2, "profile_stop", str(file)),
+        command(3, "profile_stop", str(file)),
     )
-    assert [a for a in answers if isinstance(a, OrderDone)][:2] == [OrderDone(1), OrderDone(2)]
-    assert isinstance(answers[3], OrderDone) and answers[3].error is not None
+    assert [a for a in answers if isinstance(a, CommandDone)][:2] == [CommandDone(1), CommandDone(2)]
+    assert isinstance(answers[3], CommandDone) and answers[3].error is not None
     assert any("linear" in event.get("name", "") for event in json.loads(file.read_text())["traceEvents"])
 
 
@@ -150,11 +154,11 @@ def test_weights_that_cannot_be_restored_fail_the_engine(old_is_readable: bool) 
 
     upkeep, runner = Upkeep("old", load, lambda: None, both=False), Bare()  # type: ignore[arg-type, return-value]
     if old_is_readable:
-        done = upkeep.carry_out(order(1, "load_weights", "new"), runner)
+        done = upkeep.carry_out(command(1, "load_weights", "new"), runner)
         assert (done.error, runner.model) == ("no such directory: new", "old again")
     else:
         with pytest.raises(EngineFailed, match=r"new.*old"):
-            upkeep.carry_out(order(1, "load_weights", "new"), runner)
+            upkeep.carry_out(command(1, "load_weights", "new"), runner)
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -169,11 +173,11 @@ def test_weights_whose_steps_cannot_be_captured_are_refused(both: bool, old_runs
         both=both,
     )
     if old_runs:
-        done = upkeep.carry_out(order(1, "load_weights", "new"), runner)
+        done = upkeep.carry_out(command(1, "load_weights", "new"), runner)
         assert (done.error, runner.model) == ("out of memory", "old again")
     else:
         with pytest.raises(EngineFailed, match="could not be read again"):
-            upkeep.carry_out(order(1, "load_weights", "new"), runner)
+            upkeep.carry_out(command(1, "load_weights", "new"), runner)
 
 
 @pytest.mark.parametrize("refused", ["weights", "pages"])
@@ -181,9 +185,9 @@ def test_a_wake_that_fails_half_way_leaves_the_server_asleep(refused: str) -> No
     runner = Bare((refused,))
     upkeep = Upkeep("old", lambda path: "weights", lambda: "pages")  # type: ignore[arg-type, return-value]
     tags: tuple[Tag, ...] = ("weights", "kv_cache")
-    assert upkeep.carry_out(order(1, "sleep", "", *tags), runner).error is None
-    done = upkeep.carry_out(order(2, "wake", "", *tags), runner)
+    assert upkeep.carry_out(command(1, "sleep", "", *tags), runner).error is None
+    done = upkeep.carry_out(command(2, "wake", "", *tags), runner)
     assert (done.error, runner.model, runner.pool) == ("out of memory", None, None)
     runner.refuses = ()
-    assert upkeep.carry_out(order(3, "wake", "", *tags), runner).error is None
+    assert upkeep.carry_out(command(3, "wake", "", *tags), runner).error is None
     assert (runner.model, runner.pool) == ("weights", "pages")

@@ -17,8 +17,8 @@ from app.http.body import decoded
 from app.http.errors import HttpError
 from app.http.keys import SERVE, SERVICE
 from app.http.reply import json_response
+from core.command import TAGS, Tag
 from core.errors import RequestError, Unavailable
-from core.order import TAGS, Tag
 
 T = TypeVar("T")
 Act = Callable[[Operator, web.Request], Awaitable[dict[str, object]]]

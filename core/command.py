@@ -1,4 +1,4 @@
-"""What an operator can ask of a device between two steps."""
+"""Commands of an operator that a device carries out between two steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Carried out by the launch thread when the plans submitted before it are done.
 
     `path` is the checkpoint of `load_weights` and the file that `profile_stop` writes. `tags` say what
@@ -24,8 +24,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     tags: tuple[Tag, ...] = TAGS
 
 
-class OrderDone(msgspec.Struct, frozen=True):
-    """An order's answer. With an `error`, everything is as it was before."""
+class CommandDone(msgspec.Struct, frozen=True):
+    """The result of a command. With an `error`, everything is as it was before."""
 
     id: int
     error: str | None = None

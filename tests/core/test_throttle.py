@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.plan import StepPlan
-from core.schedule.pace import LEAST
+from core.schedule.throttle import LEAST
 from tests.core.harness import VOCAB, Harness
 
 STEP, MIXED = 400, 100

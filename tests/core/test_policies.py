@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from core.config.groups import Order
+from core.config.groups import SchedulePolicy
 from core.request import Request, State
-from core.schedule.order import OVERTAKEN
+from core.schedule.policy import OVERTAKEN
 from tests.core.harness import VOCAB, Harness
 
-ORDERS: tuple[Order, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
+POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 
 
 def admissions(h: Harness) -> int:
@@ -25,8 +25,8 @@ def run_all(h: Harness, requests: list[Request]) -> None:
         h.check(request)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_prompts_that_part_in_the_middle_of_a_node_are_admitted_once(order: Order) -> None:
+@pytest.mark.parametrize("order", POLICIES)
+def test_prompts_that_part_in_the_middle_of_a_node_are_admitted_once(order: SchedulePolicy) -> None:
     h = Harness(order=order)
     stem = list(range(16))
     first = h.request(stem, max_tokens=1)
@@ -36,9 +36,9 @@ def test_prompts_that_part_in_the_middle_of_a_node_are_admitted_once(order: Orde
     assert admissions(h) == 4
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", POLICIES)
 @pytest.mark.parametrize("seed", range(50))
-def test_a_burst_is_admitted_once_and_reads_what_was_written(order: Order, seed: int) -> None:
+def test_a_burst_is_admitted_once_and_reads_what_was_written(order: SchedulePolicy, seed: int) -> None:
     rng = random.Random(seed)
     h = Harness(order=order, pages=96, rows=rng.choice([2, 8]), step_tokens=rng.choice([16, 32, 64]))
     stem = [rng.randrange(VOCAB) for _ in range(rng.randrange(8, 33))]
@@ -58,7 +58,7 @@ def test_a_burst_is_admitted_once_and_reads_what_was_written(order: Order, seed:
 
 
 @pytest.mark.parametrize("order", ["lpm", "dfs-weight", "lof"])
-def test_a_request_is_overtaken_by_so_many_and_no_more(order: Order) -> None:
+def test_a_request_is_overtaken_by_so_many_and_no_more(order: SchedulePolicy) -> None:
     """Ten minutes in which others that the order likes better never stop coming."""
     rows = 4
     h = Harness(order=order, rows=rows, depth=0)
@@ -78,8 +78,8 @@ def test_a_request_is_overtaken_by_so_many_and_no_more(order: Order) -> None:
     run_all(h, [passed_over])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_who_was_retracted_goes_before_who_came_later(order: Order) -> None:
+@pytest.mark.parametrize("order", POLICIES)
+def test_who_was_retracted_goes_before_who_came_later(order: SchedulePolicy) -> None:
     h = Harness(order=order, rows=2, depth=0)
     retracted = h.request([1, 2, 3], max_tokens=8)
     other = h.request([4, 5, 6], max_tokens=8)

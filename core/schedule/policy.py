@@ -1,6 +1,6 @@
-"""In which order waiting requests are tried.
+"""Schedule policies: which waiting request is admitted first.
 
-An order ranks some of the requests at the head of the line; it adds none, drops none and changes nothing.
+A policy ranks some of the requests at the head of the queue; it adds none, drops none and changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import attrgetter
 from core.cache.manager import CacheManager
 from core.cache.node import RadixNode
 from core.cache.radix import Prefix
-from core.config.groups import Order
+from core.config.groups import SchedulePolicy
 from core.request import Request
 from core.schedule.queue import Waiting
 
@@ -22,7 +22,7 @@ HEAD = 128
 (SGLang ranks none at all when more than so many wait)."""
 
 OVERTAKEN = 128
-"""Later arrivals that an order may put before a request, and those of one step: then it goes by arrival."""
+"""Later arrivals that a policy may put before a request, and those of one step: then it goes by arrival."""
 
 LOOK = 32_768
 """Tokens of prompts that are looked up in the tree for one step, about 0.1 ms. Where more is due, what was
@@ -33,16 +33,16 @@ LONGEST = 16_384
 
 SHUFFLE_SEED = 0
 
-Ordering = Callable[[Waiting], Iterable[Request]]
+Policy = Callable[[Waiting], Iterable[Request]]
 Rank = Callable[[Request], float]
 """The smallest goes first."""
 Ranking = Callable[[list[Request]], Rank]
 
 
-def ordering(name: Order, cache: CacheManager) -> Ordering:
-    """The order of that name over requests whose prefixes are looked for in `cache`."""
+def schedule_policy(name: SchedulePolicy, cache: CacheManager) -> Policy:
+    """The policy of that name, for requests whose prefixes are looked up in `cache`."""
     prefixes = Prefixes(cache)
-    orderings: dict[Order, Ordering] = {
+    policies: dict[SchedulePolicy, Policy] = {
         "fcfs": list,
         "priority": by_priority,
         "lof": ranked(longest_output),
@@ -50,24 +50,24 @@ def ordering(name: Order, cache: CacheManager) -> Ordering:
         "lpm": ranked(longest_prefix(prefixes)),
         "dfs-weight": ranked(heaviest_subtree(prefixes)),
     }
-    return orderings[name]
+    return policies[name]
 
 
 def by_priority(waiting: Waiting) -> list[Request]:
-    """Highest priority first, then as they stand in line."""
+    """Highest priority first, then as they stand in the queue."""
     return sorted(waiting, key=attrgetter("priority"), reverse=True)
 
 
-def ranked(ranking: Ranking) -> Ordering:
-    """By rank; before all others, and as they stand in line, those that ran already and those that have
-    been overtaken often enough."""
+def ranked(ranking: Ranking) -> Policy:
+    """By rank, but those that ran already and those that have been overtaken often enough go first, as they
+    stand in the queue."""
 
-    def order(waiting: Waiting) -> list[Request]:
+    def policy(waiting: Waiting) -> list[Request]:
         line, overdue = list(waiting), waiting.overdue(OVERTAKEN)
         head = line[overdue : overdue + HEAD]
         return line[:overdue] + sorted(head, key=ranking(head)) + line[overdue + HEAD :]
 
-    return order
+    return policy
 
 
 def longest_output(_: list[Request]) -> Rank:
@@ -85,7 +85,7 @@ def shuffled(rng: random.Random) -> Ranking:
 
 
 class Prefixes:
-    """How far waiting prompts reach into the tree; each is looked up again when the tree has changed where
+    """The cached prefixes of waiting prompts; each is looked up again when the tree has changed where
     its prefix ends.
 
     Owner: event loop.
@@ -98,8 +98,8 @@ class Prefixes:
         self._found: dict[Request, Prefix] = {}
 
     def of(self, requests: list[Request]) -> dict[Request, Prefix]:
-        """What is known of each; of some nothing yet, when `LOOK` was used up by others. Those that are not
-        among `requests` are forgotten."""
+        """The prefix of each, but of those for which `LOOK` left no time yet. Requests that are not among
+        `requests` are forgotten."""
         cache, before = self._cache, self._found
         found: dict[Request, Prefix] = {}
         left = LOOK

@@ -13,7 +13,7 @@ RETRACT_ROOM = 20
 """Tokens of room per row that a retraction assumes. SGLang's figures, all four."""
 
 
-class GrowthRatio:
+class NewTokenRatio:
     """Share of the remaining output to keep pages for.
 
     Starts careful, falls linearly while steps go well, jumps when a retraction shows that it was

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from core.request import Request
 
 
-class CommonPages:
+class SharedPrefix:
     """How many leading pages the rows share, as a bound from below that is exact most of the time.
 
     A row that joins can only shorten what is shared, which is checked against one row. A row that

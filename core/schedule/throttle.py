@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from core.schedule.growth import CLIP
+from core.schedule.new_token_ratio import CLIP
 from core.schedule.table import SlotTable
 from core.types import NDArray64
 
@@ -15,7 +15,7 @@ MEMORY = 32
 """Answers over which their usual length is averaged."""
 
 
-class Pace:
+class PrefillThrottle:
     """Spreads prompts over the steps that decoding takes anyway.
 
     A step of decode rows reads the weights for a token each, and leaves the arithmetic idle; tokens of
