@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -239,6 +240,9 @@ class Scheduler:
             request.output.append(token)
         ends, cut = self._end_rows(arrived, tokens)
         if cut:
+            over = Counter(arrived.requests[at] for at in cut)
+            hidden = [(request, states[: len(states) - over[request]]) for request, states in hidden]
+            experts = [(request, chosen[: len(chosen) - over[request]]) for request, chosen in experts]
             keep = [at for at in range(len(tokens)) if at not in cut]
             arrived, ends = arrived.kept(keep), renumbered(ends, keep)
             tokens = arrived.tokens.tolist()

@@ -135,6 +135,18 @@ def test_log_probabilities_and_hidden_states_are_of_accepted_tokens() -> None:
     assert len(h.executor.plans) < 20, "drafts were accepted"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_hidden_states_of_tokens_behind_a_stop_are_dropped(seed: int) -> None:
+    h = Harness(drafts=7, samples=32, seed=seed)
+    stop = oracle([1, 2, 3], 20, VOCAB)[10]
+    a = h.request([1, 2, 3], 20, stop_ids=frozenset({stop}), hidden="all", experts_from=0)
+    h.run()
+    h.check(a)
+    tokens = [*a.prompt.tolist(), *a.output[:-1]]
+    assert np.concatenate(h.hidden[a.id]).tolist() == [[t, at] for at, t in enumerate(tokens)]
+    assert np.concatenate(h.experts[a.id]).tolist() == [[[t, at]] for at, t in enumerate(tokens)]
+
+
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_pages_follow_the_most_that_rows_can_write(depth: int) -> None:
     """And no more than that: (depth + 1) queries ahead."""
