@@ -1,1 +1,2 @@
-"""Decides. Pure Python over integers: no torch, no sockets, no text, no device."""
+"""The scheduling side: decides what runs. Pure Python over integers; no torch, no sockets, no text, no
+device."""

@@ -1,4 +1,4 @@
-"""Time, as a thing that is handed in. Decisions never call `time.*` themselves."""
+"""The clock that decisions are given; they never call `time.*` themselves."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class LoomError(Exception):
 
 
 class ConfigError(LoomError):
-    """A flag, file or machine is not as it must be. The message says what to change."""
+    """A flag, file or machine is wrong. The message says what to change."""
 
 
 class ModelError(ConfigError):
@@ -68,11 +68,11 @@ class ContextExceeded(RequestError):
 
 
 class NotFound(RequestError):
-    """Nothing of that name is here."""
+    """There is nothing of that name."""
 
 
 class Aborted(RequestError):
-    """Somebody ended the request by its id, and half of its answer is none."""
+    """The request was aborted by its id, so there is no complete answer."""
 
     def __init__(self) -> None:
         super().__init__("The request was aborted.", code="request_aborted")
@@ -95,11 +95,11 @@ class Unavailable(LoomError):
 
 
 class DiskFull(LoomError):
-    """What was to be kept has no room on the disk."""
+    """There is no room on the disk for the data to be stored."""
 
 
 def check_disk_full(error: Exception) -> None:
-    """Raise `DiskFull` where `error` is what the system or sqlite says of a full disk or quota."""
+    """Raise `DiskFull` if `error` is how the system or sqlite reports a full disk or quota."""
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
         raise DiskFull("The server's disk is full; its operator has to make room on it.") from error

@@ -1,4 +1,4 @@
-"""The seam between deciding and executing."""
+"""The executor: the interface between scheduling and execution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.plan import StepFailure, StepPlan, StepResult
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What an executor can hold. Page 0 and slot 0 are dumps and not counted as usable."""
+    """Sizes of an executor. Page 0 and slot 0 are dumps and not counted as usable."""
 
     num_pages: int
     """Pages in the pool, the dump included: usable ids are 1 ... num_pages - 1."""
@@ -29,14 +29,14 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     max_drafts: int = 0
     """Draft tokens that a decode row's query may have besides its last token."""
     max_samples: int = 0
-    """Rows of logits that a step can hold, at least `max_rows`; 0: just so many."""
+    """Rows of logits that a step can hold, at least `max_rows`; 0: as many as `max_rows`."""
     max_depth: int = 2
     causal: bool = True
-    """Tokens see only those before them. Where they see all, as in encoders, a prompt runs whole, in one
-    step, and its pages are worth nothing to another."""
+    """Causal attention. Without it, as in encoders, a prompt runs whole in one step, and its pages are of no
+    use to another request."""
     device: str = "cpu"
     dtype: str = ""
-    """What is computed in; weights and pages may be held in less."""
+    """Of the computation; weights and pages may have a smaller one."""
     weight_dtype: str = ""
     """Of the layers' matrices."""
     kv_dtype: str = ""
@@ -61,11 +61,11 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> None: ...
 
     def command(self, command: Command) -> None:
-        """Do something between steps: after the plans submitted so far, before those that follow."""
+        """Carry out a command after the plans submitted so far and before those that follow."""
         ...
 
     def results(self) -> list[StepResult | StepFailure | CommandDone]:
-        """What has arrived since the last call, oldest first; does not wait."""
+        """Results that arrived since the last call, oldest first; does not wait."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""What an answer must look like: the constraint a client asked for, and what carries it out.
+"""Structured output: the constraint that a client asked for, and the interfaces that carry it out.
 
-The libraries that compile grammars bring torch or hold native threads, so they live behind these
-protocols: the edge compiles, the scheduler carries the compiled grammar to a slot without looking
-into it, the device side steps it.
+The libraries that compile grammars bring torch or hold native threads, so they live behind these protocols:
+the edge compiles, the scheduler carries the compiled grammar to a slot without looking into it, the device
+side steps it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 BROKEN = "The output cannot continue under its grammar"
-"""How the reason begins when a matcher breaks in the middle of an answer: reasons travel as text, and by
-this one it is known that the request's own constraint ended it, not the engine."""
+"""Start of the reason of a row whose matcher broke in the middle of an answer. Reasons travel as text; by
+this one the edge knows that the request's own constraint ended it, not the engine."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 
@@ -43,11 +43,11 @@ class TokenRules(msgspec.Struct, frozen=True):
 
 
 class TokenTable(msgspec.Struct, frozen=True):
-    """A vocabulary, as grammars have to know it.
+    """The vocabulary in the form that grammars need.
 
-    `raw[id]` is the exact bytes of a token. `control` are the added tokens: text never matches them.
-    `stops` end a generation. `width` is the number of logits, which may exceed the vocabulary.
-    `definition` is the content of tokenizer.json.
+    `raw[id]` is the exact bytes of a token. `control` are the added tokens: text never matches them. `stops`
+    end a generation. `width` is the number of logits, which may exceed the vocabulary. `definition` is the
+    content of tokenizer.json.
     """
 
     raw: list[bytes]
@@ -62,7 +62,7 @@ class CompiledGrammar(Protocol):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a lenient schema asks for and the output is not held to."""
+        """Parts of a lenient schema that the output is not held to."""
         ...
 
     def matcher(self) -> Any:
@@ -80,7 +80,7 @@ class GrammarCompiler(Protocol):
         ...
 
     def restrict(self, grammar: CompiledGrammar | None, rules: TokenRules) -> CompiledGrammar:
-        """`grammar` (None: any text) under `rules` as well. Takes 0.1 ms."""
+        """`grammar` (None: any text) restricted by `rules` as well. Takes 0.1 ms."""
         ...
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Work that may never end or take all memory: the protocol by which it is done in a process that can be
-killed. A native thread cannot be stopped, and cannot be kept from taking the GIL or the memory."""
+"""Protocol of the helper process, for work that may never end or take all memory and so must be killable: a
+native thread cannot be stopped, and cannot be kept from taking the GIL or the memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.errors import LoomError
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What the helper does with a payload.
+    """The code that the helper runs on a payload.
 
     `target` names a class as `package.module:Class`. The helper makes it once with `state` and calls it with
     each payload; both, and its answer, are bytes. Names come from the program, never from a request.
@@ -25,7 +25,7 @@ class Worker(Protocol):
     """An instance of a task's class. Owner: the helper's only thread."""
 
     def __call__(self, payload: bytes) -> bytes:
-        """One job. Faults that a client is to be told belong into the answer: what is raised ends the
+        """Run one job. Faults that the client should hear of belong into the answer: an exception ends the
         job with `Failed`."""
         ...
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Closed(Exception):
-    """The other side will take nothing more."""
+    """The other side takes no more items."""
 
 
 class Mailbox(Generic[T]):

@@ -1,4 +1,4 @@
-"""The nouns that every room shares. Imports nothing of ours."""
+"""Types that every room shares. Imports nothing of ours."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int32]
 NDArray64 = NDArray[np.int64]
 Floats = NDArray[np.float32]
-Bools = NDArray[np.bool_]
 
 NO_TOKENS: Ints = np.zeros(0, np.int32)
 NO_TOKENS.setflags(write=False)
 
 NO_LIMIT = 2**31 - 1
-"""Of positions: none is out of bounds."""
+"""A limit that no position reaches."""
 
 NAN_TOKEN = -1
-"""What a step reports for a row whose logits were not finite."""
+"""Token of a row whose logits were not finite."""
 
 LogprobsMode = Literal["raw_logprobs", "masked_logprobs", "processed_logprobs"]
-"""Of which distribution the log-probabilities of sampled tokens are told: the model's; the model's among the
-tokens that a grammar allows; what the token was chosen from, after the grammar, a logit processor, biases,
-penalties, temperature and filters. The first and the last are vLLM's words."""
+"""The distribution whose log-probabilities are reported for sampled tokens: the model's; the model's among
+the tokens that a grammar allows; the one that the token was chosen from, after the grammar, a logit
+processor, biases, penalties, temperature and filters. The first and the last are vLLM's words."""
 
 
 class FinishReason(Enum):
@@ -51,7 +50,7 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class RootKey(msgspec.Struct, frozen=True):
-    """What keeps equal tokens apart in the radix tree: another adapter, another tenant, another salt."""
+    """Namespace of equal tokens in the radix tree: another adapter, tenant or salt has another."""
 
     adapter: str = ""
     tenant: str = ""

@@ -72,7 +72,7 @@ class Watcher:
         closing = self._watch.closing
         mark = await self._encoder.encode_async(closing, False)
         ids: list[int] = mark.tolist()
-        take(index, Piece(closing, ids, [_sure(id) for id in ids] if job.sampling.told else None))
+        take(index, Piece(closing, ids, [_sure(id) for id in ids] if job.sampling.wants_logprobs else None))
         used = len(thought) + len(ids)
         left = None if job.max_tokens is None else job.max_tokens - used
         if left is not None and left < 1:

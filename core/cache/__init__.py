@@ -1,4 +1,4 @@
-"""Which pages hold what, who stands on them, and which go first. Page numbers only, never tensors."""
+"""KV pages, the radix tree over them, and eviction. Page numbers only, never tensors."""
 
 from core.cache.hold import Hold
 from core.cache.manager import CacheManager, Match

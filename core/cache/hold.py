@@ -1,4 +1,4 @@
-"""The pages one running request stands on."""
+"""The pages of one running request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the cache's books balance? Walks everything, believes no counter."""
+"""Integrity check of the KV cache: walks everything and trusts no counter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _check_node(tree: RadixTree, node: RadixNode, step: int) -> None:
-    """Nodes are named once something is wrong: to name all of 12,000 took 0.1 s of an idle loop."""
+    """A node is described only once something is wrong: describing all of 12,000 took 0.1 s of an idle
+    loop."""
     wrong = _root_fault(node) if node.parent is tree.top else _fault(node, step)
     if wrong:
         raise IntegrityError(f"{_name(node)}: {wrong}")

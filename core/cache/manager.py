@@ -75,8 +75,8 @@ class CacheManager:
         return Match(node, pages, len(pages) * self.page_size, len(tokens))
 
     def peek(self, root: RootKey, tokens: Ints, limit: int) -> Prefix:
-        """What `match` would find, with nothing refreshed and no node split: to rank requests by, and to
-        count for them."""
+        """The prefix that `match` would find, with nothing refreshed and no node split: for ranking and
+        counting."""
         return self._tree.peek(root, self._key(tokens, limit))
 
     def is_current(self, prefix: Prefix) -> bool:
@@ -84,7 +84,7 @@ class CacheManager:
         return self._tree.is_current(prefix)
 
     def _key(self, tokens: Ints, limit: int) -> bytes:
-        """Of the whole pages among the first `limit` tokens."""
+        """The key of the whole pages among the first `limit` tokens."""
         units = min(limit, num_units(len(tokens), self._bigram)) if self._radix else 0
         return pack(tokens, 0, max(units - units % self.page_size, 0), self._bigram)
 
@@ -131,7 +131,7 @@ class CacheManager:
         return self._pages.try_take(n)
 
     def _evict(self, n: int) -> int:
-        """Free at least `n` of the evictable pages, those under pins last; how many it were."""
+        """Free at least `n` of the evictable pages, pinned ones last; returns how many it freed."""
         freed, unpinned = 0, self._pins.give_way()
         while True:
             dropped = self._tree.evict(n - freed)

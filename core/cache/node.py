@@ -11,10 +11,10 @@ NO_PAGES: Ints = np.zeros(0, np.int32)
 NO_PAGES.setflags(write=False)
 
 LOWEST = -(2**63)
-"""Below every priority: what a node has until it is promoted."""
+"""Lowest priority of all: a node has it until it is promoted."""
 
 Edge = bytes | RootKey
-"""What a node is filed under at its parent: the first page of its key, or a root's name."""
+"""The key of a node at its parent: the first page of its key, or a root's name."""
 
 
 class RadixNode(msgspec.Struct, eq=False, gc=False):

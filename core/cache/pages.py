@@ -10,7 +10,7 @@ from core.types import Ints
 
 
 class IntegrityError(RuntimeError):
-    """The cache's books do not balance: a bug here or in a caller, never a client's doing."""
+    """The cache's accounting is inconsistent: a bug here or in a caller, never a client's fault."""
 
 
 class PageAllocator:

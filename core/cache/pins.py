@@ -11,14 +11,14 @@ from core.cache.pages import IntegrityError
 from core.cache.radix import RadixTree
 
 OWNER_SHARE = 0.5
-"""Of all that may be pinned, what one owner may: no one can push out everybody else's pins, and one who
+"""Share of the pinnable pages that one owner may pin: no one can push out everybody else's pins, and one who
 is alone still gets most of what its conversations need."""
 
 MAX_PINS = 2048
 """Pins of different owners may stand on the same pages, so pages do not bound their number."""
 
 Key = tuple[str, RadixNode, float]
-"""Owner, the node that ends the prefix, seconds: what makes two pins one."""
+"""Identity of a pin: its owner, the node that ends the prefix, and its seconds."""
 
 
 class Pin:

@@ -1,4 +1,4 @@
-"""What the operator chose. Frozen groups; flags are made from the fields (`app/cli.py`)."""
+"""Settings of the operator: frozen groups, from whose fields flags are made (`app/cli.py`)."""
 
 from core.config.groups import (
     LEAST_STEP,

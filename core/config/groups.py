@@ -40,7 +40,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     logprobs_mode: Annotated[
         LogprobsMode,
         Meta(
-            description="of which distribution log-probabilities are told where a request does not say; "
+            description="distribution whose log-probabilities are reported unless a request chooses; "
             "raw_logprobs: the model's, but masked_logprobs in /generate; masked_logprobs: the model's among "
             "the tokens that a grammar allows; processed_logprobs: what the token was chosen from"
         ),
@@ -67,8 +67,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     attention_backend: Annotated[
         str,
         Meta(
-            description="who attends on a GPU: NAME, or prefill=NAME,decode=NAME; empty: what was "
-            "measured to be fastest; a backend that cannot is refused with the reason"
+            description="attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest "
+            "one measured; one that does not support the model is refused with the reason"
         ),
     ] = ""
     context_length: Annotated[
@@ -99,7 +99,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
         float, Meta(description="share of free memory for the KV pool; 0: chosen by device", ge=0, le=0.98)
     ] = 0.0
     radix_cache: Annotated[bool, Meta(description="reuse the KV of equal prefixes")] = True
-    eviction: Annotated[Eviction, Meta(description="which cached pages go first")] = "lru"
+    eviction: Annotated[Eviction, Meta(description="eviction policy: which cached pages go first")] = "lru"
     pin_share: Annotated[
         float,
         Meta(
@@ -150,7 +150,7 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
     preemption_gap: Annotated[
         int,
         Meta(
-            description="with order=priority: how far above a running request a waiting one takes its place",
+            description="with order=priority: by how much a request outranks those that it preempts",
             ge=1,
         ),
     ] = 10

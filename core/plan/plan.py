@@ -33,7 +33,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def known(self) -> Ints:
-        """The prompt's tokens that are tokens."""
+        """The prompt's tokens without placeholders."""
         return self.prompt[self.embedded :]
 
 
@@ -44,7 +44,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     requests that want no token. `logprobs` >= 0 asks for prompt logprobs of the tokens at
     positions max(start + 1, logprobs_start) ... start + len(tokens): each is the *target* of the
     position before it. `target` is the token after this chunk, -1 when the chunk ends the prompt.
-    `logprob_ids` are tokens whose log-probabilities are told besides the best.
+    `logprob_ids` are tokens whose log-probabilities are reported besides the most likely.
 
     `hidden` says what the step gives back of this chunk's hidden states, those from position
     `hidden_start` on; a decode row gives its own where its slot's parameters ask for all. `pair` is the
@@ -109,10 +109,10 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def num_tokens(self) -> int:
-        """At most: a decode row may have fewer drafts than it is granted."""
+        """Upper bound: a decode row may have fewer drafts than the plan allows."""
         return len(self.decode_slots) + self.drafts + sum(len(chunk.tokens) for chunk in self.chunks)
 
     @property
     def num_samples(self) -> int:
-        """Rows of logits, at most."""
+        """Rows of logits, upper bound."""
         return len(self.decode_slots) + self.drafts + sum(chunk.samples for chunk in self.chunks)

@@ -8,8 +8,8 @@ from core.types import Floats, Ints
 
 
 class Support(msgspec.Struct, frozen=True, gc=False):
-    """What one token was chosen from: the tokens `ids` [m], ascending, which temperature, top_k, top_p and
-    min_p left with a probability above 0; `chosen` is the log-probability of the token among them."""
+    """The candidates of one token: the tokens `ids` [m], ascending, whose probability temperature, top_k,
+    top_p and min_p left above 0; `chosen` is the log-probability of the token among them."""
 
     ids: Ints
     chosen: float

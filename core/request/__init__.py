@@ -1,4 +1,4 @@
-"""What a client asked for, as integers."""
+"""A client's request, as integers."""
 
 from core.request.params import SamplingParams
 from core.request.pinning import Pinning

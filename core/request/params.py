@@ -1,4 +1,4 @@
-"""How the next token is chosen: validated once at the edge, frozen from then on."""
+"""Sampling parameters: validated once at the edge, frozen from then on."""
 
 from __future__ import annotations
 
@@ -53,39 +53,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int = -1
     """-1: none; 0: the chosen token's; k: also the k most likely."""
     logprob_ids: tuple[int, ...] = ()
-    """Tokens whose log-probabilities are told too, after the most likely ones', where any are."""
+    """Tokens whose log-probabilities are reported too, after the most likely ones."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     prompt_logprobs: int = -1
     """The same for prompt tokens from `prompt_logprobs_start` on."""
     prompt_logprobs_start: int = 0
     prompt_logprob_ids: tuple[int, ...] = ()
-    """Like `logprob_ids`, at every prompt position that is told."""
+    """Like `logprob_ids`, at every reported prompt position."""
     hidden: Hidden = "none"
     entropy: bool = False
-    """Of each token's distribution, as the model made it, before anything was done to its logits."""
+    """Report the entropy of each token's distribution, as the model made it, before logits are changed."""
     support: bool = False
-    """Which tokens were left to choose from. Bounded: greedy, or with top_k."""
+    """Report which tokens were left to choose from. Bounded: greedy, or with top_k."""
     experts_from: int = -1
-    """First position whose token's experts are told; -1: none is."""
+    """First position for whose token the chosen experts are reported; -1: for none."""
     pair: int = 0
     """Position where the second text of a pair begins, for encoders; 0: there is one text."""
     processor: str = ""
     """Name of a logit processor that the operator registered; empty: none."""
     processor_params: str = ""
-    """What it is called with: a JSON object as text, so that this stays immutable; empty: nothing."""
+    """The arguments of the processor: a JSON object as text, so that this stays immutable; empty: none."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
-    def told(self) -> bool:
-        """Something is told of each sampled token."""
+    def wants_logprobs(self) -> bool:
+        """Every sampled token is reported with a `RowLogprobs`."""
         return self.logprobs >= 0 or self.entropy or self.support
 
     @property
     def read_from(self) -> int:
-        """First position that has to be computed for what is told of it: its hidden state or experts."""
+        """First position that has to be computed because its hidden state or experts are reported."""
         return max(self.experts_from, 0) if self.hidden == "none" else 0
 
     @property
@@ -112,8 +112,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 def check(params: SamplingParams, vocab_size: int, processors: Collection[str] = ()) -> None:
-    """Raise `RequestError` naming the first field that cannot be honoured. `processors` are the names
-    of the logit processors there are."""
+    """Raise `RequestError` naming the first field that cannot be honoured. `processors` are the names of the
+    registered logit processors."""
     for name, low, high in _RANGES:
         value = getattr(params, name)
         if not math.isfinite(value) or not low <= value <= high:
@@ -146,7 +146,7 @@ def check(params: SamplingParams, vocab_size: int, processors: Collection[str] =
 
 
 def check_starts(params: SamplingParams, prompt_tokens: int) -> None:
-    """Raise `RequestError` where something is asked of prompt tokens behind the prompt's end."""
+    """Raise `RequestError` if prompt positions are requested that lie behind the prompt's end."""
     if params.prompt_logprobs >= 0 and params.prompt_logprobs_start >= prompt_tokens:
         raise RequestError(
             f"logprob_start_len must be below the prompt's {prompt_tokens} tokens, got "

@@ -1,4 +1,4 @@
-"""What of a prompt its client wants kept in the cache."""
+"""Prefixes of a prompt that its client wants kept in the cache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import msgspec
 
 
 class Pinning(msgspec.Struct):
-    """Prefixes of a prompt that are to stay, and what came of it.
-
-    `owner` is whose share of the pool they count against.
-    """
+    """Prefixes to pin, and how much of them was pinned. Pages count against the share of `owner`."""
 
     owner: str
     marks: tuple[tuple[int, float], ...]
     """(tokens from the prompt's start, seconds)."""
     kept: tuple[int, ...] = ()
-    """By mark, the tokens that were pinned; empty until the whole prompt is planned."""
+    """Tokens that were pinned, by mark; empty until the whole prompt is planned."""

@@ -14,7 +14,7 @@ from core.types import PLAIN_ROOT, Finish, Floats, Ints, RootKey
 
 
 class State(Enum):
-    """Where a request stands. `RETRACTED` has lost its pages but still owes in-flight tokens."""
+    """State of a request. `RETRACTED` has lost its pages and still waits for in-flight tokens."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -33,10 +33,10 @@ _NEXT: dict[State, frozenset[State]] = {
 
 
 class Request:
-    """What a client asked and how far it has come.
+    """One request: what the client asked for and how far it has come.
 
-    Owner: event loop. `output` holds only what results have confirmed; what is planned beyond it
-    is in the scheduler's slot table. KV exists for every token but the last sampled one.
+    Owner: event loop. `output` holds only what results have confirmed; what is planned beyond it is in the
+    scheduler's slot table. KV exists for every token but the last sampled one.
     """
 
     __slots__ = (
@@ -96,13 +96,13 @@ class Request:
         self.cached = 0
         """Prompt tokens found in the tree at the first admission: what usage reports."""
         self.logprobs_from = params.prompt_logprobs_start
-        """First prompt position whose log-probability no submitted step yields yet."""
+        """First prompt position whose log-probability no submitted step reports yet."""
         self.hidden_from = params.read_from
-        """First prompt position whose hidden state, or experts, no submitted step yields yet."""
+        """First prompt position whose hidden state or experts no submitted step reports yet."""
         self.number = 0
-        """Requests that were queued before it."""
+        """Arrival number: requests that were queued before it."""
         self.since = 0.0
-        """When it entered the queue or left it, whichever was last."""
+        """Time of the last change between queue and running."""
         self.ran = 0.0
         """Seconds that it had run when it was last retracted."""
         self.retractions = 0
@@ -110,7 +110,7 @@ class Request:
         self.first_token_at = 0.0
         self.finish: Finish | None = None
         self.history: list[tuple[float, str, int]] = []
-        """When what happened, and of how many tokens: admitted (cached ones), chunk, retracted."""
+        """Events with their time and number of tokens: admitted (cached ones), chunk, retracted."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,1 +1,1 @@
-"""Which request gets tokens, pages and a slot in the next step, and who gives them back."""
+"""The scheduler: which request gets tokens, pages and a slot in the next step, and which is retracted."""

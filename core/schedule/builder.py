@@ -93,7 +93,7 @@ class PlanBuilder:
         self._writes.append((slots, indices, pages))
 
     def build(self, step: int, table: SlotTable) -> tuple[StepPlan, Flight]:
-        """The frozen plan, and what the ledger must remember of it."""
+        """The frozen plan, and its record for the ledger."""
         plan = StepPlan(
             step=step,
             decode_slots=_frozen(self.decode_slots.astype(np.int32)),
@@ -132,6 +132,6 @@ def _ends_without_token(request: Request, chunk: Chunk) -> bool:
 
 
 def _frozen(array: Ints) -> Ints:
-    """What crosses threads is read-only: a writer on this side would be a race, now it raises."""
+    """Make it read-only, as everything is that crosses threads: a write on this side would be a race."""
     array.setflags(write=False)
     return array

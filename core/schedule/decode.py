@@ -1,4 +1,4 @@
-"""Decode rows: more tokens for each, pages where they are due, and who goes back when none is left."""
+"""Decode rows: more tokens for each, pages where they are due, and retraction when none are left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from core.types import Ints, NDArray64
 
 
 class DecodeRows:
-    """The rows that decode, kept from step to step while nothing changes.
+    """The decode rows, kept from step to step while nothing changes.
 
     Owner: event loop.
     """
@@ -85,7 +85,7 @@ class DecodeRows:
             self._new_token_ratio.step()
 
     def _drafts(self, builder: PlanBuilder) -> int:
-        """Of the whole step. Prompts get half of the tokens beside the rows at least."""
+        """Drafts of the whole step. Prompts keep at least half of the tokens beside the rows."""
         rows = len(self._requests)
         return min(self._max_drafts * rows, (builder.room - rows) // 2, builder.samples - rows)
 
@@ -153,7 +153,7 @@ class DecodeRows:
         return any(r.hold is not None and r.hold.duplicates for r in self._requests)
 
     def _victim(self) -> Request:
-        """Lowest priority, then the least output to compute again, the most pages back, the youngest."""
+        """The row to retract: lowest priority, then least output to recompute, most pages freed, youngest."""
         made = self._table.made
         return min(self._requests, key=lambda r: (r.priority, made[r.slot], -len(r.prompt), -r.number))
 

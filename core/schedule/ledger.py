@@ -1,4 +1,4 @@
-"""Steps in flight: what plans assumed, to be held against what results confirm."""
+"""Steps in flight: the assumptions of plans, corrected by results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Arrived(NamedTuple):
 
 
 def renumbered(values: Mapping[int, V], keep: Sequence[int]) -> dict[int, V]:
-    """`values` of the indices `keep`, by the place of each there."""
+    """`values` at the indices `keep`, renumbered by position in `keep`."""
     return {new: values[old] for new, old in enumerate(keep) if old in values} if values else {}
 
 
@@ -95,8 +95,8 @@ class Ledger:
 
 
 def arrive(flight: Flight, result: StepResult, table: SlotTable) -> Arrived:
-    """The tokens of `result` whose requests are still here; `table` counts what was made of the lengths that
-    the plan assumed."""
+    """The tokens of `result` whose requests are still here. Corrects in `table` the lengths that the plan
+    assumed."""
     arrived = Arrived(flight.rows, flight.slots, result.tokens, result.logprobs, result.failed)
     alive = table.epoch[flight.slots] == flight.epochs
     slots = flight.slots if (whole := alive.all()) else flight.slots[alive]

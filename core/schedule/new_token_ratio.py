@@ -1,4 +1,4 @@
-"""How much of the output that clients asked for is likely to be made."""
+"""New-token ratio: the share of the requested output that is likely to be made."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ RETRACT_ROOM = 20
 
 
 class NewTokenRatio:
-    """Share of the remaining output to keep pages for.
+    """Share of the remaining output to reserve pages for.
 
-    Starts careful, falls linearly while steps go well, jumps when a retraction shows that it was
-    too low. Owner: event loop.
+    Starts careful, falls linearly while steps go well, jumps when a retraction shows that it was too low.
+    Owner: event loop.
     """
 
     __slots__ = ("_decay", "_floor", "_start", "value")

@@ -1,4 +1,4 @@
-"""Prompt chunks: continue those under way, then admit who waits."""
+"""Prompt chunks: continue those under way, then admit waiting requests."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from core.types import Floats, Ints
 
 
 class Prefills:
-    """Requests whose prompt is not yet planned to its end, and the door from the queue.
+    """Requests whose prompt is not yet planned to its end, and admission from the queue.
 
-    A chunk's full pages enter the tree as soon as it is planned: stream order makes them readable
-    for every later plan, and for later rows of this one too, because a layer stores the whole
-    step's K and V before any row attends. So equal prompts in one step are computed once.
+    A chunk's full pages enter the tree as soon as it is planned: stream order makes them readable for every
+    later plan, and for later rows of this one too, because a layer stores the whole step's K and V before
+    any row attends. So equal prompts in one step are computed once.
 
     Owner: event loop.
     """
@@ -71,12 +71,13 @@ class Prefills:
 
     @property
     def _backlog(self) -> int:
-        """Tokens of prompts that no step has taken; of those that wait it is not known what is cached."""
+        """Prompt tokens that no step has taken yet; cached ones of waiting requests are not known and
+        count."""
         begun = sum(len(tokens) - int(self._table.least[r.slot]) for r, tokens in self._under_way)
         return begun + self._waiting.tokens
 
     def remove(self, request: Request) -> None:
-        """The request ran no further: aborted or retracted."""
+        """Forget a request that was aborted or retracted."""
         self._under_way = [(r, t) for r, t in self._under_way if r is not request]
 
     def plan(self, builder: PlanBuilder) -> list[Request]:
@@ -101,8 +102,9 @@ class Prefills:
         return done
 
     def _admit(self, builder: PlanBuilder, done: list[Request]) -> None:
-        """Whoever comes first and does not fit closes the door: overtaking would starve it. So does a
-        retracted request that still is owed tokens: its pages are not for those behind it."""
+        """Admit waiting requests until the first that does not fit: overtaking would starve it. A retracted
+        request that still waits for in-flight tokens stops admission too: its pages are not for those behind
+        it."""
         for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
@@ -152,7 +154,8 @@ class Prefills:
         return tokens
 
     def would_fit(self, request: Request, gone: Collection[Request] = ()) -> bool:
-        """Whether a slot, a row of counts and pages would be there for `request`, were it not for `gone`."""
+        """Whether there would be a slot, a row of counts and pages for `request` without the requests in
+        `gone`."""
         if not self._table.free and not gone:
             return False
         penalised = request.params.penalised
@@ -164,8 +167,8 @@ class Prefills:
         return self._cache.would_fit(prefix, len(tokens), self._spare(request, gone), holds)
 
     def _match_limit(self, request: Request, tokens: Ints) -> int:
-        """One token at least must be computed, and every one whose logits, hidden state or experts are asked
-        for."""
+        """Tokens that may come from the cache: at least one must be computed, and every one whose logits,
+        hidden state or experts were requested."""
         limit = len(tokens) - 1
         if _owes_logprobs(request):
             limit = max(request.logprobs_from - 1, 0)
@@ -174,7 +177,8 @@ class Prefills:
         return limit
 
     def _spare(self, request: Request, gone: Collection[Request] = ()) -> int:
-        """Pages to leave for what running requests but `gone`, and this one, are likely to make."""
+        """Pages to keep free for the output that running requests but `gone`, and this one, are likely to
+        make."""
         table = self._table
         running = np.fromiter((r.slot for r in table.running() if r not in gone), np.int64)
         if not len(running):
@@ -184,8 +188,8 @@ class Prefills:
         return int(tokens) // self._cache.page_size + 1
 
     def _fits(self, wanted: int, room: int) -> int:
-        """Tokens of a chunk: all that is wanted, or as many whole pages as there is room for. Less than
-        a page of room is used as it is: waiting for more could wait for ever."""
+        """Tokens of a chunk: all `wanted`, or as many whole pages as fit. If less than a page fits it is used
+        as it is: waiting for more could wait for ever."""
         if wanted <= room:
             return wanted
         if self._whole:
@@ -235,7 +239,7 @@ class Prefills:
         return last
 
     def _pin(self, hold: Hold, pinning: Pinning, now: float) -> None:
-        """All of the prompt is in the tree now: keep of it what its client marked."""
+        """The whole prompt is in the tree now: pin the prefixes that its client marked."""
         pinning.kept = tuple(
             self._cache.pin(hold, pinning.owner, tokens, seconds, now) for tokens, seconds in pinning.marks
         )
@@ -246,20 +250,20 @@ class Prefills:
 
 
 def _embeds(request: Request, start: int, end: int) -> Floats | None:
-    """What of the chunk `start` ... `end` is given as embeddings: its first tokens, or none."""
+    """Embeddings of the first tokens of the chunk `start` ... `end`, or None."""
     if request.embeds is None or start >= len(request.embeds):
         return None
     return request.embeds[start:end]
 
 
 def _hidden_from(request: Request) -> int:
-    """First position whose hidden state, or experts, are still owed: once there is output, that of its last
-    token."""
+    """First position whose hidden state or experts are still to be reported: once there is output, that of
+    its last token."""
     return request.num_tokens - 1 if request.output else request.hidden_from
 
 
 def _hidden(asked: Hidden, start: int, end: int, owed: int, last: bool) -> Hidden:
-    """What a chunk has to give of what the request asked for."""
+    """The hidden states that a chunk has to return of those that were requested."""
     match asked:
         case "last":
             due = last
@@ -292,7 +296,7 @@ class CountRows:
         return row
 
     def give(self, request: Request) -> None:
-        """Nothing happens for a request that holds none."""
+        """Free the request's row, if it has one."""
         row = self._held.pop(request.id, None)
         if row is not None:
             self._free.append(row)

@@ -13,8 +13,8 @@ from core.request import Request
 class Waiting:
     """In order of arrival, retracted requests in front; removal of any one is O(1).
 
-    A retracted request is in line from its retraction on, though it can start only after its in-flight tokens
-    have arrived: whoever stands behind it would otherwise take its pages in the meantime.
+    A retracted request is queued from its retraction on, though it can start only after its in-flight tokens
+    have arrived: requests behind it would otherwise take its pages in the meantime.
 
     Owner: event loop.
     """
@@ -28,7 +28,7 @@ class Waiting:
         self._max_tokens = max_tokens
         self._number = 0
         self._prompts = 0
-        """Tokens of those that have not run yet."""
+        """Prompt tokens of requests that have not run yet."""
 
     def __len__(self) -> int:
         return len(self._arrived) + len(self._returned)
@@ -38,11 +38,11 @@ class Waiting:
 
     @property
     def tokens(self) -> int:
-        """To be computed, where nothing is cached."""
+        """Tokens to compute if nothing is cached."""
         return self._prompts + sum(request.num_tokens for request in self._returned)
 
     def check_room(self, requests: int, tokens: int) -> None:
-        """Raise `Overloaded` when so many more would pass a bound. An empty queue takes any one job."""
+        """Raise `Overloaded` if so many more would exceed a limit. An empty queue takes any one job."""
         waiting = len(self)
         if waiting and waiting + requests > self._max_requests:
             raise Overloaded(f"The request queue is full ({waiting} waiting). Try again later.")
@@ -71,14 +71,14 @@ class Waiting:
             self._prompts -= len(request.prompt)
 
     def overdue(self, most: int) -> int:
-        """How many at the head of the line have been overtaken by at least `most` who came later, or ran
-        already. Of two that wait the one that came later was overtaken less often."""
+        """Number of requests at the head of the queue that ran already or have been overtaken by at least
+        `most` later arrivals. Of two waiting requests the later one was overtaken less often."""
         waiting = len(self._arrived)
         # Of all that came after a request, those that wait still are behind it; the others overtook it.
         overtaken = (self._number - r.number - (waiting - at) for at, r in enumerate(self._arrived))
         return len(self._returned) + sum(1 for _ in takewhile(lambda times: times >= most, overtaken))
 
     def late(self, since: float) -> list[Request]:
-        """Who waits for a first token from before `since` on."""
+        """Requests that have waited for their first token since before `since`."""
         returned = [r for r in self._returned if r.since < since and not r.output]
         return returned + list(takewhile(lambda r: r.since < since, self._arrived))

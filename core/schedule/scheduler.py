@@ -1,4 +1,4 @@
-"""What runs next, and what came of it: `plan`, `apply`, `abort`."""
+"""The scheduler: `plan`, `apply`, `abort`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ NOT_FINITE = "The model produced values that are not finite."
 
 
 class Confirmed(NamedTuple):
-    """What one result brought: aligned lists of requests and new tokens in row order, a request once for each
-    of its tokens.
+    """The outcome of one result: aligned lists of requests and new tokens in row order, a request once for
+    each of its tokens.
 
     `ends` maps an index in both to the finish that the token caused, which is the last of its request,
-    `logprobs` to what its request asked for. The tokens are those of `rows` requests. `finished` are requests
-    that ended without a token in this step. `hidden` has what requests asked for of their hidden states,
-    float32 [n, width], `experts` of the experts that were chosen, int32 [n, layers, k]: both to be read
-    before anything else of theirs.
+    `logprobs` to the log-probabilities that its request asked for. The tokens belong to `rows` requests.
+    `finished` are requests that ended without a token in this step. `hidden` are requested hidden states,
+    float32 [n, width], `experts` requested experts, int32 [n, layers, k]: both are read before anything else
+    of the request.
     """
 
     requests: list[Request]
@@ -98,7 +98,7 @@ class Scheduler:
     # -- requests in and out ---------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise `RequestError` when the request could not run even alone."""
+        """Raise `RequestError` if the request could not run even alone."""
         limit = self._capabilities.context_length
         if not self._capabilities.causal:
             limit = min(limit, self._capabilities.max_step_tokens)
@@ -126,7 +126,7 @@ class Scheduler:
         if request.state is State.FINISHED:
             return
         if request.hold is None:
-            self._leave_line(request)
+            self._leave_queue(request)
         else:
             self._leave_rows(request)
             self._release_pages(request, over=True)
@@ -137,7 +137,7 @@ class Scheduler:
         self.counters.finished[finish.reason.value] += 1
 
     def abort(self, request: Request, finish: Finish = ABORTED) -> None:
-        """End a request whose client is gone, or that ran out of time."""
+        """End a request whose client has left or whose time is over."""
         if request.state is not State.FINISHED:
             self.finish(request, finish)
             self._finished.append(request)
@@ -197,14 +197,14 @@ class Scheduler:
         return plan
 
     def _decode_samples(self) -> int:
-        """Rows of logits that decode rows may take of the next step: each prompt that may end in it needs
-        one. It is enough for a token of every row, for a row or a prompt has a slot."""
+        """Rows of logits for the decode rows of the next step: one is left for each prompt that may end in
+        it. There is one for every decode row, since each row and each prompt has a slot."""
         prompts = len(self._prefills) + min(len(self._waiting), self._table.free)
         return max(self._capabilities.max_samples, self._capabilities.max_rows) - prompts
 
     def expire(self, now: float | None = None) -> None:
-        """End the pins and the requests whose time is over, at `now` or by the clock. `plan` does so first;
-        while no step is planned, it is for the caller to do."""
+        """End pins and requests whose time is over, at `now` or by the clock. `plan` does so first; while no
+        step is planned, the caller has to."""
         now = self._clock() if now is None else now
         self.cache.expire(now)
         limits = self._config
@@ -226,7 +226,7 @@ class Scheduler:
                 self.counters.cached_tokens += request.cached
 
     def apply(self, result: StepResult) -> Confirmed:
-        """Take one step's answer, in the order of submission."""
+        """Apply one step's result, in the order of submission."""
         flight, table = self._ledger.confirm(result.step), self._table
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = by_request(flight, result.hidden, table) if result.hidden else []
@@ -255,7 +255,8 @@ class Scheduler:
         )
 
     def _end_rows(self, arrived: Arrived, tokens: list[int]) -> tuple[dict[int, Finish], set[int]]:
-        """The requests that end and by which token, and the tokens that came behind those."""
+        """Requests that end, by the index of the token that ends them, and the indices of the tokens behind
+        those."""
         table, slots = self._table, arrived.slots
         # One look-up over all tokens finds the few that may end a request; -1 (a row without finite
         # logits) reads the last entry, and is caught by its own sign.
@@ -277,7 +278,7 @@ class Scheduler:
         return ends, cut
 
     def _apply_chunks(self, flight: Flight) -> list[Request]:
-        """Requests that end with their prompt."""
+        """End requests that want no token and whose prompt is complete; returns them."""
         finished: list[Request] = []
         for request, slot, epoch, ends in flight.chunks:
             if self._table.epoch[slot] != epoch:
@@ -290,7 +291,7 @@ class Scheduler:
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def _leave_line(self, request: Request) -> None:
+    def _leave_queue(self, request: Request) -> None:
         self._waiting.remove(request)
         if request.state is State.RETRACTED:
             self._draining.remove(request)
@@ -311,9 +312,9 @@ class Scheduler:
         self._table.give(request)
 
     def _release_pages(self, request: Request, over: bool) -> None:
-        """Leave what is known and planned in the tree, unless nobody will look for it there again. Steps
-        in flight may still write into these pages; every plan that can read or reuse them comes after in
-        stream order."""
+        """Commit the request's tokens to the tree and free the rest, or free all if nobody can match them
+        again. Steps in flight may still write into these pages; every plan that can read or reuse them comes
+        after in stream order."""
         assert request.hold is not None
         if over and request.root.own:
             self.cache.discard(request.hold)
@@ -323,7 +324,7 @@ class Scheduler:
         request.hold = None
 
     def _end_drains(self) -> None:
-        """Whoever was retracted and is owed no more tokens may start again."""
+        """Make retracted requests whose in-flight tokens have all arrived ready to start again."""
         for request in list(self._draining):
             if self._table.in_flight[request.slot] == 0:
                 self._draining.remove(request)
@@ -331,7 +332,7 @@ class Scheduler:
                 request.move(State.WAITING)
 
     def _preempt(self) -> None:
-        """The first in line may take the place of others that are far below it."""
+        """Preempt requests whose priority is far below that of the first in the queue."""
         head = next(iter(by_priority(self._waiting)), None)
         if head is not None and not self._draining:
             gap = self._config.preemption_gap
@@ -341,7 +342,7 @@ class Scheduler:
     # -- state -------------------------------------------------------------------------------------
 
     def requests(self) -> list[Request]:
-        """Every request that is here, running ones first."""
+        """All requests, running ones first."""
         return list(self._table.running()) + list(self._waiting)
 
     @property
@@ -387,8 +388,9 @@ class Scheduler:
 
 
 def _finish(request: Request, token: int, made: int, failure: str) -> Finish | None:
-    """How `token`, the `made`th of its output, ends the request. Stop ids do not count before min_tokens,
-    except under a grammar: there they were sampled only because it is complete and allows nothing else."""
+    """The finish that `token`, the `made`th of the request's output, causes. Stop ids do not count before
+    min_tokens, except under a grammar: there they were sampled only because it is complete and allows nothing
+    else."""
     if token == NAN_TOKEN:
         return Finish(FinishReason.ERROR, message=failure)
     may_stop = made > request.params.min_tokens or request.grammar is not None

@@ -1,4 +1,4 @@
-"""The pages that all decode rows begin with: attended to once for all of them (cascade attention)."""
+"""The pages that all decode rows begin with: attention reads them once for all rows (cascade attention)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from core.request import Request
 
 
 class SharedPrefix:
-    """How many leading pages the rows share, as a bound from below that is exact most of the time.
+    """Number of leading pages that all rows share: a lower bound that is exact most of the time.
 
-    A row that joins can only shorten what is shared, which is checked against one row. A row that
-    leaves can only lengthen it, and whether it does would take a look at all others: that is done
-    once in as many changes as there are rows, so that a change costs the same however many run.
+    A row that joins can only shorten it, which is checked against one row. A row that leaves can only
+    lengthen it, which takes a look at all others: that is done once in as many changes as there are rows, so
+    that a change costs the same however many run.
 
     Owner: event loop.
     """
@@ -23,7 +23,7 @@ class SharedPrefix:
         self._count = 0
         self._changes = 0
         self._first: Request | None = None
-        """The row that others are compared with, while its pages are known to begin with the common ones."""
+        """The row that others are compared with; its pages are known to begin with the shared ones."""
 
     def count(self) -> int:
         """Pages; 0 while less than two rows run."""
@@ -40,7 +40,7 @@ class SharedPrefix:
             self._count = _shared(first, row, self._count)
 
     def leave(self, rows: Sequence[Request]) -> None:
-        """`rows` are left. Whatever they shared with the others, they share among themselves."""
+        """`rows` remain. What they shared with the others, they share among themselves."""
         if len(rows) < 2 or self._due(rows, 1):
             self._recount(rows)
         else:

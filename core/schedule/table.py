@@ -1,8 +1,5 @@
-"""The host's side of the slots: one row of plain arrays per running request.
-
-Everything a steady decode step needs to know is here as numpy columns, so that planning 512 rows
-is a handful of vector operations.
-"""
+"""The host's columns of the slots, as numpy arrays: planning 512 steady rows is a handful of vector
+operations."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class SlotTable:
         return len(self._free)
 
     def running(self) -> Iterator[Request]:
-        """Who prefills or decodes; a retracted request has a slot until its tokens have arrived."""
+        """Requests that prefill or decode; a retracted one keeps its slot until its tokens have arrived."""
         return (r for r in self.requests if r is not None and r.state is not State.RETRACTED)
 
     def take(self, request: Request, cached: int, room: int) -> int:
@@ -74,7 +71,7 @@ class SlotTable:
         return slot
 
     def give(self, request: Request) -> None:
-        """Take the slot back; results still in flight for it will find another epoch."""
+        """Free the slot; results still in flight for it will find another epoch."""
         slot = request.slot
         self.requests[slot] = None
         self.epoch[slot] += 1

@@ -106,7 +106,7 @@ def _entry(new: NewSlot) -> SlotParams:
     needs |= BIASED if params.logit_bias else 0
     needs |= MIN_TOKENS if params.min_tokens > 0 and params.stop_ids else 0
     needs |= COUNTED if new.count_row >= 0 else 0
-    needs |= LOGPROBS if params.told else 0
+    needs |= LOGPROBS if params.wants_logprobs else 0
     needs |= ENTROPY if params.entropy else 0
     needs |= SUPPORT if params.support else 0
     needs |= PROCESSED if params.processor else 0

@@ -103,4 +103,4 @@ def test_a_mask_needs_a_bound(params: SamplingParams) -> None:
 )
 def test_a_mask_with_one_is_told(params: SamplingParams) -> None:
     check(params, VOCAB)
-    assert params.told
+    assert params.wants_logprobs

@@ -20,7 +20,7 @@ EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that prompts beside rows are held back in steps of 16 tokens too."""
-    monkeypatch.setattr(throttle, "LEAST", 1)
+    monkeypatch.setattr(throttle, "MIN_PROMPT_TOKENS", 1)
 
 
 class Traffic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.plan import StepPlan
-from core.schedule.throttle import LEAST
+from core.schedule.throttle import MIN_PROMPT_TOKENS
 from tests.core.harness import VOCAB, Harness
 
 STEP, MIXED = 400, 100
@@ -61,10 +61,10 @@ def test_prompts_that_come_faster_than_rows_leave_fill_their_steps() -> None:
 
 
 def test_as_many_rows_as_tokens_keep_nobody_waiting() -> None:
-    h = harness(mixed=LEAST, rows=LEAST + 8)
-    decoding(h, rows=LEAST)
+    h = harness(mixed=MIN_PROMPT_TOKENS, rows=MIN_PROMPT_TOKENS + 8)
+    decoding(h, rows=MIN_PROMPT_TOKENS)
     long = h.request(range(1, 301), 4)
-    assert len(steps(h)) == 5, "300 tokens by LEAST"
+    assert len(steps(h)) == 5, "300 tokens by MIN_PROMPT_TOKENS"
     h.check(long)
 
 

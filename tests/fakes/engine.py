@@ -166,7 +166,7 @@ class FakeRun:
         word = words[at % len(words)]
         token = word.encode()[0]
         told = max(self.params.logprobs, 0) + len(self.params.logprob_ids)
-        logprobs = [row(token, told)] if self.params.told else None
+        logprobs = [row(token, told)] if self.params.wants_logprobs else None
         finish = None
         if self.job.text.stop and word == "!":
             finish = Finish(FinishReason.STOP, self.job.text.stop[0])

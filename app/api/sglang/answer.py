@@ -63,7 +63,7 @@ class Answers:
     @property
     def told(self) -> bool:
         """Whether something is told of each token."""
-        return self._jobs[0].sampling.told
+        return self._jobs[0].sampling.wants_logprobs
 
     def given(self, index: int, tokens: int) -> dict[str, object]:
         """What a complete choice of that many tokens gives back, where asked for: hidden states, lists of
