@@ -103,9 +103,8 @@ async def server_info(request: web.Request) -> web.StreamResponse:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus text; also while starting, so that a scraper sees the start."""
-    text = exposition(request.app[SERVICE], VERSION)
-    # Always this content type: OpenMetrics renames what has a colon, and dashboards break.
-    return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+    text = await exposition(request.app[SERVICE], VERSION)
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def show_version(request: web.Request) -> web.StreamResponse:
