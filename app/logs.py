@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import faulthandler
 import logging
 import sys
 import tempfile
-import threading
-from collections import deque
+import time
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 
 log = logging.getLogger(__name__)
 
 KEPT = 10_000
-"""Lines that may wait for a reader of stderr; the oldest go first. A pipe that nobody reads takes
-64 KB and then blocks its writer: that must not be the event loop."""
+"""Lines that may wait for a reader of stderr; further ones are dropped and counted. A pipe that nobody reads
+takes 64 KB and then blocks its writer: that must not be the event loop."""
 
 PATIENCE = 1.0
 """Seconds that the exit waits for lines to be read."""
@@ -33,47 +32,52 @@ class OneLine(logging.Formatter):
         return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
-class Behind(logging.Handler):
-    """Hands lines to a thread that writes them to stderr.
+class StderrWriter(QueueListener):
+    """Writes lines in its thread. Not by a `StreamHandler`: the exit of `logging` would wait for its lock,
+    which a write to a full pipe holds."""
 
-    `emit` may be called by any thread; the writer thread alone touches stderr.
-    """
+    dropped = 0
+    """Lines for which there was no room, counted by the handler."""
+    _reported = 0
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Write one formatted record, behind a count of lines dropped since the last one."""
+        if lost := self.dropped - self._reported:
+            self._reported += lost
+            sys.stderr.write(f"{lost} lines were dropped: stderr was not read\n")
+        sys.stderr.write(f"{record.msg}\n")
+        sys.stderr.flush()
+
+
+class AsyncStderr(QueueHandler):
+    """Queues lines for a thread that writes them to stderr. `emit` may be called by any thread."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._lines: deque[str] = deque(maxlen=KEPT)
-        self._ready = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
-        threading.Thread(target=self._write, name="loom-log", daemon=True).start()
+        # Not `Queue`: its lock would be taken twice by a line that garbage collection logs in `put`.
+        self._lines: SimpleQueue[logging.LogRecord | None] = SimpleQueue()
+        super().__init__(self._lines)
+        self.setFormatter(OneLine())
+        self._writer = StderrWriter(self._lines)
+        self._writer.start()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue one record."""
-        self._idle.clear()
-        self._lines.append(self.format(record))
-        self._ready.set()
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue one formatted record, unless too many wait."""
+        if self._lines.qsize() < KEPT:
+            self._lines.put(record)
+        else:
+            self._writer.dropped += 1
 
     def flush(self) -> None:
-        """Wait until everything is written, but not for ever."""
-        self._idle.wait(PATIENCE)
-
-    def _write(self) -> None:
-        while True:
-            self._ready.wait()
-            self._ready.clear()
-            with contextlib.suppress(IndexError):
-                while True:
-                    sys.stderr.write(self._lines.popleft() + "\n")
-                    sys.stderr.flush()
-            self._idle.set()
+        """Wait until everything is written, but not for ever. Nothing that comes later is written."""
+        self._writer.enqueue_sentinel()
+        end = time.monotonic() + PATIENCE
+        while not self._lines.empty() and time.monotonic() < end:
+            time.sleep(0.01)
 
 
 def set_up(level: str) -> None:
     """Send everything to stderr."""
-    handler = Behind()
-    handler.setFormatter(OneLine())
-    atexit.register(handler.flush)
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[AsyncStderr()], force=True)
     for chatty in ("asyncio", "urllib3", "filelock", "matplotlib"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
