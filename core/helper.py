@@ -33,7 +33,7 @@ class Worker(Protocol):
 class Helper(Protocol):
     """A queue in front of one process: jobs run one by one, in the order they came. Owner: event loop."""
 
-    async def run(self, task: Task, payload: bytes, seconds: float) -> bytearray:
+    async def run(self, task: Task, payload: bytes, seconds: float) -> bytes:
         """The answer to `payload`. Raises `Exceeded` when the job passes `seconds` or its memory, `Failed`
         when it raises, and `Overloaded` when too many wait or the process does not start.
 

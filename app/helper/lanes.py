@@ -19,7 +19,7 @@ class Lanes:
     def __init__(self) -> None:
         self._short, self._long = HelperProcess(MAX_JOBS), HelperProcess(MAX_JOBS)
 
-    async def run(self, task: Task, payload: bytes, seconds: float) -> bytearray:
+    async def run(self, task: Task, payload: bytes, seconds: float) -> bytes:
         """See `core.helper.Helper.run`."""
         lane = self._short if len(payload) < LONG else self._long
         return await lane.run(task, payload, seconds)

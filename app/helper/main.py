@@ -1,19 +1,20 @@
-"""The helper process: `python -m app.helper.main`, driven over its standard streams, ended with its input."""
+"""The helper process: `python -m app.helper.main`, driven over a socket, ended when that closes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
 import resource
 import signal
+import socket
 import sys
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
-from app.helper.wire import MEMORY, TOO_LARGE, Answer, Load, Run, framed, read_message
+from app.helper.wire import MEMORY, TOO_LARGE, Answer, Load, Run, Wire
 from core.helper import Worker
 
 NICE = 10
@@ -61,20 +62,19 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
 
 
-def main(source: BinaryIO, sink: BinaryIO) -> None:
-    """Serve until `source` ends or the server dies, even in the middle of a job."""
+def main(wire: Wire) -> None:
+    """Serve until the other end closes or the server dies, even in the middle of a job."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     os.nice(NICE)
     workers = Workers()
-    while (message := read_message(source)) is not None:
-        head, blob = message
-        for piece in framed(*workers.answer(_DECODER.decode(head), blob)):
-            sink.write(piece)
-        sink.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            head, blob = wire.receive()
+            wire.send(*workers.answer(_DECODER.decode(head), blob))
 
 
 _DECODER: msgspec.msgpack.Decoder[Load | Run] = msgspec.msgpack.Decoder(Load | Run)
 
 if __name__ == "__main__":
-    main(sys.stdin.buffer, sys.stdout.buffer)
+    main(Wire(socket.socket(fileno=int(sys.argv[1]))))

@@ -6,8 +6,7 @@ It is a fresh interpreter: a fork of a process with threads can deadlock.
 from __future__ import annotations
 
 import asyncio
-import os
-import select
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from app.helper.wire import LENGTHS, TOO_LARGE, Answer, Load, Run, framed
-from core.clock import monotonic
+from app.helper.wire import TOO_LARGE, Answer, Load, Run, Wire
 from core.errors import Overloaded
 from core.helper import Exceeded, Failed, Task
 
@@ -31,22 +29,21 @@ class Gone(Exception):
 
 
 class Child:
-    """The process and its two pipes. Owner: the helper's thread; `kill` may come from any."""
+    """The process and the socket to it. Owner: the helper's thread; `kill` may come from any."""
 
-    __slots__ = ("_keys", "_loaded", "_process", "_sink", "_source")
+    __slots__ = ("_keys", "_loaded", "_process", "_wire")
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            (sys.executable, "-m", "app.helper.main"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # the libraries print tokens and schemas there
-            bufsize=0,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._sink, self._source = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._sink, False)  # a write is cut to what the pipe takes, and never waits
+        ours, theirs = socket.socketpair()
+        self._wire = Wire(ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                (sys.executable, "-m", "app.helper.main", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # the libraries print tokens and schemas there
+            )
         self._keys: dict[Task, int] = {}
         self._loaded: set[int] = set()
 
@@ -59,57 +56,30 @@ class Child:
             raise Gone(answer.failed or answer.exceeded)
         self._loaded.add(key)
 
-    def run(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytearray]:
+    def run(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytes]:
         """One job of a task that was loaded. Raises `TimeoutError` or `Gone`."""
         return self._exchange(Run(self._keys[task]), payload, seconds)
 
-    def _exchange(self, head: Load | Run, blob: bytes, seconds: float) -> tuple[Answer, bytearray]:
-        deadline = monotonic() + seconds
+    def _exchange(self, head: Load | Run, blob: bytes, seconds: float) -> tuple[Answer, bytes]:
+        self._wire.limit(seconds)
         try:
-            for piece in framed(head, blob):
-                self._write(memoryview(piece), deadline)
-        except BrokenPipeError as error:
+            self._wire.send(head, blob)
+            told, data = self._wire.receive()
+        except BlockingIOError:
+            raise TimeoutError from None
+        except (EOFError, OSError) as error:
             raise Gone from error
-        lengths = LENGTHS.unpack(self._read(LENGTHS.size, deadline))
-        told, data = (self._read(length, deadline) for length in lengths)
         return msgspec.msgpack.decode(told, type=Answer), data
-
-    def _write(self, rest: memoryview, deadline: float) -> None:
-        while rest:
-            self._wait(self._sink, select.POLLOUT, deadline)
-            rest = rest[os.write(self._sink, rest) :]
-
-    def _read(self, length: int, deadline: float) -> bytearray:
-        data = bytearray(length)
-        rest = memoryview(data)
-        while rest:
-            self._wait(self._source, select.POLLIN, deadline)
-            count = os.readv(self._source, (rest,))
-            if not count:
-                raise Gone
-            rest = rest[count:]
-        return data
-
-    @staticmethod
-    def _wait(pipe: int, event: int, deadline: float) -> None:
-        """Until the pipe has room or data. Not `select`: it takes no descriptor above 1,023."""
-        left = deadline - monotonic()
-        poll = select.poll()
-        poll.register(pipe, event)
-        if left <= 0 or not poll.poll(left * 1_000):
-            raise TimeoutError
 
     def kill(self) -> None:
         """End it now. Whoever reads from it sees `Gone`."""
         self._process.kill()
 
     def reap(self) -> None:
-        """Kill it, take its exit status, close the pipes."""
+        """Kill it, take its exit status, close the socket."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._wire.close()
 
 
 class HelperProcess:
@@ -129,7 +99,7 @@ class HelperProcess:
         self._lock = asyncio.Lock()
         self._child: Child | None = None
 
-    async def run(self, task: Task, payload: bytes, seconds: float) -> bytearray:
+    async def run(self, task: Task, payload: bytes, seconds: float) -> bytes:
         """See `core.helper.Helper.run`."""
         if self._waiting >= self._most:
             raise Overloaded("Too many requests that take long to check are waiting.", seconds)
@@ -144,7 +114,7 @@ class HelperProcess:
             raise Failed(f"the helper process: {task.target}: {answer.failed}")
         return data
 
-    async def _turn(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytearray]:
+    async def _turn(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytes]:
         async with self._lock:
             left = threading.Event()
             loop = asyncio.get_running_loop()
@@ -166,9 +136,7 @@ class HelperProcess:
             self._pool.submit(self._drop)
             self._pool.shutdown()
 
-    def _try(
-        self, task: Task, payload: bytes, seconds: float, left: threading.Event
-    ) -> tuple[Answer, bytearray]:
+    def _try(self, task: Task, payload: bytes, seconds: float, left: threading.Event) -> tuple[Answer, bytes]:
         """What came of it. `left` is set when nobody waits any more."""
         try:
             child = self._ready(task)
@@ -176,7 +144,7 @@ class HelperProcess:
             self._drop()
             raise Overloaded("The process that checks such requests did not start.") from error
         if left.is_set():
-            return Answer(), bytearray()
+            return Answer(), b""
         try:
             return child.run(task, payload, seconds)
         except TimeoutError:
@@ -184,7 +152,7 @@ class HelperProcess:
         except Gone:
             answer = Answer(exceeded=TOO_LARGE)
         self._drop()
-        return answer, bytearray()
+        return answer, b""
 
     def _ready(self, task: Task) -> Child:
         """A process that has what `task` needs: that is no part of a job's time."""

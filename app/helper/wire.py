@@ -1,17 +1,16 @@
 """Messages between the server and its helper process: a head in msgpack, and a blob as it is.
 
-Megabytes travel in the blob: in a field of the head they would be copied twice with the GIL held.
+Megabytes travel in the blob: in a field of the head they would be copied twice with the GIL held. Only bytes
+are sent (`send_bytes`, `recv_bytes`): nothing is pickled.
 """
 
 from __future__ import annotations
 
+import socket
 import struct
-from typing import BinaryIO
+from multiprocessing.connection import Connection
 
 import msgspec
-
-LENGTHS = struct.Struct("<II")
-"""Of head and blob."""
 
 MEMORY = 2**30
 """Bytes of address space that one job may add."""
@@ -39,16 +38,32 @@ class Answer(msgspec.Struct, frozen=True):
     exceeded: str = ""
 
 
-def framed(head: Load | Run | Answer, blob: bytes) -> tuple[bytes, bytes]:
-    """The two pieces that are sent one after the other."""
-    packed = msgspec.msgpack.encode(head)
-    return LENGTHS.pack(len(packed), len(blob)) + packed, blob
+class Wire:
+    """One end of a socket pair. Calls block; one thread at a time."""
 
+    __slots__ = ("_connection", "_socket")
 
-def read_message(source: BinaryIO) -> tuple[bytes, bytes] | None:
-    """Head and blob of the next message, None at the end."""
-    lengths = source.read(LENGTHS.size)
-    if len(lengths) < LENGTHS.size:
-        return None
-    head, blob = LENGTHS.unpack(lengths)
-    return source.read(head), source.read(blob)
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._connection = Connection(end.dup().detach())
+
+    def limit(self, seconds: float) -> None:
+        """How long a call may wait for the other end, also in the middle of a message, which
+        `Connection.poll` would not see. After that it raises `BlockingIOError`."""
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def send(self, head: Load | Run | Answer, blob: bytes) -> None:
+        """One message. Raises `OSError`."""
+        self._connection.send_bytes(msgspec.msgpack.encode(head))
+        self._connection.send_bytes(blob)
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """Head and blob of the next message. Raises `EOFError` at the end, and `OSError`."""
+        return self._connection.recv_bytes(), self._connection.recv_bytes()
+
+    def close(self) -> None:
+        """Let the other end see the end."""
+        self._connection.close()
+        self._socket.close()

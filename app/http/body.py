@@ -112,7 +112,7 @@ async def decode(decoder: msgspec.json.Decoder[T], body: bytes, bodies: Helper) 
     return await assembled(kind, data)
 
 
-def _forgotten(work: asyncio.Future[bytearray]) -> None:
+def _forgotten(work: asyncio.Future[bytes]) -> None:
     """Nobody waits for how it ends."""
     if not work.cancelled():
         work.exception()

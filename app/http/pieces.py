@@ -158,7 +158,7 @@ def _check_values(value: object, param: str) -> None:
 # -- the loop's side -------------------------------------------------------------------------------
 
 
-async def assembled(kind: type[T], data: bytearray) -> T:
+async def assembled(kind: type[T], data: bytes) -> T:
     """The Struct that `BodyWorker` decoded. Raises its `RequestError`."""
     view = memoryview(data)
     (length,) = _LENGTH.unpack_from(view)

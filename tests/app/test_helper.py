@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.helper.process import HelperProcess
+from app.helper.process import Child, Gone, HelperProcess
 from core.errors import Overloaded
 from core.helper import Exceeded, Failed, Task
 from tests.patience import PATIENCE
@@ -86,6 +86,28 @@ async def test_what_waits_is_bounded_and_goes_in_order(helper: HelperProcess) ->
         await helper.run(TASK, b"4", PATIENCE)
     await asyncio.gather(*jobs)
     assert done == [b"1", b"2", b"3"]
+
+
+def test_a_process_that_stops_reading_passes_its_limit() -> None:
+    child = Child()
+    try:
+        child.load(TASK)
+        os.kill(int(child.run(TASK, b"pid", PATIENCE)[1]), signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            child.run(TASK, bytes(9_000_000), 0.2)
+    finally:
+        child.reap()
+
+
+def test_a_process_that_is_killed_while_it_is_sent_a_job_is_gone() -> None:
+    child = Child()
+    try:
+        child.load(TASK)
+        child.kill()
+        with pytest.raises(Gone):
+            child.run(TASK, bytes(9_000_000), PATIENCE)
+    finally:
+        child.reap()
 
 
 SERVER = """
