@@ -3,8 +3,9 @@
 torch.save writes a zip of uncompressed files: a small pickle that says what the tensor is, and its numbers.
 Loading that pickle runs what it names, and `weights_only` was broken more than once (CVE-2025-32434,
 CVE-2026-24747; vLLM's prompt embeddings through sparse tensors: CVE-2025-62164). Here no pickle is run:
-its bytes are compared with the one shape that a dense tensor has. Nothing is allocated; a shape that says
-more than the bytes hold is an error.
+its bytes are compared with the one shape that a dense tensor has. Nothing is allocated by a size that the
+bytes claim; a shape that says more than they hold is an error. A .npy header is compared too: numpy's own
+reader evaluates it as Python text, and lets errors of the tokenizer and of memory through.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import re
 import struct
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
+import safetensors
 
 from core.types import Floats
 
@@ -181,31 +182,20 @@ def _numpy(data: bytes) -> Dense:
     return _dense("float32" if found.group(1) == b"4" else "float16", shape, memoryview(data)[end:])
 
 
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
 _SAFE = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _safetensors(data: bytes) -> Dense:
-    """One tensor of any name."""
-    size = int.from_bytes(data[:8], "little")
-    if size > 4096:
+    """One tensor of any name. The library copies its numbers: 0.2 ms for the 6 MB that a body can hold."""
+    if int.from_bytes(data[:8], "little") > 4096:
         raise TensorError("its safetensors header is longer than one tensor needs")
     try:
-        entries = msgspec.json.decode(data[8 : 8 + size], type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        if len(entries) != 1:
-            raise TensorError(f"its safetensors has {len(entries)} tensors; send one")
-        entry = msgspec.json.decode(*entries.values(), type=_Entry)
-        dtype = _SAFE[entry.dtype]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
-        raise TensorError("its safetensors header does not name an F32, F16 or BF16 tensor") from None
-    first, last = entry.data_offsets
-    numbers = memoryview(data)[8 + size :]
-    if not 0 <= first <= last <= len(numbers):
-        raise TensorError("its safetensors is cut short")
-    return _dense(dtype, tuple(entry.shape), numbers[first:last])
+        tensors = safetensors.deserialize(data)
+    except safetensors.SafetensorError as error:
+        raise TensorError(f"its safetensors is broken: {error}") from None
+    if len(tensors) != 1:
+        raise TensorError(f"its safetensors has {len(tensors)} tensors; send one")
+    tensor = tensors[0][1]
+    if tensor["dtype"] not in _SAFE:
+        raise TensorError("its safetensors header does not name an F32, F16 or BF16 tensor")
+    return _dense(_SAFE[tensor["dtype"]], tuple(tensor["shape"]), memoryview(tensor["data"]))
