@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import fcntl
-import logging
-import os
-import sqlite3
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from app.batch.journal import read_tally
 from app.batch.records import Batch, FileRecord
+from app.database import Database, DatabaseThread
 from core.errors import NotFound, RequestError, Unavailable, check_disk_full
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_STORED = 20 * 2**30
 """Bytes of all files together, and of what is being uploaded: clients must not be able to fill the disk."""
@@ -52,53 +42,36 @@ class Page(msgspec.Struct, frozen=True):
     """First; else the oldest."""
 
 
-class Disk:
-    """The directory, with calls that block. Owner: the store's thread."""
+class Disk(Database):
+    """The directory of files, and what is known of them and of batches."""
 
     def __init__(self, root: Path) -> None:
         """Raises `Unavailable` when the directory cannot be used or another server uses it."""
         self._files = root / "files"
+        self._reserved = 0
         try:
-            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            super().__init__(root, "lock")
         except OSError as error:
             check_disk_full(error)
             raise Unavailable(
                 f"The directory for files and batches is not usable: {error.strerror}. See --data-dir."
             ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
+
+    def _open(self) -> None:
+        if not self._lock_alone():
             raise Unavailable(
                 "Another server keeps its files and batches in the same directory; start this one with "
                 "a --data-dir of its own."
-            ) from None
-        self._reserved = 0
-        try:
-            self._db = self._opened(root)
-            for torn in self._files.glob("*.part"):
-                torn.unlink()
-            self.purge()
-            self._recount()
-        except (OSError, sqlite3.Error):  # or the next try would take this one for another server
-            os.close(self._lock)
-            raise
-
-    def _opened(self, root: Path) -> sqlite3.Connection:
-        db = sqlite3.connect(root / "store.sqlite", isolation_level=None, check_same_thread=False)
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
-        db.executescript(_SCHEMA)
+            )
+        self._files.mkdir(exist_ok=True, mode=0o700)
+        self._connect("store.sqlite", "FULL", _SCHEMA)
         for table in ("files", "batches"):
-            if not any(row[1] == "owner" for row in db.execute(f"PRAGMA table_info({table})")):
-                db.execute(_OWNER.format(table))
-        return db
-
-    def close(self) -> None:
-        """Let another server have the directory."""
-        self._db.close()
-        os.close(self._lock)
+            if not any(row[1] == "owner" for row in self._db.execute(f"PRAGMA table_info({table})")):
+                self._db.execute(_OWNER.format(table))
+        for torn in self._files.glob("*.part"):
+            torn.unlink()
+        self.purge()
+        self._recount()
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -229,46 +202,16 @@ class Disk:
         ).fetchall()
 
 
-class Store:
-    """The disk as the loop sees it: one thread that opens it when it is first needed.
+class Store(DatabaseThread[Disk]):
+    """The disk as the loop sees it."""
 
-    Owner: event loop.
-    """
-
-    __slots__ = ("_closed", "_disk", "_pool", "root")
+    __slots__ = ("root",)
 
     def __init__(self, root: Path) -> None:
+        super().__init__("store", lambda: Disk(root))
         self.root = root
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._disk: Disk | None = None
-        self._closed = False
 
     @property
     def exists(self) -> bool:
         """Something was kept by this server or one before it."""
         return (self.root / "store.sqlite").exists()
-
-    async def run(self, work: Callable[[Disk], T]) -> T:
-        """`work` in the store's thread, after everything asked before. Raises what it raises, and
-        `Unavailable` when there is no usable directory, and `DiskFull`."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, work)
-
-    def _run(self, work: Callable[[Disk], T]) -> T:
-        try:
-            if self._disk is None:
-                self._disk = Disk(self.root)
-            return work(self._disk)
-        except (OSError, sqlite3.Error) as error:
-            check_disk_full(error)
-            raise
-
-    async def close(self) -> None:
-        """After what was asked for. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            await asyncio.get_running_loop().run_in_executor(self._pool, self._shut)
-            self._pool.shutdown()
-
-    def _shut(self) -> None:
-        if self._disk is not None:
-            self._disk.close()

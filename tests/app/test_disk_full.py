@@ -90,7 +90,7 @@ async def test_a_batch_waits_for_room_and_then_goes_on(
 async def test_a_directory_without_room_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Rig(tmp_path) as rig:
         with monkeypatch.context() as patch:
-            patch.setattr(Disk, "_opened", no_room)
+            patch.setattr(Disk, "_connect", no_room)
             with pytest.raises(openai.InternalServerError) as told:
                 await rig.upload(b"{}\n")
         assert told.value.status_code == 507

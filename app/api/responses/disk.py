@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
-import sqlite3
 import time
 import zlib
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from app.database import Database
 from core.errors import NotFound, RequestError
 
 log = logging.getLogger(__name__)
@@ -27,8 +26,6 @@ MAX_HISTORY = 16 * 2**20
 """Bytes of one conversation: twice what a body has by default, and more than any context."""
 TOUCH = 60
 """Seconds within which a second use of a response is not written down: a poll must not be a write."""
-PATIENCE = 10.0
-"""Seconds to wait for another server that writes to the same file."""
 TRIM = 64
 """Rows let go at once."""
 
@@ -72,35 +69,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     events: bytes = b""
 
 
-class Disk:
-    """The file, with calls that block. Owner: the store's thread.
-
-    Several servers may use one file. What a server left unfinished is called failed by the next one
-    that finds itself alone with it.
-    """
+class Disk(Database):
+    """The file. Several servers may use one. What a server left unfinished is called failed by the next one
+    that finds itself alone with it."""
 
     def __init__(self, root: Path, limit: int) -> None:
         """`limit` is in bytes. Raises `OSError` and `sqlite3.Error`."""
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._limit = limit
-        self._lock = os.open(root / "responses.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            self._db = sqlite3.connect(
-                root / "responses.sqlite", isolation_level=None, check_same_thread=False, timeout=PATIENCE
-            )
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")  # a power cut may cost the last ones, no more
-            self._db.executescript(_SCHEMA)
-            self._take_lock()
-        except BaseException:
-            os.close(self._lock)
-            raise
+        super().__init__(root, "responses.lock")
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def _open(self) -> None:
+        alone = self._lock_alone()
+        self._connect("responses.sqlite", "NORMAL", _SCHEMA)  # a power cut may cost the last ones, no more
+        if alone:
             self._interrupt()
-        except BlockingIOError:
+        else:
             log.info("another server keeps its responses in the same file")
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
@@ -113,11 +96,6 @@ class Disk:
             self._db.execute(
                 "UPDATE responses SET status = 'failed', active = 0, doc = ? WHERE id = ?", (doc, id)
             )
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._db.close()
-        os.close(self._lock)
 
     def put(self, record: Record) -> bool:
         """Keep a record or its new state, and let go of what no longer fits: the oldest first, then

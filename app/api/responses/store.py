@@ -6,32 +6,26 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from app.api.responses.disk import Disk, Item, Record, no_previous
-from core.errors import DiskFull, NotFound, Unavailable, check_disk_full
+from app.database import DatabaseThread
+from core.errors import DiskFull, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Store:
-    """Responses of all owners, durable and bounded.
+class Store(DatabaseThread[Disk]):
+    """Responses of all owners, durable and bounded. Owner: event loop."""
 
-    Calls are served in the order they were made: what was put is there for whoever asks next, also
-    when nobody waited for the put. Owner: event loop.
-    """
-
-    __slots__ = ("_disk", "_limit", "_pool", "_root")
+    __slots__ = ("_limit",)
 
     def __init__(self, root: Path, limit: int) -> None:
         """`limit` in bytes; 0 keeps nothing and touches no disk."""
-        self._root = root
+        super().__init__("responses", lambda: Disk(root, limit))
         self._limit = limit
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._disk: Disk | None = None
 
     @property
     def keeps(self) -> bool:
@@ -42,73 +36,51 @@ class Store:
         """Keep a record or its new state. The result says whether it is kept; what went wrong is
         logged, since an answer that exists must not be lost over it. It need not be awaited."""
 
-        def put(disk: Disk) -> bool:
-            return disk.put(record)
-
-        def guarded() -> bool:
+        def put() -> bool:
             try:
-                return self._run(put)
+                return self._run(lambda disk: disk.put(record))
             except (Unavailable, DiskFull) as error:
                 log.error("response %s is not kept: %s", record.id, error)
                 return False
 
-        if self._pool is None:
+        if self._closed:
             closed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             closed.set_result(False)
             return closed
-        return self._submit(guarded)
+        return self._submit(put)
 
     async def require(self, record: Record) -> bool:
         """`put` for an answer that is nothing unless it is kept: raises `Unavailable` and `DiskFull`."""
-        return await self._submit(lambda: self._run(lambda disk: disk.put(record)))
+        return await self.run(lambda disk: disk.put(record))
 
     async def get(self, owner: str, id: str) -> Record:
         """Raises `NotFound`, also for another owner's, and `Unavailable` when the disk refuses."""
         if not self.keeps:
             raise NotFound(f"Response with id '{id[:100]}' not found.", "response_id")
-        return await self._submit(lambda: self._run(lambda disk: disk.get(owner, id, "response_id")))
+        return await self.run(lambda disk: disk.get(owner, id, "response_id"))
 
     async def history(self, owner: str, id: str) -> list[Item]:
         """Items of the conversation up to the end of response `id`, oldest first. Raises
         `RequestError`."""
         if not self.keeps:
             raise no_previous(id)
-        return await self._submit(lambda: self._run(lambda disk: disk.history(owner, id)))
+        return await self.run(lambda disk: disk.history(owner, id))
 
     async def item(self, owner: str, response: str, id: str, param: str) -> Item:
         """One item, input or output, of a response. Raises `NotFound`."""
         if not self.keeps:
             raise NotFound("This server keeps no responses.", param)
-        return await self._submit(lambda: self._run(lambda disk: disk.item(owner, response, id, param)))
+        return await self.run(lambda disk: disk.item(owner, response, id, param))
 
     async def delete(self, owner: str, id: str) -> None:
         """Raises `NotFound`."""
         if not self.keeps:
             raise NotFound(f"Response with id '{id[:100]}' not found.", "response_id")
-        await self._submit(lambda: self._run(lambda disk: disk.delete(owner, id)))
-
-    async def close(self) -> None:
-        """After what was asked for. Idempotent."""
-        if self._pool is not None:
-            pool, self._pool = self._pool, None
-            await asyncio.get_running_loop().run_in_executor(pool, self._shut)
-            pool.shutdown()
-
-    def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        if self._pool is None:
-            raise Unavailable("The server is shutting down.")
-        return asyncio.get_running_loop().run_in_executor(self._pool, work)
+        await self.run(lambda disk: disk.delete(owner, id))
 
     def _run(self, work: Callable[[Disk], T]) -> T:
         try:
-            if self._disk is None:
-                self._disk = Disk(self._root, self._limit)
-            return work(self._disk)
+            return super()._run(work)
         except (OSError, sqlite3.Error) as error:
-            check_disk_full(error)
             reason = getattr(error, "strerror", None) or type(error).__name__  # which names no path of ours
             raise Unavailable(f"Stored responses cannot be reached: {reason}.") from error
-
-    def _shut(self) -> None:
-        if self._disk is not None:
-            self._disk.close()

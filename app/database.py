@@ -1,0 +1,105 @@
+"""An sqlite file that a server keeps, and the one thread that opens it and calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from core.errors import Unavailable, check_disk_full
+
+T = TypeVar("T")
+D = TypeVar("D", bound="Database")
+
+PATIENCE = 10.0
+"""Seconds to wait for another server that writes to the same file."""
+
+
+class Database(ABC):
+    """The file and a lock file beside it. Calls block. Owner: the thread of its `DatabaseThread`."""
+
+    def __init__(self, root: Path, lock: str) -> None:
+        """Raises `OSError`, `sqlite3.Error` and what `_open` raises."""
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._root = root
+        self._lock = os.open(root / lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._open()
+        except BaseException:  # or the next try would take this one for another server
+            os.close(self._lock)
+            raise
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Lock, connect, and put right what an earlier server left."""
+
+    def _lock_alone(self) -> bool:
+        """Take the lock; False when another server has it."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _connect(self, name: str, synchronous: str, schema: str) -> None:
+        self._db = sqlite3.connect(
+            self._root / name, isolation_level=None, check_same_thread=False, timeout=PATIENCE
+        )
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute(f"PRAGMA synchronous={synchronous}")
+        self._db.executescript(schema)
+
+    def close(self) -> None:
+        """Let another server have the file."""
+        self._db.close()
+        os.close(self._lock)
+
+
+class DatabaseThread(Generic[D]):
+    """A database as the loop sees it. Calls are served in the order they were made, also those that nobody
+    waits for. Owner: event loop."""
+
+    __slots__ = ("_closed", "_disk", "_make", "_pool")
+
+    def __init__(self, name: str, make: Callable[[], D]) -> None:
+        """`make` is called in the thread, when the database is first needed."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._make = make
+        self._disk: D | None = None
+        self._closed = False
+
+    def run(self, work: Callable[[D], T]) -> asyncio.Future[T]:
+        """`work` in the thread. Raises what it raises, `Unavailable` when there is no usable directory or the
+        server shuts down, and `DiskFull`."""
+        return self._submit(lambda: self._run(work))
+
+    def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        if self._closed:
+            raise Unavailable("The server is shutting down.")
+        return asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def _run(self, work: Callable[[D], T]) -> T:
+        try:
+            if self._disk is None:
+                self._disk = self._make()
+            return work(self._disk)
+        except (OSError, sqlite3.Error) as error:
+            check_disk_full(error)
+            raise
+
+    async def close(self) -> None:
+        """After what was asked for. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._shut)
+            self._pool.shutdown()
+
+    def _shut(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
