@@ -109,6 +109,7 @@ class Served:
             "files": len(os.listdir("/proc/self/fd")),
             "rss": _rss(),
             "decoded": DECODING.largest,
+            "encoded": DECODING.largest_encoded,
         }
 
     def progress(self) -> dict[str, Any]:
@@ -153,7 +154,7 @@ class Served:
             case "mend":
                 self.patches.undo()
             case "forget":
-                DECODING.largest = 0
+                DECODING.forget()
         return {}
 
 

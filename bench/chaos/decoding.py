@@ -1,4 +1,4 @@
-"""Counts bytes that are decoded from JSON on the event loop: work that no limit has seen yet."""
+"""Counts bytes of JSON that are decoded or encoded at once: no other thread has the GIL meanwhile."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ import msgspec
 
 
 class Decoding:
-    """The largest text that was decoded while a loop ran in the thread that did it."""
+    """The largest text that any thread decoded, and that a loop's thread encoded."""
 
     def __init__(self) -> None:
-        self.largest = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing was seen."""
+        self.largest = self.largest_encoded = 0
 
     def see(self, data: Any) -> None:
-        """Count `data` if this thread runs a loop."""
-        if asyncio._get_running_loop() is not None and len(data) > self.largest:
-            self.largest = len(data)
+        """Count `data`, which is decoded: work that no limit has seen yet, whatever the thread."""
+        self.largest = max(self.largest, len(data))
+
+    def made(self, data: bytes) -> bytes:
+        """Count `data`, which was encoded, if this thread runs a loop."""
+        if asyncio._get_running_loop() is not None:
+            self.largest_encoded = max(self.largest_encoded, len(data))
+        return data
 
     def install(self) -> None:
-        """Put counters in front of the decoders. What exists already is not counted."""
+        """Put counters in front of decoders and encoders. What exists already is not counted."""
         counts, plain, loads = self, msgspec.json.Decoder, json.loads
+        encoder, encode = msgspec.json.Encoder, msgspec.json.encode
 
         class Decoder:
             """`msgspec.json.Decoder` that counts."""
@@ -42,6 +52,18 @@ class Decoding:
                 counts.see(data)
                 return self._decoder.decode_lines(data)
 
+        class Encoder:
+            """`msgspec.json.Encoder` that counts."""
+
+            def __init__(self, *arguments: Any, **named: Any) -> None:
+                self._encode = encoder(*arguments, **named).encode
+
+            def encode(self, value: Any) -> bytes:
+                return counts.made(self._encode(value))
+
+        def encoded(value: Any, **named: Any) -> bytes:
+            return counts.made(encode(value, **named))
+
         def decode(data: Any, **named: Any) -> Any:
             counts.see(data)
             return plain(**named).decode(data)
@@ -52,4 +74,6 @@ class Decoding:
 
         setattr(msgspec.json, "Decoder", Decoder)  # noqa: B010 - a stub's class cannot be assigned to
         setattr(msgspec.json, "decode", decode)  # noqa: B010
+        setattr(msgspec.json, "Encoder", Encoder)  # noqa: B010
+        setattr(msgspec.json, "encode", encoded)  # noqa: B010
         setattr(json, "loads", counted)  # noqa: B010

@@ -30,7 +30,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         "costly",
-        "bodies made to be slow are not decoded on the loop, and refused",
+        "bodies made to be slow are decoded elsewhere, told in slices, or refused",
         costly,
         "bodies are decoded on the loop",
         TINY,

@@ -11,16 +11,18 @@ from urllib.parse import quote
 
 from bench.chaos.bench import Bench
 from bench.chaos.bodies import BODIES, VALUES, mutated
-from bench.chaos.clients import TEXT, ask, post
+from bench.chaos.clients import HANG, TEXT, ask, post
 from bench.chaos.row import Found
-from bench.chaos.server import PATIENCE
+from bench.chaos.server import LOOK, PATIENCE
 
 AT_ONCE = 4
 """Every second one of them reaches the model; sixteen kept two cores, client and server, so busy that a
 neighbour's gaps said nothing of the server."""
 IDS = ("nobody", "..%2f..%2fetc%2fpasswd", "%00", "%ff%fe", "a" * 300, "-1", "'; DROP TABLE files; --")
 LOOP_BYTES = 64 * 1024
-"""A body that is larger than this is never decoded on the loop."""
+"""JSON that is larger than this is never decoded at once in the server's process."""
+LOOP_ENCODED = 128 * 1024
+"""Nor larger than this encoded at once on its loop: 64 positions with 20 alternatives each are 92 KB."""
 
 
 async def malformed(bench: Bench) -> Found:
@@ -99,7 +101,7 @@ def _is_error(body: bytes) -> bool:
 
 
 async def costly(bench: Bench) -> Found:
-    """What takes long to decode or to walk is not decoded on the loop, and refused."""
+    """What takes long to decode, to walk or to tell is done elsewhere or in slices, or refused."""
     found, size = Found(), bench.count(8 * 2**20, 2**20) - 4096
     await bench.server.tell("forget")
 
@@ -109,11 +111,36 @@ async def costly(bench: Bench) -> Found:
             status = answer.status
             found.expect(400 <= status < 500 or status == 200, f"{name}: {status} {answer.body[:200]!r}")
 
+        found.expect((told := await _batch(bench.port, size)) == "completed", f"a batch line: {told}")
+
     await bench.beside(found, attack())
-    largest = (await bench.server.tell("books"))["decoded"]
-    found.figures |= {"body_bytes": size, "largest_decoded_on_loop": largest}
-    found.expect(largest <= LOOP_BYTES, f"{largest} bytes were decoded on the loop at once")
+    books = await bench.server.tell("books")
+    largest, encoded = books["decoded"], books["encoded"]
+    found.figures |= {"body_bytes": size, "largest_decoded": largest, "largest_encoded_on_loop": encoded}
+    found.expect(largest <= LOOP_BYTES, f"{largest} bytes were decoded at once in the server's process")
+    found.expect(encoded <= LOOP_ENCODED, f"{encoded} bytes were encoded on the loop at once")
     return found
+
+
+async def _batch(port: int, size: int) -> str:
+    """How a batch of one line of about `size` bytes ends."""
+    line = {"custom_id": "a", "method": "POST", "url": TEXT, "body": {"prompt": "a" * size}}
+    parts = [
+        b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch',
+        b'Content-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + json.dumps(line).encode(),
+    ]
+    form = b"".join(b"--loom\r\n%b\r\n" % part for part in parts) + b"--loom--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=loom"}
+    sent = await ask(port, "POST", "/v1/files", form, headers)
+    if sent.status != 200:
+        return f"{sent.status} {sent.body[:200]!r}"
+    body = {"input_file_id": sent.json["id"], "endpoint": TEXT, "completion_window": "24h"}
+    batch = (await post(port, "/v1/batches", body)).json
+    async with asyncio.timeout(HANG):
+        while batch["status"] not in ("completed", "failed", "expired"):
+            await asyncio.sleep(LOOK)
+            batch = (await ask(port, "GET", f"/v1/batches/{batch['id']}")).json
+    return str(batch["status"])
 
 
 def _costly(size: int) -> dict[str, tuple[str, bytes]]:
@@ -121,6 +148,9 @@ def _costly(size: int) -> dict[str, tuple[str, bytes]]:
 
     def filled(head: str, item: str, tail: str) -> bytes:
         return (head + item * ((size - len(head) - len(tail)) // len(item)) + tail).encode()
+
+    def scored(**fields: object) -> bytes:
+        return json.dumps({"prompt": [5 + i % 200 for i in range(1_500)], "max_tokens": 1, **fields}).encode()
 
     biases = ",".join(f'"{i}":1' for i in range(size // 11))
     return {
@@ -133,5 +163,7 @@ def _costly(size: int) -> dict[str, tuple[str, bytes]]:
         "biases": (TEXT, ('{"prompt":"a","logit_bias":{' + biases + "}}").encode()),
         "a long id": ("/abort_request", filled('{"rid":"', "a", '"}')),
         "one text": (TEXT, filled('{"max_tokens":1,"prompt":"', "a", '"}')),
+        "prompt log-probabilities": (TEXT, scored(prompt_logprobs=20)),
+        "echoed log-probabilities": (TEXT, scored(echo=True, logprobs=20)),
         "equal keys": (TEXT, filled("{", '"prompt":"a",', '"prompt":"b","max_tokens":1}')),
     }
