@@ -25,7 +25,7 @@ from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
 from gpu.kernels.step import begin_step, emit, mask_rows
 from gpu.sample.penalties import Counts
 from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits
-from gpu.state.tables import slot_tables
+from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import StepBuffers
 from gpu.step.rings import Rings
@@ -94,7 +94,7 @@ def _orders() -> Iterator[Row]:
     for rows, chunks, tokens in STEPS:
         plan, calls = _plan(rows, chunks, tokens), []
         for _ in range(COPIES):
-            tables, rings = slot_tables(SLOTS, PAGES, DEVICE), _rings()
+            tables, rings = SlotTables(SLOTS, PAGES, DEVICE), _rings()
             tables.length.fill_(KNOWN)
             for _ in range(ENTRIES):  # each call takes the next
                 rings.write(plan)
@@ -142,7 +142,7 @@ def _counts(rows: int) -> Counts:
 def _penalties(rows: int, logits: list[Tensor]) -> Iterator[Row]:
     """All flags of a row are read; count and logit, this both ways, of known tokens alone. "none": no row
     has penalties."""
-    tables, live = slot_tables(SLOTS, 1, DEVICE), scalar(rows, DEVICE)
+    tables, live = SlotTables(SLOTS, 1, DEVICE), scalar(rows, DEVICE)
     for penalty, value in ((tables.repetition, 1.1), (tables.frequency, 0.5), (tables.presence, 0.5)):
         penalty.fill_(value)
     slots = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, Layout
-from gpu.state.tables import SlotTables
+from gpu.state.tables import WIDE, SlotTables, row_of
 from gpu.state.view import StepView
 
 _CHUNK: tl.constexpr = tl.constexpr(CHUNK)
@@ -19,71 +19,40 @@ _SAMPLE: tl.constexpr = tl.constexpr(SAMPLE)
 _NEW: tl.constexpr = tl.constexpr(NEW)
 _WRITE: tl.constexpr = tl.constexpr(WRITE)
 _TOKEN: tl.constexpr = tl.constexpr(TOKEN)
+_WIDE: tl.constexpr = tl.constexpr(WIDE)
+_LAST_TOKEN: tl.constexpr = tl.constexpr(row_of("last_token"))
+_LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
 
 
 @jit
 def _take_new(
-    records: tl.tensor,
-    count: tl.tensor,
-    last_token: tl.tensor,
-    length: tl.tensor,
-    temperature: tl.tensor,
-    seed: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    count_row: tl.tensor,
-    repetition: tl.tensor,
-    frequency: tl.tensor,
-    presence: tl.tensor,
-    SPAN: tl.constexpr,
+    records: tl.tensor, count: tl.tensor, columns: tl.tensor, stride: int, SPAN: tl.constexpr
 ) -> None:
+    """A word at a time from each record to its column: rows 2 c and 2 c + 1 hold a column of two words, slot
+    by slot, and the rows behind them one word each."""
     for first in range(0, count, SPAN):
         i = first + tl.arange(0, SPAN)
         live = i < count
         at = records + i * _NEW
         slot = tl.load(at, mask=live, other=0)
-        tl.store(last_token + slot, tl.zeros([SPAN], tl.int32), mask=live)
-        tl.store(length + slot, tl.load(at + 1, mask=live, other=0), mask=live)
-        heat = tl.load(at + 2, mask=live, other=0).to(tl.float32, bitcast=True)
-        tl.store(temperature + slot, heat, mask=live)
-        tl.store(top_k + slot, tl.load(at + 3, mask=live, other=0), mask=live)
-        share = tl.load(at + 4, mask=live, other=0).to(tl.float32, bitcast=True)
-        tl.store(top_p + slot, share, mask=live)
-        least = tl.load(at + 5, mask=live, other=0).to(tl.float32, bitcast=True)
-        tl.store(min_p + slot, least, mask=live)
-        low = tl.load(at + 6, mask=live, other=0).to(tl.int64) & 0xFFFFFFFF
-        high = tl.load(at + 7, mask=live, other=0).to(tl.int64)
-        tl.store(seed + slot, (high << 32) | low, mask=live)
-        tl.store(count_row + slot, tl.load(at + 8, mask=live, other=0), mask=live)
-        again = tl.load(at + 9, mask=live, other=0).to(tl.float32, bitcast=True)
-        tl.store(repetition + slot, again, mask=live)
-        often = tl.load(at + 10, mask=live, other=0).to(tl.float32, bitcast=True)
-        tl.store(frequency + slot, often, mask=live)
-        once = tl.load(at + 11, mask=live, other=0).to(tl.float32, bitcast=True)
-        tl.store(presence + slot, once, mask=live)
+        for word in tl.static_range(_NEW - 1):
+            value = tl.load(at + 1 + word, mask=live, other=0)
+            if word < _WIDE:
+                tl.store(columns + (word - word % 2) * stride + slot * 2 + word % 2, value, mask=live)
+            else:
+                tl.store(columns + word * stride + slot, value, mask=live)
 
 
 @jit_loose("n", "d", "c", "s")
 def _begin(
     ring: tl.tensor,
     cursor: tl.tensor,
-    last_token: tl.tensor,
-    length: tl.tensor,
+    columns: tl.tensor,
     table: tl.tensor,
-    temperature: tl.tensor,
-    seed: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    count_row: tl.tensor,
-    repetition: tl.tensor,
-    frequency: tl.tensor,
-    presence: tl.tensor,
     counts: tl.tensor,
     ids: tl.tensor,
     positions: tl.tensor,
-    where: tl.tensor,
+    kv_slot_mapping: tl.tensor,
     decode_slots: tl.tensor,
     decode_lengths: tl.tensor,
     chunk_slots: tl.tensor,
@@ -93,6 +62,7 @@ def _begin(
     sample_rows: tl.tensor,
     sample_slots: tl.tensor,
     sample_positions: tl.tensor,
+    stride: int,
     width: int,
     n: int,
     d: int,
@@ -121,10 +91,8 @@ def _begin(
     tl.store(counts + 2, chunks)
     tl.store(counts + 3, samples)
     tl.store(common, tl.load(entry + 6))
-    _take_new(
-        entry + AT_NEW, news, last_token, length, temperature, seed, top_k, top_p, min_p,
-        count_row, repetition, frequency, presence, SPAN,
-    )  # fmt: skip
+    last_token, length = columns + _LAST_TOKEN * stride, columns + _LENGTH * stride
+    _take_new(entry + AT_NEW, news, columns, stride, SPAN)
     for first in range(0, writes, SPAN):
         i = first + tl.arange(0, SPAN)
         live = i < writes
@@ -143,7 +111,7 @@ def _begin(
         page = tl.load(table + slot * width + before // PAGE, mask=live, other=0)
         tl.store(ids + i, token, mask=i < d)
         tl.store(positions + i, before, mask=i < d)
-        tl.store(where + i, page * PAGE + tl.where(live, before % PAGE, 0), mask=i < d)
+        tl.store(kv_slot_mapping + i, page * PAGE + tl.where(live, before % PAGE, 0), mask=i < d)
         tl.store(decode_slots + i, slot, mask=i < d)
         tl.store(decode_lengths + i, before + 1, mask=i < d)
     if MIXED:
@@ -178,7 +146,7 @@ def _begin(
             mine = (i >= rows) & (i < n)
             tl.store(ids + i, token, mask=mine)
             tl.store(positions + i, position, mask=mine)
-            tl.store(where + i, page * PAGE + position % PAGE, mask=mine)
+            tl.store(kv_slot_mapping + i, page * PAGE + position % PAGE, mask=mine)
     tl.debug_barrier()
     for first in range(0, s, SPAN):
         i = first + tl.arange(0, SPAN)
@@ -215,11 +183,12 @@ def begin_step(
     _begin[(1,)](
         ring,
         cursor,
-        *tables,
+        tables.words,
+        tables.page_table,
         view.counts,
         view.ids,
         view.positions,
-        view.where,
+        view.kv_slot_mapping,
         view.decode_slots,
         view.decode_lengths,
         view.chunk_slots,
@@ -229,6 +198,7 @@ def begin_step(
         rows,
         slots,
         positions,
+        tables.words.stride(0),
         tables.page_table.stride(0),
         view.tokens,
         view.max_decode,

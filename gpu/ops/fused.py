@@ -145,7 +145,7 @@ class TritonOps:
         q = norm_rope_store(
             qkv,
             kernels.caches[layer],
-            view.where,
+            view.kv_slot_mapping,
             rotation,
             norms,
             q_out=qkv.new_empty(len(qkv), qkv.shape[1] // (q_heads + 2 * kv_heads) * q_heads),

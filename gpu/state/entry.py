@@ -3,7 +3,7 @@
 An entry is int32 words in pinned memory that the device can read:
 
     | head | decode slots | chunks | samples | new slots | page writes | tokens | marks |
-      16     R              C × 3    R × 2     R × 12      W × 2         T × 2    W × 2
+      16     R              C × 3    R × 2     R × NEW     W × 2         T × 2    W × 2
 
 Every section has a fixed place, so that the kernel that reads it needs no arithmetic but the counts in
 the head. R rows, C chunks, T tokens of chunks, W page writes and marks: tokens that penalties know of a
@@ -16,10 +16,12 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from core.plan import NewSlot, StepPlan
 from core.types import NO_TOKENS, Ints
+from gpu.state.tables import COLUMNS, WORDS
 
 HEAD: Final = 16
 """Words of the head: tokens, decode rows, chunks, samples, new slots, page writes, common keys, marks."""
@@ -27,9 +29,8 @@ CHUNK: Final = 3
 """Words of a chunk: slot, position of its first token, row of its first token."""
 SAMPLE: Final = 2
 """Words of a sample: row of the step, slot."""
-NEW: Final = 12
-"""Words of a new slot: slot, cached tokens, temperature, top_k, top_p, min_p, seed in two, count row,
-repetition, frequency and presence penalty."""
+NEW: Final = 1 + WORDS
+"""Words of a new slot: slot, then what its columns begin with, in the order of `gpu.state.tables`."""
 WRITE: Final = 2
 """Words of a page write: cell of the table (slot * width + index), page."""
 TOKEN: Final = 2
@@ -43,6 +44,8 @@ CASCADE_KEYS: Final = 256
 """From where on common keys are attended to once for all rows: with fewer, reading them per row costs
 less than the extra kernel and merge would. By reasoning, not yet measured."""
 
+
+_NUMPY: Final = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 NO_MARKS: Final[Ints] = np.zeros((0, MARK), np.int32)
 NO_CELLS: Final[NDArray[np.int64]] = np.zeros(0, np.int64)
@@ -178,20 +181,11 @@ class EntryWriter:
     def _write_new(self, new_slots: tuple[NewSlot, ...], words: Ints) -> None:
         at, count = self._at.new, len(new_slots)
         records = words[at : at + count * NEW].reshape(count, NEW)
-        numbers = records.view(np.float32)
-        params = [new.params for new in new_slots]
-        seeds = np.array([each.seed for each in params], np.int64).view(np.int32).reshape(count, 2)
         records[:, 0] = [new.slot for new in new_slots]
-        records[:, 1] = [new.cached for new in new_slots]
-        numbers[:, 2] = [0.0 if each.greedy else each.temperature for each in params]
-        records[:, 3] = [each.top_k for each in params]
-        numbers[:, 4] = [each.top_p for each in params]
-        numbers[:, 5] = [each.min_p for each in params]
-        records[:, 6:8] = seeds
-        records[:, 8] = [new.count_row for new in new_slots]
-        numbers[:, 9] = [each.repetition_penalty for each in params]
-        numbers[:, 10] = [each.frequency_penalty for each in params]
-        numbers[:, 11] = [each.presence_penalty for each in params]
+        for column in COLUMNS:
+            values = np.array([column.begin(new) for new in new_slots], _NUMPY[column.dtype])
+            first = 1 + column.row
+            records[:, first : first + column.width] = values.view(np.int32).reshape(count, column.width)
 
 
 def _marks(new_slots: tuple[NewSlot, ...]) -> Ints:

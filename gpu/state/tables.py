@@ -1,64 +1,105 @@
-"""Every per-slot quantity that a captured step needs, in device memory."""
+"""Every per-slot quantity that a step needs, in memory of the device. A column is declared once, here."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from core.plan import NewSlot
 
-class SlotTables(NamedTuple):
-    """One row per slot; row 0 is the dump of padded rows and stays neutral.
+_ALIGNED: Final = 4
+"""Words: every column starts at a multiple of 16 bytes, so that an int64 column may be viewed as one."""
 
-    Written by the kernels of the step alone: whatever the host has to say travels in the step's order.
 
-    last_token   int32 [slots]         the future-token cell: sampling writes it, the next step reads it
-    length       int32 [slots]         tokens whose KV some launched step has written
-    page_table   int32 [slots, pages]  entries past a slot's pages are stale
-    temperature  float32 [slots]       0 is greedy
-    seed         int64 [slots]
-    top_k        int32 [slots]         0: off
-    top_p        float32 [slots]       1: off
-    min_p        float32 [slots]       0: off
-    count_row    int32 [slots]         row of token counts, -1 for none
-    repetition   float32 [slots]       1: off
-    frequency    float32 [slots]       0: off
-    presence     float32 [slots]       0: off
+class Column:
+    """One value per slot: int32, float32, or int64 in two words.
+
+    `begin` gives what a new slot starts with; its words travel in the slot's record of the ring entry.
+    `neutral` stands in slot 0, the dump of padded rows. `device`: kernels write it from then on; the host
+    alone writes the others.
     """
 
-    last_token: Tensor
-    length: Tensor
-    page_table: Tensor
-    temperature: Tensor
-    seed: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    count_row: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    __slots__ = ("begin", "device", "dtype", "name", "neutral", "row", "width")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        begin: Callable[[NewSlot], float],
+        neutral: float = 0,
+        device: bool = False,
+    ) -> None:
+        self.dtype, self.begin, self.neutral, self.device = dtype, begin, neutral, device
+        self.width = dtype.itemsize // 4
+        self.name, self.row = "", 0
+
+    def __set_name__(self, owner: type[SlotTables], name: str) -> None:
+        self.name = name
+
+    def __get__(self, tables: SlotTables, owner: type[SlotTables]) -> Tensor:
+        return tables.columns[self.row]
 
 
-def slot_tables(max_rows: int, max_pages: int, device: torch.device) -> SlotTables:
-    """Tables of `max_rows` slots and the dump, all neutral."""
-    slots = max_rows + 1
+_INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
 
-    def zeros(dtype: torch.dtype, *more: int) -> Tensor:
-        return torch.zeros(slots, *more, dtype=dtype, device=device)
 
-    return SlotTables(
-        last_token=zeros(torch.int32),
-        length=zeros(torch.int32),
-        page_table=zeros(torch.int32, max_pages),
-        temperature=zeros(torch.float32),
-        seed=zeros(torch.int64),
-        top_k=zeros(torch.int32),
-        top_p=zeros(torch.float32).fill_(1),
-        min_p=zeros(torch.float32),
-        count_row=zeros(torch.int32).fill_(-1),
-        repetition=zeros(torch.float32).fill_(1),
-        frequency=zeros(torch.float32),
-        presence=zeros(torch.float32),
-    )
+class SlotTables:
+    """One entry per slot in each column; slot 0 is the dump of padded rows and stays neutral.
+
+    words        int32 [WORDS, slots, padded]: the rows of a column hold its words, slot by slot
+    page_table   int32 [slots, pages]; entries past a slot's pages are stale
+
+    Written by the kernels of the step alone: what the host has to say travels in the step's entry.
+    """
+
+    __slots__ = ("columns", "page_table", "slots", "words")
+
+    seed = Column(_LONG, lambda new: new.params.seed)
+    # The future-token cell: sampling writes it, the next step reads it.
+    last_token = Column(_INT, lambda new: 0, device=True)
+    # Tokens whose KV some launched step has written.
+    length = Column(_INT, lambda new: new.cached, device=True)
+    # 0 is greedy.
+    temperature = Column(_FLOAT, lambda new: 0.0 if new.params.greedy else new.params.temperature)
+    top_k = Column(_INT, lambda new: new.params.top_k)
+    top_p = Column(_FLOAT, lambda new: new.params.top_p, neutral=1.0)
+    min_p = Column(_FLOAT, lambda new: new.params.min_p)
+    # Row of token counts, -1 for none.
+    count_row = Column(_INT, lambda new: new.count_row, neutral=-1)
+    repetition = Column(_FLOAT, lambda new: new.params.repetition_penalty, neutral=1.0)
+    frequency = Column(_FLOAT, lambda new: new.params.frequency_penalty)
+    presence = Column(_FLOAT, lambda new: new.params.presence_penalty)
+
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
+        self.slots = max_rows + 1
+        padded = -(-self.slots // _ALIGNED) * _ALIGNED
+        self.words = torch.zeros(WORDS, padded, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(self.slots, max_pages, dtype=torch.int32, device=device)
+        self.columns: dict[int, Tensor] = {}
+        for column in COLUMNS:
+            words = self.words[column.row : column.row + column.width].view(-1)
+            self.columns[column.row] = words.view(column.dtype)[: self.slots].fill_(column.neutral)
+
+
+def _laid_out() -> tuple[Column, ...]:
+    """Columns of two words first: their rows are then 2 c and 2 c + 1, which kernels reckon with."""
+    found = [each for each in vars(SlotTables).values() if isinstance(each, Column)]
+    found.sort(key=lambda column: -column.width)
+    row = 0
+    for column in found:
+        column.row = row
+        row += column.width
+    return tuple(found)
+
+
+COLUMNS: Final = _laid_out()
+WORDS: Final = sum(column.width for column in COLUMNS)
+WIDE: Final = sum(column.width for column in COLUMNS if column.width == 2)
+"""Words of the columns of two words."""
+
+
+def row_of(name: str) -> int:
+    """First row of a column in `SlotTables.words`; in a record of a new slot its words begin one later."""
+    return next(column.row for column in COLUMNS if column.name == name)

@@ -17,7 +17,7 @@ class StepView(NamedTuple):
     counts          int32 [4]: true tokens, true decode rows, true chunks, true samples
     ids             int32 [N]
     positions       int32 [N]
-    where           int32 [N]: page * page_size + offset, where a token's K and V go
+    kv_slot_mapping int32 [N]: page * page_size + offset, where a token's K and V go
     page_table      int32 [max_slots, max_pages]; entries past a slot's length are stale
     decode_slots    int32 [D]: a slot per decode row
     decode_lengths  int32 [D]: keys a decode row sees, this step's token included
@@ -29,7 +29,7 @@ class StepView(NamedTuple):
     deep            whether the graph is for few queries behind many keys, which are then cut among processors
 
     Entries behind the true counts are arbitrary in ids, positions, slots, lengths and starts, but always
-    in bounds: slot 0, position 0, length 1. `where` is 0 there (page 0, the dump).
+    in bounds: slot 0, position 0, length 1. `kv_slot_mapping` is 0 there (page 0, the dump).
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class StepView(NamedTuple):
     counts: Tensor
     ids: Tensor
     positions: Tensor
-    where: Tensor
+    kv_slot_mapping: Tensor
     page_table: Tensor
     decode_slots: Tensor
     decode_lengths: Tensor

@@ -58,11 +58,11 @@ class StepBuffers:
         that is `shared` attends apart to the keys that these have in common. `deep`: see `StepView`."""
         decode = min(tokens, self._rows.shape[1])
         chunks = len(self._chunks[1]) - 1 if mixed else 0
-        ids, positions, where = self._tokens[:, :tokens]
+        ids, positions, mapping = self._tokens[:, :tokens]
         slots, lengths = self._rows[:, :decode]
         (chunk_slots, chunk_starts), firsts = self._chunks[0][:, :chunks], self._chunks[1][: chunks + 1]
         return StepView(
-            tokens, decode, chunks, self._counts, ids, positions, where, self._table, slots, lengths,
+            tokens, decode, chunks, self._counts, ids, positions, mapping, self._table, slots, lengths,
             chunk_slots, chunk_starts, firsts, self._at, shared, deep,
         )  # fmt: skip
 

@@ -36,7 +36,7 @@ from gpu.prompt import score_prompts
 from gpu.sample.params import BIASED, LOGPROBS, PROCESSED
 from gpu.sample.sampler import Sampler
 from gpu.state.entry import Limits
-from gpu.state.tables import slot_tables
+from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import StepBuffers
 from gpu.step.flight import Answer, Flight, mark
@@ -116,7 +116,7 @@ class GraphRunner:
         `use_pool`. Without `upkeep` commands are refused."""
         self.device = machine.device
         self._shape, self._machine, self._sampler, self._upkeep = shape, machine, sampler, upkeep
-        self._tables = slot_tables(shape.rows, shape.pages, machine.device)
+        self._tables = SlotTables(shape.rows, shape.pages, machine.device)
         self._buffers = StepBuffers(self._tables, shape.tokens, shape.rows, shape.chunks, hidden)
         limits = Limits(shape.rows, shape.chunks, shape.tokens, PAGE_WRITES, shape.pages)
         self._rings = Rings(limits, ENTRIES, machine.device)

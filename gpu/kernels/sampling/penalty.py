@@ -8,13 +8,14 @@ from torch import Tensor
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, padding, pow2
 from gpu.sample.penalties import Counts
 from gpu.state.entry import MARK, NEW, Layout
-from gpu.state.tables import SlotTables
+from gpu.state.tables import SlotTables, row_of
 
 BLOCK = 4096
 """Tokens of the vocabulary a program looks at: 20 KiB of counts."""
 
 _MARK: tl.constexpr = tl.constexpr(MARK)
 _NEW: tl.constexpr = tl.constexpr(NEW)
+_COUNT_ROW: tl.constexpr = tl.constexpr(1 + row_of("count_row"))
 
 
 @jit
@@ -33,7 +34,7 @@ def _clear(
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     entry = ring + (tl.load(cursor) % ENTRIES) * WORDS
     if record < tl.load(entry + 4):
-        row = tl.load(entry + AT_NEW + record * _NEW + 8)
+        row = tl.load(entry + AT_NEW + record * _NEW + _COUNT_ROW)
         if row >= 0:
             at = row.to(tl.int64) * vocab + ids
             tl.store(generated + at, tl.zeros([BLOCK], tl.int32), mask=ids < vocab)

@@ -146,7 +146,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
         counts=ints([n - pad, rows, parts, rows], device),
         ids=blank,
         positions=blank,
-        where=blank,
+        kv_slot_mapping=blank,
         page_table=table,
         decode_slots=ints([*kept.slots[:rows].tolist(), *[0] * pad_decode], device),
         decode_lengths=ints([*case.decode, *[1] * pad_decode], device),

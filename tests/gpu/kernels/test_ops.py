@@ -97,7 +97,7 @@ def padded(inputs: StepInputs, tokens: int, table: torch.Tensor) -> StepView:
         counts=ints_of([live, decode, len(chunks), len(inputs.sample_rows)]),
         ids=fill(inputs.ids, tokens, tiny_model.VOCAB),
         positions=fill(inputs.positions, tokens, PAGE * PAGES),
-        where=torch.cat([inputs.where, torch.zeros(tokens - live)]).int(),
+        kv_slot_mapping=torch.cat([inputs.where, torch.zeros(tokens - live)]).int(),
         page_table=table,
         decode_slots=fill(inputs.decode_slots, most, 1),
         decode_lengths=fill(inputs.decode_lengths, most, 2),

@@ -16,7 +16,7 @@ from gpu.inputs import gather
 from gpu.kernels.step import begin_step, emit, mask_rows
 from gpu.state.entry import Limits
 from gpu.state.slots import SlotState
-from gpu.state.tables import slot_tables
+from gpu.state.tables import SlotTables
 from gpu.step.buffers import StepBuffers
 from gpu.step.rings import Rings
 
@@ -66,7 +66,7 @@ class Plans:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_orders_become_tables_and_views(seed: int, device: torch.device) -> None:
-    tables = slot_tables(ROWS, PAGES, device)
+    tables = SlotTables(ROWS, PAGES, device)
     plain = SlotState(ROWS, PAGES, device)
     rings = Rings(LIMITS, 3, device)
     buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, (8, torch.float32))
@@ -90,7 +90,7 @@ def test_orders_become_tables_and_views(seed: int, device: torch.device) -> None
         for made, wanted in [
             (view.ids, expected.ids),
             (view.positions, expected.positions),
-            (view.where, expected.where),
+            (view.kv_slot_mapping, expected.where),
             (view.decode_slots[:d], expected.decode_slots),
             (view.decode_lengths[:d], expected.decode_lengths),
             (buffers.samples.rows[:s], expected.sample_rows),
@@ -98,7 +98,7 @@ def test_orders_become_tables_and_views(seed: int, device: torch.device) -> None
             (buffers.samples.positions[:s], expected.sample_positions),
         ]:
             assert made[: len(wanted)].tolist() == wanted.tolist()
-        for padding in (view.ids[n:], view.positions[n:], view.where[n:], view.decode_slots[d:]):
+        for padding in (view.ids[n:], view.positions[n:], view.kv_slot_mapping[n:], view.decode_slots[d:]):
             assert not padding.any()
         if plan.chunks:
             assert view.chunk_slots[:c].tolist() == [chunk.slot for chunk in expected.chunks]
@@ -122,7 +122,7 @@ def test_orders_become_tables_and_views(seed: int, device: torch.device) -> None
 
 
 def test_greedy_is_temperature_zero(device: torch.device) -> None:
-    tables = slot_tables(ROWS, PAGES, device)
+    tables = SlotTables(ROWS, PAGES, device)
     rings = Rings(LIMITS, 2, device)
     buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, (8, torch.float32))
     new = NewSlot(2, SamplingParams(temperature=0.9, top_k=1, seed=2**63 - 1), ints([]), ints([]), 3)
@@ -137,7 +137,7 @@ def test_greedy_is_temperature_zero(device: torch.device) -> None:
 @pytest.mark.gpu
 def test_what_is_launched_reads_its_own_order(device: torch.device) -> None:
     """Without graphs warm-ups were still under way when the first order was written in their place."""
-    tables = slot_tables(ROWS, PAGES, device)
+    tables = SlotTables(ROWS, PAGES, device)
     rings = Rings(LIMITS, 2, device)
     buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, (8, torch.float32))
     view = buffers.view(ROWS, mixed=False)
