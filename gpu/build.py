@@ -25,8 +25,8 @@ from gpu.models.base import CausalModel
 from gpu.parts import Parts, Sizes, Target
 from gpu.runner import ModelRunner
 from gpu.sample.processors import load_processors
-from gpu.sample.sampler import Sampler
 from gpu.state.slots import SlotState
+from gpu.step.sampler import Sampler
 from gpu.step.steps import Steps
 from gpu.thread import device_thread
 from gpu.upkeep import Upkeep
@@ -137,9 +137,8 @@ def build_executor(
             return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
 
         progress("pool", 0.0)
-        sampler = Sampler(sizes.rows, spec.vocab_size, sizes.rows, device, processors)
         upkeep = Upkeep(str(source), load, make_pool, both=device.type == "cpu")
-        parts = Parts(spec, target, sizes, sampler, upkeep)
+        parts = Parts(spec, target, sizes, processors, upkeep)
         runner: Runner
         chunks = 0
         if target.captures(spec):
@@ -178,7 +177,8 @@ def _plain_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool
     attention: AttentionBackend = WholeAttention()
     if spec.causal:
         attention = TorchAttention(pool, slots, [spec.window(layer) for layer in range(spec.layers)])
-    return ModelRunner(model, slots, attention, parts.sampler, page_size, parts.upkeep)
+    sampler = Sampler(rows, spec.vocab_size, rows, parts.target.device, parts.processors)
+    return ModelRunner(model, slots, attention, sampler, page_size, parts.upkeep)
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:

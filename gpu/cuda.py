@@ -14,6 +14,7 @@ from gpu.device import HOPPER, CudaFacts
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import mid_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kv.pool import KvPool
 from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
@@ -58,11 +59,12 @@ def captured_runner(
         chunks=min(sizes.rows, MAX_CHUNKS),
         pages=-(-sizes.context // cache.page_size),
         page_size=cache.page_size,
-        mask_words=-(-spec.vocab_size // 32),
+        vocab=spec.vocab_size,
+        count_rows=sizes.rows,
     )
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
-    machine = Machine(device, attention, launcher, kernels, pdl)
-    runner = GraphRunner(shape, machine, parts.sampler, (spec.hidden, dtype), parts.upkeep)
+    machine = Machine(device, attention, launcher, kernels, triton_kernels, pdl)
+    runner = GraphRunner(shape, machine, parts.processors, (spec.hidden, dtype), parts.upkeep)
     runner.use_model(loaded)
     runner.use_pool(pool, lambda share: progress("graphs", share))
     return runner

@@ -9,6 +9,7 @@ import torch
 
 from core.plan import StepPlan
 from gpu.inputs import place
+from gpu.transfer import upload
 
 
 class Embedded(NamedTuple):
@@ -25,5 +26,5 @@ def embedded(plan: StepPlan, device: torch.device) -> Embedded | None:
     placed = zip(plan.chunks, place(plan), strict=True)
     found = [(at.first, chunk.embeds) for chunk, at in placed if chunk.embeds is not None]
     rows = np.concatenate([np.arange(first, first + len(values)) for first, values in found])
-    values = np.concatenate([values for _, values in found])  # a copy: what crossed threads is read-only
-    return Embedded(torch.from_numpy(rows).to(device), torch.from_numpy(values).to(device))
+    values = np.concatenate([values for _, values in found])
+    return Embedded(upload(rows, device), upload(values, device))

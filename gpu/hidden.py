@@ -13,19 +13,20 @@ from core.plan import Chunk, NewSlot, StepPlan
 from core.types import Floats, Ints
 from gpu.inputs import ChunkRow, StepInputs
 from gpu.models.base import CausalModel
+from gpu.transfer import download
 
 
 class Given(NamedTuple):
-    """What a step gives back by slot, on the device and nobody else's: hidden states float32 [n, width], and
-    the experts chosen, int32 [n, layers, experts per token]."""
+    """What a step gives back by slot, on its way to the host: hidden states float32 [n, width], and the
+    experts chosen, int32 [n, layers, experts per token]."""
 
     hidden: Mapping[int, torch.Tensor]
     experts: Mapping[int, torch.Tensor]
 
     def read(self) -> tuple[dict[int, Floats], dict[int, Ints]]:
-        """Both on the host, read-only. Waits for the device where there is any."""
-        hidden = {slot: rows.cpu().numpy() for slot, rows in self.hidden.items()}
-        experts = {slot: rows.cpu().numpy() for slot, rows in self.experts.items()}
+        """Both, read-only, once the step has ended."""
+        hidden = {slot: rows.numpy() for slot, rows in self.hidden.items()}
+        experts = {slot: rows.numpy() for slot, rows in self.experts.items()}
         arrays: tuple[np.ndarray, ...] = (*hidden.values(), *experts.values())
         for array in arrays:
             array.setflags(write=False)
@@ -82,15 +83,16 @@ class HiddenRows:
         """`hidden` [n, hidden] is the step's, `routes` the list that its forward has filled, and `rows` say
         where in them the chunks lie."""
         states = self._hidden(model, hidden, plan, rows)
-        return Given(states, {} if routes is None else self._experts(model.spec, routes, plan, rows))
+        experts = {} if routes is None else self._experts(model.spec, routes, plan, rows)
+        return Given(*({slot: download(rows) for slot, rows in found.items()} for found in (states, experts)))
 
     def _experts(
         self, spec: ModelSpec, routes: Sequence[torch.Tensor], plan: StepPlan, rows: Sequence[ChunkRow]
     ) -> dict[int, torch.Tensor]:
         assert spec.moe is not None, "experts in a model without"
-        chosen = torch.stack(list(routes), 1).int()
-        every = chosen.new_zeros(len(chosen), spec.layers, spec.moe.per_token)
-        every[:, sorted(spec.moe.layers)] = chosen
+        every = routes[0].new_zeros(len(routes[0]), spec.layers, spec.moe.per_token, dtype=torch.int32)
+        for layer, chosen in zip(sorted(spec.moe.layers), routes, strict=True):
+            every[:, layer] = chosen
         found = {
             slot: every[row : row + 1]
             for row, slot in enumerate(plan.decode_slots.tolist())

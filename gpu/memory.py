@@ -99,7 +99,7 @@ def device_needs(
     step = int(SLACK * step_tokens * _activation_bytes(spec, dtype))
     return Needs(
         graphs=step + graphs * spec.layers * NODES * NODE_BYTES,
-        logits=(rows + SCORED) * spec.vocab_size * 4,
+        logits=(3 * rows + SCORED) * spec.vocab_size * 4,
         counts=count_rows * spec.vocab_size * COUNT_BYTES,
         workspace=step + WORKSPACE,
     )

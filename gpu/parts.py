@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from core.models import ModelSpec
 from gpu.device import CudaFacts
-from gpu.sample.sampler import Sampler
+from gpu.sample.processors import Processor
 from gpu.upkeep import Upkeep
 
 
@@ -37,5 +38,5 @@ class Parts(NamedTuple):
     spec: ModelSpec
     target: Target
     sizes: Sizes
-    sampler: Sampler
+    processors: Mapping[str, Processor]
     upkeep: Upkeep

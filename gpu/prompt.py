@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from core.plan import Chunk, PromptLogprobs, StepPlan
+from core.plan import Chunk, StepPlan
 from gpu.inputs import ChunkRow
 from gpu.models.base import CausalModel
-from gpu.sample.logprobs import prompt_logprobs
+from gpu.sample.logprobs import PromptScores, prompt_logprobs
+from gpu.transfer import upload
 
 POSITIONS = 256
 """Logits held at once: 256 × 152,000 floats are 148 MiB, a whole step's would be 1.2 GiB."""
@@ -18,7 +19,7 @@ POSITIONS = 256
 
 def score_prompts(
     model: CausalModel, hidden: torch.Tensor, plan: StepPlan, rows: Sequence[ChunkRow]
-) -> dict[int, PromptLogprobs]:
+) -> dict[int, PromptScores]:
     """Of every asking chunk, by its slot; `hidden` [n, hidden] is the step's, and `rows` say where in it
     the chunks lie."""
     return {
@@ -28,7 +29,7 @@ def score_prompts(
     }
 
 
-def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, row: ChunkRow) -> PromptLogprobs:
+def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, row: ChunkRow) -> PromptScores:
     # Positions:  start   start+1 ... end-1   end
     # tokens:     t0      t1      ... tn-1    target, or none
     # The token at p is scored by the hidden state at p - 1, so t0 was the chunk before's business.
@@ -36,7 +37,7 @@ def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, row: ChunkRow
     first = max(chunk.start + 1, chunk.logprobs_start)
     last = end if chunk.target >= 0 else end - 1
     known = np.append(chunk.tokens, chunk.target)[first - chunk.start : last + 1 - chunk.start]
-    targets = torch.tensor(known, dtype=torch.int64, device=hidden.device)
+    targets = upload(known.astype(np.int64), hidden.device)
     at = row.first + first - 1 - chunk.start
     scored = hidden[at : at + len(known)]
     logits = (model.logits(scored[i : i + POSITIONS]) for i in range(0, max(len(known), 1), POSITIONS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from core.clock import monotonic
 from core.command import Command, CommandDone
-from core.plan import NewSlot, PromptLogprobs, RowLogprobs, StepPlan, StepResult
+from core.plan import NewSlot, RowLogprobs, StepPlan, StepResult
 from core.types import NAN_TOKEN
 from gpu.attention import AttentionBackend
 from gpu.context import ForwardContext
@@ -22,6 +22,7 @@ from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
 from gpu.prompt import score_prompts
+from gpu.sample.logprobs import PromptScores
 from gpu.state.slots import SlotState
 from gpu.thread import assert_device_thread
 from gpu.upkeep import Upkeep
@@ -38,7 +39,7 @@ class Sampled(Protocol):
     def logprobs(self) -> dict[int, RowLogprobs]: ...
 
     @property
-    def failed(self) -> dict[int, str]: ...
+    def failed(self) -> Mapping[int, str]: ...
 
 
 class TokenSampler(Protocol):
@@ -66,7 +67,7 @@ class Pending:
         step: int,
         tokens: torch.Tensor,
         logprobs: dict[int, RowLogprobs],
-        prompt: dict[int, PromptLogprobs],
+        prompt: dict[int, PromptScores],
         seconds: float,
         failed: dict[int, str],
         given: Given,
@@ -83,7 +84,8 @@ class Pending:
         """The step's answer. Its arrays are read-only."""
         tokens = self._tokens.cpu().numpy().astype(np.int32)
         tokens.setflags(write=False)
-        told = (self._logprobs, self._prompt, self._seconds, self._failed)
+        prompt = {slot: scores.read() for slot, scores in self._prompt.items()}
+        told = (self._logprobs, prompt, self._seconds, self._failed)
         return StepResult(self.step, tokens, *told, *self._given.read())
 
 

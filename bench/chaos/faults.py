@@ -39,7 +39,7 @@ from core.schedule.scheduler import Scheduler
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.runner import ModelRunner, Pending
-from gpu.sample.sampler import Sampler
+from gpu.step.sampler import Sampler
 
 AFTER = 20
 """Calls of the stage that still succeed."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.kernels import inputs, reference
@@ -31,6 +27,8 @@ from gpu.kernels.moe import route
 from gpu.kernels.moe.grouped_gemm import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
 from gpu.kernels.sampling import sample
+from gpu.sample.filters import Filters
+from gpu.sample.noise import bits, row_keys
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -314,7 +312,9 @@ def sampling() -> Iterator[Check]:
     seeds = torch.randint(0, 2**63 - 1, (rows,), device=DEVICE)
     cells = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     found = sample.sample(logits, slots, positions, heat, seeds, cells=cells)
-    words = _noise(seeds[slots].cpu().numpy(), positions.cpu().numpy(), vocab)
+    words = bits(
+        row_keys(seeds[slots].cpu().numpy(), positions.cpu().numpy()), torch.arange(vocab, dtype=torch.int32)
+    )
     scores = reference.race(logits.cpu(), words, heat[slots].cpu())
     top = scores.topk(2, -1)
     close = (top.values[:, 0] - top.values[:, 1]) < 1e-4
@@ -324,7 +324,7 @@ def sampling() -> Iterator[Check]:
     rule = torch.arange(rows, device=DEVICE)
     top_k = torch.where(rule % 2 > 0, 1 + rule * 3, 0).int()
     top_p, min_p = 0.5 + (rule % 8) / 14, (rule % 5 == 0) * 0.01
-    filters = sample.Filters(top_k, top_p, min_p)
+    filters = Filters(top_k, top_p, min_p)
     found = sample.sample(logits, slots, positions, heat, seeds, filters=filters).cpu()
     edge = 0
     for row, slot in enumerate(slots.tolist()):
@@ -335,18 +335,6 @@ def sampling() -> Iterator[Check]:
             edge += int(found[row]) != int(scores[row].where(kept, float("-inf")).argmax())
     # A token at the edge of its nucleus may fall either way.
     yield Check("sample", f"{rows} rows filtered", float(edge), 1.0)
-
-
-def _noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], vocab: int) -> Tensor:
-    """The words of `gpu.sample.noise`, int32 [rows, vocab]. Its file is loaded by itself: the package
-    around it needs more than torch."""
-    path = Path(norm.__file__).parents[1] / "sample" / "noise.py"
-    spec = spec_from_file_location("noise", path)
-    assert spec is not None and spec.loader is not None
-    noise = module_from_spec(spec)
-    spec.loader.exec_module(noise)
-    words: Tensor = noise.bits(noise.row_keys(seeds, positions), torch.arange(vocab, dtype=torch.int32))
-    return words
 
 
 def _chain(

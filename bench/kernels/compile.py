@@ -43,6 +43,7 @@ from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
 from gpu.kernels.sampling import sample
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.quant import FP8, scale_shape
+from gpu.sample.filters import Filters
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
@@ -160,7 +161,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def sampler() -> None:
         ints = torch.zeros(256, dtype=torch.int64)
         heat = empty(512, dtype=torch.float32)
-        filters = sample.Filters(ints.int(), heat, heat)
+        filters = Filters(ints.int(), heat, heat)
         logits = empty(256, 151_936, dtype=torch.float32)
         sample.sample(logits, ints, ints, heat, ints, filters=filters, cells=ints, pdl=pdl)
 

@@ -21,9 +21,12 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from core.types import Ints
 from gpu.cuda import MAX_CHUNKS
+from gpu.kernels.sampling.adjust import mask_rows
 from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
-from gpu.kernels.step import begin_step, emit, mask_rows
+from gpu.kernels.step import begin_step, emit
+from gpu.sample.kernels import MaskRows
 from gpu.sample.penalties import Counts
+from gpu.sample.rows import Rows
 from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
@@ -146,15 +149,16 @@ def _penalties(rows: int, logits: list[Tensor]) -> Iterator[Row]:
     for penalty, value in ((tables.repetition, 1.1), (tables.frequency, 0.5), (tables.presence, 0.5)):
         penalty.fill_(value)
     slots = torch.arange(1, rows + 1, dtype=torch.int32, device=DEVICE)
+    every = Rows(slots, slots, live, tables)
     pool = [_counts(rows) for _ in logits]
     known = int(pool[0].tables[1].sum())
     sets = list(zip(logits, pool, strict=True))
-    calls = [partial(penalise, x, slots, tables, counts, live) for x, counts in sets]
+    calls = [partial(penalise, x, every, counts) for x, counts in sets]
     yield Row("penalise", f"{rows} x {VOCAB}, none", microseconds(calls), rows * (4 + 4))
     tables.count_row[1 : rows + 1] = slots - 1
     yield Row("penalise", f"{rows} x {VOCAB}", microseconds(calls), rows * VOCAB + known * (4 + 2 * 4))
     tokens = torch.randint(VOCAB, (rows,), device=DEVICE)
-    us = microseconds([partial(count_tokens, tokens, slots, tables, counts, live) for counts in pool])
+    us = microseconds([partial(count_tokens, tokens, every, counts) for counts in pool])
     # Token, slot and its row; the count both ways, and a flag.
     yield Row("count_tokens", f"{rows} rows", us, rows * (8 + 4 + 4 + 2 * 4 + 1))
 
@@ -171,7 +175,7 @@ def _masks(rows: int, logits: list[Tensor]) -> Iterator[Row]:
         (", on device", which.to(DEVICE), bits.to(DEVICE), moved),
         (", none", torch.full_like(which, -1).pin_memory(), bits.pin_memory(), rows * 4),
     ):
-        calls = [partial(mask_rows, x, one, masks, live) for x in logits]
+        calls = [partial(mask_rows, x, MaskRows(one, masks), live) for x in logits]
         yield Row("mask_rows", f"{rows} x {VOCAB}{name}", microseconds(calls), cost)
 
 

@@ -29,6 +29,7 @@ from gpu.kernels.moe import route
 from gpu.kernels.moe.few_rows import SmallConfig, small_moe
 from gpu.kernels.moe.tuned import MoeShape, rule
 from gpu.kernels.sampling import sample
+from gpu.sample.filters import Filters
 
 COPIES = 8
 """Input sets of the small kernels: at decode sizes their data sits in L2 in a real step too, so no more
@@ -220,7 +221,7 @@ def sampling() -> Iterator[Row]:
         for name, k, p in (("top_p 0.9", 0, 0.9), ("top_k 50", 50, 1.0), ("both", 50, 0.9)):
             top_k = torch.full((rows,), k, dtype=torch.int32, device=DEVICE)
             top_p = torch.full((rows,), p, device=DEVICE)
-            filters = sample.Filters(top_k, top_p, torch.zeros(rows, device=DEVICE))
+            filters = Filters(top_k, top_p, torch.zeros(rows, device=DEVICE))
             args = logits, ints, ints, heats, ints
             us = microseconds([partial(sample.sample, *args, filters=filters, cells=ints.clone())])
             yield Row("sample", f"{rows} x 151936 {name}", us, 2 * rows * 151_936 * 4)

@@ -34,16 +34,14 @@ from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.gemm.skinny import mid_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
-from gpu.kernels.sampling.penalty import start_counts
+from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.layers.moe import expert_scales
 from gpu.ops.fused import Kernels
-from gpu.sample.sampler import Sampler
-from gpu.state.entry import CASCADE_ROWS, Limits
+from gpu.state.entry import CASCADE_ROWS
 from gpu.step.graphs import Work
-from gpu.step.rings import Rings
-from gpu.step.runner import ENTRIES, PAGE_WRITES, GraphRunner, Machine, Shape
+from gpu.step.runner import GraphRunner, Machine, Shape
 from gpu.thread import device_thread
 from gpu.weights import load_model
 
@@ -135,17 +133,14 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
         counters = mid_counters(CPU) if options.pdl else None
         return Kernels(attention, caches, moe, options.pdl, facts.kv_scales, counters)
 
-    machine = Machine(CPU, attention, lambda: share, kernels, options.pdl)
+    machine = Machine(CPU, attention, lambda: share, kernels, triton_kernels, options.pdl)
     chunks = min(rows, MAX_CHUNKS)
-    shape = Shape(rows, tokens, chunks, PAGES, page, -(-spec.vocab_size // 32))
-    sampler = Sampler(rows, spec.vocab_size, rows, CPU)
-    runner = GraphRunner(shape, machine, sampler, (spec.hidden, dtype))
+    shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, rows)
+    runner = GraphRunner(shape, machine, {}, (spec.hidden, dtype))
     with device_thread(CPU), _no_products(), mock.patch("gpu.weights.load.fill_dummy"):
         runner.use_model(load_model(spec, None, dtype, CPU))
         heads = (spec.kv_heads, spec.head_dim)
         runner.use_pool(KvPool(spec.layers, PAGES, page, heads, kept or dtype, CPU))
-    rings = Rings(Limits(rows, chunks, tokens, PAGE_WRITES, PAGES), ENTRIES, CPU)
-    start_counts(rings.orders, rings.cursor, rings.at, sampler.counts, new_slots=1, marks=1)
 
 
 def compile_share(spec: ModelSpec, steps: Steps, first: int, of: int) -> dict[str, str]:

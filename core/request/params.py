@@ -79,6 +79,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits, by id; the bias of an id that is named twice is the sum."""
+        found: dict[int, float] = {}
+        for token, bias in self.logit_bias:
+            found[token] = found.get(token, 0.0) + bias
+        return found
+
+    @property
+    def held_stops(self) -> frozenset[int]:
+        """Stop ids that min_tokens holds back."""
+        return self.stop_ids if self.min_tokens > 0 else frozenset()
+
+    @property
     def wants_logprobs(self) -> bool:
         """Every sampled token is reported with a `RowLogprobs`."""
         return self.logprobs >= 0 or self.entropy or self.support

@@ -27,7 +27,7 @@ from gpu.sample.select import at_least, below, largest
 _SORTED = 4096
 """Up to here a sort (50 µs) is cheaper than another round of narrowing; measured on one core."""
 
-_SLACK = 1e-6
+SLACK = 1e-6
 """Share of the mass by which top_p may be missed. Weights are float32: without it, 0.5 + 0.3
 reaches a top_p of 0.8 or not by how the logits were rounded."""
 
@@ -39,6 +39,14 @@ class Rule(NamedTuple):
     top_k: int
     top_p: float
     min_p: float
+
+
+class Filters(NamedTuple):
+    """Per slot: top_k int32 (0: off), top_p float32 (1: off), min_p float32 (0: off), all [max_slots]."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
 
 
 class Field(NamedTuple):
@@ -80,7 +88,7 @@ def nucleus(weights: Tensor, top_p: float) -> Cut:
     few hundred. A flat one is halved around its mean until it is worth sorting.
     """
     total = float(weights.sum(dtype=torch.float64))
-    need = top_p * total * (1.0 - _SLACK)
+    need = top_p * total * (1.0 - SLACK)
     floor = 0.99 * (1.0 - top_p) * total / len(weights)
     head = weights.index_select(0, at_least(weights, floor))
     size = 0  # entries above `head`, whose mass is already taken off `need`

@@ -1,149 +1,220 @@
-"""What is told of a token: log-probabilities, of the model's raw distribution unless a request wants them
-after mask, bias, penalties and temperature; its entropy; what all these left to choose from."""
+"""Log-probabilities for clients: computed on the device in two parts, of which the second waits for nobody.
+
+A launched part ends in keys, int64, of the tokens that somebody wants: the size of the log-probability (which
+is at most 0) as the bits of a float, then the token. They sort as the answer does, best first and lowest id
+first among equals, and hold all of it: only they travel to the host, and are read once the step has ended.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.types import NAN_TOKEN, Floats, Ints
-from gpu.sample.select import largest, where
+from gpu.sample.slots import AFTER_ALL, AFTER_MASK, ENTROPY, SUPPORT, Wanted
+from gpu.transfer import download, upload
 
 Array = TypeVar("Array", Ints, Floats)
 
-_BLOCK = 64
-"""Prompt rows normalised at once: bounds the copy to 39 MB at a vocabulary of 151,936."""
+BLOCK = 64
+"""Rows normalised at once: bounds each copy to 39 MB, and keys to 78, at a vocabulary of 151,936."""
 
 
 class Ranked(NamedTuple):
-    """The k best of each row, best first, lowest id first among equals: [n, k] each."""
+    """Tokens int32 [n, k] and their log-probabilities float32 [n, k]."""
 
     ids: Ints
     values: Floats
 
 
-def raw_logprobs(logits: Tensor) -> Tensor:
-    """Log-softmax of `logits` float32 [n, vocab], in new memory: sampling changes the logits."""
-    return logits.log_softmax(-1)
+def keys_of(logprobs: Tensor) -> Tensor:
+    """int64 [n, vocab] of `logprobs` float32 [n, vocab], ascending from the most likely; NaN is last."""
+    ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+    return torch.add(ids, logprobs.abs().view(torch.int32).long(), alpha=2**32)
 
 
-def entropies(raw: Tensor) -> list[float]:
-    """-Σ p log p of each row of log-probabilities `raw` float32 [m, vocab], in nats."""
-    found: list[float] = torch.special.entr(raw.exp()).sum(-1).tolist()
-    return found
+def read_keys(keys: NDArray[np.int64]) -> Ranked:
+    """What `keys` [n, k] were made of."""
+    sizes = (keys >> 32).astype(np.int32).view(np.float32)
+    return Ranked((keys & 0xFFFFFFFF).astype(np.int32), np.float32(0) - sizes)
 
 
-def support(ids: Tensor, weights: Tensor, at: int) -> Support:
-    """Of the token `ids[at]`, drawn from `ids` int32 [m], ascending, by `weights` float32 [m]. What a grammar
-    forbade weighs nothing, and is no part of it, though top_k may have kept it."""
-    chosen = math.log(float(weights[at]) / float(weights.sum(dtype=torch.float64)))
-    return Support(_frozen(ids.index_select(0, where(weights > 0)).cpu().numpy()), min(chosen, 0.0))
-
-
-def only(token: int) -> Support:
-    """Of a greedy token: nothing else could have been chosen."""
-    return Support(_frozen(np.array([token], np.int32)), 0.0)
-
-
-def rank(values: Tensor, k: int) -> Ranked:
-    """The `k` best (at most vocab) of `values` float32 [n, vocab].
-
-    topk alone breaks ties as it likes, and logits that were bfloat16 tie often: the first of the
-    list must be the token that greedy takes. So one more is fetched, and only the rows where the
-    last one in equals the first one out are looked through.
-    """
-    k = min(k, values.shape[-1])
+def pick(keys: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Of `keys` [n, vocab] those of `tokens` int64 [n, m], then the `k` best, at most vocab: [n, m + k]."""
+    named = keys.gather(1, tokens)
     if k == 0:
-        nothing = np.zeros((len(values), 0))
-        return Ranked(_frozen(nothing.astype(np.int32)), _frozen(nothing.astype(np.float32)))
-    top = values.topk(min(k + 1, values.shape[-1]), dim=-1)
-    top_ids, top_values = top.indices.cpu().numpy(), top.values.cpu().numpy()
-    order = np.lexsort((top_ids, -top_values))
-    ids = np.take_along_axis(top_ids, order, -1).astype(np.int32)
-    best = np.take_along_axis(top_values, order, -1)
-    if k < best.shape[-1]:
-        for row in np.flatnonzero(best[:, k - 1] == best[:, k]):
-            picked = largest(values[row], float(best[row, k - 1]), k)
-            worth, by_worth = values[row].index_select(0, picked).sort(descending=True, stable=True)
-            ids[row, :k] = picked[by_worth].cpu().numpy()
-            best[row, :k] = worth.cpu().numpy()
-    return Ranked(_frozen(ids[:, :k]), _frozen(best[:, :k]))
+        return named
+    return torch.cat([named, keys.topk(min(k, keys.shape[1]), largest=False).values], 1)
 
 
-def row_logprobs(
-    raw: Tensor, tokens: Sequence[int], ks: Sequence[int], more: Sequence[Sequence[int]] = ()
-) -> list[RowLogprobs | None]:
-    """One answer per row of `raw` float32 [m, vocab]: of the sampled token, the `ks` best, and after
-    them the tokens `more` [m][any], where anybody asked for some.
+class AskedColumns(NamedTuple):
+    """On the device: rows and slots int64 [m]; whether log-probabilities are of what a grammar allows, and of
+    what was drawn from, bool [m, 1] each; tokens that requests name int64 [m, any], padded with 0."""
 
-    None where the token is -1: a distribution that is not finite has no log-probabilities.
-    """
-    ids = torch.tensor(tokens, dtype=torch.int64, device=raw.device).clamp_(min=0)
-    chosen = raw.gather(1, ids.unsqueeze(1)).squeeze(1).tolist()
-    ranked = rank(raw, max(ks))
-    answers: list[RowLogprobs | None] = [
-        None if token == NAN_TOKEN else RowLogprobs(chosen[i], ranked.ids[i, :k], ranked.values[i, :k])
-        for i, (token, k) in enumerate(zip(tokens, ks, strict=True))
-    ]
-    for i, named in enumerate(more):
-        answer = answers[i]
-        if named and answer is not None:
-            answers[i] = _with(answer, raw[i], named)
+    rows: Tensor
+    slots: Tensor
+    after_mask: Tensor
+    after_all: Tensor
+    named: Tensor
+
+
+class Asked(NamedTuple):
+    """The rows of a step that want log-probabilities, what each wants, and the same on the device."""
+
+    rows: Sequence[int]
+    wanted: Sequence[Wanted]
+    columns: AskedColumns
+
+    @staticmethod
+    def of(
+        rows: Sequence[int],
+        slots: Sequence[int],
+        wanted: Sequence[Wanted],
+        masked: Sequence[bool],
+        device: torch.device,
+    ) -> Asked:
+        """`masked`: whether a grammar constrains the row. One copy to the device."""
+        words = np.zeros((len(rows), 4 + max(len(each.ids) for each in wanted)), np.int64)
+        words[:, 0], words[:, 1] = rows, slots
+        words[:, 2] = [
+            within and bool(each.needs & AFTER_MASK) for each, within in zip(wanted, masked, strict=True)
+        ]
+        words[:, 3] = [bool(each.needs & AFTER_ALL) for each in wanted]
+        for row, each in enumerate(wanted):
+            words[row, 4 : 4 + len(each.ids)] = each.ids
+        held = upload(words, device)
+        columns = AskedColumns(held[:, 0], held[:, 1], held[:, 2:3] > 0, held[:, 3:4] > 0, held[:, 4:])
+        return Asked(rows, wanted, columns)
+
+    def blocks(self) -> Iterator[tuple[slice, Asked]]:
+        """At most `BLOCK` rows at a time, and which of all these are."""
+        for first in range(0, len(self.rows), BLOCK):
+            at = slice(first, first + BLOCK)
+            yield (
+                at,
+                Asked(self.rows[at], self.wanted[at], AskedColumns(*(each[at] for each in self.columns))),
+            )
+
+    def any(self, flags: int) -> bool:
+        """Whether a row wants one of `flags`."""
+        return any(wanted.needs & flags for wanted in self.wanted)
+
+
+class Launched(NamedTuple):
+    """A block's results on their way to the host."""
+
+    asked: Asked
+    keys: Tensor
+    entropy: Tensor | None
+    support: tuple[Tensor, Tensor] | None
+    """Which tokens could be chosen, bool [m, vocab], and the log-probability of the chosen one among them."""
+
+
+def launch_block(
+    asked: Asked, raw: Tensor, tokens: Tensor, after: Tensor | None, weights: Tensor | None
+) -> Launched:
+    """Start a block: `raw` float32 [m, vocab] are the log-probabilities of the model, `tokens` int64 [m]
+    those sampled, `after` the logits that they were chosen by and `weights` what they were drawn by, for
+    blocks that want these."""
+    entropy = support = None
+    if asked.any(ENTROPY):
+        entropy = download(torch.special.entr(raw.exp()).sum(-1))
+    if after is not None and asked.any(AFTER_MASK):
+        among = raw.masked_fill(after.isneginf(), -torch.inf).log_softmax(-1)
+        raw = torch.where(asked.columns.after_mask, among, raw)
+    at = tokens.unsqueeze(1)
+    if weights is not None:
+        shares = weights.div(weights.sum(1, keepdim=True, dtype=torch.float64)).log().float()
+        raw = torch.where(asked.columns.after_all, shares, raw)
+        if asked.any(SUPPORT):
+            support = download(weights > 0), download(shares.gather(1, at).squeeze(1))
+    most = max(max(wanted.best for wanted in asked.wanted), 0)
+    keys = pick(keys_of(raw), torch.cat([at, asked.columns.named], 1), most)
+    return Launched(asked, download(keys), entropy, support)
+
+
+def read_block(block: Launched, tokens: Ints) -> dict[int, RowLogprobs]:
+    """The answers of a block whose step has ended, by row; `tokens` int32 [n] are the step's. None for a row
+    without a token: a distribution that is not finite has no log-probabilities."""
+    ids, values = read_keys(block.keys.numpy())
+    width = block.asked.columns.named.shape[1]
+    answers: dict[int, RowLogprobs] = {}
+    for i, (row, wanted) in enumerate(zip(block.asked.rows, block.asked.wanted, strict=True)):
+        if tokens[row] == NAN_TOKEN:
+            continue
+        first = 1 + width
+        columns = [
+            *range(first, min(first + max(wanted.best, 0), ids.shape[1])),
+            *range(1, 1 + len(wanted.ids)),
+        ]
+        answers[row] = RowLogprobs(
+            float(values[i, 0]),
+            _frozen(ids[i, columns]),
+            _frozen(values[i, columns]),
+            float(block.entropy[i]) if block.entropy is not None and wanted.needs & ENTROPY else None,
+            _support(block, i, int(tokens[row])) if wanted.needs & SUPPORT else None,
+        )
     return answers
 
 
-def _with(answer: RowLogprobs, raw: Tensor, named: Sequence[int]) -> RowLogprobs:
-    ids = np.array(named, np.int32)
-    values = raw[torch.tensor(named, device=raw.device)].cpu().numpy()
-    return RowLogprobs(
-        answer.chosen,
-        _frozen(np.concatenate([answer.top_ids, ids])),
-        _frozen(np.concatenate([answer.top_values, values])),
-    )
+def _support(block: Launched, i: int, token: int) -> Support:
+    if block.support is None or block.asked.wanted[i].greedy:
+        return Support(_frozen(np.array([token], np.int32)), 0.0)
+    allowed, chosen = block.support
+    ids = np.flatnonzero(allowed[i].numpy()).astype(np.int32)
+    return Support(_frozen(ids), min(float(chosen[i]), 0.0))
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of a chunk's prompt tokens, on their way to the host."""
+
+    start: int
+    keys: Tensor
+    ranks: Tensor
+    named: int
+
+    def read(self) -> PromptLogprobs:
+        """Once the step has ended."""
+        ids, values = read_keys(self.keys.numpy())
+        first = 1 + self.named
+        order = [*range(first, ids.shape[1]), *range(1, first)]
+        return PromptLogprobs(
+            self.start,
+            _frozen(values[:, 0].copy()),
+            _frozen(self.ranks.numpy()),
+            _frozen(ids[:, order]),
+            _frozen(values[:, order]),
+        )
 
 
 def prompt_logprobs(
     start: int, logits: Iterable[Tensor], targets: Tensor, k: int, named: Sequence[int] = ()
-) -> PromptLogprobs:
+) -> PromptScores:
     """Of the prompt tokens `targets` int64 [n], each predicted by its row of `logits`, which come in
     slices [any, vocab], in order: all of a long chunk at once would be gigabytes.
 
     `start` is the position of the first target. `k` = 0 gives the targets' values only. The tokens
     `named` come after the `k` best of every row. Rows that are not finite give NaN.
     """
-    parts: list[tuple[Floats, Ints, Ints, Floats]] = []
-    more = torch.tensor(named, dtype=torch.int64, device=targets.device)
-    blocks = (piece[at : at + _BLOCK] for piece in logits for at in range(0, max(len(piece), 1), _BLOCK))
+    keys: list[Tensor] = []
+    ranks: list[Tensor] = []
+    more = upload(np.array([named], np.int64), targets.device)
     first = 0
-    for raw in map(raw_logprobs, blocks):
-        wanted = targets[first : first + len(raw)].unsqueeze(1)
-        first += len(raw)
-        value = raw.gather(1, wanted)
-        ranked = rank(raw, k)
-        told, worth = ranked.ids, ranked.values
-        if named:
-            told = np.concatenate([told, np.tile(np.array(named, np.int32), (len(raw), 1))], axis=1)
-            worth = np.concatenate([worth, raw[:, more].cpu().numpy()], axis=1)
-        parts.append((value.squeeze(1).cpu().numpy(), _places(raw, wanted, value), told, worth))
-    values, ranks, ids, best = zip(*parts, strict=True)
-    return PromptLogprobs(start, _joined(values), _joined(ranks), _joined(ids), _joined(best))
-
-
-def _places(raw: Tensor, tokens: Tensor, values: Tensor) -> Ints:
-    """Where in the order of `rank` the `tokens` [n, 1] of `values` [n, 1] stand, from 1: int32 [n]."""
-    ids = torch.arange(raw.shape[1], device=raw.device)
-    before = (raw > values) | ((raw == values) & (ids < tokens))
-    return (before.sum(1) + 1).int().cpu().numpy()
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    return _frozen(np.concatenate(parts))
+    for piece in logits:
+        for at in range(0, max(len(piece), 1), BLOCK):
+            raw = piece[at : at + BLOCK].log_softmax(-1)
+            wanted = targets[first : first + len(raw)].unsqueeze(1)
+            first += len(raw)
+            every = keys_of(raw)
+            keys.append(found := pick(every, torch.cat([wanted, more.expand(len(raw), -1)], 1), k))
+            ranks.append((every < found[:, :1]).sum(1) + 1)
+    return PromptScores(start, download(torch.cat(keys)), download(torch.cat(ranks).int()), len(named))
 
 
 def _frozen(array: Array) -> Array:

@@ -44,6 +44,11 @@ class Counts:
         seen[tokens] = True
         generated.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
+    def clear(self, row: int) -> None:
+        """Forget what a row's former owner had."""
+        self._generated[row].zero_()
+        self._seen[row].zero_()
+
     def mark(self, marks: Tensor) -> None:
         """Note what slots have so far: `marks` int32 [n, 2] of count row and token, or ~token where it was
         generated."""

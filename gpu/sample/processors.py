@@ -10,14 +10,15 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from core.errors import ConfigError
 from core.plan import NewSlot
-from core.types import NAN_TOKEN
+from core.types import NAN_TOKEN, Ints
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,23 @@ class _Row:
         self.output = output
 
 
+class Processed(NamedTuple):
+    """Rows of a step that were processed, and why, for those whose processor raised."""
+
+    rows: Mapping[int, _Row] = MappingProxyType({})
+    failed: Mapping[int, str] = MappingProxyType({})
+
+    def accept(self, tokens: Ints) -> None:
+        """Remember the sampled `tokens` int32 [n] of the step, -1 being none. On the waiter thread: a step
+        with such rows is settled before the next one's processors run (`gpu.step.flight.Flight`)."""
+        for i, row in self.rows.items():
+            if tokens[i] != NAN_TOKEN:
+                row.output.append(int(tokens[i]))
+
+
+NONE_PROCESSED = Processed()
+
+
 class Processors:
     """Which slot wants which processor. Owner: launch thread."""
 
@@ -83,14 +101,12 @@ class Processors:
                 params = json.loads(new.params.processor_params or "{}")
                 self._by_slot[new.slot] = _Row(name, self._known[name], params, new.output.tolist())
 
-    def run(self, logits: torch.Tensor, slots: Sequence[int]) -> dict[int, str]:
-        """Process the rows of `logits` float32 [n, vocab] whose `slots` [n] want it, in place. Returns
-        why, for the rows whose processor raised: their logits are NaN, so that they have no token."""
+    def run(self, logits: torch.Tensor, slots: Ints) -> Processed:
+        """Process the rows of `logits` float32 [n, vocab] whose `slots` [n] want it, in place. The logits of
+        a row whose processor raised are NaN, so that it has no token."""
+        rows = {i: row for i, slot in enumerate(slots.tolist()) if (row := self._by_slot.get(slot))}
         failed: dict[int, str] = {}
-        for i, slot in enumerate(slots):
-            row = self._by_slot.get(slot)
-            if row is None:
-                continue
+        for i, row in rows.items():
             try:
                 row.process(logits[i], row.output, row.params)
             except Exception as error:  # the operator's code: other rows of the step go on
@@ -98,12 +114,5 @@ class Processors:
                 failed[i] = f"The logit processor '{row.name}' failed: {type(error).__name__}."
                 logits[i].fill_(torch.nan)
                 # With overlap one more step of this row is on its way, and nobody reads its token.
-                del self._by_slot[slot]
-        return failed
-
-    def accept(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
-        """Remember the sampled `tokens` int64 [n] of `slots` [n], -1 being none; no slots, no work."""
-        for slot, token in zip(slots, tokens.tolist() if slots else (), strict=True):
-            row = self._by_slot.get(slot)
-            if row is not None and token != NAN_TOKEN:
-                row.output.append(token)
+                del self._by_slot[int(slots[i])]
+        return Processed(rows, failed)

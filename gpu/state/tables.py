@@ -12,6 +12,7 @@ from core.plan import NewSlot
 
 _ALIGNED: Final = 4
 """Words: every column starts at a multiple of 16 bytes, so that an int64 column may be viewed as one."""
+_LAST_POSITION: Final = 2**31 - 1
 
 
 class Column:
@@ -71,6 +72,11 @@ class SlotTables:
     repetition = Column(_FLOAT, lambda new: new.params.repetition_penalty, neutral=1.0)
     frequency = Column(_FLOAT, lambda new: new.params.frequency_penalty)
     presence = Column(_FLOAT, lambda new: new.params.presence_penalty)
+    # Entries of the slot's rows in `gpu.sample.token_tables`: biased ids, and stop ids that min_tokens holds
+    # back up to a position.
+    num_bias = Column(_INT, lambda new: len(new.params.biases))
+    num_stops = Column(_INT, lambda new: len(new.params.held_stops))
+    stop_from = Column(_INT, lambda new: min(len(new.prompt) + new.params.min_tokens, _LAST_POSITION))
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
         self.slots = max_rows + 1

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from core.clock import monotonic
-from core.plan import PromptLogprobs, RowLogprobs, StepResult
+from core.plan import StepResult
 from core.types import NAN_TOKEN
 from gpu.grammar.matchers import Masks, Matchers
 from gpu.hidden import NOTHING, Given
+from gpu.sample.logprobs import PromptScores
 from gpu.step.rings import Rings, Ticket
+from gpu.step.sampling import Sampled
 
 
 class Mark(Protocol):
@@ -70,24 +74,20 @@ def mark(device: torch.device) -> Mark:
     return EventMark() if device.type == "cuda" else HostMark()
 
 
-class Answer:
-    """What of a step's answer was known when it was launched."""
+class Answer(NamedTuple):
+    """Of a launched step what is read when it has ended, beside its tokens."""
 
-    __slots__ = ("failed", "given", "logprobs", "masks", "prompt")
-
-    def __init__(self) -> None:
-        self.logprobs: dict[int, RowLogprobs] = {}
-        self.failed: dict[int, str] = {}
-        self.prompt: dict[int, PromptLogprobs] = {}
-        self.given: Given = NOTHING
-        self.masks: Masks | None = None
+    sampled: Sampled = Sampled()
+    masks: Masks | None = None
+    prompt: Mapping[int, PromptScores] = MappingProxyType({})
+    given: Given = NOTHING
 
 
 class Flight:
     """Owner: launch thread until it is handed to the waiter thread, which calls `wait` once.
 
-    The matchers of a step with constrained rows move on when its tokens are there, on the waiter
-    thread; the launch thread leaves them alone until `settled`.
+    The matchers of a step with constrained rows, and the logit processors, learn of its tokens when they are
+    there, on the waiter thread; the launch thread leaves both alone until `settle` returns.
     """
 
     __slots__ = ("_answer", "_began", "_ended", "_matchers", "_rings", "_settled", "_ticket", "step")
@@ -114,20 +114,24 @@ class Flight:
         try:
             self._ended.wait()
             answer, tokens = self._answer, self._rings.read(self._ticket)
-            failed = answer.failed
+            failed = dict[int, str]()
             if answer.masks is not None:
                 failed = self._matchers.accept(answer.masks, tokens.tolist())
-                for row in failed:
-                    tokens[row] = NAN_TOKEN
-                    answer.logprobs.pop(row, None)
-                failed.update(answer.failed)
-            given = answer.given.read()
+                tokens[list(failed)] = NAN_TOKEN
+            failed |= answer.sampled.processed.failed
+            answer.sampled.processed.accept(tokens)
         finally:
             self._settled.set()  # whatever happened: the launch thread must not wait for ever
         tokens.setflags(write=False)
-        seconds = self._ended.seconds_since(self._began)
-        return StepResult(self.step, tokens, answer.logprobs, answer.prompt, seconds, failed, *given)
+        prompt = {slot: scores.read() for slot, scores in answer.prompt.items()}
+        seconds, logprobs = self._ended.seconds_since(self._began), answer.sampled.read(tokens)
+        return StepResult(self.step, tokens, logprobs, prompt, seconds, failed, *answer.given.read())
+
+    @property
+    def settles(self) -> bool:
+        """Whether the next step's tokens follow from this one's on the host."""
+        return self._answer.masks is not None or bool(self._answer.sampled.processed.rows)
 
     def settle(self) -> None:
-        """Block until `wait` has moved the matchers on."""
+        """Block until matchers and processors know this step's tokens."""
         self._settled.wait()

@@ -1,18 +1,18 @@
 """One step on one GPU: write the order, replay the forward, replay the sampler, mark the end.
 
-    launch(plan)   ring entry ─► forward graph ─► (masks) ─► sampling graph ─► event
-                                  │ begin: tables, view        │ logits, mask, penalties, sample ─► cells
+    launch(plan)   ring entry ─► forward graph ─► (masks) ─► sampling graphs ─► event
+                                  │ begin: tables, view        │ logits, mask, penalties, choice ─► cells
                                   │ attention's work list      │ tokens ─► answer ring
                                   └ layers ─► picked rows      └
 
 The host does nothing per row but write the entry. What a graph cannot hold is launched plainly on the
-same buffers: prompt log-probabilities, hidden states, experts, prompts of embeddings, and sampling with
-bias, log-probabilities, entropies, masks told or a logit processor, which waits for the device.
+same buffers: prompt log-probabilities, hidden states, experts and prompts of embeddings; and by the sampling
+stage (`gpu.step.sampling`) log-probabilities of the rows that ask and logit processors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -26,24 +26,25 @@ from gpu.embeds import Embedded, embedded
 from gpu.grammar.matchers import Matchers
 from gpu.hidden import HiddenRows
 from gpu.inputs import place
-from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
-from gpu.kernels.sampling.sample import Filters, sample
-from gpu.kernels.step import begin_step, emit, mask_rows
+from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.prompt import score_prompts
-from gpu.sample.params import BIASED, LOGPROBS, PROCESSED
-from gpu.sample.sampler import Sampler
+from gpu.sample.kernels import SamplingKernels
+from gpu.sample.processors import Processor
+from gpu.sample.rows import Rows
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import StepBuffers
 from gpu.step.flight import Answer, Flight, mark
 from gpu.step.graphs import Launcher, Launches
-from gpu.step.rings import Rings, Ticket
-from gpu.step.steps import Forward, MaskStage, Sampling, Steps, sampling_slots
+from gpu.step.rings import Rings
+from gpu.step.sampling import Key, SamplingDevice, SamplingStage
+from gpu.step.steps import Forward, Steps, sampling_slots
 from gpu.thread import assert_device_thread
+from gpu.transfer import upload
 from gpu.upkeep import Upkeep
 
 Progress = Callable[[float], None]
@@ -54,9 +55,6 @@ ENTRIES = 4
 
 PAGE_WRITES = 8192
 """In one order, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""
-
-PLAINLY = BIASED | LOGPROBS | PROCESSED
-"""What the captured sampler does not do."""
 
 
 class StepAttention(Protocol):
@@ -78,8 +76,7 @@ class StepAttention(Protocol):
 class Shape(NamedTuple):
     """What the steps of a runner can hold.
 
-    `pages` is the longest row of the page table, `mask_words` the width of a grammar's mask: vocabulary
-    / 32, rounded up.
+    `pages` is the longest row of the page table, `count_rows` the number of rows that may be penalised.
     """
 
     rows: int
@@ -87,17 +84,19 @@ class Shape(NamedTuple):
     chunks: int
     pages: int
     page_size: int
-    mask_words: int
+    vocab: int
+    count_rows: int
 
 
 class Machine(NamedTuple):
     """How steps are run: on what, through which attention, as graphs or not, with which kernels over the
-    K and V of each layer. `pdl` is programmatic dependent launch."""
+    K and V of each layer, and with which for sampling. `pdl` is programmatic dependent launch."""
 
     device: torch.device
     attention: StepAttention
     launcher: Callable[[], Launcher]
     kernels: Callable[[Sequence[tuple[Tensor, Tensor]]], Kernels]
+    sampling: SamplingKernels
     pdl: bool = False
 
 
@@ -108,106 +107,73 @@ class GraphRunner:
         self,
         shape: Shape,
         machine: Machine,
-        sampler: Sampler,
+        processors: Mapping[str, Processor],
         hidden: tuple[int, torch.dtype],
         upkeep: Upkeep | None = None,
     ) -> None:
-        """`hidden` is width and dtype of the model's hidden states. Runs nothing before `use_model` and
-        `use_pool`. Without `upkeep` commands are refused."""
+        """`processors` are logit processors by name; `hidden` is width and dtype of the model's hidden
+        states. Runs nothing before `use_model` and `use_pool`. Without `upkeep` commands are refused."""
         self.device = machine.device
-        self._shape, self._machine, self._sampler, self._upkeep = shape, machine, sampler, upkeep
+        self._shape, self._machine, self._upkeep = shape, machine, upkeep
         self._tables = SlotTables(shape.rows, shape.pages, machine.device)
         self._buffers = StepBuffers(self._tables, shape.tokens, shape.rows, shape.chunks, hidden)
         limits = Limits(shape.rows, shape.chunks, shape.tokens, PAGE_WRITES, shape.pages)
         self._rings = Rings(limits, ENTRIES, machine.device)
         self._steps = Steps(shape.rows, shape.tokens)
-        self._masks = MaskStage(shape.rows, shape.mask_words, machine.device)
+        buffers = self._buffers
+        rows = Rows(buffers.samples.slots, buffers.samples.positions, buffers.num_samples, self._tables)
+        works_on = SamplingDevice(rows, self._rings, machine.sampling, machine.pdl)
+        self._stage = SamplingStage(works_on, shape.vocab, shape.count_rows, self._head, processors)
         self._matchers = Matchers()
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None
         self._kernels: Kernels | None = None
-        self._launches: Launches[Forward | Sampling] | None = None
+        self._launches: Launches[Forward | Key] | None = None
         self._unsettled: Flight | None = None
 
     # -- the step ----------------------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Start a step. Returns while the device works, unless a row needs what no graph holds."""
+        """Start a step. Returns while the device works; it waits only where masks or logit processors follow
+        from the tokens of the step before, and then for the waiter thread."""
         assert_device_thread(self.device)
         launches = self._launches
         assert launches is not None, "a step came while weights or pages are given back"
-        began, answer, rich = mark(self.device), Answer(), False
-        self._sampler.apply(plan.new_slots, start_counts=False)
+        began, answer = mark(self.device), Answer()
         ticket = self._rings.write(plan)
-        self._prepare(plan, ticket)
+        if ticket.surplus is not None:
+            cells, pages = (upload(each, self.device) for each in ticket.surplus[:2])
+            self._tables.page_table.view(-1).index_copy_(0, cells, pages)
+        self._stage.prepare(plan, ticket)
         forward = self._steps.forward(plan)
         self._hidden.apply(plan.new_slots)
         given, routes = embedded(plan, self.device), self._hidden.routes(plan)
         if self._hidden.wants(plan) or routes is not None or any(c.logprobs >= 0 for c in plan.chunks):
             hidden, rows = self._forward(forward, every=True, given=given, routes=routes), place(plan)
-            answer.prompt = score_prompts(self._ready(), hidden, plan, rows)
-            answer.given = self._hidden.take(self._ready(), hidden, routes, plan, rows)
+            prompt = score_prompts(self._ready(), hidden, plan, rows)
+            answer = Answer(prompt=prompt, given=self._hidden.take(self._ready(), hidden, routes, plan, rows))
         elif given is not None:
             self._forward(forward, given=given)
         else:
             launches[forward]()
         self._settle()
         self._matchers.apply(plan.new_slots)
-        self._masks.early.apply(plan.new_slots)
         if plan.num_samples:
             # Behind the forward: the device computes while masks are filled on the host.
-            answer.masks = self._matchers.fill(plan)
-            slots = sampling_slots(plan)
-            needs, early = self._sampler.needs(slots), self._masks.early.count(slots)
-            if needs & PLAINLY:
-                self._sample_plainly(plan, answer)
-            else:
-                sampling = self._steps.sampling(plan, needs, answer.masks is not None or bool(early))
-                if rich := sampling.rich:
-                    self._masks.write(answer.masks, early)
-                launches[sampling]()
+            masks, size = self._matchers.fill(plan), self._steps.samples(plan.num_samples)
+            sampled = self._stage.launch(sampling_slots(plan), size, masks, launches)
+            answer = answer._replace(sampled=sampled, masks=masks)
         marks = began, mark(self.device)
-        if rich:
-            self._masks.reader = marks[1]
         flight = Flight(plan.step, self._rings, ticket, marks, answer, self._matchers)
-        if answer.masks is not None:
+        if flight.settles:
             self._unsettled = flight
         return flight
 
-    def _prepare(self, plan: StepPlan, ticket: Ticket) -> None:
-        """Launch what an order may need ahead of its step, and mostly does not: token counts of new
-        slots, and what its entry had no room for."""
-        rings, counts = self._rings, self._sampler.counts
-        if any(new.count_row >= 0 for new in plan.new_slots):
-            start_counts(
-                rings.orders,
-                rings.cursor,
-                rings.at,
-                counts,
-                new_slots=len(plan.new_slots),
-                marks=ticket.marks,
-            )
-        if ticket.surplus is not None:
-            # Copies: what comes from the scheduler is read-only, and torch shares no such memory.
-            cells, pages, marks = (torch.tensor(each, device=self.device) for each in ticket.surplus)
-            self._tables.page_table.view(-1).index_copy_(0, cells, pages)
-            counts.mark(marks)
-
     def _settle(self) -> None:
-        """Let the matchers catch up with the step before, whose tokens the next masks follow."""
+        """Wait until matchers and processors know the tokens of the step before, where these matter."""
         if self._unsettled is not None:
             self._unsettled.settle()
             self._unsettled = None
-
-    def _sample_plainly(self, plan: StepPlan, answer: Answer) -> None:
-        count, samples, tables = plan.num_samples, self._buffers.samples, self._tables
-        logits = self._ready().logits(self._buffers.picked[:count])
-        slots, positions = samples.slots[:count].long(), samples.positions[:count].long()
-        sampled = self._sampler.sample(logits, slots, positions, answer.masks)
-        tables.last_token.index_copy_(0, slots, sampled.tokens.clamp(min=0).int())
-        answer.logprobs, answer.failed = sampled.logprobs, sampled.failed
-        rings, live = self._rings, self._buffers.num_samples
-        emit(sampled.tokens, rings.cursor, live, rings.answers, pdl=self._machine.pdl)
 
     # -- the work of the graphs --------------------------------------------------------------------
 
@@ -246,22 +212,9 @@ class GraphRunner:
             torch.index_select(hidden, 0, samples.rows, out=picked)
         return hidden
 
-    def _sample(self, key: Sampling) -> None:
-        """Logits of the picked rows, their tokens, into cells and ring."""
-        tables, buffers, rings, pdl = self._tables, self._buffers, self._rings, self._machine.pdl
-        samples, live = buffers.samples.first(key.rows), buffers.num_samples
-        logits = self._ready().logits(buffers.picked[: key.rows])
-        if key.rich:
-            mask_rows(logits, self._masks.which[: key.rows], self._masks.bits, live, pdl=pdl)
-            penalise(logits, samples.slots, tables, self._sampler.counts, live, pdl=pdl)
-        filters = Filters(tables.top_k, tables.top_p, tables.min_p) if key.filtered else None
-        tokens = sample(
-            logits, samples.slots, samples.positions, tables.temperature, tables.seed,
-            filters=filters, cells=tables.last_token, num_rows=live, pdl=pdl,
-        )  # fmt: skip
-        if key.rich:
-            count_tokens(tokens, samples.slots, tables, self._sampler.counts, live, pdl=pdl)
-        emit(tokens, rings.cursor, live, rings.answers, pdl=pdl)
+    def _head(self, rows: int) -> Tensor:
+        """Logits float32 [rows, vocab] of the picked rows."""
+        return self._ready().logits(self._buffers.picked[:rows])
 
     def _ready(self) -> CausalModel:
         assert self._model is not None, "a step came while the weights are given back"
@@ -275,19 +228,17 @@ class GraphRunner:
         Runs on empty orders: all rows are padding, and what running slots have stays as it is.
         """
         assert_device_thread(self.device)
-        work = list(self._steps.all())
-        launches: Launches[Forward | Sampling] = Launches(self._machine.launcher())
+        keys = list(self._steps.all())
+        launches: Launches[Forward | Key] = Launches(self._machine.launcher())
         self._rings.clear()
-        for done, key in enumerate(work, 1):
+        for done, key in enumerate(keys, 1):
             if isinstance(key, Forward):
                 launches.capture(key, partial(self._forward, key), partial(self._forward, key, brief=True))
             else:
-                launches.capture(key, act := partial(self._sample, key), act)
-            progress(done / len(work))
-        # Not in any graph, and compiled before the first penalised request needs it.
-        rings = self._rings
-        start_counts(rings.orders, rings.cursor, rings.at, self._sampler.counts, new_slots=1, marks=1)
-        rings.clear()
+                launches.capture(key, work := self._stage.work(key), work)
+            progress(done / len(keys))
+        self._stage.warm()
+        self._rings.clear()
         self._launches = launches
 
     def carry_out(self, command: Command) -> CommandDone:

@@ -15,8 +15,8 @@ from gpu.build import spec_of
 from gpu.grammar.matchers import Masks
 from gpu.kv.pool import KvPool
 from gpu.runner import ModelRunner
-from gpu.sample.sampler import Sampled, Sampler
 from gpu.state.slots import SlotState
+from gpu.step.sampler import Sampled, Sampler
 from gpu.thread import device_thread
 from gpu.weights import load_model
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
@@ -18,9 +16,7 @@ from core.grammar import GrammarKind, GrammarSpec
 from core.plan import Chunk, NewSlot
 from core.request import SamplingParams
 from gpu.grammar import Compiler, Matchers
-from gpu.grammar.matchers import Masks
 from gpu.grammar.stepper import Grammar
-from gpu.sample.mask import allows_besides, mask_logits
 from tests.fakes import tiny_model
 from tests.fakes.tiny_model import VOCAB
 from tests.gpu.grammars import decode, new_slot
@@ -191,26 +187,3 @@ def test_a_mask_without_a_bit_is_a_failure_and_a_nan_is_not(grammars: dict[str, 
     assert masks is not None
     masks.bits[0] = 0
     assert list(matchers.accept(masks, [-1, -1])) == [0]
-
-
-def test_masking_adds_minus_infinity_and_leaves_nan_to_be_found() -> None:
-    bits = np.zeros((1, 2), np.int32)
-    bits[0, 0] = 0b1010
-    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0] + [0.0] * 36, [1.0] * 40])
-    logits[0, 0] = torch.nan
-    mask_logits(logits, Masks([0], [7], bits))
-    assert logits[0, [1, 3]].tolist() == [2.0, 4.0]
-    assert logits[0, 0].isnan()
-    assert (logits[0, [2, *range(4, 40)]] == -torch.inf).all()
-    assert (logits[1] == 1.0).all()
-
-
-def test_allows_besides() -> None:
-    bits = np.zeros((1, 2), np.int32)
-    bits[0, 0] = np.array(1 << 31, np.uint32).view(np.int32)
-    bits[0, 1] = 1
-    masks = Masks([4], [1], bits)
-    assert allows_besides(masks, 4, [31])
-    assert allows_besides(masks, 4, [32])
-    assert not allows_besides(masks, 4, [31, 32, 500])
-    assert allows_besides(masks, 0, [31, 32]), "a row without a mask"

@@ -17,7 +17,7 @@ from core.plan import Chunk, NewSlot
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
 from gpu.sample.processors import Processor, Processors, load_processors
-from gpu.sample.sampler import Sampled, Sampler
+from gpu.step.sampler import Sampled, Sampler
 from tests.fakes import tiny_model
 from tests.gpu.rig import CPU, GREEDY, Rig, ints
 
@@ -88,7 +88,7 @@ def test_a_row_is_processed_and_its_neighbours_are_not(step: Step) -> None:
 def test_it_sees_the_output_and_keeps_what_it_likes(step: Step) -> None:
     step.new(1, named("remember"))
     assert [int(step(1).tokens[0]) for _ in range(3)] == [1, 2, 3]
-    assert step.sampler._processors._by_slot[1].params["seen"] == [[], [1], [1, 2]]
+    assert step.sampler.stage._processors._by_slot[1].params["seen"] == [[], [1], [1, 2]]
 
 
 def test_a_retracted_request_comes_back_with_its_output(step: Step) -> None:
@@ -192,7 +192,7 @@ def test_an_executor_says_what_it_has_and_a_wrong_flag_is_found_first(model: Pat
 
 def test_a_step_carries_the_reason(model: Path) -> None:
     rig = Rig(model)
-    rig.sampler._processors = Processors(KNOWN)
+    rig.sampler.stage._processors = Processors(KNOWN)
     rows = {1: GREEDY, 2: named("broken"), 3: named("only", '{"token": 40}')}
     chunks = [Chunk(slot, 0, ints([5, 7, slot]), True) for slot in rows]
     new = [rig.new(slot, [5, 7, slot], params=params) for slot, params in rows.items()]

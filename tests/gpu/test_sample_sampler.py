@@ -12,8 +12,8 @@ import torch
 from core.plan import NewSlot
 from core.request.params import SamplingParams
 from core.types import NAN_TOKEN, Ints
-from gpu.sample import Sampled, Sampler
 from gpu.sample.filters import Rule
+from gpu.step.sampler import Sampled, Sampler
 from tests.gpu.test_sample_filters import by_sorting
 from tests.gpu.test_sample_stats import MIN_P, p_value
 
@@ -42,7 +42,7 @@ def new_slot(
 
 def make(*params: SamplingParams, vocab: int = VOCAB) -> Sampler:
     """A sampler whose slots 1, 2, ... have `params` and a prompt of 3 tokens; count rows as needed."""
-    sampler = Sampler(len(params), vocab, len(params), CPU)
+    sampler = Sampler(max(len(params), 4_000), vocab, len(params), CPU)
     sampler.apply(
         [new_slot(i + 1, p, count_row=i if p.penalised else -1) for i, p in enumerate(params)],
     )

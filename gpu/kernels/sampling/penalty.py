@@ -7,8 +7,9 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, padding, pow2
 from gpu.sample.penalties import Counts
+from gpu.sample.rows import Rows
 from gpu.state.entry import MARK, NEW, Layout
-from gpu.state.tables import SlotTables, row_of
+from gpu.state.tables import row_of
 
 BLOCK = 4096
 """Tokens of the vocabulary a program looks at: 20 KiB of counts."""
@@ -126,21 +127,15 @@ def _penalise(
         tl.store(own, x.to(logits.dtype.element_ty), mask=known)
 
 
-def penalise(
-    logits: Tensor, slots: Tensor, tables: SlotTables, counts: Counts, num_rows: Tensor, *, pdl: bool = False
-) -> None:
-    """Repetition, frequency and presence penalties of counted rows, in place: `Counts.penalise`.
-
-    logits    float [rows, vocab]
-    slots     int32 [rows]
-    num_rows  int32 [1] on the device
-    """
+def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
+    """Repetition, frequency and presence penalties of counted rows: `Counts.penalise`. `logits` float [rows,
+    vocab], in place."""
     generated, seen = counts.tables
-    rows, vocab = logits.shape
+    vocab, tables = logits.shape[1], rows.tables
     block = min(BLOCK, pow2(vocab))
-    _penalise[(rows, cdiv(vocab, block))](
-        logits, slots, tables.count_row, tables.repetition, tables.frequency, tables.presence,
-        generated, seen, num_rows, logits.stride(0), vocab, BLOCK=block, PDL=pdl, **options(4, pdl=pdl),
+    _penalise[(len(logits), cdiv(vocab, block))](
+        logits, rows.slots, tables.count_row, tables.repetition, tables.frequency, tables.presence,
+        generated, seen, rows.live, logits.stride(0), vocab, BLOCK=block, PDL=pdl, **options(4, pdl=pdl),
     )  # fmt: skip
 
 
@@ -171,13 +166,12 @@ def _count(
     tl.store(seen + at, tl.full([SPAN], 1, tl.int1), mask=live)
 
 
-def count_tokens(
-    tokens: Tensor, slots: Tensor, tables: SlotTables, counts: Counts, num_rows: Tensor, *, pdl: bool = False
-) -> None:
-    """Count sampled `tokens` int64 [rows] of counted `slots` int32 [rows]; a token of -1 is not counted."""
+def count_tokens(tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
+    """Count sampled `tokens` int64 [rows] of counted rows; a token of -1 is not counted."""
     generated, seen = counts.tables
-    span = pow2(len(tables.count_row) - 1)  # of all slots, not of the step: one kernel for all sizes
+    count_row = rows.tables.count_row
+    span = pow2(len(count_row) - 1)  # of all slots, not of the step: one kernel for all sizes
     _count[(1,)](
-        tokens, slots, tables.count_row, generated, seen, num_rows, generated.shape[1],
+        tokens, rows.slots, count_row, generated, seen, rows.live, generated.shape[1],
         len(tokens), SPAN=span, PDL=pdl, **options(min(max(span // 32, 1), 8), pdl=pdl),
     )  # fmt: skip

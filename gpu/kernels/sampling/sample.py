@@ -18,13 +18,13 @@ Only top_k and top_p together need the mass of the k largest first: a search ove
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
+from gpu.sample.filters import Filters
+from gpu.sample.rows import Rows
 
 BLOCK = 1024
 RUN = 4
@@ -32,14 +32,6 @@ RUN = 4
 
 FILTER_BLOCK = 8192
 """Logits a row's one filtering program looks at at a time: 16 for each of 512 threads."""
-
-
-class Filters(NamedTuple):
-    """Per slot: top_k int32 (0: off), top_p float32 (1: off), min_p float32 (0: off), all [max_slots]."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
 
 
 # The multipliers and starts of gpu/sample/noise.py, where they are explained.
@@ -333,6 +325,7 @@ def sample(
     *,
     filters: Filters | None = None,
     cells: Tensor | None = None,
+    out: Tensor | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -345,8 +338,8 @@ def sample(
     seeds         int64 [max_slots], in [0, 2**63)
     filters       of all slots; None where no row has one: a launch less
     cells         integer [max_slots] that get the slots' tokens too, 0 for -1
-    returns       int64 [rows], -1 where a logit is NaN or +inf or all are -inf; rows from `num_rows`
-                  (int32 [1], device) on are not written
+    returns       int64 [rows] (`out` where there is one), -1 where a logit is NaN or +inf or all are -inf;
+                  rows from `num_rows` (int32 [1], device) on are not written
     """
     rows, vocab = logits.shape
     runs = cdiv(vocab, BLOCK * RUN)
@@ -354,7 +347,7 @@ def sample(
     best, peak, masses = (torch.empty(rows, runs, dtype=torch.float32, device=device) for _ in range(3))
     highs, totals = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     index = torch.empty(rows, runs, dtype=torch.int32, device=device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
     _look[(rows, runs)](
         logits, slots, positions, temperatures, seeds, num_rows, best, index, peak, masses,
         logits.stride(0), vocab, runs, BLOCK=BLOCK, RUN=RUN, PDL=pdl, **options(4, pdl=pdl),
@@ -371,3 +364,13 @@ def sample(
             **options(16, pdl=pdl),
         )  # fmt: skip
     return tokens
+
+
+def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False) -> None:
+    """`sample` by the slots' tables, into `tokens` int64 [rows] and the slots' cells."""
+    tables = rows.tables
+    sample(
+        logits, rows.slots, rows.positions, tables.temperature, tables.seed,
+        filters=Filters(tables.top_k, tables.top_p, tables.min_p) if filtered else None,
+        cells=tables.last_token, out=tokens, num_rows=rows.live, pdl=pdl,
+    )  # fmt: skip

@@ -25,16 +25,13 @@ from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
+from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels
-from gpu.sample.sampler import Sampler
-from gpu.state.entry import Limits
 from gpu.state.view import StepView
-from gpu.step.flight import Mark
-from gpu.step.graphs import Launches, Plain, Work
+from gpu.step.graphs import Plain
 from gpu.step.rings import Rings, Ticket
 from gpu.step.runner import GraphRunner, Machine, Shape
-from gpu.step.steps import Forward, Sampling
 from gpu.thread import device_thread
 from tests.fakes import tiny_model
 from tests.fakes.tiny_model import Tiny
@@ -78,10 +75,11 @@ class Both:
             configs = MoeConfigs(
                 MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, "float32", "none")
             )
-        machine = Machine(CPU, attention, Plain, lambda caches: Kernels(attention, caches, configs))
-        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, -(-spec.vocab_size // 32))
-        self.sampler = Sampler(ROWS, spec.vocab_size, ROWS, CPU)
-        self.runner = GraphRunner(self.shape, machine, self.sampler, (spec.hidden, torch.float32))
+        machine = Machine(
+            CPU, attention, Plain, lambda caches: Kernels(attention, caches, configs), triton_kernels
+        )
+        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, ROWS)
+        self.runner = GraphRunner(self.shape, machine, {}, (spec.hidden, torch.float32))
         heads = (spec.kv_heads, spec.head_dim)
         with device_thread(CPU):
             self.runner.use_model(rig.model)
@@ -200,10 +198,9 @@ def test_penalties_know_the_output_of_a_retracted_row(both: Both) -> None:
         both.step(decode=[1])
 
 
-def test_an_order_larger_than_its_entry(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Limits(ROWS, ROWS, 128, 3, PAGES + 1)
-    monkeypatch.setattr(both.runner, "_rings", Rings(small, 4, CPU))
-    run(both, PENALISED, 4)
+def test_an_order_larger_than_its_entry(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.step.runner.PAGE_WRITES", 3)
+    run(Both(tiny.path), PENALISED, 4)
 
 
 @pytest.mark.parametrize("positions", [256, 6])
@@ -276,11 +273,10 @@ def test_masked_rows_beside_free_ones(both: Both, digits: Grammar, params: Sampl
     assert both.step(decode=[2, 1]).tokens[1] == 3
 
 
-def test_rows_that_may_not_stop_yet(both: Both, digits: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_may_not_stop_yet(both: Both, digits: Grammar) -> None:
     """Stop ids that the model would choose, beside a grammar's ends, and counted from a retraction on."""
     free = [int(both.step(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=[both.rig.new(1, PROMPT)]).tokens[0])]
     free += [int(both.step(decode=[1]).tokens[0]) for _ in range(7)]
-    monkeypatch.setattr(GraphRunner, "_sample_plainly", None)  # all of it is the captured sampler's
     stops = SamplingParams(temperature=0.0, min_tokens=4, max_tokens=9, stop_ids=frozenset(free))
     ends = SamplingParams(temperature=0.0, min_tokens=99, max_tokens=99, stop_ids=frozenset({3, 48, 49}))
     again = both.rig.new(3, PROMPT, params=stops)
@@ -299,71 +295,6 @@ def test_rows_that_may_not_stop_yet(both: Both, digits: Grammar, monkeypatch: py
     assert all(50 <= row[1] <= 57 for row in tokens[:5])  # digits that end nothing
     assert tokens[5][1] == 3  # nothing else is left
     assert [row[3] for row in tokens] == free[:6]
-
-
-class Late:
-    """A device that does what is launched when somebody waits for it, as late as a GPU may: launches,
-    and marks between them."""
-
-    def __init__(self, launches: Launches[Forward | Sampling]) -> None:
-        self.launches = launches
-        self.queue: list[Work] = []
-
-    def __getitem__(self, key: Forward | Sampling) -> Work:
-        return lambda: self.queue.append(self.launches[key])
-
-    def mark(self, device: torch.device) -> Mark:
-        return LateMark(self.queue)
-
-
-class LateMark:
-    def __init__(self, queue: list[Work]) -> None:
-        self.queue, self.behind = queue, len(queue)
-
-    def wait(self) -> None:
-        for at in range(self.behind):
-            work, self.queue[at] = self.queue[at], int
-            work()
-
-    def seconds_since(self, earlier: Mark) -> float:
-        return 0.0
-
-
-def test_masks_stay_until_the_device_has_read_them(
-    both: Both, digits: Grammar, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step behind wants other masks, or none, and is launched before the device has come this far."""
-    monkeypatch.setattr(both.rig, "free", list(both.rig.free))  # the pages are the next test's again
-    first = int(both.step(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=[both.rig.new(1, PROMPT)]).tokens[0])
-    assert both.runner._launches is not None
-    device = Late(both.runner._launches)
-    monkeypatch.setattr(both.runner, "_launches", device)
-    monkeypatch.setattr("gpu.step.runner.mark", device.mark)
-    rig, stops = both.rig, frozenset({first, *range(100)})
-    early = [SamplingParams(temperature=0.0, min_tokens=n, max_tokens=9, stop_ids=stops) for n in (1, 3)]
-
-    def begin(*news: NewSlot) -> tuple[list[Chunk], tuple[NewSlot, ...]]:
-        return [Chunk(new.slot, 0, ints(PROMPT), True) for new in news], news
-
-    plans = [
-        rig.plan([], *begin(rig.new(2, PROMPT, params=PENALISED[0], count_row=0))),
-        rig.plan([2], *begin(rig.new(1, PROMPT, params=early[0]))),
-        rig.plan([1, 2]),
-        rig.plan([2], *begin(rig.new(3, PROMPT, params=early[1]), rig.new(4, PROMPT, params=early[0]))),
-        rig.plan([4, 2, 3]),
-        rig.plan([3, 2]),
-        rig.plan([2, 3], *begin(constrained(both, 1, digits, GREEDY))),
-    ]
-    with device_thread(CPU):
-        want = [rig.runner.launch(plan).wait() for plan in plans]
-        got, before = list[StepResult](), None
-        for plan in plans:
-            flight = both.runner.launch(plan)
-            got += [] if before is None else [before.wait()]
-            before = flight
-        got += [] if before is None else [before.wait()]
-    for plan, mine, theirs in zip(plans, got, want, strict=True):
-        agree(plan, mine, theirs)
 
 
 def test_steps_ahead_of_their_answers(both: Both, digits: Grammar) -> None:

@@ -10,8 +10,8 @@ import triton.language as tl
 from bench.kernels import reference
 from bench.kernels.inputs import scalar
 from gpu.kernels.jit import jit
-from gpu.kernels.sampling.sample import _A, _B, Filters, _bits, _key, sample
-from gpu.sample.filters import Rule, survivors
+from gpu.kernels.sampling.sample import _A, _B, _bits, _key, sample
+from gpu.sample.filters import Filters, Rule, survivors
 from gpu.sample.noise import bits, exponential, row_keys
 
 LAST = 2**63 - 1
@@ -58,7 +58,7 @@ def test_tokens(device: torch.device) -> None:
 
 
 def by_the_cpu(row: torch.Tensor, words: torch.Tensor, rule: Rule) -> int:
-    """What `gpu.sample.sampler` draws."""
+    """What `gpu.step.sampler` draws."""
     field = survivors(row, torch.arange(len(row), dtype=torch.int32), float(row.max()), rule)
     race = field.weights / exponential(words[field.ids.long()])
     return int(field.ids[race.argmax()])

@@ -13,7 +13,9 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from core.types import Ints
 from gpu.inputs import gather
-from gpu.kernels.step import begin_step, emit, mask_rows
+from gpu.kernels.sampling.adjust import mask_rows
+from gpu.kernels.step import begin_step, emit
+from gpu.sample.kernels import MaskRows
 from gpu.state.entry import Limits
 from gpu.state.slots import SlotState
 from gpu.state.tables import SlotTables
@@ -164,7 +166,7 @@ def test_masks_forbid(device: torch.device, dtype: torch.dtype) -> None:
     allowed[0, [3, 40]] = allowed[1, 0] = True
     bits = torch.from_numpy(np.packbits(allowed, axis=1, bitorder="little").view(np.int32)).to(device)
     which = torch.tensor([-1, 0, -1, 1], dtype=torch.int32, device=device)
-    mask_rows(logits, which, bits, torch.tensor([3], dtype=torch.int32, device=device))
+    mask_rows(logits, MaskRows(which, bits), torch.tensor([3], dtype=torch.int32, device=device))
     assert torch.equal(logits[[0, 2, 3]], before[[0, 2, 3]])  # free, free, and behind the true rows
     assert logits[1].isfinite().nonzero().flatten().tolist() == [3, 40]
     assert logits[1, 5].isnan(), "a broken row stays visible"

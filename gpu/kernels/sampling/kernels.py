@@ -1,0 +1,18 @@
+"""`gpu.sample.kernels.SamplingKernels` for a GPU."""
+
+from gpu.kernels.sampling.adjust import adjust, mask_rows
+from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
+from gpu.kernels.sampling.sample import choose
+from gpu.kernels.step import emit
+from gpu.sample.weights import draw_weights
+
+__all__ = [
+    "adjust",
+    "choose",
+    "count_tokens",
+    "draw_weights",
+    "emit",
+    "mask_rows",
+    "penalise",
+    "start_counts",
+]

@@ -1,0 +1,70 @@
+"""The kernels of the sampling stage. Two modules have them all: `gpu.sample.torch_kernels` for a CPU, and
+`gpu.kernels.sampling.kernels` in Triton.
+
+Logits are float32 [rows, vocab] and changed in place; padded rows stay as they are. None waits for the
+device. `pdl` is programmatic dependent launch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from gpu.sample.penalties import Counts
+from gpu.sample.rows import Rows
+from gpu.sample.token_tables import TokenTables
+from gpu.state.entry import Layout
+
+
+class MaskRows(NamedTuple):
+    """What grammars allow: `which` int32 [rows] is a row's mask in `bits` int32 [masks, words], -1 for none.
+    Bit i of word w allows token 32 w + i; what lies behind is forbidden."""
+
+    which: Tensor
+    bits: Tensor
+
+
+class SamplingKernels(Protocol):
+    """See the module."""
+
+    def start_counts(
+        self, ring: Tensor, cursor: Tensor, at: Layout, counts: Counts, *, new_slots: int, marks: int
+    ) -> None:
+        """Clear the count rows of an order's new slots, then mark what they have of prompt and output."""
+        ...
+
+    def mask_rows(self, logits: Tensor, masks: MaskRows, live: Tensor, *, pdl: bool = False) -> None:
+        """Forbid what the rows' grammars do not allow; `live` as in `Rows`."""
+        ...
+
+    def adjust(
+        self, logits: Tensor, rows: Rows, tokens: TokenTables, masks: MaskRows, *, pdl: bool = False
+    ) -> None:
+        """Add logit_bias; forbid stop ids before `stop_from`, unless the row's grammar allows nothing
+        else."""
+        ...
+
+    def penalise(self, logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
+        """Repetition, frequency and presence penalties of the slots that have counts."""
+        ...
+
+    def choose(
+        self, logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False
+    ) -> None:
+        """Write a token per row to `tokens` int64 [rows], -1 where the logits are not finite, and to the
+        slot's cell, there 0. Without `filtered` no row has top_k, top_p or min_p."""
+        ...
+
+    def count_tokens(self, tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
+        """Count sampled tokens of the slots that have counts; -1 is not counted."""
+        ...
+
+    def emit(self, tokens: Tensor, cursor: Tensor, count: Tensor, out: Tensor, *, pdl: bool = False) -> None:
+        """Write `tokens` to the current entry of the answer ring `out`."""
+        ...
+
+    def draw_weights(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:
+        """What `tokens` int64 [rows] were drawn by: weights float32 [rows, vocab], 0 where a filter forbids;
+        of a greedy row those of its logits. All rows are true."""
+        ...

@@ -1,0 +1,256 @@
+"""From a step's logits to its tokens, for every row and on every device.
+
+    logits ─► processors ─► mask, bias, stop ids, penalties ─► choice ─► cells, counts, answer ring
+       └ set aside for rows that want log-probabilities ───────────────► their values, to the host
+
+A step whose rows want none of this is one launch from logits to answer ring (`Sampling`). Any other is two
+(`Logits`, `Choice`) with what single rows want launched between and behind them, on their rows alone.
+Nothing here waits for the device: what is reported of tokens is read when the step has ended (`Sampled`).
+
+A row's token depends on its logits, its slot's parameters and counts, its seed and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from core.plan import RowLogprobs, StepPlan
+from core.types import Ints
+from gpu.grammar.matchers import Masks
+from gpu.sample.kernels import MaskRows, SamplingKernels
+from gpu.sample.logprobs import Asked, Launched, launch_block, read_block
+from gpu.sample.penalties import Counts
+from gpu.sample.processors import NONE_PROCESSED, Processed, Processor, Processors
+from gpu.sample.rows import Rows
+from gpu.sample.slots import (
+    ADJUSTED,
+    AFTER_ALL,
+    AFTER_MASK,
+    FILTERED,
+    LOGPROBS,
+    PROCESSED,
+    SUPPORT,
+    SlotOptions,
+)
+from gpu.sample.token_tables import token_tables
+from gpu.step.graphs import Work
+from gpu.step.rings import Rings, Ticket
+from gpu.transfer import upload
+
+# Structs, not tuples: as keys of one table, equal fields must not make two kinds equal.
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """Logits and choice of `rows` padded rows of which none is adjusted, reported of or processed."""
+
+    rows: int
+    filtered: bool
+
+
+class Logits(msgspec.Struct, frozen=True):
+    """The logits of `rows` padded rows, left in the stage's buffer."""
+
+    rows: int
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The choice from that buffer with all that a row may want; one that wants less leaves kernels at
+    once."""
+
+    rows: int
+
+
+Key = Sampling | Logits | Choice
+
+
+def sampling_keys(rows: int) -> tuple[Key, ...]:
+    """All launches of one size."""
+    return Logits(rows), Choice(rows), Sampling(rows, filtered=True), Sampling(rows, filtered=False)
+
+
+class Launchable(Protocol):
+    """Captured work by key: `gpu.step.graphs.Launches`."""
+
+    def __getitem__(self, key: Key) -> Work: ...
+
+
+class SamplingDevice(NamedTuple):
+    """What the stage works on: the rows of a step that get a token, the rings, and the kernels. `pdl` is
+    programmatic dependent launch."""
+
+    rows: Rows
+    rings: Rings
+    kernels: SamplingKernels
+    pdl: bool = False
+
+
+class Sampled(NamedTuple):
+    """Of a launched sampling what its answer ring does not hold."""
+
+    processed: Processed = NONE_PROCESSED
+    logprobs: Sequence[Launched] = ()
+
+    def read(self, tokens: Ints) -> dict[int, RowLogprobs]:
+        """Log-probabilities by row, for the rows that asked and have a token. `tokens` int32 [n] are those of
+        the step, which has ended."""
+        return {row: answer for block in self.logprobs for row, answer in read_block(block, tokens).items()}
+
+
+class SamplingStage:
+    """Owner: launch thread."""
+
+    def __init__(
+        self,
+        device: SamplingDevice,
+        vocab: int,
+        count_rows: int,
+        head: Callable[[int], Tensor],
+        processors: Mapping[str, Processor],
+    ) -> None:
+        """`head(rows)` gives the logits float32 [rows, vocab] of a step's first rows that sample."""
+        self._device, self._head = device, head
+        slots, rows = device.rows.tables.slots, len(device.rows.slots)
+        where = device.rows.slots.device
+        self.counts = Counts(count_rows, vocab, where)
+        self._processors = Processors(processors)
+        self._options = SlotOptions(slots)
+        self._tokens = token_tables(slots, where)
+        self._logits = torch.zeros(rows, vocab, dtype=torch.float32, device=where)
+        self._chosen = torch.zeros(rows, dtype=torch.int64, device=where)
+        self._masks = MaskRows(
+            torch.full((rows,), -1, dtype=torch.int32, device=where),
+            torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=where),
+        )
+        self._masked = False
+        """Whether a row has a mask there."""
+
+    # -- ahead of the step -------------------------------------------------------------------------
+
+    def prepare(self, plan: StepPlan, ticket: Ticket) -> None:
+        """Launch what new slots need ahead of their step's first kernel, mostly nothing: ids that they name,
+        token counts, and what the order had no room for."""
+        self._options.write(plan.new_slots)
+        self._processors.apply(plan.new_slots)
+        self._tokens.write(plan.new_slots)
+        if any(new.count_row >= 0 for new in plan.new_slots):
+            self._start_counts(len(plan.new_slots), ticket.marks)
+        if ticket.surplus is not None and len(ticket.surplus.marks):
+            self.counts.mark(upload(ticket.surplus.marks, self._logits.device))
+
+    def _start_counts(self, new_slots: int, marks: int) -> None:
+        rings, kernels = self._device.rings, self._device.kernels
+        kernels.start_counts(
+            rings.orders, rings.cursor, rings.at, self.counts, new_slots=new_slots, marks=marks
+        )
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def launch(self, slots: Ints, rows: int, masks: Masks | None, launches: Launchable) -> Sampled:
+        """Choose a token for each of `slots` [n] in launches of `rows` padded rows. `masks` say what
+        constrained rows may take."""
+        needs = self._options.needs(slots)
+        if masks is None and not needs & (ADJUSTED | LOGPROBS | PROCESSED):
+            launches[Sampling(rows, bool(needs & FILTERED))]()
+            return Sampled()
+        launches[Logits(rows)]()
+        asked = self._asked(slots, masks) if needs & LOGPROBS else None
+        changed = masks is not None or bool(needs & (ADJUSTED | PROCESSED))
+        aside = self._logits.index_select(0, asked.columns.rows) if asked is not None and changed else None
+        processed = self._processors.run(self._logits, slots) if needs & PROCESSED else NONE_PROCESSED
+        self._write_masks(masks)
+        launches[Choice(rows)]()
+        return Sampled(processed, () if asked is None else self._logprobs(asked, aside))
+
+    def _asked(self, slots: Ints, masks: Masks | None) -> Asked:
+        """The rows that want log-probabilities."""
+        wanted = self._options.wanted(slots)
+        rows, masked = list(wanted), frozenset(masks.rows if masks is not None else ())
+        return Asked.of(
+            rows,
+            slots[rows].tolist(),
+            list(wanted.values()),
+            [row in masked for row in rows],
+            self._logits.device,
+        )
+
+    def _write_masks(self, masks: Masks | None) -> None:
+        """Make these the masks of the next choice."""
+        if masks is None:
+            if self._masked:
+                self._masks.which.fill_(-1)
+            self._masked = False
+            return
+        count, width = masks.bits.shape
+        which = np.full(len(self._chosen), -1, np.int32)
+        which[masks.rows] = np.arange(count)
+        self._masks.which.copy_(upload(which, self._logits.device))
+        self._masks.bits[:count, :width].copy_(upload(masks.bits, self._logits.device))
+        self._masks.bits[:count, width:].zero_()
+        self._masked = True
+
+    def _logprobs(self, asked: Asked, aside: Tensor | None) -> list[Launched]:
+        """Launch what is reported of the tokens just chosen. `aside` [asked rows, vocab] are the model's
+        logits of rows that have others by now."""
+        launched = []
+        for at, block in asked.blocks():
+            rows = block.columns.rows
+            raw = self._logits.index_select(0, rows) if aside is None else aside[at]
+            tokens = self._chosen.index_select(0, rows).clamp_(min=0)
+            after = weights = None
+            if block.any(AFTER_MASK | AFTER_ALL | SUPPORT):
+                after = self._logits.index_select(0, rows)
+            if after is not None and block.any(AFTER_ALL | SUPPORT):
+                own = self._device.rows._replace(slots=block.columns.slots)
+                weights = self._device.kernels.draw_weights(after, own, tokens)
+            launched.append(launch_block(block, raw.log_softmax(-1), tokens, after, weights))
+        return launched
+
+    # -- the work of the launches ------------------------------------------------------------------
+
+    def work(self, key: Key) -> Work:
+        """What is to be captured under `key`."""
+        match key:
+            case Sampling():
+                return partial(self._sample, key.rows, key.filtered)
+            case Logits():
+                return partial(self._fill, key.rows)
+            case Choice():
+                return partial(self._choose, key.rows)
+
+    def warm(self) -> None:
+        """Launch what no capture holds once, so that it is compiled before a request needs it. On empty
+        orders."""
+        self._start_counts(1, 1)
+
+    def _sample(self, rows: int, filtered: bool) -> None:
+        self._draw(self._head(rows), filtered)
+        self._emit(rows)
+
+    def _fill(self, rows: int) -> None:
+        self._logits[:rows].copy_(self._head(rows))
+
+    def _choose(self, count: int) -> None:
+        (rows, _, kernels, pdl), logits = self._device, self._logits[:count]
+        rows, masks = rows.first(count), self._masks._replace(which=self._masks.which[:count])
+        kernels.mask_rows(logits, masks, rows.live, pdl=pdl)
+        kernels.adjust(logits, rows, self._tokens, masks, pdl=pdl)
+        kernels.penalise(logits, rows, self.counts, pdl=pdl)
+        self._draw(logits, filtered=True)
+        kernels.count_tokens(self._chosen[:count], rows, self.counts, pdl=pdl)
+        self._emit(count)
+
+    def _draw(self, logits: Tensor, filtered: bool) -> None:
+        rows, _, kernels, pdl = self._device
+        count = len(logits)
+        kernels.choose(logits, rows.first(count), self._chosen[:count], filtered=filtered, pdl=pdl)
+
+    def _emit(self, count: int) -> None:
+        rows, rings, kernels, pdl = self._device
+        kernels.emit(self._chosen[:count], rings.cursor, rows.live, rings.answers, pdl=pdl)
