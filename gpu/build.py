@@ -15,19 +15,21 @@ from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
 from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
 from core.models.quant import BLOCK
-from gpu.attention import AttentionBackend, TorchAttention, WholeAttention
+from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
 from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_dtype, plan_memory
 from gpu.models.base import CausalModel
+from gpu.ops.plain import TorchOps
 from gpu.parts import Parts, Sizes, Target
-from gpu.runner import ModelRunner
+from gpu.runner import Machine, ModelRunner, Shape
+from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors
-from gpu.state.slots import SlotState
-from gpu.step.sampler import Sampler
-from gpu.step.steps import Steps
+from gpu.step.begin import begin_step
+from gpu.step.buffers import HiddenShape
+from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.thread import device_thread
 from gpu.upkeep import Upkeep
 from gpu.weights import config_from_gguf, load_model
@@ -147,7 +149,7 @@ def build_executor(
             chunks = min(sizes.rows, MAX_CHUNKS)
             runner = captured_runner(parts, (model, cache, schedule), loaded, make_pool(), progress)
         else:
-            runner = _plain_runner(parts, cache.page_size, loaded, make_pool())
+            runner = _called_runner(parts, cache.page_size, loaded, make_pool())
     progress("ready", 1.0)
     return LocalExecutor(
         runner,
@@ -170,15 +172,39 @@ def build_executor(
     )
 
 
-def _plain_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool) -> ModelRunner:
-    """Steps in plain torch, computed as they are launched."""
-    spec, (rows, _, context) = parts.spec, parts.sizes
-    slots = SlotState(rows, -(-context // page_size), parts.target.device)
-    attention: AttentionBackend = WholeAttention()
+def _called_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool) -> ModelRunner:
+    """Steps in plain torch, called in the plan's own sizes."""
+    spec, (rows, tokens, context), (device, dtype, _) = parts.spec, parts.sizes, parts.target
+    attention: TorchBackend = EncoderAttention()
     if spec.causal:
-        attention = TorchAttention(pool, slots, [spec.window(layer) for layer in range(spec.layers)])
-    sampler = Sampler(rows, spec.vocab_size, rows, parts.target.device, parts.processors)
-    return ModelRunner(model, slots, attention, sampler, page_size, parts.upkeep)
+        attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
+    shape = Shape(
+        rows=rows,
+        tokens=tokens,
+        chunks=rows,
+        pages=-(-context // page_size),
+        page_size=page_size,
+        vocab=spec.vocab_size,
+        count_rows=rows,
+        hidden=HiddenShape(spec.hidden, dtype),
+    )
+    machine = Machine(
+        device,
+        ExactSizes(),
+        None,
+        attention,
+        lambda pool: lambda view: TorchOps(view, attention),
+        begin_step,
+        torch_kernels,
+    )
+    if device.type == "cuda":
+        from gpu.cuda import with_kernels  # Triton, which a CPU may not have
+
+        machine = with_kernels(machine)
+    runner = ModelRunner(shape, machine, parts.processors, parts.upkeep)
+    runner.use_model(model)
+    runner.use_pool(pool)
+    return runner
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:
@@ -253,7 +279,7 @@ def _memory(spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, l
     needs = None
     if target.device.type == "cuda":
         rows, tokens, _ = sizes
-        graphs = len(list(Steps(rows, tokens).all())) if target.captures(spec) else 0
+        graphs = len(list(PaddedSizes(rows, tokens, rows).all())) if target.captures(spec) else 0
         needs = device_needs(spec, target.dtype, rows, rows, tokens, graphs)
     most = sizes.rows * sizes.context
     return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)

@@ -8,22 +8,26 @@ import torch
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
-from gpu.attention.backend import AttentionOptions, Caches, attention_facts
+from gpu.attention.backend import AttentionOptions, attention_facts
 from gpu.attention.registry import device_attention
 from gpu.device import HOPPER, CudaFacts
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import mid_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.sampling import kernels as triton_kernels
+from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
 from gpu.models.base import CausalModel
-from gpu.ops.fused import Kernels
+from gpu.ops.fused import Kernels, TritonOps
 from gpu.parts import Parts
+from gpu.runner import Machine, ModelRunner, Shape
 from gpu.state.entry import CASCADE_ROWS
+from gpu.state.view import StepView
+from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import CudaGraphs, Plain
-from gpu.step.runner import GraphRunner, Machine, Shape
+from gpu.step.steps import PaddedSizes
 
 MAX_CHUNKS = 64
 """Chunks of a step. Attention's grid has room for a partial block of each: at 512, programs that find no
@@ -36,7 +40,7 @@ def captured_runner(
     loaded: CausalModel,
     pool: KvPool,
     progress: Callable[[str, float], None],
-) -> GraphRunner:
+) -> ModelRunner:
     """All graphs captured, ready for plans. Raises `ConfigError` for an attention backend that is not to
     be had."""
     model, cache, schedule = settings
@@ -49,9 +53,10 @@ def captured_runner(
     attention = device_attention(attends, AttentionOptions(pdl, CASCADE_ROWS), model.attention_backend)
     experts, many = _experts(spec, dtype, facts), products(facts.name, device)
 
-    def kernels(caches: Caches) -> Kernels:
+    def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         counters = mid_counters(device) if pdl else None  # pdl's devices have the room, too
-        return Kernels(attention, caches, experts, pdl, attends.kv_scales, counters, many)
+        kernels = Kernels(attention, pool.caches(), experts, pdl, attends.kv_scales, counters, many)
+        return lambda view: TritonOps(view, kernels)
 
     shape = Shape(
         rows=sizes.rows,
@@ -61,13 +66,20 @@ def captured_runner(
         page_size=cache.page_size,
         vocab=spec.vocab_size,
         count_rows=sizes.rows,
+        hidden=HiddenShape(spec.hidden, dtype),
     )
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
-    machine = Machine(device, attention, launcher, kernels, triton_kernels, pdl)
-    runner = GraphRunner(shape, machine, parts.processors, (spec.hidden, dtype), parts.upkeep)
+    padded = PaddedSizes(shape.rows, shape.tokens, shape.chunks)
+    machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
+    runner = ModelRunner(shape, machine, parts.processors, parts.upkeep)
     runner.use_model(loaded)
     runner.use_pool(pool, lambda share: progress("graphs", share))
     return runner
+
+
+def with_kernels(machine: Machine) -> Machine:
+    """The same with the first and the last kernels of a GPU, for steps that are not captured."""
+    return machine._replace(begin=begin_step, sampling=triton_kernels)
 
 
 def _experts(spec: ModelSpec, dtype: torch.dtype, facts: CudaFacts) -> MoeConfigs | None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from core.plan import StepPlan
-from gpu.inputs import place
+from gpu.state.view import place
 from gpu.transfer import upload
 
 

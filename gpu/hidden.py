@@ -11,14 +11,14 @@ import torch
 from core.models import ModelSpec
 from core.plan import Chunk, NewSlot, StepPlan
 from core.types import Floats, Ints
-from gpu.inputs import ChunkRow, StepInputs
 from gpu.models.base import CausalModel
+from gpu.state.view import ChunkRow
 from gpu.transfer import download
 
 
-class Given(NamedTuple):
-    """What a step gives back by slot, on its way to the host: hidden states float32 [n, width], and the
-    experts chosen, int32 [n, layers, experts per token]."""
+class StepExtras(NamedTuple):
+    """What a step returns besides tokens, by slot, on its way to the host: hidden states float32 [n,
+    width], and the experts chosen, int32 [n, layers, experts per token]."""
 
     hidden: Mapping[int, torch.Tensor]
     experts: Mapping[int, torch.Tensor]
@@ -33,7 +33,7 @@ class Given(NamedTuple):
         return hidden, experts
 
 
-NOTHING = Given({}, {})
+NO_EXTRAS = StepExtras({}, {})
 
 
 class HiddenRows:
@@ -79,12 +79,15 @@ class HiddenRows:
         routes: Sequence[torch.Tensor] | None,
         plan: StepPlan,
         rows: Sequence[ChunkRow],
-    ) -> Given:
+    ) -> StepExtras:
         """`hidden` [n, hidden] is the step's, `routes` the list that its forward has filled, and `rows` say
         where in them the chunks lie."""
         states = self._hidden(model, hidden, plan, rows)
         experts = {} if routes is None else self._experts(model.spec, routes, plan, rows)
-        return Given(*({slot: download(rows) for slot, rows in found.items()} for found in (states, experts)))
+        hidden_states, chosen = (
+            {slot: download(rows) for slot, rows in found.items()} for found in (states, experts)
+        )
+        return StepExtras(hidden_states, chosen)
 
     def _experts(
         self, spec: ModelSpec, routes: Sequence[torch.Tensor], plan: StepPlan, rows: Sequence[ChunkRow]
@@ -143,12 +146,12 @@ def _copy(rows: torch.Tensor) -> torch.Tensor:
     return rows.to(torch.float32, copy=True)
 
 
-def segments(plan: StepPlan, inputs: StepInputs) -> torch.Tensor | None:
+def segments(plan: StepPlan, placed: Sequence[ChunkRow], device: torch.device) -> torch.Tensor | None:
     """int64 [n]: 1 for the second text of a pair; None where no chunk has two."""
     if not any(chunk.pair for chunk in plan.chunks):
         return None
-    found = torch.zeros_like(inputs.ids)
-    for chunk, at in zip(plan.chunks, inputs.chunks, strict=True):
+    found = torch.zeros(plan.num_tokens, dtype=torch.int64, device=device)
+    for chunk, at in zip(plan.chunks, placed, strict=True):
         if chunk.pair:
             found[at.first + chunk.pair - chunk.start : at.first + at.tokens] = 1
     return found

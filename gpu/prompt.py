@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from core.plan import Chunk, StepPlan
-from gpu.inputs import ChunkRow
 from gpu.models.base import CausalModel
 from gpu.sample.logprobs import PromptScores, prompt_logprobs
+from gpu.state.view import ChunkRow
 from gpu.transfer import upload
 
 POSITIONS = 256

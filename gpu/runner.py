@@ -1,172 +1,276 @@
-"""One step on one device. Knows the order of things, and neither models nor features."""
+"""One step, on every device: write the entry, run the forward, choose tokens, mark the end.
+
+    launch(plan)   ring entry ─► forward ─► (masks) ─► sampling ─► mark ─► LaunchedStep.wait: StepResult
+                                  │ begin: tables, view  │ logits, mask, penalties, choice ─► cells
+                                  │ attention's plan     │ emit: tokens ─► answer ring
+                                  └ layers ─► rows that sample
+
+A GPU replays graphs of padded sizes; a CPU, and an encoder on any device, calls the same work in the plan's
+own sizes (`Machine`). The host does nothing per row but write the entry. What no graph holds is launched
+plainly on the same buffers: prompt log-probabilities, hidden states, experts, prompts of embeddings and texts
+in pairs; and by the sampling stage (`gpu.step.sampling`) log-probabilities of the rows that ask and logit
+processors. Nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from core.clock import monotonic
 from core.command import Command, CommandDone
-from core.plan import NewSlot, RowLogprobs, StepPlan, StepResult
-from core.types import NAN_TOKEN
+from core.plan import StepPlan
 from gpu.attention import AttentionBackend
 from gpu.context import ForwardContext
-from gpu.embeds import embedded
+from gpu.embeds import Embedded, embedded
 from gpu.grammar.matchers import Masks, Matchers
-from gpu.hidden import Given, HiddenRows, segments
-from gpu.inputs import gather
+from gpu.hidden import HiddenRows, segments
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
-from gpu.ops.plain import TorchOps
+from gpu.ops.base import Ops
 from gpu.prompt import score_prompts
-from gpu.sample.logprobs import PromptScores
-from gpu.state.slots import SlotState
+from gpu.sample.kernels import SamplingKernels
+from gpu.sample.processors import Processor
+from gpu.sample.rows import Rows
+from gpu.state.entry import Limits
+from gpu.state.tables import SlotTables
+from gpu.state.view import ChunkRow, StepView, place
+from gpu.step.begin import BeginStep
+from gpu.step.buffers import HiddenShape, StepBuffers
+from gpu.step.graphs import Launcher, Launches, Work
+from gpu.step.launched import Answer, LaunchedStep, Marks, mark
+from gpu.step.rings import Rings, Ticket
+from gpu.step.sampling import Key, Sampled, SamplingDevice, SamplingStage
+from gpu.step.steps import Forward, StepSizes, sampling_slots
 from gpu.thread import assert_device_thread
+from gpu.transfer import upload
 from gpu.upkeep import Upkeep
 
+Progress = Callable[[float], None]
+"""Called with the share that is done, 0 to 1."""
 
-class Sampled(Protocol):
-    """What a sampler made: tokens int64 [n], -1 where logits were not finite; why, by row, where there
-    is a reason that the row's client should know."""
+ENTRIES = 4
+"""Of each ring: the deepest overlap is 2, and a step more is written while one is read."""
 
-    @property
-    def tokens(self) -> torch.Tensor: ...
-
-    @property
-    def logprobs(self) -> dict[int, RowLogprobs]: ...
-
-    @property
-    def failed(self) -> Mapping[int, str]: ...
+PAGE_WRITES = 8192
+"""In one entry, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""
 
 
-class TokenSampler(Protocol):
-    """Logits to tokens, by each slot's parameters. Owner: launch thread."""
+class Shape(NamedTuple):
+    """What the steps of a runner can hold.
 
-    def apply(self, new_slots: Sequence[NewSlot]) -> None:
-        """Take over the parameters of new slots. Before the forward."""
-        ...
+    `pages` is the longest row of the page table, `count_rows` the number of rows that may be penalised.
+    """
 
-    def sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, masks: Masks | None
-    ) -> Sampled:
-        """Choose a token per row: logits float32 [n, vocab], slots and positions int64 [n]; a
-        position is that of the token being sampled. `masks` says what constrained rows may take."""
-        ...
+    rows: int
+    tokens: int
+    chunks: int
+    pages: int
+    page_size: int
+    vocab: int
+    count_rows: int
+    hidden: HiddenShape
 
 
-class Pending:
-    """A launched step. `wait` may block, and belongs to the waiter thread."""
+class Machine(NamedTuple):
+    """How steps are run.
 
-    __slots__ = ("_failed", "_given", "_logprobs", "_prompt", "_seconds", "_tokens", "step")
+    sizes     of the launches: padded for graphs, or exact
+    launcher  makes graphs; None where work is called in exact sizes
+    ops       of each step's layers, over the pages of a pool
+    begin     the first kernel of a step
+    sampling  the last ones
+    pdl       programmatic dependent launch
+    """
 
-    def __init__(
-        self,
-        step: int,
-        tokens: torch.Tensor,
-        logprobs: dict[int, RowLogprobs],
-        prompt: dict[int, PromptScores],
-        seconds: float,
-        failed: dict[int, str],
-        given: Given,
-    ) -> None:
-        self.step = step
-        self._tokens = tokens
-        self._logprobs = logprobs
-        self._prompt = prompt
-        self._seconds = seconds
-        self._failed = failed
-        self._given = given
+    device: torch.device
+    sizes: StepSizes
+    launcher: Callable[[], Launcher] | None
+    attention: AttentionBackend
+    ops: Callable[[KvPool], Callable[[StepView], Ops]]
+    begin: BeginStep
+    sampling: SamplingKernels
+    pdl: bool = False
 
-    def wait(self) -> StepResult:
-        """The step's answer. Its arrays are read-only."""
-        tokens = self._tokens.cpu().numpy().astype(np.int32)
-        tokens.setflags(write=False)
-        prompt = {slot: scores.read() for slot, scores in self._prompt.items()}
-        told = (self._logprobs, prompt, self._seconds, self._failed)
-        return StepResult(self.step, tokens, *told, *self._given.read())
+
+class Uncaptured(NamedTuple):
+    """What a plan's forward needs that no graph holds. `every`: hidden states of all rows are wanted, not
+    only of those that sample. `routes` gets what routers choose, of every row."""
+
+    every: bool
+    placed: tuple[ChunkRow, ...]
+    embedded: Embedded | None
+    segments: Tensor | None
+    routes: list[Tensor] | None
 
 
 class ModelRunner:
-    """Runs plans against one model, its pool and its slots.
-
-    Owner: launch thread. A CPU computes within `launch`; a device that runs on its own will return
-    from it early, and only `Pending.wait` knows the difference.
-    """
-
-    __slots__ = (
-        "_attention",
-        "_hidden",
-        "_matchers",
-        "_model",
-        "_page_size",
-        "_sampler",
-        "_slots",
-        "_upkeep",
-        "device",
-    )
+    """Runs plans against one model, its pool and its slots. Owner: launch thread."""
 
     def __init__(
         self,
-        model: CausalModel,
-        slots: SlotState,
-        attention: AttentionBackend,
-        sampler: TokenSampler,
-        page_size: int,
+        shape: Shape,
+        machine: Machine,
+        processors: Mapping[str, Processor] = MappingProxyType({}),
         upkeep: Upkeep | None = None,
     ) -> None:
-        """Without `upkeep` commands are refused."""
-        self._model: CausalModel | None = model
-        self._upkeep = upkeep
-        self._slots = slots
-        self._attention = attention
-        self._sampler = sampler
-        self._page_size = page_size
+        """`processors` are logit processors by name. Runs nothing before `use_model` and `use_pool`. Without
+        `upkeep` commands are refused."""
+        self.device = machine.device
+        self._shape, self._machine, self._upkeep = shape, machine, upkeep
+        self.tables = SlotTables(shape.rows, shape.pages, machine.device)
+        self._buffers = buffers = StepBuffers(
+            self.tables, shape.tokens, shape.rows, shape.chunks, shape.hidden
+        )
+        limits = Limits(shape.rows, shape.chunks, shape.tokens, PAGE_WRITES, shape.pages)
+        self._rings = Rings(limits, ENTRIES, machine.device)
+        rows = Rows(buffers.samples.slots, buffers.samples.positions, buffers.num_samples, self.tables)
+        works_on = SamplingDevice(rows, self._rings, machine.sampling, machine.pdl)
+        self._stage = SamplingStage(works_on, shape.vocab, shape.count_rows, self._head, processors)
         self._matchers = Matchers()
         self._hidden = HiddenRows()
-        self.device = slots.length.device
+        self._model: CausalModel | None = None
+        self._ops: Callable[[StepView], Ops] | None = None
+        self._launches: Launches[Forward | Key] | None = None
+        self._unsettled: LaunchedStep | None = None
 
-    def launch(self, plan: StepPlan) -> Pending:
-        """Apply the plan's writes, gather, forward, sample, leave the tokens in their cells."""
+    # -- the step ----------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start a step. Returns while a GPU works; waits only where masks or logit processors follow from
+        the tokens of the step before, and then for the waiter thread."""
         assert_device_thread(self.device)
-        model = self._model
-        assert model is not None, "a step came while the weights are given back"
-        begun = monotonic()
-        self._slots.apply(plan)
-        self._sampler.apply(plan.new_slots)
-        self._matchers.apply(plan.new_slots)
-        self._hidden.apply(plan.new_slots)
-        inputs = gather(plan, self._slots, self._page_size)
-        self._attention.prepare(inputs)
-        ops = TorchOps(self._attention)
-        given, routes = embedded(plan, self.device), self._hidden.routes(plan)
-        ctx = ForwardContext(inputs.positions, ops, segments(plan, inputs), embedded=given, routes=routes)
-        hidden = model.forward(ctx, inputs.ids)
-        tokens, logprobs = inputs.sample_slots, dict[int, RowLogprobs]()
-        failed: dict[int, str] = {}
-        if plan.num_samples:
-            logits = model.logits(hidden[inputs.sample_rows])
-            # Behind the forward: a device computes while its masks are filled on the host.
-            masks = self._matchers.fill(plan)
-            sampled = self._sampler.sample(logits, inputs.sample_slots, inputs.sample_positions, masks)
-            tokens, logprobs = sampled.tokens, sampled.logprobs
-            if masks is not None:
-                failed = self._accept(masks, tokens, logprobs)
-            failed.update(sampled.failed)
-            self._slots.write_tokens(inputs.sample_slots, tokens)
-        prompt = score_prompts(model, hidden, plan, inputs.chunks)
-        wanted = self._hidden.take(model, hidden, routes, plan, inputs.chunks)
-        return Pending(plan.step, tokens, logprobs, prompt, monotonic() - begun, failed, wanted)
+        launches = self._launches
+        assert launches is not None, "a step came while weights or pages are given back"
+        began, ticket = mark(self.device), self._rings.write(plan)
+        self._prepare(plan, ticket)
+        key, uncaptured, answer = self._machine.sizes.forward(plan), self._uncaptured(plan), Answer()
+        if uncaptured is None:
+            launches[key]()
+        else:
+            hidden = self._forward(key, uncaptured)
+            if uncaptured.every:
+                answer = self._read_hidden(plan, hidden, uncaptured)
+        masks, sampled = self._choose(plan, launches)
+        answer = answer._replace(masks=masks, sampled=sampled)
+        marks = Marks(began, mark(self.device))
+        launched = LaunchedStep(plan.step, self._rings, ticket, marks, answer, self._matchers)
+        if launched.settles:
+            self._unsettled = launched
+        return launched
 
-    def _accept(self, masks: Masks, tokens: torch.Tensor, logprobs: dict[int, RowLogprobs]) -> dict[int, str]:
-        """Move the matchers on; a row whose matcher cannot has no token."""
-        failed = self._matchers.accept(masks, tokens.tolist())
-        for row in failed:
-            tokens[row] = NAN_TOKEN
-            logprobs.pop(row, None)
-        return failed
+    def _prepare(self, plan: StepPlan, ticket: Ticket) -> None:
+        """Launch what an entry may need ahead of its step, and mostly does not: what it had no room for, and
+        what new slots have besides their columns."""
+        if ticket.surplus is not None:
+            cells, pages = (upload(each, self.device) for each in ticket.surplus[:2])
+            self.tables.page_table.view(-1).index_copy_(0, cells, pages)
+        self._stage.prepare(plan, ticket)
+        self._hidden.apply(plan.new_slots)
+
+    def _uncaptured(self, plan: StepPlan) -> Uncaptured | None:
+        """What no graph holds of a plan's forward, mostly nothing."""
+        given, routes = embedded(plan, self.device), self._hidden.routes(plan)
+        every = (
+            routes is not None
+            or self._hidden.wants(plan)
+            or any(chunk.logprobs >= 0 for chunk in plan.chunks)
+            or not self._ready().spec.causal
+        )
+        if given is None and not every:
+            return None
+        placed = place(plan)
+        return Uncaptured(every, placed, given, segments(plan, placed, self.device), routes)
+
+    def _read_hidden(self, plan: StepPlan, hidden: Tensor, uncaptured: Uncaptured) -> Answer:
+        """Launch what is reported of the hidden states of all rows."""
+        model, placed = self._ready(), uncaptured.placed
+        return Answer(
+            prompt=score_prompts(model, hidden, plan, placed),
+            extras=self._hidden.take(model, hidden, uncaptured.routes, plan, placed),
+        )
+
+    def _choose(self, plan: StepPlan, launches: Launches[Forward | Key]) -> tuple[Masks | None, Sampled]:
+        """Launch the choice of a token for each row that samples."""
+        self._settle()
+        self._matchers.apply(plan.new_slots)
+        if not plan.num_samples:
+            return None, Sampled()
+        # Behind the forward: a GPU computes while masks are filled on the host.
+        masks, rows = self._matchers.fill(plan), self._machine.sizes.samples(plan.num_samples)
+        return masks, self._stage.launch(sampling_slots(plan), rows, masks, launches)
+
+    def _settle(self) -> None:
+        """Wait until matchers and processors know the tokens of the step before, where these matter."""
+        if self._unsettled is not None:
+            self._unsettled.settle()
+            self._unsettled = None
+
+    # -- the work of the launches ------------------------------------------------------------------
+
+    def _run(self, key: Forward | Key) -> None:
+        if isinstance(key, Forward):
+            self._forward(key)
+        else:
+            self._stage.work(key)()
+
+    def _forward(self, key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> Tensor:
+        """Everything up to the hidden states of the rows that sample, which it leaves in the buffers.
+
+        Returns those of all rows [n, hidden] where every row's are wanted; else the last layer's MLP runs for
+        the rows that sample alone. `brief` is for warming up (`ForwardContext`).
+        """
+        assert self._ops is not None, "a step came while the pages are given back"
+        every, placed, given, pairs, routes = uncaptured or Uncaptured(False, (), None, None, None)
+        buffers, rings, machine = self._buffers, self._rings, self._machine
+        view, samples = buffers.view(key, placed), buffers.samples.first(key.samples)
+        machine.begin(
+            rings.entries, self.tables, view, samples, page_size=self._shape.page_size, pdl=machine.pdl
+        )
+        machine.attention.plan(view)
+        wanted = samples.rows if key.chunks and key.samples and not every else None
+        ctx = ForwardContext(view.positions, self._ops(view), pairs, wanted, brief, given, routes)
+        hidden = self._ready().forward(ctx, view.ids)
+        out = buffers.sample_hidden[: key.samples]
+        if wanted is not None:
+            out.copy_(hidden)
+        else:
+            torch.index_select(hidden, 0, samples.rows, out=out)
+        return hidden
+
+    def _head(self, rows: int) -> Tensor:
+        """Logits float32 [rows, vocab] of the first rows that sample."""
+        return self._ready().logits(self._buffers.sample_hidden[:rows])
+
+    def _ready(self) -> CausalModel:
+        assert self._model is not None, "a step came while the weights are given back"
+        return self._model
+
+    # -- what may change between steps -------------------------------------------------------------
+
+    def _capture(self, progress: Progress) -> None:
+        """Make every launch that serving needs.
+
+        Runs on empty entries: all rows are padding, and what running slots have stays as it is.
+        """
+        assert_device_thread(self.device)
+        make = self._machine.launcher
+        launches: Launches[Forward | Key] = Launches(None if make is None else make(), self._run)
+        keys = list(self._machine.sizes.all())
+        self._rings.clear()
+        for done, key in enumerate(keys, 1):
+            work: Work = partial(self._run, key)
+            launches.capture(
+                key, partial(self._forward, key, brief=True) if isinstance(key, Forward) else work
+            )
+            progress(done / len(keys))
+        self._stage.warm()
+        self._rings.clear()
+        self._launches = launches
 
     def carry_out(self, command: Command) -> CommandDone:
         """Do what an operator asked between steps."""
@@ -183,7 +287,17 @@ class ModelRunner:
     def use_model(self, model: CausalModel | None) -> None:
         """See `gpu.upkeep.Replaceable`."""
         self._model = model
+        self._recapture()
 
-    def use_pool(self, pool: KvPool | None) -> None:
+    def use_pool(self, pool: KvPool | None, progress: Progress = lambda share: None) -> None:
         """See `gpu.upkeep.Replaceable`."""
-        self._attention.bind(pool)
+        self._machine.attention.bind(pool)
+        self._ops = None if pool is None else self._machine.ops(pool)
+        self._recapture(progress)
+
+    def _recapture(self, progress: Progress = lambda share: None) -> None:
+        """Graphs hold the addresses of weights and pages: they go with them, and come again when both
+        are there."""
+        self._launches = None
+        if self._model is not None and self._ops is not None:
+            self._capture(progress)

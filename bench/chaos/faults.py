@@ -38,8 +38,9 @@ from core.schedule.queue import Waiting
 from core.schedule.scheduler import Scheduler
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
-from gpu.runner import ModelRunner, Pending
-from gpu.step.sampler import Sampler
+from gpu.runner import ModelRunner
+from gpu.step.launched import LaunchedStep
+from gpu.step.sampling import SamplingStage
 
 AFTER = 20
 """Calls of the stage that still succeed."""
@@ -231,8 +232,8 @@ STAGES: dict[str, Fault] = {
     "deliver": once(Recorder, "ended", RuntimeError("injected into deliver"), 2),
     "feed": once(Stream, "feed", RuntimeError("injected into feed"), 5 * AFTER),
     "launch": once(ModelRunner, "launch", RuntimeError("injected into launch")),
-    "wait": once(Pending, "wait", RuntimeError("injected into wait")),
-    "sample": once(Sampler, "sample", RuntimeError("injected into sample")),
+    "wait": once(LaunchedStep, "wait", RuntimeError("injected into wait")),
+    "sample": once(SamplingStage, "launch", RuntimeError("injected into sample")),
     "compile": once(Compiler, "compile", RuntimeError("injected into compile"), 0),
     "tokenize": once(Tokenizer, "encode_async", RuntimeError("injected into tokenize"), 0),
     "disk": once(app.batch.store.Disk, "add_file", OSError(errno.ENOSPC, "No space left on device"), 0),

@@ -24,15 +24,16 @@ from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.sampling.adjust import mask_rows
 from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
 from gpu.kernels.step import begin_step, emit
+from gpu.runner import ENTRIES, PAGE_WRITES
 from gpu.sample.kernels import MaskRows
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import Rows
 from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
-from gpu.step.buffers import StepBuffers
+from gpu.step.buffers import HiddenShape, StepBuffers
 from gpu.step.rings import Rings
-from gpu.step.runner import ENTRIES, PAGE_WRITES
+from gpu.step.steps import Forward
 
 COPIES = 4
 """Input sets: logits and counts of 32 rows pass the L2 cache with them; those of fewer are there in a step
@@ -101,10 +102,11 @@ def _orders() -> Iterator[Row]:
             tables.length.fill_(KNOWN)
             for _ in range(ENTRIES):  # each call takes the next
                 rings.write(plan)
-            buffers = StepBuffers(tables, TOKENS, SLOTS, MAX_CHUNKS, (1, torch.float32))
-            view = buffers.view(plan.num_tokens, mixed=chunks > 0)
-            samples = buffers.samples.first(min(view.tokens, SLOTS))
-            args = rings.orders, rings.cursor, rings.at, tables, view, samples
+            buffers = StepBuffers(tables, TOKENS, SLOTS, MAX_CHUNKS, HiddenShape(1, torch.float32))
+            most = min(plan.num_tokens, SLOTS)
+            key = Forward(plan.num_tokens, most, MAX_CHUNKS if chunks else 0, most)
+            view, samples = buffers.view(key), buffers.samples.first(most)
+            args = rings.entries, tables, view, samples
             calls.append(partial(begin_step, *args, page_size=PAGE))
         case = f"{rows} rows" + f", {chunks} x {tokens} tokens" * (chunks > 0)
         yield Row("begin_step", case, microseconds(calls), 4 * _words(plan, view, len(samples.rows)))

@@ -13,7 +13,7 @@ import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bench.kernels.compile import compiling, report
 from core.models import Fp8, ModelSpec
-from gpu.attention.backend import AttentionOptions, Caches, attention_facts
+from gpu.attention.backend import AttentionOptions, attention_facts
 from gpu.attention.registry import PhasedAttention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
@@ -35,13 +35,17 @@ from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.gemm.skinny import mid_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.sampling import kernels as triton_kernels
+from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.layers.moe import expert_scales
-from gpu.ops.fused import Kernels
+from gpu.ops.fused import Kernels, TritonOps
+from gpu.runner import Machine, ModelRunner, Shape
 from gpu.state.entry import CASCADE_ROWS
+from gpu.state.view import StepView
+from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import Work
-from gpu.step.runner import GraphRunner, Machine, Shape
+from gpu.step.steps import PaddedSizes
 from gpu.thread import device_thread
 from gpu.weights import load_model
 
@@ -129,14 +133,16 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
         held = spec.fp8 if expert_scales(spec, experts) else ""
         moe = MoeConfigs(MoeShape(*sizes, weight_name(held, spec.dtype), DEVICE))
 
-    def kernels(caches: Caches) -> Kernels:
+    def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         counters = mid_counters(CPU) if options.pdl else None
-        return Kernels(attention, caches, moe, options.pdl, facts.kv_scales, counters)
+        kernels = Kernels(attention, pool.caches(), moe, options.pdl, facts.kv_scales, counters)
+        return lambda view: TritonOps(view, kernels)
 
-    machine = Machine(CPU, attention, lambda: share, kernels, triton_kernels, options.pdl)
     chunks = min(rows, MAX_CHUNKS)
-    shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, rows)
-    runner = GraphRunner(shape, machine, {}, (spec.hidden, dtype))
+    padded = PaddedSizes(rows, tokens, chunks)
+    machine = Machine(CPU, padded, lambda: share, attention, ops, begin_step, triton_kernels, options.pdl)
+    shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, rows, HiddenShape(spec.hidden, dtype))
+    runner = ModelRunner(shape, machine)
     with device_thread(CPU), _no_products(), mock.patch("gpu.weights.load.fill_dummy"):
         runner.use_model(load_model(spec, None, dtype, CPU))
         heads = (spec.kv_heads, spec.head_dim)

@@ -1,7 +1,7 @@
 """Attention over pages: one protocol, one file per backend."""
 
-from gpu.attention.base import AttentionBackend
-from gpu.attention.torch_encoder import WholeAttention
+from gpu.attention.backend import AttentionBackend, TorchBackend
+from gpu.attention.torch_encoder import EncoderAttention
 from gpu.attention.torch_paged import TorchAttention
 
-__all__ = ["AttentionBackend", "TorchAttention", "WholeAttention"]
+__all__ = ["AttentionBackend", "EncoderAttention", "TorchAttention", "TorchBackend"]

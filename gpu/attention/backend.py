@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.models import ModelSpec
+from gpu.kv.pool import KvPool
 from gpu.state.view import StepView
 
 Phase = Literal["prefill", "decode"]
@@ -17,41 +18,50 @@ Caches = Sequence[tuple[Tensor, Tensor]]
 """Per layer K and V, each [tokens, kv_heads, head_dim]: views of the pool, pages flattened to tokens."""
 
 
-class DeviceAttention(Protocol):
-    """Attention of graphs. Nothing here waits for the device, reads from it or depends on its data.
+class AttentionBackend(Protocol):
+    """Attention of a step's rows over the pages, causally; K and V of the step are stored already.
 
-    Owner: launch thread. Between `bind` and `bind(None)`, each step calls `plan`, then `attend` once a
-    layer, K and V of the step stored already. Entries of the page table past a slot's length, and what
-    lies in the pages there, are arbitrary and must not reach a result, not even as 0 × NaN.
+    Owner: launch thread. Between `bind` and `bind(None)`, each step calls `plan`, then `attend` once a layer
+    in ascending order. On a GPU nothing here waits for the device, reads from it or depends on its data.
+    Entries of the page table past a slot's length, and what lies in the pages there, are arbitrary and must
+    not reach a result, not even as 0 × NaN.
     """
 
-    def bind(self, caches: Caches | None) -> None:
+    def bind(self, pool: KvPool | None) -> None:
         """Work on these pages from the next step on; None lets go of them, and no step may come."""
         ...
 
     def plan(self, view: StepView) -> None:
-        """Launch what divides the step's work, inside the graph, before the layers."""
+        """Divide the step's work, once for all layers: inside the graph, where there is one."""
         ...
 
     def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
-        """`q` [N, heads, head_dim], rotated, to [N, heads * head_dim]. Rows behind the true ones are
-        arbitrary."""
+        """`q` [N, heads, head_dim], rotated, to [N, heads * head_dim], valid until the next call. Rows behind
+        the true ones are arbitrary."""
+        ...
+
+
+class TorchBackend(AttentionBackend, Protocol):
+    """A backend in plain torch, which lays out K and V itself."""
+
+    def store(self, layer: int, kv: Tensor) -> None:
+        """Keep K, rotated, and V of the planned step's rows: `kv` [N, 2, kv_heads, head_dim]."""
         ...
 
 
 class PhaseAttention(Protocol):
-    """One phase of `DeviceAttention`: decode rows or chunks."""
+    """One phase of `AttentionBackend`: decode rows or chunks."""
 
     def bind(self, caches: Caches | None) -> None:
-        """See `DeviceAttention.bind`."""
+        """See `AttentionBackend.bind`, of K and V by layer."""
         ...
 
     def plan(self, view: StepView) -> None:
-        """See `DeviceAttention.plan`. Called only for views that can hold this phase's rows."""
+        """See `AttentionBackend.plan`. Called only for views that can hold this phase's rows."""
         ...
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
-        """As `DeviceAttention.attend`, of this phase's rows alone, into `out` [N, heads * head_dim]. Decode
+        """As `AttentionBackend.attend`, of this phase's rows alone, into `out` [N, heads * head_dim]. Decode
         may write all rows that the graph has for it; prefill comes after and writes those of chunks alone."""
         ...
 

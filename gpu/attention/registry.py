@@ -15,18 +15,18 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.attention.backend import (
+    AttentionBackend,
     AttentionFacts,
     AttentionOptions,
-    Caches,
-    DeviceAttention,
     Phase,
     PhaseAttention,
 )
+from gpu.kv.pool import KvPool
 from gpu.state.view import StepView
 
 
 class PhasedAttention:
-    """`DeviceAttention` of two backends. Owner: launch thread."""
+    """`AttentionBackend` of two backends. Owner: launch thread."""
 
     __slots__ = ("_decode", "_prefill")
 
@@ -34,20 +34,21 @@ class PhasedAttention:
         self._prefill = prefill
         self._decode = decode
 
-    def bind(self, caches: Caches | None) -> None:
-        """See `DeviceAttention.bind`."""
+    def bind(self, pool: KvPool | None) -> None:
+        """See `AttentionBackend.bind`."""
+        caches = None if pool is None else pool.caches()
         self._prefill.bind(caches)
         self._decode.bind(caches)
 
     def plan(self, view: StepView) -> None:
-        """See `DeviceAttention.plan`."""
+        """See `AttentionBackend.plan`."""
         if view.max_decode:
             self._decode.plan(view)
         if view.max_chunks:
             self._prefill.plan(view)
 
     def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
-        """See `DeviceAttention.attend`."""
+        """See `AttentionBackend.attend`."""
         out = torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if view.max_decode:  # before the chunks, whose rows it may write
             self._decode.attend(layer, q, view, out)
@@ -163,7 +164,9 @@ def choose(phase: Phase, name: str, facts: AttentionFacts, options: AttentionOpt
         raise ConfigError(f"{FLAG} {phase}={name} is refused: {error}") from error
 
 
-def device_attention(facts: AttentionFacts, options: AttentionOptions, backends: str = "") -> DeviceAttention:
+def device_attention(
+    facts: AttentionFacts, options: AttentionOptions, backends: str = ""
+) -> AttentionBackend:
     """What the steps of a runner attend with, `backends` as on the command line. Raises `ConfigError`."""
     names = parse_backends(backends)
     prefill, decode = (choose(phase, names[phase], facts, options) for phase in ("prefill", "decode"))

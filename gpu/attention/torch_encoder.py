@@ -7,40 +7,46 @@ from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from gpu.inputs import StepInputs
 from gpu.kv.pool import KvPool
+from gpu.state.view import StepView
 
 
-class WholeAttention:
-    """`AttentionBackend` where every chunk is a whole prompt. Chunks of one length are one call.
+class EncoderAttention:
+    """`TorchBackend` where every chunk is a whole prompt. Chunks of one length are one call.
 
     Owner: launch thread.
     """
 
-    __slots__ = ("_groups",)
+    __slots__ = ("_groups", "_kv")
 
     def __init__(self) -> None:
-        self._groups: list[tuple[torch.Tensor, int]] = []
+        self._groups: list[tuple[Tensor, int]] = []
         """Rows int64 [chunks * length] of the step, and how many chunks they are."""
+        self._kv = torch.empty(0)
 
     def bind(self, pool: KvPool | None) -> None:
-        """See `AttentionBackend.bind`: nothing is kept."""
+        """See `AttentionBackend.bind`: there are no pages."""
 
-    def prepare(self, inputs: StepInputs) -> None:
-        """Chunks by length."""
+    def plan(self, view: StepView) -> None:
+        """See `AttentionBackend.plan`. Groups the chunks by length, which the host knows."""
         firsts: dict[int, list[int]] = defaultdict(list)
-        for chunk in inputs.chunks:
+        for chunk in view.placed:
             firsts[chunk.tokens].append(chunk.first)
-        device = inputs.ids.device
+        device = view.ids.device
         self._groups = [
             ((torch.tensor(at, device=device)[:, None] + torch.arange(n, device=device)).flatten(), len(at))
             for n, at in firsts.items()
         ]
 
-    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """See `AttentionBackend.run`."""
-        out = torch.empty_like(q).flatten(1)
+    def store(self, layer: int, kv: Tensor) -> None:
+        """See `TorchBackend.store`: kept for this layer alone."""
+        self._kv = kv
+
+    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        out, kv = torch.empty_like(q).flatten(1), self._kv
         for rows, count in self._groups:
             queries, keys, values = (
                 part[rows].view(count, -1, *part.shape[1:]).transpose(1, 2)

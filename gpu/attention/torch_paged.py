@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from gpu.inputs import ChunkRow, StepInputs
+from core.types import Ints
 from gpu.kv.pool import KvPool
-from gpu.state.slots import SlotState
+from gpu.state.view import ChunkRow, StepView
 
 QUERY_BLOCK = 512
 """Queries of a chunk per call: bounds a mask to 512 × context × 4 bytes (256 MiB at 128k)."""
@@ -26,15 +27,23 @@ MERGED_KEYS = 128
 call more per layer."""
 
 
+class _Rows(NamedTuple):
+    """Decode rows: the page table, and slots and lengths int64 [rows], this step's token included."""
+
+    page_table: Tensor
+    slots: Tensor
+    lengths: Tensor
+
+
 class _Decode(NamedTuple):
     """Decode rows of similar length, for layers of one window. `rows` of the step are theirs; `pages`
     int64 [rows * p] or, when one row's pages are consecutive, the first of them; `mask`
     [rows, 1, 1, keys] is added to scores, None when every key counts."""
 
-    rows: slice | torch.Tensor
-    pages: torch.Tensor | int
+    rows: slice | Tensor
+    pages: Tensor | int
     keys: int
-    mask: torch.Tensor | None
+    mask: Tensor | None
 
 
 class _Block(NamedTuple):
@@ -42,14 +51,14 @@ class _Block(NamedTuple):
     of the first of `pages` on."""
 
     rows: slice
-    pages: torch.Tensor | int
+    pages: Tensor | int
     keys: int
-    mask: torch.Tensor | None
+    mask: Tensor | None
     causal: bool
 
 
 class TorchAttention:
-    """`AttentionBackend` on any device that torch has kernels for.
+    """`TorchBackend` over pages. A view's numbers are read on the host, where they lie.
 
     `windows[layer]` is the positions a layer sees, 0 for all.
 
@@ -60,47 +69,64 @@ class TorchAttention:
         "_blocks",
         "_data",
         "_decode",
-        "_inputs",
+        "_kv_slot_mapping",
         "_page_size",
         "_pages",
-        "_slots",
         "_tokens",
         "_windows",
     )
 
-    def __init__(self, pool: KvPool, slots: SlotState, windows: Sequence[int]) -> None:
-        self._page_size = pool.page_size
-        self._slots = slots
+    def __init__(self, windows: Sequence[int]) -> None:
         self._windows = tuple(windows)
-        self.bind(pool)
-        self._inputs: StepInputs | None = None
+        self.bind(None)
+        self._kv_slot_mapping = torch.empty(0)
         self._decode: dict[int, list[_Decode]] = {}
         self._blocks: dict[int, list[_Block]] = {}
 
     def bind(self, pool: KvPool | None) -> None:
         """See `AttentionBackend.bind`."""
+        self._page_size = 1 if pool is None else pool.page_size
         self._tokens = [] if pool is None else pool.tokens()
         self._pages = [] if pool is None else pool.pages()
         self._data = torch.empty(0) if pool is None else pool.data
 
-    def prepare(self, inputs: StepInputs) -> None:
-        """Page lists and masks of the step, once for all layers of the same window."""
-        self._inputs = inputs
-        self._clear_tails(inputs)
+    def plan(self, view: StepView) -> None:
+        """See `AttentionBackend.plan`: page lists and masks for all layers of the same window."""
+        _, rows, count, _ = view.counts.tolist()
+        ends = view.chunk_firsts[1 : count + 1].tolist()
+        chunks = [
+            ChunkRow(slot, start, first, end - first)
+            for slot, start, first, end in zip(
+                view.chunk_slots.tolist(),
+                view.chunk_starts.tolist(),
+                view.chunk_firsts.tolist(),
+                ends,
+                strict=False,
+            )
+        ]
+        self._kv_slot_mapping = view.kv_slot_mapping.long()
+        self._clear_tails(view, rows, chunks)
+        decode = _Rows(view.page_table, view.decode_slots[:rows].long(), view.decode_lengths[:rows].long())
         kinds = set(self._windows)
-        self._decode = {window: self._decode_groups(inputs, window) for window in kinds}
+        self._decode = {window: self._decode_groups(decode, window) for window in kinds}
         self._blocks = {
-            window: [block for chunk in inputs.chunks for block in self._chunk_blocks(chunk, window)]
+            window: [
+                block
+                for chunk in chunks
+                for block in self._chunk_blocks(view.page_table[chunk.slot], chunk, window)
+            ]
             for window in kinds
         }
 
-    def run(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """See `AttentionBackend.run`."""
-        assert self._inputs is not None, "prepare() comes first"
-        self._tokens[layer].index_copy_(0, self._inputs.where, kv.flatten(1))
-        window = self._windows[layer]
-        groups, blocks, kv_heads = self._decode[window], self._blocks[window], kv.shape[2]
-        if len(groups) == 1 and not blocks:
+    def store(self, layer: int, kv: Tensor) -> None:
+        """See `TorchBackend.store`."""
+        self._tokens[layer].index_copy_(0, self._kv_slot_mapping, kv.flatten(1))
+
+    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        window, kv_heads = self._windows[layer], self._data.shape[-2]
+        groups, blocks = self._decode[window], self._blocks[window]
+        if len(groups) == 1 and not blocks and view.max_decode == view.tokens:
             return self._attend_rows(layer, groups[0], q, kv_heads)
         out = torch.empty_like(q).flatten(1)
         for group in groups:
@@ -109,14 +135,14 @@ class TorchAttention:
             out[block.rows] = self._attend_block(layer, block, q[block.rows], kv_heads)
         return out
 
-    def _attend_rows(self, layer: int, group: _Decode, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def _attend_rows(self, layer: int, group: _Decode, q: Tensor, kv_heads: int) -> Tensor:
         """One token of each row: [rows, heads, head_dim] to [rows, heads * head_dim]."""
         rows, heads, dim = q.shape
         k, v = self._gather(layer, group.pages, rows, group.keys, (kv_heads, dim))
         grouped = q.view(rows, kv_heads, heads // kv_heads, dim)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(rows, -1)
 
-    def _attend_block(self, layer: int, block: _Block, q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    def _attend_block(self, layer: int, block: _Block, q: Tensor, kv_heads: int) -> Tensor:
         """A run of tokens of one slot: [count, heads, head_dim] to [count, heads * head_dim]."""
         count, heads, dim = q.shape
         k, v = self._gather(layer, block.pages, 1, block.keys, (kv_heads, dim))
@@ -131,8 +157,8 @@ class TorchAttention:
         return out[0].transpose(0, 1).reshape(count, -1)
 
     def _gather(
-        self, layer: int, pages: torch.Tensor | int, rows: int, keys: int, heads: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, layer: int, pages: Tensor | int, rows: int, keys: int, heads: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         """K and V [rows, kv_heads, keys, head_dim] of each row's pages. Consecutive pages are a view."""
         if isinstance(pages, int):
             first = pages * self._page_size
@@ -142,13 +168,13 @@ class TorchAttention:
         both = both.permute(2, 0, 3, 1, 4)
         return both[0], both[1]
 
-    def _decode_groups(self, inputs: StepInputs, window: int) -> list[_Decode]:
+    def _decode_groups(self, decode: _Rows, window: int) -> list[_Decode]:
         """The decode rows in calls of similar length, longest first.
 
         One call for all would pad every row to the longest: 63 short rows beside one of 8,192 tokens
         would gather 64 times its keys. Rows of a group differ at most by a factor of two.
         """
-        lengths = inputs.decode_lengths
+        lengths = decode.lengths
         keys = lengths - self._begin(lengths, window) * self._page_size
         seen = keys.tolist()
         groups: list[list[int]] = []
@@ -158,28 +184,26 @@ class TorchAttention:
             else:
                 groups.append([row])
         if len(groups) == 1:
-            return [self._decode_group(inputs, slice(0, len(seen)), window, max(seen))]
+            return [self._decode_group(decode, slice(0, len(seen)), window, max(seen))]
         return [
-            self._decode_group(inputs, torch.tensor(rows, device=lengths.device), window, seen[rows[0]])
+            self._decode_group(decode, torch.tensor(rows, device=lengths.device), window, seen[rows[0]])
             for rows in groups
         ]
 
-    def _begin(self, lengths: torch.Tensor, window: int) -> torch.Tensor:
+    def _begin(self, lengths: Tensor, window: int) -> Tensor:
         """Index of the page with the oldest position that the last token of each row sees."""
         oldest = (lengths - window).clamp(min=0) if window else torch.zeros_like(lengths)
         return oldest // self._page_size
 
-    def _decode_group(
-        self, inputs: StepInputs, rows: slice | torch.Tensor, window: int, longest: int
-    ) -> _Decode:
+    def _decode_group(self, decode: _Rows, rows: slice | Tensor, window: int, longest: int) -> _Decode:
         """Pages and mask of some decode rows, `longest` keys each."""
         size = self._page_size
-        lengths = inputs.decode_lengths[rows, None]
-        slots = inputs.decode_slots[rows, None]
+        lengths = decode.lengths[rows, None]
+        slots = decode.slots[rows, None]
         begin = self._begin(lengths, window)
         index = begin + torch.arange(-(-longest // size), device=lengths.device)
         used = index * size < lengths
-        table = self._slots.page_table[slots, index.where(used, 0)]
+        table = decode.page_table[slots, index.where(used, 0)]
         # Page 0 is never written on this backend: what a shorter row gathers past its end is zero.
         pages = table.where(used, 0).flatten()
         at = begin * size + torch.arange(longest, device=lengths.device)
@@ -190,11 +214,11 @@ class TorchAttention:
         run = _consecutive(pages) if len(lengths) == 1 else None
         return _Decode(rows, pages if run is None else run, longest, mask)
 
-    def _chunk_blocks(self, chunk: ChunkRow, window: int) -> list[_Block]:
-        """A chunk in runs of at most QUERY_BLOCK queries, each with the keys it can see."""
+    def _chunk_blocks(self, row: Tensor, chunk: ChunkRow, window: int) -> list[_Block]:
+        """A chunk in runs of at most QUERY_BLOCK queries, each with the keys it can see. `row` int32 [pages]
+        of the page table is its slot's."""
         blocks = []
         size = self._page_size
-        row = self._slots.page_table[chunk.slot]
         for offset in range(0, chunk.tokens, QUERY_BLOCK):
             count = min(QUERY_BLOCK, chunk.tokens - offset)
             start = chunk.start + offset
@@ -212,7 +236,7 @@ class TorchAttention:
             blocks.append(_Block(rows, pages.long() if run is None else run, keys, mask, causal))
         return blocks
 
-    def _causal(self, start: int, count: int, begin: int, window: int, keys: int) -> torch.Tensor:
+    def _causal(self, start: int, count: int, begin: int, window: int, keys: int) -> Tensor:
         """[count, keys] added to scores: 0 where position `start + i` sees `begin + j`, else -inf."""
         device = self._data.device
         queries = torch.arange(start, start + count, device=device)[:, None]
@@ -222,12 +246,12 @@ class TorchAttention:
             hidden |= at <= queries - window
         return self._additive(hidden)
 
-    def _additive(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _additive(self, hidden: Tensor) -> Tensor:
         # Made once a step: given booleans, torch would turn them into this in every layer.
         mask = torch.zeros(hidden.shape, dtype=self._data.dtype, device=hidden.device)
         return mask.masked_fill_(hidden, float("-inf"))
 
-    def _clear_tails(self, inputs: StepInputs) -> None:
+    def _clear_tails(self, view: StepView, rows: int, chunks: Sequence[ChunkRow]) -> None:
         """Zero the pages that this step begins and does not fill.
 
         A reused page may hold NaN of a request that failed, and a mask cannot hide it: NaN - inf is
@@ -237,18 +261,18 @@ class TorchAttention:
         size = self._page_size
         if size == 1:
             return
-        rows = len(inputs.decode_slots)
-        fresh = inputs.where[:rows][inputs.positions[:rows] % size == 0].tolist()
-        for chunk in inputs.chunks:
+        where: Ints = view.kv_slot_mapping.numpy()
+        begun = view.positions.numpy()[:rows] % size == 0
+        fresh = where[:rows][begun].tolist()
+        for chunk in chunks:
             end = chunk.start + chunk.tokens
             if end % size and end - end % size >= chunk.start:
-                fresh.append(int(inputs.where[chunk.first + chunk.tokens - end % size]))
+                fresh.append(int(where[chunk.first + chunk.tokens - end % size]))
         if fresh:
-            pages = torch.tensor(fresh, device=inputs.where.device) // size
-            self._data.index_fill_(1, pages, 0)
+            self._data.index_fill_(1, torch.tensor(fresh) // size, 0)
 
 
-def _consecutive(pages: torch.Tensor) -> int | None:
+def _consecutive(pages: Tensor) -> int | None:
     """First of a run of pages p, p + 1, ..., or None."""
     ids = pages.tolist()
     return ids[0] if ids == list(range(ids[0], ids[0] + len(ids))) else None

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
-from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, Layout
+from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
 from gpu.state.tables import WIDE, SlotTables, row_of
 from gpu.state.view import StepView
 
@@ -162,9 +162,7 @@ def _begin(
 
 
 def begin_step(
-    ring: Tensor,
-    cursor: Tensor,
-    at: Layout,
+    ring: EntryRing,
     tables: SlotTables,
     view: StepView,
     samples: tuple[Tensor, Tensor, Tensor],
@@ -172,16 +170,13 @@ def begin_step(
     page_size: int,
     pdl: bool = False,
 ) -> None:
-    """Take the next order: write the tables, gather the view, turn the ring.
-
-    ring     int32 [entries, layout.words], memory that host and device share
-    cursor   int64 [1] on the device: orders taken so far; the entry is this modulo the ring's length
-    samples  rows, slots and positions int32 [s] of the tokens to choose; s at most the view's tokens
-    """
+    """Take the next entry: write the tables, gather the view, turn the ring. `samples` are rows, slots and
+    positions int32 [s] of the tokens to choose; s at most the view's tokens."""
+    words, cursor, at = ring
     rows, slots, positions = samples
     span = 1024 if view.tokens > 256 else 256
     _begin[(1,)](
-        ring,
+        words,
         cursor,
         tables.words,
         tables.page_table,
@@ -206,7 +201,7 @@ def begin_step(
         len(rows),
         MIXED=view.max_chunks > 0,
         PAGE=page_size,
-        ENTRIES=len(ring),
+        ENTRIES=len(words),
         WORDS=at.words,
         AT_DECODE=at.decode,
         AT_CHUNKS=at.chunks,

@@ -34,13 +34,14 @@ A step adds embedding, rotation (plain: 8), first norm and head, one each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import ModelError
+from gpu.attention.backend import AttentionBackend
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.cublaslt import Products
@@ -56,14 +57,6 @@ from gpu.ops.plain import ACTIVATIONS, gate
 from gpu.state.view import StepView
 
 
-class Attend(Protocol):
-    """What is asked here of an attention backend; it is planned for the step."""
-
-    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
-        """`q` contiguous [n, heads, head_dim], rotated; K and V are in their pages: [n, heads * head_dim]."""
-        ...
-
-
 class Kernels(NamedTuple):
     """What the steps of a runner share.
 
@@ -75,7 +68,7 @@ class Kernels(NamedTuple):
     many      products of thousands of rows; None: cuBLAS's own
     """
 
-    attention: Attend
+    attention: AttentionBackend
     caches: Sequence[tuple[Tensor, Tensor]]
     moe: MoeConfigs | None = None
     pdl: bool = False

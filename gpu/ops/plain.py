@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu.attention.base import AttentionBackend
+from gpu.attention.backend import TorchBackend
 from gpu.ops.base import Experts, HeadNorms, Part, Rotation
 from gpu.quant import quantise, quantise_groups, restore
+from gpu.state.view import StepView
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -22,15 +23,15 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class TorchOps:
-    """`Ops` on any device that torch has kernels for. `attention` is prepared for this step.
+    """`Ops` on any device that torch has kernels for. `attention` is planned for the step of `view`.
 
     Owner: launch thread, for one step.
     """
 
-    __slots__ = ("_attention",)
+    __slots__ = ("_attention", "_view")
 
-    def __init__(self, attention: AttentionBackend) -> None:
-        self._attention = attention
+    def __init__(self, view: StepView, attention: TorchBackend) -> None:
+        self._view, self._attention = view, attention
 
     def for_samples(self) -> TorchOps:
         """See `Ops.for_samples`. Without padding nothing differs."""
@@ -66,7 +67,8 @@ class TorchOps:
             x[:, :q_heads] = F.rms_norm(x[:, :q_heads], q_weight.shape, q_weight, eps)
             x[:, q_heads:turned] = F.rms_norm(x[:, q_heads:turned], k_weight.shape, k_weight, eps)
         rotate(x[:, :turned], rotation)
-        return self._attention.run(layer, x[:, :q_heads], x[:, q_heads:].view(n, 2, kv_heads, -1))
+        self._attention.store(layer, x[:, q_heads:].view(n, 2, kv_heads, -1))
+        return self._attention.attend(layer, x[:, :q_heads], self._view)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""

@@ -75,7 +75,7 @@ class Processed(NamedTuple):
 
     def accept(self, tokens: Ints) -> None:
         """Remember the sampled `tokens` int32 [n] of the step, -1 being none. On the waiter thread: a step
-        with such rows is settled before the next one's processors run (`gpu.step.flight.Flight`)."""
+        with such rows is settled before the next one's processors run (`gpu.step.launched.LaunchedStep`)."""
         for i, row in self.rows.items():
             if tokens[i] != NAN_TOKEN:
                 row.output.append(int(tokens[i]))

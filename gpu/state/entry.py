@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from core.plan import NewSlot, StepPlan
 from core.types import NO_TOKENS, Ints
@@ -94,6 +95,18 @@ def layout(limits: Limits) -> Layout:
     )
     starts = np.cumsum([-(-size // 16) * 16 for size in sizes]).tolist()
     return Layout(*starts)
+
+
+class EntryRing(NamedTuple):
+    """Entries that wait for their steps.
+
+    words   int32 [entries, layout.words], memory that host and device share
+    cursor  int64 [1] on the device: entries taken so far; the next is this modulo the ring's length
+    """
+
+    words: Tensor
+    cursor: Tensor
+    at: Layout
 
 
 class Surplus(NamedTuple):

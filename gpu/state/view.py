@@ -1,4 +1,4 @@
-"""What a captured step reads: device tensors whose addresses never change, and the sizes that do not."""
+"""What a step reads: tensors on the device, and the sizes that the host knows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,33 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from core.plan import StepPlan
+
+
+class ChunkRow(NamedTuple):
+    """Where a chunk lies: its tokens are rows `first` ... `first + tokens - 1` of the step."""
+
+    slot: int
+    start: int
+    first: int
+    tokens: int
+
+
+def place(plan: StepPlan) -> tuple[ChunkRow, ...]:
+    """Where the chunks of `plan` lie, in order: behind its decode rows."""
+    rows: list[ChunkRow] = []
+    first = len(plan.decode_slots)
+    for chunk in plan.chunks:
+        rows.append(ChunkRow(chunk.slot, chunk.start, first, len(chunk.tokens)))
+        first += len(chunk.tokens)
+    return tuple(rows)
+
 
 class StepView(NamedTuple):
-    """The inputs of one graph. Sizes in Python are the graph's own and padded; true counts are on the
-    device. Rows are packed: decode rows first, then each chunk's tokens, then padding.
+    """The inputs of one forward. Sizes in Python are padded where the forward is a graph; true counts are on
+    the device. Rows are packed: decode rows first, then each chunk's tokens, then padding.
 
-    tokens          N, rows of the graph
+    tokens          N, rows of the forward
     max_decode      D, decode rows it can hold: N in a decode graph, at most N in a mixed one
     max_chunks      C, 0 in a decode graph
     counts          int32 [4]: true tokens, true decode rows, true chunks, true samples
@@ -27,6 +48,7 @@ class StepView(NamedTuple):
     common          int32 [1]: leading keys that all decode rows share (whole pages), 0 for none
     shared          whether the graph attends to those keys apart; one that does not leaves `common` alone
     deep            whether the graph is for few queries behind many keys, which are then cut among processors
+    placed          the chunks as the host knows them, in forwards that no graph holds
 
     Entries behind the true counts are arbitrary in ids, positions, slots, lengths and starts, but always
     in bounds: slot 0, position 0, length 1. `kv_slot_mapping` is 0 there (page 0, the dump).
@@ -48,6 +70,7 @@ class StepView(NamedTuple):
     common: Tensor
     shared: bool = False
     deep: bool = False
+    placed: tuple[ChunkRow, ...] = ()
 
     @property
     def num_tokens(self) -> Tensor:

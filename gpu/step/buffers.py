@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gpu.state.tables import SlotTables
-from gpu.state.view import StepView
+from gpu.state.view import ChunkRow, StepView
+from gpu.step.steps import Forward
 
 
 class Samples(NamedTuple):
@@ -23,13 +24,20 @@ class Samples(NamedTuple):
         return Samples(*(each[:count] for each in self))
 
 
+class HiddenShape(NamedTuple):
+    """Width and dtype of the hidden state that the model leaves per token."""
+
+    width: int
+    dtype: torch.dtype
+
+
 class StepBuffers:
     """For steps of up to `tokens` tokens, `rows` samples and `chunks` chunks.
 
     Owner: launch thread; the kernels of a step write them, and the next step's write over them.
     """
 
-    __slots__ = ("_at", "_chunks", "_counts", "_rows", "_table", "_tokens", "picked", "samples")
+    __slots__ = ("_at", "_chunks", "_counts", "_rows", "_table", "_tokens", "sample_hidden", "samples")
 
     def __init__(
         self,
@@ -37,9 +45,8 @@ class StepBuffers:
         tokens: int,
         rows: int,
         chunks: int,
-        hidden: tuple[int, torch.dtype],
+        hidden: HiddenShape,
     ) -> None:
-        """`hidden` is width and dtype of what the model leaves per token."""
         device = tables.page_table.device
 
         def ints(*shape: int) -> Tensor:
@@ -51,19 +58,17 @@ class StepBuffers:
         self._rows = ints(2, rows)
         self._chunks = ints(2, chunks), ints(chunks + 1)
         self.samples = Samples(ints(rows), ints(rows), ints(rows))
-        self.picked = torch.zeros(rows, hidden[0], dtype=hidden[1], device=device)
+        self.sample_hidden = torch.zeros(rows, hidden.width, dtype=hidden.dtype, device=device)
 
-    def view(self, tokens: int, mixed: bool, shared: bool = False, deep: bool = False) -> StepView:
-        """What a graph of `tokens` padded tokens reads; one that is not `mixed` holds decode rows only, one
-        that is `shared` attends apart to the keys that these have in common. `deep`: see `StepView`."""
-        decode = min(tokens, self._rows.shape[1])
-        chunks = len(self._chunks[1]) - 1 if mixed else 0
-        ids, positions, mapping = self._tokens[:, :tokens]
-        slots, lengths = self._rows[:, :decode]
-        (chunk_slots, chunk_starts), firsts = self._chunks[0][:, :chunks], self._chunks[1][: chunks + 1]
+    def view(self, key: Forward, placed: tuple[ChunkRow, ...] = ()) -> StepView:
+        """The inputs of a forward of these sizes."""
+        ids, positions, mapping = self._tokens[:, : key.tokens]
+        slots, lengths = self._rows[:, : key.decode]
+        chunk_slots, chunk_starts = self._chunks[0][:, : key.chunks]
         return StepView(
-            tokens, decode, chunks, self._counts, ids, positions, mapping, self._table, slots, lengths,
-            chunk_slots, chunk_starts, firsts, self._at, shared, deep,
+            key.tokens, key.decode, key.chunks, self._counts, ids, positions, mapping, self._table, slots,
+            lengths, chunk_slots, chunk_starts, self._chunks[1][: key.chunks + 1], self._at, key.shared,
+            key.deep, placed,
         )  # fmt: skip
 
     @property

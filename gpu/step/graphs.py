@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ class Launcher(Protocol):
 
 
 class Plain:
-    """No graph: the work itself. What a CPU does, and a GPU with --no-cuda-graphs."""
+    """No graph: the work itself. A GPU with --no-cuda-graphs."""
 
     def capture(self, work: Work, warm: Work) -> Work:
         """See `Launcher.capture`. Warms up, so that kernels are compiled before a request needs them."""
@@ -76,20 +77,22 @@ class CudaGraphs:
 
 
 class Launches(Generic[K]):
-    """Captured work by key. Owner: launch thread."""
+    """Captured work by key; `run(key)` itself where nothing is captured. Owner: launch thread."""
 
-    __slots__ = ("_by_key", "_launcher")
+    __slots__ = ("_by_key", "_launcher", "_run")
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
+    def __init__(self, launcher: Launcher | None, run: Callable[[K], object]) -> None:
+        """Without a launcher nothing is captured, and work is called."""
+        self._launcher, self._run = launcher, run
         self._by_key: dict[K, Work] = {}
 
-    def capture(self, key: K, work: Work, warm: Work) -> None:
-        """Make `work` available under `key`."""
-        self._by_key[key] = self._launcher.capture(work, warm)
+    def capture(self, key: K, warm: Work) -> None:
+        """Capture the work of `key`; `warm` launches all that it does at least once."""
+        assert self._launcher is not None, "nothing is captured here"
+        self._by_key[key] = self._launcher.capture(partial(self._run, key), warm)
 
     def __getitem__(self, key: K) -> Work:
-        return self._by_key[key]
+        return partial(self._run, key) if self._launcher is None else self._by_key[key]
 
     def __len__(self) -> int:
         return len(self._by_key)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.plan import StepPlan
 from core.types import Ints
-from gpu.state.entry import EntryWriter, Layout, Limits, Surplus, layout
+from gpu.state.entry import EntryRing, EntryWriter, Layout, Limits, Surplus, layout
 
 
 class Ticket(NamedTuple):
@@ -34,7 +34,7 @@ class Rings:
     plan is made only when all but `depth` of those before it have been answered.
     """
 
-    __slots__ = ("_answers", "_orders", "_turn", "_writer", "answers", "at", "cursor", "orders")
+    __slots__ = ("_answers", "_orders", "_turn", "_writer", "answers", "at", "cursor", "entries", "orders")
 
     def __init__(self, limits: Limits, entries: int, device: torch.device) -> None:
         self.at: Layout = layout(limits)
@@ -44,6 +44,7 @@ class Rings:
         self._orders: Ints = self.orders.numpy()
         self._answers: Ints = self.answers.numpy()
         self._writer = EntryWriter(limits)
+        self.entries = EntryRing(self.orders, self.cursor, self.at)
         self._turn = 0
 
     def write(self, plan: StepPlan) -> Ticket:

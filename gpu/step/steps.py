@@ -1,9 +1,10 @@
-"""Which launch a plan takes."""
+"""Which sizes a plan's launches have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -24,49 +25,90 @@ for 128 tokens behind none and 22 behind 2,048, whole 8 and 36."""
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """A forward of `tokens` padded tokens; one that is not `mixed` holds decode rows only, one that is
-    `shared` attends apart to the keys that these have in common, which takes launches of its own, and one
-    that is `deep` cuts the keys of its chunks, which takes more."""
+    """A forward of `tokens` padded tokens: at most `decode` decode rows and `chunks` chunks, of which at most
+    `samples` sample. One that is `shared` attends apart to the keys that the decode rows have in common,
+    which takes launches of its own, and one that is `deep` cuts the keys of its chunks, which takes more."""
 
     tokens: int
-    mixed: bool
+    decode: int
+    chunks: int
+    samples: int
     shared: bool = False
     deep: bool = False
 
 
-class Steps:
-    """The sizes of a runner, for steps of up to `max_rows` rows and `max_tokens` tokens."""
-
-    __slots__ = ("_mixed", "_rows")
-
-    def __init__(self, max_rows: int, max_tokens: int) -> None:
-        self._rows = decode_sizes(max_rows)
-        self._mixed = mixed_sizes(max_tokens)
+class StepSizes(Protocol):
+    """Which sizes steps have."""
 
     def forward(self, plan: StepPlan) -> Forward:
-        """The smallest forward that holds a plan."""
+        """The forward that holds a plan."""
+        ...
+
+    def samples(self, count: int) -> int:
+        """Rows of the sampling that holds `count`."""
+        ...
+
+    def all(self) -> Iterator[Forward | Key]:
+        """Every size that is made ahead of serving, largest first: the memory that it leaves to the pool
+        serves those behind it."""
+        ...
+
+
+class PaddedSizes:
+    """`StepSizes` of graphs: few, for steps of up to `max_rows` rows, `max_tokens` tokens and `max_chunks`
+    chunks."""
+
+    __slots__ = ("_chunks", "_mixed", "_rows")
+
+    def __init__(self, max_rows: int, max_tokens: int, max_chunks: int) -> None:
+        self._rows = decode_sizes(max_rows)
+        self._mixed = mixed_sizes(max_tokens)
+        self._chunks = max_chunks
+
+    def forward(self, plan: StepPlan) -> Forward:
+        """See `StepSizes.forward`: the smallest."""
         shared = shared_keys(plan) > 0
         if plan.chunks:
             size = fit(self._mixed, plan.num_tokens)
             deep = size <= DEEP_TOKENS and max(chunk.start for chunk in plan.chunks) >= DEEP_KEYS
-            return Forward(size, True, shared, deep)
-        return Forward(fit(self._rows, max(plan.num_tokens, 1)), False, shared)
+            return self._sized(size, True, shared, deep)
+        return self._sized(fit(self._rows, max(plan.num_tokens, 1)), False, shared)
 
     def samples(self, count: int) -> int:
-        """Padded rows of the sampling that holds `count`."""
+        """See `StepSizes.samples`: the fewest."""
         return fit(self._rows, count)
 
     def all(self) -> Iterator[Forward | Key]:
-        """Every one, largest first: the memory that it leaves to the pool serves those behind it."""
+        """See `StepSizes.all`."""
         for mixed, sizes in ((True, self._mixed), (False, self._rows)):
             for size, deep in product(reversed(sizes), (False, True)):
                 if deep and (not mixed or size > DEEP_TOKENS):
                     continue
-                yield Forward(size, mixed, deep=deep)
+                yield self._sized(size, mixed, deep=deep)
                 if size >= CASCADE_ROWS:
-                    yield Forward(size, mixed, shared=True, deep=deep)
+                    yield self._sized(size, mixed, shared=True, deep=deep)
         for rows in reversed(self._rows):
             yield from sampling_keys(rows)
+
+    def _sized(self, tokens: int, mixed: bool, shared: bool = False, deep: bool = False) -> Forward:
+        rows = min(tokens, self._rows[-1])
+        return Forward(tokens, rows, self._chunks if mixed else 0, rows, shared, deep)
+
+
+class ExactSizes:
+    """`StepSizes` of steps that are not captured: the plan's own."""
+
+    def forward(self, plan: StepPlan) -> Forward:
+        """See `StepSizes.forward`."""
+        return Forward(plan.num_tokens, len(plan.decode_slots), len(plan.chunks), plan.num_samples)
+
+    def samples(self, count: int) -> int:
+        """See `StepSizes.samples`."""
+        return count
+
+    def all(self) -> Iterator[Forward | Key]:
+        """See `StepSizes.all`: none."""
+        return iter(())
 
 
 def sampling_slots(plan: StepPlan) -> Ints:

@@ -10,13 +10,17 @@ import torch
 
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.request import SamplingParams
-from gpu.attention import TorchAttention, WholeAttention
+from gpu.attention import EncoderAttention, TorchAttention
 from gpu.build import spec_of
-from gpu.grammar.matchers import Masks
 from gpu.kv.pool import KvPool
-from gpu.runner import ModelRunner
-from gpu.state.slots import SlotState
-from gpu.step.sampler import Sampled, Sampler
+from gpu.layers.linear import Places
+from gpu.models.base import CausalModel
+from gpu.ops.plain import TorchOps
+from gpu.runner import Machine, ModelRunner, Shape
+from gpu.sample import torch_kernels
+from gpu.step.begin import begin_step
+from gpu.step.buffers import HiddenShape
+from gpu.step.steps import ExactSizes
 from gpu.thread import device_thread
 from gpu.weights import load_model
 
@@ -28,20 +32,24 @@ were measured to cost six times the work."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class WatchedSampler(Sampler):
-    """The real sampler, keeping the last step's logits [n, vocab]."""
+class WatchedModel:
+    """The real model, keeping the last logits [n, vocab] that were asked of it."""
 
-    logits: torch.Tensor
+    seen: torch.Tensor
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        masks: Masks | None = None,
-    ) -> Sampled:
-        self.logits = logits.clone()
-        return super().sample(logits, slots, positions, masks)
+    def __init__(self, model: CausalModel) -> None:
+        self.spec, self._model = model.spec, model
+        self.forward = model.forward
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._model.logits(hidden)
+        self.seen = logits.clone()
+        return logits
+
+    def seal(self) -> None: ...
+
+    def places(self) -> Places:
+        return self._model.places()
 
 
 class Rig:
@@ -59,6 +67,7 @@ class Rig:
         self.page_size = page_size
         pages = tokens // page_size + 1
         self.model = load_model(self.spec, path, torch.float32, CPU)
+        self.watched = WatchedModel(self.model)
         self.places = self.model.places()  # of what sealing leaves in place: embedding and norms
         with device_thread(CPU):
             self.model.seal()
@@ -70,16 +79,24 @@ class Rig:
                 torch.float32,
                 CPU,
             )
-            self.slots = SlotState(rows, pages, CPU)
             windows = [self.spec.window(layer) for layer in range(self.spec.layers)]
-            self.sampler = WatchedSampler(rows, self.spec.vocab_size, rows, CPU)
+            attention = TorchAttention(windows) if self.spec.causal else EncoderAttention()
+            width = HiddenShape(self.spec.hidden, torch.float32)
             self.runner = ModelRunner(
-                self.model,
-                self.slots,
-                TorchAttention(self.pool, self.slots, windows) if self.spec.causal else WholeAttention(),
-                self.sampler,
-                page_size,
+                Shape(rows, tokens, rows, pages, page_size, self.spec.vocab_size, rows, width),
+                Machine(
+                    CPU,
+                    ExactSizes(),
+                    None,
+                    attention,
+                    lambda pool: lambda view: TorchOps(view, attention),
+                    begin_step,
+                    torch_kernels,
+                ),
             )
+            self.slots = self.runner.tables
+            self.runner.use_model(self.watched)
+            self.runner.use_pool(self.pool)
         order = np.arange(1, pages)
         if not consecutive:
             np.random.default_rng(3).shuffle(order)

@@ -10,11 +10,10 @@ import torch
 
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
-from gpu.attention import AttentionBackend, TorchAttention
-from gpu.inputs import gather
+from gpu.attention import TorchAttention, TorchBackend
 from gpu.kv.pool import KvPool
-from gpu.state.slots import SlotState
 from gpu.thread import device_thread
+from tests.gpu.views import Views
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -33,8 +32,10 @@ class Table:
     def __init__(self, page_size: int, window: int, consecutive: bool = False) -> None:
         self.size, self.window = page_size, window
         self.pool = KvPool(2, PAGES, page_size, (KV_HEADS, DIM), torch.float32, CPU)
-        self.slots = SlotState(4, 40, CPU)
-        self.backend: AttentionBackend = TorchAttention(self.pool, self.slots, [0, window])
+        self.views = Views(4, 40, page_size, 256)
+        self.slots = self.views.tables
+        self.backend: TorchBackend = TorchAttention([0, window])
+        self.backend.bind(self.pool)
         self.random = torch.Generator().manual_seed(5)
         self.kept: dict[int, list[torch.Tensor]] = {}
         order = np.arange(1, PAGES) if consecutive else np.random.default_rng(1).permutation(PAGES - 1) + 1
@@ -60,12 +61,12 @@ class Table:
             tuple(new),
             PageWrites(*np.array(cells, np.int32).reshape(-1, 3).T),
         )
-        self.slots.apply(plan)
-        inputs = gather(plan, self.slots, self.size)
-        self.backend.prepare(inputs)
+        view = self.views.take(plan)
+        self.backend.plan(view)
         n = plan.num_tokens
         q, kv = self.draw(n, HEADS, DIM), self.draw(n, 2, KV_HEADS, DIM)
-        got = self.backend.run(layer, q, kv)
+        self.backend.store(layer, kv)
+        got = self.backend.attend(layer, q, view)
         at = 0
         for slot, count in [(slot, 1) for slot in decode] + chunks:
             for _ in range(count):

@@ -23,6 +23,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
+from gpu.step.steps import Forward
 from gpu.thread import device_thread
 from tests.fakes import tiny_model
 from tests.gpu.drive import Answer, Driver
@@ -300,18 +301,18 @@ def full(tokens: int, mixed: bool, rows: int) -> StepPlan:
 def test_every_graph_is_its_work_bit_by_bit(runner: Any) -> None:
     seen = 0
     with device_thread(runner.device):
-        for key in runner._steps.all():
-            if not hasattr(key, "mixed"):
+        for key in runner._machine.sizes.all():
+            if not isinstance(key, Forward):
                 continue
-            plan = full(key.tokens, key.mixed, runner._shape.rows)
+            plan = full(key.tokens, key.chunks > 0, runner._shape.rows)
             found = []
             for launch in (runner._launches[key], lambda key=key: runner._forward(key)):
                 runner._rings.clear()
                 runner._rings.write(plan)
-                runner._buffers.picked.fill_(float("nan"))
+                runner._buffers.sample_hidden.fill_(float("nan"))
                 launch()
                 torch.cuda.synchronize()
-                found.append(runner._buffers.picked[: plan.num_samples].clone())
+                found.append(runner._buffers.sample_hidden[: plan.num_samples].clone())
             assert found[0].isfinite().all(), key
             assert torch.equal(*found), key
             seen += 1
@@ -322,15 +323,17 @@ def test_padding_changes_nothing(runner: Any) -> None:
     """Three rows in a graph of four: the dump alone is written, and the rows say what they say in the
     same graph beside a fourth."""
     with device_thread(runner.device):
-        for keys, _ in runner._kernels.caches:
-            keys.fill_(3.0)  # an earlier test's rows stand where these will: the same keys again
-        pages = torch.cat([k.flatten() for k, _ in runner._kernels.caches])
         plan = full(3, False, 8)
+        key = runner._machine.sizes.forward(plan)
+        caches = runner._ops(runner._buffers.view(key))._kernels.caches
+        for keys, _ in caches:
+            keys.fill_(3.0)  # an earlier test's rows stand where these will: the same keys again
+        pages = torch.cat([k.flatten() for k, _ in caches])
         runner._rings.clear()
         runner._rings.write(plan)
-        runner._launches[runner._steps.forward(plan)]()
+        runner._launches[key]()
         torch.cuda.synchronize()
-        after = torch.cat([k.flatten() for k, _ in runner._kernels.caches])
-        changed = (pages != after).view(len(runner._kernels.caches), -1)
+        after = torch.cat([k.flatten() for k, _ in caches])
+        changed = (pages != after).view(len(caches), -1)
         per_token = changed.view(len(changed), -1, changed.shape[1] // (4096 + 16)).any(-1)
         assert per_token.sum(1).tolist() == [3] * len(changed)

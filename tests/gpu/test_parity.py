@@ -55,10 +55,10 @@ def test_logits_are_those_of_transformers(tiny: Tiny, texts: list[list[int]]) ->
     rig = Rig(tiny.path)
     rig.step(chunks=[Chunk(1, 0, ints(A[:9]), False)], new=[rig.new(1, A)])
     rig.step(chunks=[Chunk(1, 9, ints(A[9:]), True)])
-    got = [rig.sampler.logits[0]]
+    got = [rig.watched.seen[0]]
     for _ in texts[0][:24]:
         rig.step(decode=[1])
-        got.append(rig.sampler.logits[0])
+        got.append(rig.watched.seen[0])
     torch.testing.assert_close(torch.stack(got), want[len(A) - 1 :], atol=1e-4, rtol=0)
 
 

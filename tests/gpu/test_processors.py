@@ -17,9 +17,9 @@ from core.plan import Chunk, NewSlot
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
 from gpu.sample.processors import Processor, Processors, load_processors
-from gpu.step.sampler import Sampled, Sampler
 from tests.fakes import tiny_model
 from tests.gpu.rig import CPU, GREEDY, Rig, ints
+from tests.gpu.sampler import Sampled, Sampler
 
 VOCAB = 16
 HERE = "tests.gpu.test_processors"
@@ -192,7 +192,7 @@ def test_an_executor_says_what_it_has_and_a_wrong_flag_is_found_first(model: Pat
 
 def test_a_step_carries_the_reason(model: Path) -> None:
     rig = Rig(model)
-    rig.sampler.stage._processors = Processors(KNOWN)
+    rig.runner._stage._processors = Processors(KNOWN)
     rows = {1: GREEDY, 2: named("broken"), 3: named("only", '{"token": 40}')}
     chunks = [Chunk(slot, 0, ints([5, 7, slot]), True) for slot in rows]
     new = [rig.new(slot, [5, 7, slot], params=params) for slot, params in rows.items()]

@@ -14,7 +14,7 @@ from core.plan import PromptLogprobs
 from core.request.params import SamplingParams
 from gpu.sample.logprobs import Ranked, keys_of, pick, read_keys
 from gpu.sample.logprobs import prompt_logprobs as launch_prompt_logprobs
-from gpu.step.sampler import Sampled
+from tests.gpu.sampler import Sampled
 from tests.gpu.test_sample_sampler import make, sample
 
 

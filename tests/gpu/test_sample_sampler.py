@@ -13,7 +13,7 @@ from core.plan import NewSlot
 from core.request.params import SamplingParams
 from core.types import NAN_TOKEN, Ints
 from gpu.sample.filters import Rule
-from gpu.step.sampler import Sampled, Sampler
+from tests.gpu.sampler import Sampled, Sampler
 from tests.gpu.test_sample_filters import by_sorting
 from tests.gpu.test_sample_stats import MIN_P, p_value
 

@@ -15,7 +15,6 @@ from core.request.params import SamplingParams
 from core.types import NO_TOKENS, LogprobsMode
 from gpu.grammar.matchers import Masks
 from gpu.hidden import HiddenRows
-from gpu.inputs import place
 from gpu.models.base import CausalModel
 from gpu.prompt import score_prompts
 from gpu.sample.kernels import SamplingKernels
@@ -23,6 +22,7 @@ from gpu.sample.rows import Rows
 from gpu.sample.weights import draw_weights
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
+from gpu.state.view import place
 from gpu.step.rings import Rings
 from gpu.step.sampling import Choice, Logits, Sampled, Sampling, SamplingDevice, SamplingStage
 from tests.gpu.rig import ints

@@ -8,10 +8,14 @@ import pytest
 from core.plan import Chunk, StepPlan
 from core.types import NO_TOKENS
 from gpu.state.entry import CASCADE_KEYS, CASCADE_ROWS
-from gpu.step.steps import DEEP_KEYS, DEEP_TOKENS, Forward, Steps
+from gpu.step.steps import DEEP_KEYS, DEEP_TOKENS, ExactSizes, Forward, PaddedSizes
 from tests.gpu.rig import ints
 
-STEPS = Steps(64, 2048)
+STEPS = PaddedSizes(64, 2048, 16)
+
+
+def padded(tokens: int, mixed: bool, **kind: bool) -> Forward:
+    return Forward(tokens, min(tokens, 64), 16 if mixed else 0, min(tokens, 64), **kind)
 
 
 def plan(rows: int, *chunks: tuple[int, int], common: int = 0) -> StepPlan:
@@ -23,14 +27,14 @@ def plan(rows: int, *chunks: tuple[int, int], common: int = 0) -> StepPlan:
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        (plan(3), Forward(4, False)),
-        (plan(CASCADE_ROWS, common=CASCADE_KEYS), Forward(8, False, shared=True)),
-        (plan(0, (0, 128)), Forward(128, True)),
-        (plan(0, (DEEP_KEYS - 1, 100)), Forward(128, True)),
-        (plan(2, (0, 20), (DEEP_KEYS, 100)), Forward(128, True, deep=True)),
-        (plan(CASCADE_ROWS, (5000, 9), common=CASCADE_KEYS), Forward(64, True, shared=True, deep=True)),
-        (plan(0, (DEEP_KEYS, DEEP_TOKENS)), Forward(DEEP_TOKENS, True, deep=True)),
-        (plan(1, (DEEP_KEYS, DEEP_TOKENS)), Forward(320, True)),
+        (plan(3), padded(4, False)),
+        (plan(CASCADE_ROWS, common=CASCADE_KEYS), padded(8, False, shared=True)),
+        (plan(0, (0, 128)), padded(128, True)),
+        (plan(0, (DEEP_KEYS - 1, 100)), padded(128, True)),
+        (plan(2, (0, 20), (DEEP_KEYS, 100)), padded(128, True, deep=True)),
+        (plan(CASCADE_ROWS, (5000, 9), common=CASCADE_KEYS), padded(64, True, shared=True, deep=True)),
+        (plan(0, (DEEP_KEYS, DEEP_TOKENS)), padded(DEEP_TOKENS, True, deep=True)),
+        (plan(1, (DEEP_KEYS, DEEP_TOKENS)), padded(320, True)),
     ],
 )
 def test_the_smallest_that_holds_it(step: StepPlan, expected: Forward) -> None:
@@ -44,3 +48,9 @@ def test_whatever_a_plan_takes_was_made_before() -> None:
         for tokens in (1, 60, 200, DEEP_TOKENS, 700, 1900):
             for start in (0, DEEP_KEYS):
                 assert STEPS.forward(plan(rows, (start, tokens), common=CASCADE_KEYS)) in made
+
+
+def test_exact_sizes_are_the_plans_own() -> None:
+    assert ExactSizes().forward(plan(3, (0, 20), (7, 5))) == Forward(28, 3, 2, 5)
+    assert ExactSizes().samples(4) == 4
+    assert not list(ExactSizes().all())

@@ -7,7 +7,7 @@ its page 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from bench.kernels import reference
 from bench.kernels.inputs import Heads, chunks, error, pages
 from core.errors import ConfigError
 from gpu.attention import TorchAttention
-from gpu.attention.backend import AttentionFacts, AttentionOptions, DeviceAttention, Phase
+from gpu.attention.backend import AttentionBackend, AttentionFacts, AttentionOptions, Phase
 from gpu.attention.flashinfer_xqa import refusal
 from gpu.attention.registry import (
     PhasedAttention,
@@ -28,10 +28,8 @@ from gpu.attention.registry import (
     parse_backends,
 )
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
-from gpu.inputs import ChunkRow, StepInputs
 from gpu.kernels.attention.decode import DecodeConfig, decode_config
 from gpu.kv.pool import KvPool
-from gpu.state.slots import SlotState
 from gpu.state.view import StepView
 
 CUDA = torch.cuda.is_available()
@@ -87,6 +85,19 @@ CASES = {
     "cascade, soft cap": Case(decode=(40, 33, 50), common=32, cascade=True, cap=1.5),
     "shared but no cascade": Case(decode=(40, 33, 50), common=32),
 }
+
+
+class Pages(NamedTuple):
+    """K and V by layer, as a pool that has no more to say."""
+
+    of: list[tuple[Tensor, Tensor]]
+
+    def caches(self) -> list[tuple[Tensor, Tensor]]:
+        return self.of
+
+
+def bind(backend: AttentionBackend, caches: list[tuple[Tensor, Tensor]]) -> None:
+    backend.bind(cast("KvPool", Pages(caches)))
 
 
 class Step(NamedTuple):
@@ -170,7 +181,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
     return Step(case, view, cache, q, expected)
 
 
-def check(step: Step, backend: DeviceAttention, tolerance: float) -> None:
+def check(step: Step, backend: AttentionBackend, tolerance: float) -> None:
     backend.plan(step.view)
     for layer, expected in enumerate(step.expected):
         found = backend.attend(layer, step.q, step.view)
@@ -182,7 +193,7 @@ def check(step: Step, backend: DeviceAttention, tolerance: float) -> None:
 def test_triton(name: str, device: torch.device, tolerance: float) -> None:
     step = make(CASES[name], DTYPE, device)
     backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)), "triton")
-    backend.bind([step.cache, step.cache])
+    bind(backend, [step.cache, step.cache])
     check(step, backend, tolerance)
 
 
@@ -200,7 +211,7 @@ def test_chunks_keep_their_rows(name: str, device: torch.device, tolerance: floa
     options = AttentionOptions()
     decode = CarelessDecode(step.facts, options)
     backend = PhasedAttention(TritonPrefill(step.facts, options), decode)
-    backend.bind([step.cache, step.cache])
+    bind(backend, [step.cache, step.cache])
     check(step, backend, tolerance)
 
 
@@ -235,7 +246,7 @@ def test_flashinfer(name: str, deep: bool, device: torch.device, tolerance: floa
     case = CASES[name]
     step = make(case._replace(heads=case.heads._replace(dim=128), deep=deep), torch.bfloat16, device)
     backend = device_attention(step.facts, AttentionOptions(), "prefill=flashinfer")
-    backend.bind([step.cache, step.cache])
+    bind(backend, [step.cache, step.cache])
     check(step, backend, tolerance)
 
 
@@ -248,7 +259,7 @@ def test_flashinfer_packs_keys_where_it_pays(
     pytest.importorskip("flashinfer")
     step = make(Case(Heads(8, 2, 128), decode=(30, 2), chunks=chunks, pad=(7, 3, 2)), torch.bfloat16, device)
     backend = device_attention(step.facts._replace(windows=(0, 0)), AttentionOptions(), "prefill=flashinfer")
-    backend.bind([step.cache, step.cache])
+    bind(backend, [step.cache, step.cache])
     check(step._replace(expected=[step.expected[0]] * 2), backend, tolerance)
 
 
@@ -270,7 +281,7 @@ def test_xqa(name: str, device: torch.device, tolerance: float) -> None:
     step = make(XQA_CASES[name], torch.bfloat16, device)
     options = AttentionOptions(cascade_rows=int(step.case.cascade))
     backend = device_attention(step.facts, options, "prefill=triton,decode=flashinfer")
-    backend.bind([step.cache, step.cache])
+    bind(backend, [step.cache, step.cache])
     for _ in range(2):  # the second finds the counters as the first left them
         check(step, backend, tolerance)
 
@@ -285,34 +296,27 @@ def test_torch(name: str) -> None:
     for layer in range(2):
         for kind, side in enumerate(step.cache):
             pool.data[layer, :, :, kind] = side.nan_to_num(0.0).unflatten(0, (-1, case.page))
-    slots = SlotState(len(table), table.shape[1], cpu)
-    slots.page_table[: len(table)] = table
+    counts = view.counts.tolist()
     owners = [(slot, length - 1, 1) for slot, length in zip(view.decode_slots, case.decode, strict=False)]
-    firsts = view.chunk_firsts.tolist()
-    placed = tuple(
-        ChunkRow(int(slot), start, first, count)
-        for slot, first, (start, count) in zip(view.chunk_slots, firsts, case.chunks, strict=False)
-    )
-    owners += [(row.slot, row.start, row.tokens) for row in placed]
+    owners += [(slot, *chunk) for slot, chunk in zip(view.chunk_slots, case.chunks, strict=False)]
     positions = torch.cat([torch.arange(start, start + count) for _, start, count in owners])
     owner = torch.cat([torch.full((count,), int(slot)) for slot, _, count in owners])
     where = table[owner, positions // case.page].long() * case.page + positions % case.page
-    inputs = StepInputs(
-        ids=positions,
-        positions=positions,
-        where=where,
-        decode_slots=view.decode_slots[:rows].long(),
-        decode_lengths=view.decode_lengths[:rows].long(),
-        chunks=placed,
-        sample_rows=positions[:0],
-        sample_slots=positions[:0],
-        sample_positions=positions[:0],
+    exact = view._replace(
+        tokens=step.live,
+        max_decode=rows,
+        max_chunks=counts[2],
+        ids=view.ids[: step.live],
+        positions=positions.int(),
+        kv_slot_mapping=where.int(),
     )
-    backend = TorchAttention(pool, slots, [0, case.window])
-    backend.prepare(inputs)
+    backend = TorchAttention([0, case.window])
+    backend.bind(pool)
+    backend.plan(exact)
     kv = torch.stack([side[where] for side in step.cache], 1)
     for layer, expected in enumerate(step.expected):
-        assert error(backend.run(layer, step.q[: step.live], kv), expected) < 1e-5
+        backend.store(layer, kv)
+        assert error(backend.attend(layer, step.q[: step.live], exact), expected) < 1e-5
 
 
 @pytest.mark.gpu
@@ -322,7 +326,7 @@ def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """What the interpreter's one dtype and a GPU's first do not show."""
     step = make(CASES[name], dtype, device)
     backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)), "triton")
-    backend.bind([step.cache, step.cache])
+    bind(backend, [step.cache, step.cache])
     check(step, backend, 2e-3 if dtype == torch.float16 else 1e-5)
 
 
@@ -335,7 +339,7 @@ def test_float8_pages(name: str, device: torch.device) -> None:
     scales = ((k_scale, v_scale),) * 2
     options = AttentionOptions(cascade_rows=int(step.case.cascade))
     backend = device_attention(step.facts._replace(kv_scales=scales), options, "triton")
-    backend.bind([(coarse[0], coarse[1])] * 2)
+    bind(backend, [(coarse[0], coarse[1])] * 2)
     check(step, backend, 0.06)  # three bits behind the point
 
 
@@ -358,7 +362,7 @@ def test_a_captured_step_reads_what_the_device_says(
     step = make((CASES if backends == "triton" else XQA_CASES)[name], torch.bfloat16, device)
     options = AttentionOptions(pdl=pdl, cascade_rows=int(step.case.cascade))
     backend = device_attention(step.facts, options, backends)
-    backend.bind([step.cache, step.cache])
+    bind(backend, [step.cache, step.cache])
     backend.plan(step.view)
     expected = [backend.attend(layer, step.q, step.view) for layer in range(2)]
     counts = step.view.counts.clone()

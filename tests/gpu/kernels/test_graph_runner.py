@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +26,15 @@ from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kernels.sampling import kernels as triton_kernels
+from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
-from gpu.ops.fused import Kernels
+from gpu.ops.fused import Kernels, TritonOps
+from gpu.runner import Machine, ModelRunner, Shape
 from gpu.state.view import StepView
+from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import Plain
 from gpu.step.rings import Rings, Ticket
-from gpu.step.runner import GraphRunner, Machine, Shape
+from gpu.step.steps import PaddedSizes
 from gpu.thread import device_thread
 from tests.fakes import tiny_model
 from tests.fakes.tiny_model import Tiny
@@ -53,33 +56,28 @@ CAPABILITIES = Capabilities(
 )  # fmt: skip
 
 
-class Attention(EagerAttention):
-    """The stand-in as a backend that pages can be bound to."""
-
-    def bind(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
-        self.caches = caches or ()
-
-    def plan(self, view: StepView) -> None:
-        self.planned = view.tokens
-
-
 class Both:
-    """A plain rig, and a graph runner that gets the same plans."""
+    """A CPU's runner, and one with a GPU's kernels and sizes that gets the same plans."""
 
     def __init__(self, path: Path) -> None:
         self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
         spec = rig.spec
-        attention = Attention((), [spec.window(layer) for layer in range(spec.layers)])
+        attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
         configs = None
         if (moe := spec.moe) is not None:
             configs = MoeConfigs(
                 MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, "float32", "none")
             )
+        width = HiddenShape(spec.hidden, torch.float32)
+        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, ROWS, width)
+
+        def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
+            return lambda view: TritonOps(view, Kernels(attention, pool.caches(), configs))
+
         machine = Machine(
-            CPU, attention, Plain, lambda caches: Kernels(attention, caches, configs), triton_kernels
+            CPU, PaddedSizes(ROWS, 128, ROWS), Plain, attention, ops, begin_step, triton_kernels
         )
-        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, ROWS)
-        self.runner = GraphRunner(self.shape, machine, {}, (spec.hidden, torch.float32))
+        self.runner = ModelRunner(self.shape, machine)
         heads = (spec.kv_heads, spec.head_dim)
         with device_thread(CPU):
             self.runner.use_model(rig.model)
@@ -199,7 +197,7 @@ def test_penalties_know_the_output_of_a_retracted_row(both: Both) -> None:
 
 
 def test_an_order_larger_than_its_entry(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.step.runner.PAGE_WRITES", 3)
+    monkeypatch.setattr("gpu.runner.PAGE_WRITES", 3)
     run(Both(tiny.path), PENALISED, 4)
 
 

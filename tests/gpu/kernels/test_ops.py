@@ -21,19 +21,18 @@ from core.types import NO_TOKENS
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.context import ForwardContext
-from gpu.inputs import StepInputs, gather
 from gpu.kernels.gemm.gemv import SmallLinear
 from gpu.kernels.gemm.skinny import MidLinear, mid_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.plain import TorchOps
-from gpu.state.slots import SlotState
 from gpu.state.view import StepView
 from gpu.thread import device_thread
 from gpu.weights import load_model
 from tests.fakes import tiny_model
 from tests.gpu.rig import CPU, GREEDY, ints
+from tests.gpu.views import Views
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -53,8 +52,15 @@ class EagerAttention:
         self.caches = caches
         self.windows = windows
 
+    def bind(self, pool: KvPool | None) -> None:
+        """See `AttentionBackend.bind`."""
+        self.caches = () if pool is None else pool.caches()
+
+    def plan(self, view: StepView) -> None:
+        """See `AttentionBackend.plan`."""
+
     def attend(self, layer: int, q: torch.Tensor, view: StepView) -> torch.Tensor:
-        """See `gpu.ops.fused.Attend`."""
+        """See `AttentionBackend.attend`."""
         assert q.is_contiguous()
         out = torch.full_like(q, NAN)
         k_all, v_all = self.caches[layer]
@@ -79,30 +85,30 @@ def owners(view: StepView) -> list[tuple[int, int]]:
     return found
 
 
-def padded(inputs: StepInputs, tokens: int, table: torch.Tensor) -> StepView:
+def padded(exact: StepView, tokens: int) -> StepView:
     """The step with garbage behind its true tokens, rows and chunks."""
 
     def fill(true: torch.Tensor, size: int, high: int) -> torch.Tensor:
         rest = torch.randint(0, high, (size - len(true),))
         return torch.cat([true, rest]).int()
 
-    live, decode, chunks = len(inputs.ids), len(inputs.decode_slots), inputs.chunks
-    space = len(chunks) + 1 if chunks else 0
+    live, decode, chunks, _ = exact.counts.tolist()
+    space = chunks + 1 if chunks else 0
     most = min(decode + 2, tokens) if chunks else tokens
-    firsts = torch.tensor([chunk.first for chunk in chunks] + [live])
+    firsts = exact.chunk_firsts if chunks else ints_of([live])
     return StepView(
         tokens=tokens,
         max_decode=most,
         max_chunks=space,
-        counts=ints_of([live, decode, len(chunks), len(inputs.sample_rows)]),
-        ids=fill(inputs.ids, tokens, tiny_model.VOCAB),
-        positions=fill(inputs.positions, tokens, PAGE * PAGES),
-        kv_slot_mapping=torch.cat([inputs.where, torch.zeros(tokens - live)]).int(),
-        page_table=table,
-        decode_slots=fill(inputs.decode_slots, most, 1),
-        decode_lengths=fill(inputs.decode_lengths, most, 2),
-        chunk_slots=fill(ints_of([chunk.slot for chunk in chunks]), space, 1),
-        chunk_starts=fill(ints_of([chunk.start for chunk in chunks]), space, 1),
+        counts=exact.counts.clone(),
+        ids=fill(exact.ids, tokens, tiny_model.VOCAB),
+        positions=fill(exact.positions, tokens, PAGE * PAGES),
+        kv_slot_mapping=torch.cat([exact.kv_slot_mapping, torch.zeros(tokens - live)]).int(),
+        page_table=exact.page_table,
+        decode_slots=fill(exact.decode_slots, most, 1),
+        decode_lengths=fill(exact.decode_lengths, most, 2),
+        chunk_slots=fill(exact.chunk_slots, space, 1),
+        chunk_starts=fill(exact.chunk_starts, space, 1),
         chunk_firsts=fill(firsts, space + 1, 1),
         common=ints_of([0]),
     )
@@ -122,9 +128,10 @@ class Both:
         shape = (spec.layers, ROWS * PAGES + 1, PAGE, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
         self.plain, self.fused = KvPool(*shape), KvPool(*shape)
         self.fused.data.fill_(NAN)
-        self.slots = SlotState(ROWS, PAGES, CPU)
+        self.views = Views(ROWS, PAGES, PAGE, 128)
         windows = [spec.window(layer) for layer in range(spec.layers)]
-        self.attention = TorchAttention(self.plain, self.slots, windows)
+        self.attention = TorchAttention(windows)
+        self.attention.bind(self.plain)
         pool = self.fused
         caches = [(pool.k(i).flatten(0, 1), pool.v(i).flatten(0, 1)) for i in range(spec.layers)]
         configs = None
@@ -138,31 +145,37 @@ class Both:
     def step(self, plan: StepPlan, tokens: int) -> None:
         """Run `plan` by both, padded to `tokens` for the fused operations, and compare."""
         with device_thread(CPU):
-            self.slots.apply(plan)
-            inputs = gather(plan, self.slots, PAGE)
-            self.attention.prepare(inputs)
-            want = self.model.forward(ForwardContext(inputs.positions, TorchOps(self.attention)), inputs.ids)
-            view = padded(inputs, tokens, self.slots.page_table)
+            exact, want = self.plainly(plan)
+            view = padded(exact, tokens)
             ctx = ForwardContext(view.positions, TritonOps(view, self.kernels))
             got = self.model.forward(ctx, view.ids)
             if plan.chunks and len(plan.decode_slots):
-                self.check_wanted(inputs, view, want)
-            self.slots.write_tokens(inputs.sample_slots, inputs.sample_slots * 31 + plan.step)
+                self.check_wanted(view, want)
+            samples = self.views.samples
+            self.views.write_tokens(samples, samples.slots * 31 + plan.step)
         assert got.shape == (tokens, self.spec.hidden)
         torch.testing.assert_close(got[: len(want)], want, atol=2e-4, rtol=2e-4)
-        self.written[inputs.where] = True
+        self.written[exact.kv_slot_mapping.long()] = True
         by_token = self.fused.data.flatten(1, 2)
         assert bool(by_token[:, ~self.written].isnan().all()), "written where no true token is"
         stored = self.plain.data.flatten(1, 2)[:, self.written]
         torch.testing.assert_close(by_token[:, self.written], stored, atol=2e-4, rtol=2e-4)
 
-    def check_wanted(self, inputs: StepInputs, view: StepView, want: torch.Tensor) -> None:
+    def plainly(self, plan: StepPlan) -> tuple[StepView, torch.Tensor]:
+        """The exact view of a plan, and its hidden states by the plain operations."""
+        view = self.views.take(plan)
+        self.attention.plan(view)
+        ctx = ForwardContext(view.positions, TorchOps(view, self.attention))
+        return view, self.model.forward(ctx, view.ids)
+
+    def check_wanted(self, view: StepView, want: torch.Tensor) -> None:
         """Asked for the rows that sample, a model returns those, whatever stands behind them."""
-        rows = torch.cat([inputs.sample_rows, torch.zeros(2, dtype=torch.int64)]).int()
+        true = self.views.samples.rows
+        rows = torch.cat([true, torch.zeros(2, dtype=torch.int32)])
         ctx = ForwardContext(view.positions, TritonOps(view, self.kernels), wanted=rows)
         got = self.model.forward(ctx, view.ids)
         assert len(got) == len(rows)
-        torch.testing.assert_close(got[:-2], want[inputs.sample_rows], atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(got[:-2], want[true.long()], atol=2e-4, rtol=2e-4)
 
 
 def pages_of(slot: int, count: int) -> PageWrites:
@@ -249,11 +262,8 @@ def test_fp8_weights(variant: str, fp8: Fp8, count: int, tmp_path: Path) -> None
     both = Both(variant, tmp_path, fp8)
     plan = begins(1, 1, count)
     with device_thread(CPU):
-        both.slots.apply(plan)
-        inputs = gather(plan, both.slots, PAGE)
-        both.attention.prepare(inputs)
-        want = both.model.forward(ForwardContext(inputs.positions, TorchOps(both.attention)), inputs.ids)
-        view = padded(inputs, 2 * count, both.slots.page_table)
+        exact, want = both.plainly(plan)
+        view = padded(exact, 2 * count)
         got = both.model.forward(ForwardContext(view.positions, TritonOps(view, both.kernels)), view.ids)
     near = F.cosine_similarity(got[:count], want, dim=-1)
     assert near.min() > 0.99, near

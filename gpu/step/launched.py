@@ -13,7 +13,7 @@ from core.clock import monotonic
 from core.plan import StepResult
 from core.types import NAN_TOKEN
 from gpu.grammar.matchers import Masks, Matchers
-from gpu.hidden import NOTHING, Given
+from gpu.hidden import NO_EXTRAS, StepExtras
 from gpu.sample.logprobs import PromptScores
 from gpu.step.rings import Rings, Ticket
 from gpu.step.sampling import Sampled
@@ -80,31 +80,38 @@ class Answer(NamedTuple):
     sampled: Sampled = Sampled()
     masks: Masks | None = None
     prompt: Mapping[int, PromptScores] = MappingProxyType({})
-    given: Given = NOTHING
+    extras: StepExtras = NO_EXTRAS
 
 
-class Flight:
+class Marks(NamedTuple):
+    """Before a step's first launch and behind its last."""
+
+    began: Mark
+    ended: Mark
+
+
+class LaunchedStep:
     """Owner: launch thread until it is handed to the waiter thread, which calls `wait` once.
 
     The matchers of a step with constrained rows, and the logit processors, learn of its tokens when they are
     there, on the waiter thread; the launch thread leaves both alone until `settle` returns.
     """
 
-    __slots__ = ("_answer", "_began", "_ended", "_matchers", "_rings", "_settled", "_ticket", "step")
+    __slots__ = ("_answer", "_marks", "_matchers", "_rings", "_settled", "_ticket", "step")
 
     def __init__(
         self,
         step: int,
         rings: Rings,
         ticket: Ticket,
-        marks: tuple[Mark, Mark],
+        marks: Marks,
         answer: Answer,
         matchers: Matchers,
     ) -> None:
         self.step = step
         self._rings = rings
         self._ticket = ticket
-        self._began, self._ended = marks
+        self._marks = marks
         self._answer = answer
         self._matchers = matchers
         self._settled = threading.Event()
@@ -112,7 +119,7 @@ class Flight:
     def wait(self) -> StepResult:
         """The step's answer. Raises what the device raised."""
         try:
-            self._ended.wait()
+            self._marks.ended.wait()
             answer, tokens = self._answer, self._rings.read(self._ticket)
             failed = dict[int, str]()
             if answer.masks is not None:
@@ -124,8 +131,9 @@ class Flight:
             self._settled.set()  # whatever happened: the launch thread must not wait for ever
         tokens.setflags(write=False)
         prompt = {slot: scores.read() for slot, scores in answer.prompt.items()}
-        seconds, logprobs = self._ended.seconds_since(self._began), answer.sampled.read(tokens)
-        return StepResult(self.step, tokens, logprobs, prompt, seconds, failed, *answer.given.read())
+        seconds, logprobs = self._marks.ended.seconds_since(self._marks.began), answer.sampled.read(tokens)
+        hidden, experts = answer.extras.read()
+        return StepResult(self.step, tokens, logprobs, prompt, seconds, failed, hidden, experts)
 
     @property
     def settles(self) -> bool:

@@ -1,0 +1,39 @@
+"""Views of plans as a CPU's step has them, without a runner."""
+
+from __future__ import annotations
+
+import torch
+
+from core.plan import StepPlan
+from gpu.state.entry import Limits
+from gpu.state.tables import SlotTables
+from gpu.state.view import StepView
+from gpu.step.begin import begin_step
+from gpu.step.buffers import HiddenShape, Samples, StepBuffers
+from gpu.step.rings import Rings
+from gpu.step.steps import ExactSizes
+
+CPU = torch.device("cpu")
+
+
+class Views:
+    """Tables of `rows` slots, and the exact view of one plan after another; each writes over the last."""
+
+    def __init__(self, rows: int, pages: int, page_size: int, tokens: int) -> None:
+        self.tables = SlotTables(rows, pages, CPU)
+        self.buffers = StepBuffers(self.tables, tokens, rows, rows, HiddenShape(1, torch.float32))
+        self.rings = Rings(Limits(rows, rows, tokens, rows * pages, pages), 2, CPU)
+        self.page_size = page_size
+        self.samples = self.buffers.samples
+
+    def take(self, plan: StepPlan) -> StepView:
+        """Apply a plan; `samples` are then its own."""
+        rings, key = self.rings, ExactSizes().forward(plan)
+        rings.write(plan)
+        view, self.samples = self.buffers.view(key), self.buffers.samples.first(key.samples)
+        begin_step(rings.entries, self.tables, view, self.samples, page_size=self.page_size)
+        return view
+
+    def write_tokens(self, samples: Samples, tokens: torch.Tensor) -> None:
+        """Put `tokens` [s] into the cells of the slots that sample."""
+        self.tables.last_token[samples.slots.long()] = tokens.int()
