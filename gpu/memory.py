@@ -94,7 +94,8 @@ def device_needs(
     `count_rows` penalised rows. Reasoned from sizes, nothing is allocated.
 
     Graphs share one pool, so the largest decides; the warm-up runs of the same steps take as much again,
-    outside it.
+    outside it. Logits of all samples stand there three times: those of a graph, those that rows with options
+    are sampled from, and what is set aside of these for log-probabilities.
     """
     step = int(SLACK * step_tokens * _activation_bytes(spec, dtype))
     return Needs(

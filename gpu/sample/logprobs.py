@@ -17,6 +17,7 @@ from torch import Tensor
 
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.types import NAN_TOKEN, Floats, Ints
+from gpu.sample.select import largest
 from gpu.sample.slots import AFTER_ALL, AFTER_MASK, ENTROPY, SUPPORT, Wanted
 from gpu.transfer import download, upload
 
@@ -33,9 +34,8 @@ class Ranked(NamedTuple):
     values: Floats
 
 
-def keys_of(logprobs: Tensor) -> Tensor:
-    """int64 [n, vocab] of `logprobs` float32 [n, vocab], ascending from the most likely; NaN is last."""
-    ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+def keys_of(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """int64 of `logprobs` float32 of tokens `ids` int64, same shape: ascending from the most likely."""
     return torch.add(ids, logprobs.abs().view(torch.int32).long(), alpha=2**32)
 
 
@@ -45,12 +45,30 @@ def read_keys(keys: NDArray[np.int64]) -> Ranked:
     return Ranked((keys & 0xFFFFFFFF).astype(np.int32), np.float32(0) - sizes)
 
 
-def pick(keys: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Of `keys` [n, vocab] those of `tokens` int64 [n, m], then the `k` best, at most vocab: [n, m + k]."""
-    named = keys.gather(1, tokens)
-    if k == 0:
-        return named
-    return torch.cat([named, keys.topk(min(k, keys.shape[1]), largest=False).values], 1)
+def pick(logprobs: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Keys [n, m + k] of `tokens` int64 [n, m], then of the `k` best, at most vocab, of `logprobs` float32
+    [n, vocab]."""
+    named = keys_of(logprobs.gather(1, tokens), tokens)
+    k = min(k, logprobs.shape[1])
+    return named if k == 0 else torch.cat([named, _best_keys(logprobs, k)], 1)
+
+
+def _best_keys(logprobs: Tensor, k: int) -> Tensor:
+    """Keys [n, k] of the `k` best of `logprobs` [n, vocab].
+
+    topk alone breaks ties as it likes, and logits that were bfloat16 tie often: the first of the list must be
+    the token that greedy takes. On a CPU keys of the whole vocabulary take three times what this does: one
+    more is fetched, and only the rows where the last one in equals the first one out are looked through.
+    """
+    if not logprobs.is_cpu:
+        ids = torch.arange(logprobs.shape[1], device=logprobs.device)
+        return keys_of(logprobs, ids).topk(k, largest=False).values
+    top = logprobs.topk(min(k + 1, logprobs.shape[1]))
+    ids, values = top.indices[:, :k], top.values.numpy()
+    if k < logprobs.shape[1]:
+        for row in np.flatnonzero(values[:, k - 1] == values[:, k]).tolist():
+            ids[row] = largest(logprobs[row], float(values[row, k - 1]), k)
+    return keys_of(logprobs.gather(1, ids), ids).sort(1).values
 
 
 class AskedColumns(NamedTuple):
@@ -130,12 +148,13 @@ def launch_block(
         raw = torch.where(asked.columns.after_mask, among, raw)
     at = tokens.unsqueeze(1)
     if weights is not None:
-        shares = weights.div(weights.sum(1, keepdim=True, dtype=torch.float64)).log().float()
-        raw = torch.where(asked.columns.after_all, shares, raw)
+        total = weights.sum(1, keepdim=True, dtype=torch.float64).log().float()
+        if asked.any(AFTER_ALL):
+            raw = torch.where(asked.columns.after_all, weights.log() - total, raw)
         if asked.any(SUPPORT):
-            support = download(weights > 0), download(shares.gather(1, at).squeeze(1))
+            support = download(weights > 0), download((weights.gather(1, at).log() - total).squeeze(1))
     most = max(max(wanted.best for wanted in asked.wanted), 0)
-    keys = pick(keys_of(raw), torch.cat([at, asked.columns.named], 1), most)
+    keys = pick(raw, torch.cat([at, asked.columns.named], 1), most)
     return Launched(asked, download(keys), entropy, support)
 
 
@@ -211,10 +230,15 @@ def prompt_logprobs(
             raw = piece[at : at + BLOCK].log_softmax(-1)
             wanted = targets[first : first + len(raw)].unsqueeze(1)
             first += len(raw)
-            every = keys_of(raw)
-            keys.append(found := pick(every, torch.cat([wanted, more.expand(len(raw), -1)], 1), k))
-            ranks.append((every < found[:, :1]).sum(1) + 1)
+            keys.append(pick(raw, torch.cat([wanted, more.expand(len(raw), -1)], 1), k))
+            ranks.append(_ranks(raw, wanted))
     return PromptScores(start, download(torch.cat(keys)), download(torch.cat(ranks).int()), len(named))
+
+
+def _ranks(raw: Tensor, tokens: Tensor) -> Tensor:
+    """Where in the order of keys the `tokens` [n, 1] of `raw` [n, vocab] stand, from 1: int64 [n]."""
+    ids, values = torch.arange(raw.shape[1], device=raw.device), raw.gather(1, tokens)
+    return ((raw > values) | ((raw == values) & (ids < tokens))).sum(1) + 1
 
 
 def _frozen(array: Array) -> Array:

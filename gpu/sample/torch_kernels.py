@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from core.types import NAN_TOKEN
@@ -35,30 +36,30 @@ def start_counts(
 
 def mask_rows(logits: Tensor, masks: MaskRows, live: Tensor, *, pdl: bool = False) -> None:
     """See `SamplingKernels.mask_rows`."""
-    for row, mask in enumerate(masks.which[: int(live)].tolist()):
-        if mask >= 0:
-            words = masks.bits[mask].numpy().view(np.uint8)
-            allowed = np.unpackbits(words, count=logits.shape[1], bitorder="little")
-            logits[row] += torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
+    which = masks.which.numpy()[: int(live)]
+    for row in np.flatnonzero(which >= 0).tolist():
+        words = masks.bits[which[row]].numpy().view(np.uint8)
+        allowed = np.unpackbits(words, count=logits.shape[1], bitorder="little")
+        logits[row] += torch.from_numpy(np.where(allowed, np.float32(0), np.float32(-np.inf)))
 
 
-def _columns(rows: Rows, *names: str) -> Iterator[tuple[Any, ...]]:
-    """Of each true row its slot's entries in the tables `names`."""
-    slots = rows.slots[: int(rows.live)]
-    return zip(*(getattr(rows.tables, name)[slots].tolist() for name in names), strict=True)
+def _column(rows: Rows, name: str) -> NDArray[Any]:
+    """Of each true row its slot's entry in a table. In numpy, which is faster than torch for so few."""
+    column: NDArray[Any] = getattr(rows.tables, name).numpy()
+    found: NDArray[Any] = column[rows.slots.numpy()[: int(rows.live)]]
+    return found
 
 
 def adjust(logits: Tensor, rows: Rows, tokens: TokenTables, masks: MaskRows, *, pdl: bool = False) -> None:
     """See `SamplingKernels.adjust`."""
-    wanted = _columns(rows, "num_bias", "num_stops", "stop_from")
-    for row, (biased, held, stop_from) in enumerate(wanted):
-        if biased:
-            slot = int(rows.slots[row])
-            logits[row].index_add_(0, tokens.bias_ids[slot, :biased], tokens.biases[slot, :biased])
-        if held and rows.positions[row] < stop_from:
-            stops = tokens.stop_ids[int(rows.slots[row]), :held]
-            if (mask := int(masks.which[row])) < 0 or _allows_others(masks.bits[mask], stops):
-                logits[row].index_add_(0, stops, torch.full((held,), -torch.inf))
+    biased, held = _column(rows, "num_bias"), _column(rows, "num_stops")
+    early = rows.positions.numpy()[: len(held)] < _column(rows, "stop_from")
+    for row in np.flatnonzero((biased > 0) | ((held > 0) & early)).tolist():
+        slot, bias, stops = int(rows.slots[row]), int(biased[row]), int(held[row]) * int(early[row])
+        logits[row].index_add_(0, tokens.bias_ids[slot, :bias], tokens.biases[slot, :bias])
+        ids, mask = tokens.stop_ids[slot, :stops], int(masks.which[row])
+        if stops and (mask < 0 or _allows_others(masks.bits[mask], ids)):
+            logits[row].index_add_(0, ids, torch.full((stops,), -torch.inf))
 
 
 def _allows_others(mask: Tensor, stops: Tensor) -> bool:
@@ -70,11 +71,11 @@ def _allows_others(mask: Tensor, stops: Tensor) -> bool:
 
 def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
     """See `SamplingKernels.penalise`."""
-    for row, (counted, *penalty) in enumerate(
-        _columns(rows, "count_row", "repetition", "frequency", "presence")
-    ):
-        if counted >= 0:
-            counts.penalise(logits[row], counted, Penalty(*penalty))
+    counted = _column(rows, "count_row")
+    for row in np.flatnonzero(counted >= 0).tolist():
+        slot, tables = rows.slots[row], rows.tables
+        penalty = (float(each[slot]) for each in (tables.repetition, tables.frequency, tables.presence))
+        counts.penalise(logits[row], int(counted[row]), Penalty(*penalty))
 
 
 def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False) -> None:
@@ -84,45 +85,51 @@ def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: b
     sum of weights if its weight over its exponential noise is the largest. That is Gumbel-max, argmax(logit +
     gumbel) with gumbel = -log(exponential), exponentiated: one logarithm less per token.
     """
-    live, tables = int(rows.live), rows.tables
-    logits, slots, tokens = logits[:live], rows.slots[:live], tokens[:live]
-    ids = argmax(logits)
-    best = logits.gather(1, ids.unsqueeze(1)).squeeze(1)  # NaN wins the argmax, so one look is enough
-    tokens.copy_(torch.where(best.isfinite(), ids, NAN_TOKEN))
-    if tables.temperature[slots].any():
-        keys = row_keys(tables.seed[slots].numpy(), rows.positions[:live].numpy().astype(np.int64))
-        vocab = torch.arange(logits.shape[1], dtype=torch.int32)
-        for row, (rule, top) in enumerate(zip(_rules(rows), best.tolist(), strict=True)):
-            if rule.temperature > 0 and tokens[row] != NAN_TOKEN:
-                field = survivors(logits[row], vocab, top, rule)
-                race = field.weights.div_(exponential(bits(keys[row], field.ids)))
-                tokens[row] = field.ids[argmax(race)]
+    live = int(rows.live)
+    values = logits.numpy()[:live]
+    ids = values.argmax(-1)
+    best = values[np.arange(live), ids]  # NaN wins the argmax, so one look is enough
+    found = np.where(np.isfinite(best), ids, NAN_TOKEN)
+    drawn = np.flatnonzero((_column(rows, "temperature") > 0) & (found != NAN_TOKEN)).tolist()
+    if drawn:
+        keys = row_keys(_column(rows, "seed"), rows.positions.numpy()[:live].astype(np.int64))
+        rules, vocab = _rules(rows), _vocabulary(logits.shape[1])
+        for row in drawn:
+            field = survivors(logits[row], vocab, float(best[row]), rules[row])
+            race = field.weights.div_(exponential(bits(keys[row], field.ids)))
+            found[row] = field.ids[argmax(race)]
+    tokens.numpy()[:live] = found
     # The next step embeds the cell, so it must name a row of the table.
-    tables.last_token.index_copy_(0, slots.long(), tokens.clamp(min=0).int())
+    rows.tables.last_token.numpy()[rows.slots.numpy()[:live]] = np.maximum(found, 0)
+
+
+@cache
+def _vocabulary(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.int32)
 
 
 def _rules(rows: Rows) -> list[Rule]:
-    return [Rule(*each) for each in _columns(rows, "temperature", "top_k", "top_p", "min_p")]
+    columns = (_column(rows, name).tolist() for name in ("temperature", "top_k", "top_p", "min_p"))
+    return [Rule(*each) for each in zip(*columns, strict=True)]
 
 
 def count_tokens(tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
     """See `SamplingKernels.count_tokens`."""
-    live = int(rows.live)
-    at = rows.tables.count_row[rows.slots[:live]].long()
-    if (counted := at >= 0).any():
-        counts.add(at[counted], tokens[:live][counted])
+    counted = _column(rows, "count_row")
+    if (counted >= 0).any():
+        known = torch.from_numpy(np.flatnonzero(counted >= 0))
+        counts.add(torch.from_numpy(counted).long()[known], tokens[known])
 
 
 def emit(tokens: Tensor, cursor: Tensor, count: Tensor, out: Tensor, *, pdl: bool = False) -> None:
     """See `SamplingKernels.emit`."""
     live = int(count)
-    out[(int(cursor) - 1) % len(out), :live] = tokens[:live].int()
+    out.numpy()[(int(cursor) - 1) % len(out), :live] = tokens.numpy()[:live]
 
 
 def draw_weights(logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:
     """See `SamplingKernels.draw_weights`."""
-    vocab = torch.arange(logits.shape[1], dtype=torch.int32)
-    found = torch.zeros_like(logits)
+    vocab, found = _vocabulary(logits.shape[1]), torch.zeros_like(logits)
     for row, (rule, best) in enumerate(zip(_rules(rows), logits.amax(1).tolist(), strict=True)):
         if rule.temperature > 0 and np.isfinite(best):
             field = survivors(logits[row], vocab, best, rule)

@@ -126,6 +126,35 @@ def test_sampling_as_on_a_cpu(path: Path) -> None:
     assert equal >= len(MIXED) - 1, [(a.tokens, b.tokens) for a, b in zip(got, want, strict=True)]
 
 
+ASKING = [
+    *MIXED,
+    SamplingParams(temperature=0.0, logprobs=2, logprobs_mode="processed_logprobs", max_tokens=20),
+    SamplingParams(temperature=0.9, seed=6, top_k=9, support=True, entropy=True, max_tokens=20),
+    SamplingParams(temperature=0.0, logit_bias=((5, 3.0), (9, -100.0)), logprobs=20, max_tokens=20),
+    SamplingParams(temperature=0.0, min_tokens=9, stop_ids=frozenset(range(200)), max_tokens=20),
+    SamplingParams(temperature=0.0, hidden="all", max_tokens=4),
+]
+
+
+def test_no_launch_waits_for_the_device(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever rows ask for: torch raises where the launch thread would wait."""
+    made = executor(moe, "cuda", "float32")
+    runner: Any = made._worker._runner
+    kind, launch = type(runner), type(runner).launch
+
+    def watched(self: Any, plan: StepPlan) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(kind, "launch", watched)
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(ASKING))]
+    found = driven(made, prompts, ASKING, SCHEDULE)
+    assert all(answer.tokens for answer in found)
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 def test_long_prompts_are_scored_as_on_a_cpu(tmp_path: Path, graphs: bool) -> None:
     """Chunks of more positions than are scored at once, one prompt behind the cached beginning of another."""
