@@ -159,23 +159,20 @@ def launch_block(
 
 
 def read_block(block: Launched, tokens: Ints) -> dict[int, RowLogprobs]:
-    """The answers of a block whose step has ended, by row; `tokens` int32 [n] are the step's. None for a row
-    without a token: a distribution that is not finite has no log-probabilities."""
+    """The answers of a block whose step has ended, by row; `tokens` int32 [n] are the step's. A row without
+    a token has none: a distribution that is not finite has no log-probabilities."""
     ids, values = read_keys(block.keys.numpy())
     width = block.asked.columns.named.shape[1]
     answers: dict[int, RowLogprobs] = {}
     for i, (row, wanted) in enumerate(zip(block.asked.rows, block.asked.wanted, strict=True)):
         if tokens[row] == NAN_TOKEN:
             continue
-        first = 1 + width
-        columns = [
-            *range(first, min(first + max(wanted.best, 0), ids.shape[1])),
-            *range(1, 1 + len(wanted.ids)),
-        ]
+        best = slice(1 + width, 1 + width + max(wanted.best, 0))
+        at = [*range(ids.shape[1])[best], *range(1, 1 + len(wanted.ids))] if wanted.ids else best
         answers[row] = RowLogprobs(
             float(values[i, 0]),
-            _frozen(ids[i, columns]),
-            _frozen(values[i, columns]),
+            _frozen(ids[i, at]),
+            _frozen(values[i, at]),
             float(block.entropy[i]) if block.entropy is not None and wanted.needs & ENTROPY else None,
             _support(block, i, int(tokens[row])) if wanted.needs & SUPPORT else None,
         )

@@ -129,8 +129,9 @@ def emit(tokens: Tensor, cursor: Tensor, count: Tensor, out: Tensor, *, pdl: boo
 
 def draw_weights(logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:
     """See `SamplingKernels.draw_weights`."""
+    every = rows._replace(live=torch.tensor(len(logits)))
     vocab, found = _vocabulary(logits.shape[1]), torch.zeros_like(logits)
-    for row, (rule, best) in enumerate(zip(_rules(rows), logits.amax(1).tolist(), strict=True)):
+    for row, (rule, best) in enumerate(zip(_rules(every), logits.amax(1).tolist(), strict=True)):
         if rule.temperature > 0 and np.isfinite(best):
             field = survivors(logits[row], vocab, best, rule)
             found[row, field.ids.long()] = field.weights

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.plan import RowLogprobs, StepPlan
-from core.types import Ints
+from core.plan import NewSlot, RowLogprobs, StepPlan
+from core.request.params import SamplingParams
+from core.types import NO_TOKENS, Ints
 from gpu.grammar.matchers import Masks
 from gpu.sample.kernels import MaskRows, SamplingKernels
 from gpu.sample.logprobs import Asked, Launched, launch_block, read_block
@@ -33,11 +34,13 @@ from gpu.sample.slots import (
     ADJUSTED,
     AFTER_ALL,
     AFTER_MASK,
+    ENTROPY,
     FILTERED,
     LOGPROBS,
     PROCESSED,
     SUPPORT,
     SlotOptions,
+    Wanted,
 )
 from gpu.sample.token_tables import token_tables
 from gpu.step.graphs import Work
@@ -136,6 +139,8 @@ class SamplingStage:
     def prepare(self, plan: StepPlan, ticket: Ticket) -> None:
         """Launch what new slots need ahead of their step's first kernel, mostly nothing: ids that they name,
         token counts, and what the order had no room for."""
+        if not plan.new_slots:
+            return
         self._options.write(plan.new_slots)
         self._processors.apply(plan.new_slots)
         self._tokens.write(plan.new_slots)
@@ -225,9 +230,16 @@ class SamplingStage:
                 return partial(self._choose, key.rows)
 
     def warm(self) -> None:
-        """Launch what no capture holds once, so that it is compiled before a request needs it. On empty
-        orders."""
+        """Launch once what no capture holds, so that its kernels are compiled and loaded before a request
+        needs them. On empty orders; what slot 0 gets, no row reads."""
+        params = SamplingParams(logit_bias=((0, 0.0),), min_tokens=1, stop_ids=frozenset({0}))
+        self._tokens.write((NewSlot(0, params, NO_TOKENS, NO_TOKENS, 0),))
         self._start_counts(1, 1)
+        everything = Wanted(LOGPROBS | ENTROPY | SUPPORT | AFTER_MASK | AFTER_ALL, 1, (0,), False)
+        asked = Asked.of([0], [0], [everything], [True], self._logits.device)
+        self._logprobs(asked, self._logits.index_select(0, asked.columns.rows))
+        self._write_masks(Masks([0], [0], np.zeros((1, 1), np.int32)))
+        self._write_masks(None)
 
     def _sample(self, rows: int, filtered: bool) -> None:
         self._draw(self._head(rows), filtered)
