@@ -23,12 +23,11 @@ from gpu.kv.pool import KvPool
 from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_dtype, plan_memory
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
-from gpu.parts import Parts, Sizes, Target
-from gpu.runner import Machine, ModelRunner, Shape
+from gpu.parts import Parts, Settings, Sizes, Target
+from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors
 from gpu.step.begin import begin_step
-from gpu.step.buffers import HiddenShape
 from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.thread import device_thread
 from gpu.upkeep import Upkeep
@@ -147,7 +146,7 @@ def build_executor(
             from gpu.cuda import MAX_CHUNKS, captured_runner  # Triton, which a CPU may not have
 
             chunks = min(sizes.rows, MAX_CHUNKS)
-            runner = captured_runner(parts, (model, cache, schedule), loaded, make_pool(), progress)
+            runner = captured_runner(parts, Settings(model, cache, schedule), loaded, make_pool(), progress)
         else:
             runner = _called_runner(parts, cache.page_size, loaded, make_pool())
     progress("ready", 1.0)
@@ -174,20 +173,10 @@ def build_executor(
 
 def _called_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool) -> ModelRunner:
     """Steps in plain torch, called in the plan's own sizes."""
-    spec, (rows, tokens, context), (device, dtype, _) = parts.spec, parts.sizes, parts.target
+    spec, device = parts.spec, parts.target.device
     attention: TorchBackend = EncoderAttention()
     if spec.causal:
         attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
-    shape = Shape(
-        rows=rows,
-        tokens=tokens,
-        chunks=rows,
-        pages=-(-context // page_size),
-        page_size=page_size,
-        vocab=spec.vocab_size,
-        count_rows=rows,
-        hidden=HiddenShape(spec.hidden, dtype),
-    )
     machine = Machine(
         device,
         ExactSizes(),
@@ -201,6 +190,7 @@ def _called_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPoo
         from gpu.cuda import with_kernels  # Triton, which a CPU may not have
 
         machine = with_kernels(machine)
+    shape = parts.shape(page_size, parts.sizes.rows)
     runner = ModelRunner(shape, machine, parts.processors, parts.upkeep)
     runner.use_model(model)
     runner.use_pool(pool)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
 from gpu.attention.backend import AttentionOptions, attention_facts
 from gpu.attention.registry import device_attention
@@ -21,11 +20,10 @@ from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
 from gpu.models.base import CausalModel
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.parts import Parts
-from gpu.runner import Machine, ModelRunner, Shape
+from gpu.parts import Parts, Settings
+from gpu.runner import Machine, ModelRunner
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.view import StepView
-from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import CudaGraphs, Plain
 from gpu.step.steps import PaddedSizes
 
@@ -36,13 +34,13 @@ work were reckoned to take 9 µs a layer."""
 
 def captured_runner(
     parts: Parts,
-    settings: tuple[ModelConfig, CacheConfig, ScheduleConfig],
+    settings: Settings,
     loaded: CausalModel,
     pool: KvPool,
     progress: Callable[[str, float], None],
 ) -> ModelRunner:
-    """All graphs captured, ready for plans. Raises `ConfigError` for an attention backend that is not to
-    be had."""
+    """All graphs captured, ready for plans. Raises `ConfigError` for an attention backend that is
+    unavailable."""
     model, cache, schedule = settings
     spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
     pdl = facts.capability >= HOPPER
@@ -58,16 +56,7 @@ def captured_runner(
         kernels = Kernels(attention, pool.caches(), experts, pdl, attends.kv_scales, counters, many)
         return lambda view: TritonOps(view, kernels)
 
-    shape = Shape(
-        rows=sizes.rows,
-        tokens=sizes.tokens,
-        chunks=min(sizes.rows, MAX_CHUNKS),
-        pages=-(-sizes.context // cache.page_size),
-        page_size=cache.page_size,
-        vocab=spec.vocab_size,
-        count_rows=sizes.rows,
-        hidden=HiddenShape(spec.hidden, dtype),
-    )
+    shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
     padded = PaddedSizes(shape.rows, shape.tokens, shape.chunks)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
 from gpu.device import CudaFacts
+from gpu.runner import Shape
 from gpu.sample.processors import Processor
+from gpu.step.buffers import HiddenShape
 from gpu.upkeep import Upkeep
 
 
@@ -32,11 +35,25 @@ class Sizes(NamedTuple):
     context: int
 
 
+class Settings(NamedTuple):
+    """What an operator has set, of these three kinds."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    schedule: ScheduleConfig
+
+
 class Parts(NamedTuple):
-    """Before there is a runner."""
+    """What a runner is made of."""
 
     spec: ModelSpec
     target: Target
     sizes: Sizes
     processors: Mapping[str, Processor]
     upkeep: Upkeep
+
+    def shape(self, page_size: int, chunks: int) -> Shape:
+        """Of a runner whose steps have up to so many `chunks`."""
+        spec, (rows, tokens, context) = self.spec, self.sizes
+        pages, hidden = -(-context // page_size), HiddenShape(spec.hidden, self.target.dtype)
+        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, rows, hidden)

@@ -111,7 +111,7 @@ KNOWN: Mapping[tuple[Phase, str], str] = {
     ("prefill", "torch"): "it is that of --device cpu.",
     ("decode", "torch"): "it is that of --device cpu.",
 }
-"""Names that people try, and why they are not to be had on a GPU."""
+"""Names that people try, and why they are unavailable on a GPU."""
 
 FLAG = "--attention-backend"
 
@@ -144,7 +144,7 @@ def check_cpu_backends(text: str) -> None:
 
 
 def choose(phase: Phase, name: str, facts: AttentionFacts, options: AttentionOptions) -> PhaseAttention:
-    """The backend of that name, or the first of `BEST` that is to be had. Raises `ConfigError` with the
+    """The backend of that name, or the first of `BEST` that is available. Raises `ConfigError` with the
     reason where none is."""
     if name == AUTO:
         *better, last = BEST[phase]

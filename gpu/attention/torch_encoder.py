@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.kv.pool import KvPool
 from gpu.state.view import StepView
+from gpu.transfer import upload
 
 
 class EncoderAttention:
@@ -36,7 +38,7 @@ class EncoderAttention:
             firsts[chunk.tokens].append(chunk.first)
         device = view.ids.device
         self._groups = [
-            ((torch.tensor(at, device=device)[:, None] + torch.arange(n, device=device)).flatten(), len(at))
+            ((upload(np.array(at), device)[:, None] + torch.arange(n, device=device)).flatten(), len(at))
             for n, at in firsts.items()
         ]
 

@@ -8,6 +8,7 @@ and V. Chunks are one call each over their prefix and themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -93,16 +94,11 @@ class TorchAttention:
     def plan(self, view: StepView) -> None:
         """See `AttentionBackend.plan`: page lists and masks for all layers of the same window."""
         _, rows, count, _ = view.counts.tolist()
-        ends = view.chunk_firsts[1 : count + 1].tolist()
+        slots, starts = view.chunk_slots[:count].tolist(), view.chunk_starts[:count].tolist()
+        spans = pairwise(view.chunk_firsts[: count + 1].tolist())
         chunks = [
             ChunkRow(slot, start, first, end - first)
-            for slot, start, first, end in zip(
-                view.chunk_slots.tolist(),
-                view.chunk_starts.tolist(),
-                view.chunk_firsts.tolist(),
-                ends,
-                strict=False,
-            )
+            for slot, start, (first, end) in zip(slots, starts, spans, strict=True)
         ]
         self._kv_slot_mapping = view.kv_slot_mapping.long()
         self._clear_tails(view, rows, chunks)
