@@ -1,4 +1,4 @@
-"""Hidden states and experts that requests want back, and nothing of the others."""
+"""Hidden states and experts that requests ask for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_EXTRAS = StepExtras({}, {})
 
 
 class HiddenRows:
-    """Who wants what. Owner: launch thread."""
+    """Which slots want hidden states or experts. Owner: launch thread."""
 
     __slots__ = ("_all", "_routed")
 
@@ -60,7 +60,7 @@ class HiddenRows:
                     slots.discard(new.slot)
 
     def routes(self, plan: StepPlan) -> list[torch.Tensor] | None:
-        """What the step's forward is to fill, None where nobody wants to see experts."""
+        """A list for the step's forward to fill, None where nobody wants to see experts."""
         wanted = any(chunk.experts for chunk in plan.chunks) or (
             bool(self._routed) and not self._routed.isdisjoint(plan.decode_slots.tolist())
         )

@@ -130,7 +130,7 @@ def _starts() -> Iterator[Row]:
             prompts = draw.integers(0, VOCAB, (slots, tokens), np.int32)
             new = [NewSlot(i + 1, params, each, _ints(0), 0, i) for i, each in enumerate(prompts)]
             marks = rings.write(StepPlan(0, _ints(0), new_slots=tuple(new))).marks
-            args = rings.orders, rings.cursor, rings.at, Counts(slots, VOCAB, DEVICE)
+            args = rings.entries, Counts(slots, VOCAB, DEVICE)
             calls.append(partial(start_counts, *args, new_slots=slots, marks=marks))
         moved = slots * VOCAB * (4 + 1) + marks * (MARK * 4 + 1)
         yield Row("start_counts", f"{slots} x {tokens} tokens", microseconds(calls), moved)

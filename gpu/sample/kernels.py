@@ -14,7 +14,7 @@ from torch import Tensor
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import Rows
 from gpu.sample.token_tables import TokenTables
-from gpu.state.entry import Layout
+from gpu.state.entry import EntryRing
 
 
 class MaskRows(NamedTuple):
@@ -28,9 +28,7 @@ class MaskRows(NamedTuple):
 class SamplingKernels(Protocol):
     """See the module."""
 
-    def start_counts(
-        self, ring: Tensor, cursor: Tensor, at: Layout, counts: Counts, *, new_slots: int, marks: int
-    ) -> None:
+    def start_counts(self, ring: EntryRing, counts: Counts, *, new_slots: int, marks: int) -> None:
         """Clear the count rows of an order's new slots, then mark what they have of prompt and output."""
         ...
 

@@ -18,15 +18,14 @@ from gpu.sample.penalties import Counts, Penalty
 from gpu.sample.rows import Rows
 from gpu.sample.select import argmax
 from gpu.sample.token_tables import TokenTables
-from gpu.state.entry import MARK, NEW, Layout
+from gpu.state.entry import MARK, NEW, EntryRing
 from gpu.state.tables import row_of
 
 
-def start_counts(
-    ring: Tensor, cursor: Tensor, at: Layout, counts: Counts, *, new_slots: int, marks: int
-) -> None:
+def start_counts(ring: EntryRing, counts: Counts, *, new_slots: int, marks: int) -> None:
     """See `SamplingKernels.start_counts`."""
-    entry = ring[int(cursor) % len(ring)]
+    words, cursor, at = ring
+    entry = words[int(cursor) % len(words)]
     news = entry[at.new : at.new + int(entry[4]) * NEW].view(-1, NEW)
     for row in news[:, 1 + row_of("count_row")].tolist():
         if row >= 0:

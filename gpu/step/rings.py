@@ -1,6 +1,6 @@
 """The two rings through which steps come and go: memory that host and device share.
 
-The host writes an order into the ring and launches; the step's first kernel finds it by a counter on
+The host writes an entry into the ring and launches; the step's first kernel finds it by a counter on
 the device. Its last kernel writes the tokens into the other ring; the host reads them when the step's
 event says so. No copy is launched in either direction.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.plan import StepPlan
 from core.types import Ints
-from gpu.state.entry import EntryRing, EntryWriter, Layout, Limits, Surplus, layout
+from gpu.state.entry import EntryRing, EntryWriter, Limits, Surplus, layout
 
 
 class Ticket(NamedTuple):
@@ -28,29 +28,29 @@ class Ticket(NamedTuple):
 
 
 class Rings:
-    """Owner: launch thread writes orders; the waiter thread reads answers whose event has passed.
+    """Owner: launch thread writes entries; the waiter thread reads answers whose event has passed.
 
     With `entries` of at least the overlap depth + 2 no entry is written while a step still reads it: a
     plan is made only when all but `depth` of those before it have been answered.
     """
 
-    __slots__ = ("_answers", "_orders", "_turn", "_writer", "answers", "at", "cursor", "entries", "orders")
+    __slots__ = ("_answers", "_turn", "_words", "_writer", "answers", "cursor", "entries")
 
     def __init__(self, limits: Limits, entries: int, device: torch.device) -> None:
-        self.at: Layout = layout(limits)
-        self.orders = _shared(entries, self.at.words, device)
+        at = layout(limits)
+        words = _shared(entries, at.words, device)
         self.answers = _shared(entries, limits.rows, device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        self._orders: Ints = self.orders.numpy()
+        self._words: Ints = words.numpy()
         self._answers: Ints = self.answers.numpy()
         self._writer = EntryWriter(limits)
-        self.entries = EntryRing(self.orders, self.cursor, self.at)
+        self.entries = EntryRing(words, self.cursor, at)
         self._turn = 0
 
     def write(self, plan: StepPlan) -> Ticket:
         """Put a plan where the next step will look."""
-        entry = self._turn % len(self._orders)
-        written = self._writer.write(plan, self._orders[entry])
+        entry = self._turn % len(self._words)
+        written = self._writer.write(plan, self._words[entry])
         self._turn += 1
         return Ticket(entry, plan.num_samples, *written)
 
@@ -59,14 +59,14 @@ class Rings:
         return self._answers[ticket.entry, : ticket.tokens].copy()
 
     def clear(self) -> None:
-        """Empty orders, and both sides at the first entry: around warm-up, which only the device counts.
+        """Empty entries, and both sides at the first entry: around warm-up, which only the device counts.
 
-        Waits for the device: a warm-up that it has still to run would take the first true order for its own,
+        Waits for the device: a warm-up that it has still to run would take the first true entry for its own,
         whose rows lie outside of a smaller step.
         """
         if self.cursor.is_cuda:
             torch.cuda.synchronize(self.cursor.device)
-        self._orders.fill(0)
+        self._words.fill(0)
         self.cursor.zero_()
         self._turn = 0
 

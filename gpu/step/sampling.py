@@ -151,9 +151,7 @@ class SamplingStage:
 
     def _start_counts(self, new_slots: int, marks: int) -> None:
         rings, kernels = self._device.rings, self._device.kernels
-        kernels.start_counts(
-            rings.orders, rings.cursor, rings.at, self.counts, new_slots=new_slots, marks=marks
-        )
+        kernels.start_counts(rings.entries, self.counts, new_slots=new_slots, marks=marks)
 
     # -- the step ----------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class Sampler:
 
     def _take_new(self) -> None:
         """What the first kernel of a step does with an order's new slots."""
-        at, order = self._rings.at.new, self._rings.orders[0].numpy()
+        at, order = self._rings.entries.at.new, self._rings.entries.words[0].numpy()
         records = order[at : at + int(order[4]) * NEW].reshape(-1, NEW).copy()
         slots = torch.from_numpy(records[:, 0]).long()
         for column in COLUMNS:

@@ -8,7 +8,7 @@ from torch import Tensor
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, padding, pow2
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import Rows
-from gpu.state.entry import MARK, NEW, Layout
+from gpu.state.entry import MARK, NEW, EntryRing
 from gpu.state.tables import row_of
 
 BLOCK = 4096
@@ -67,25 +67,24 @@ def _mark(
     tl.atomic_add(generated + at, tl.full([BLOCK], 1, tl.int32), mask=live & made)
 
 
-def start_counts(
-    ring: Tensor, cursor: Tensor, at: Layout, counts: Counts, *, new_slots: int, marks: int
-) -> None:
-    """Clear the count rows of an order's new slots, then mark what they have of prompt and output.
+def start_counts(ring: EntryRing, counts: Counts, *, new_slots: int, marks: int) -> None:
+    """Clear the count rows of an entry's new slots, then mark what they have of prompt and output.
 
-    Launched between writing the order and its step, which alone turns `cursor`: the entry is the next.
-    `new_slots` and `marks` are the order's own counts, rounded up or not: they size the launch.
+    Launched between writing the entry and its step, which alone turns the ring. `new_slots` and `marks` are
+    the entry's own counts, rounded up or not: they size the launch.
     """
+    words, cursor, at = ring
     generated, seen = counts.tables
     vocab = generated.shape[1]
     block = min(BLOCK, pow2(vocab))
     _clear[(new_slots, cdiv(vocab, block))](
-        ring, cursor, generated, seen, vocab,
-        ENTRIES=len(ring), WORDS=at.words, AT_NEW=at.new, BLOCK=block, **options(4),
+        words, cursor, generated, seen, vocab,
+        ENTRIES=len(words), WORDS=at.words, AT_NEW=at.new, BLOCK=block, **options(4),
     )  # fmt: skip
     if marks:
         _mark[(cdiv(marks, 1024),)](
-            ring, cursor, generated, seen, vocab,
-            ENTRIES=len(ring), WORDS=at.words, AT_MARKS=at.marks, BLOCK=1024, **options(4),
+            words, cursor, generated, seen, vocab,
+            ENTRIES=len(words), WORDS=at.words, AT_MARKS=at.marks, BLOCK=1024, **options(4),
         )  # fmt: skip
 
 
