@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core.types import Ints
 from gpu.sample.select import where
 
 
@@ -35,14 +34,6 @@ class Counts:
     def tables(self) -> tuple[Tensor, Tensor]:
         """How often generated int32 [rows, vocab], and whether seen at all bool [rows, vocab]."""
         return self._generated, self._seen
-
-    def reset(self, row: int, prompt: Ints, output: Ints) -> None:
-        """Start over with what a request has so far; `output` is not empty after a retraction."""
-        generated, seen = self._generated[row].zero_(), self._seen[row].zero_()
-        seen[torch.tensor(prompt, dtype=torch.int64, device=seen.device)] = True
-        tokens = torch.tensor(output, dtype=torch.int64, device=seen.device)
-        seen[tokens] = True
-        generated.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def clear(self, row: int) -> None:
         """Forget what a row's former owner had."""

@@ -19,6 +19,13 @@ def ints(*tokens: int) -> Ints:
     return np.array(tokens, np.int32)
 
 
+def start(counts: Counts, row: int, prompt: Ints, output: Ints) -> None:
+    """What a new owner of `row` has so far; output after a retraction."""
+    counts.clear(row)
+    words = [*prompt.tolist(), *(~output).tolist()]
+    counts.mark(torch.tensor([(row, word) for word in words], dtype=torch.int32).view(-1, 2))
+
+
 def by_formula(logits: torch.Tensor, prompt: list[int], output: list[int], penalty: Penalty) -> list[float]:
     times = Counter(output)
     result = []
@@ -46,7 +53,7 @@ def test_penalties_are_the_formula(penalty: Penalty) -> None:
     rng = np.random.default_rng(0)
     counts = Counts(3, VOCAB, CPU)
     prompt, output = rng.integers(0, 20, 30), rng.integers(10, 30, 25)
-    counts.reset(1, prompt.astype(np.int32), output.astype(np.int32))
+    start(counts, 1, prompt.astype(np.int32), output.astype(np.int32))
     generated = output.tolist()
     for _ in range(5):
         logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(len(generated))) * 3
@@ -62,7 +69,7 @@ def test_penalties_are_the_formula(penalty: Penalty) -> None:
 
 def test_prompt_tokens_are_repeated_but_not_frequent() -> None:
     counts = Counts(1, VOCAB, CPU)
-    counts.reset(0, ints(3, 3), ints(4))
+    start(counts, 0, ints(3, 3), ints(4))
     logits = torch.full((VOCAB,), 2.0)
     counts.penalise(logits, 0, Penalty(2.0, 0.25, 0.5))
     assert logits[3] == 1.0
@@ -72,7 +79,7 @@ def test_prompt_tokens_are_repeated_but_not_frequent() -> None:
 
 def test_impossible_tokens_stay_impossible_and_nan_stays_visible() -> None:
     counts = Counts(1, VOCAB, CPU)
-    counts.reset(0, ints(0, 1), ints(0, 1))
+    start(counts, 0, ints(0, 1), ints(0, 1))
     logits = torch.zeros(VOCAB)
     logits[0], logits[1] = -torch.inf, torch.nan
     counts.penalise(logits, 0, Penalty(1.5, -2.0, -2.0))
@@ -82,13 +89,13 @@ def test_impossible_tokens_stay_impossible_and_nan_stays_visible() -> None:
 
 def test_a_row_forgets_its_former_owner() -> None:
     counts = Counts(2, VOCAB, CPU)
-    counts.reset(0, ints(1, 2), ints(3, 3))
-    counts.reset(1, ints(5), ints(6))
-    counts.reset(0, ints(3), NO_TOKENS)
+    start(counts, 0, ints(1, 2), ints(3, 3))
+    start(counts, 1, ints(5), ints(6))
+    start(counts, 0, ints(3), NO_TOKENS)
     logits = torch.ones(VOCAB)
     counts.penalise(logits, 0, Penalty(1.0, 1.0, 1.0))
     assert (logits == 1.0).all()
-    counts.reset(0, NO_TOKENS, NO_TOKENS)
+    start(counts, 0, NO_TOKENS, NO_TOKENS)
     counts.penalise(logits, 0, Penalty(2.0, 1.0, 1.0))
     assert (logits == 1.0).all()
     counts.penalise(logits, 1, Penalty(2.0, 1.0, 1.0))
