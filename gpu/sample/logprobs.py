@@ -1,9 +1,10 @@
-"""Log-probabilities for clients: computed on the device in two parts, of which the second waits for nobody.
+"""Log-probabilities of sampled and of prompt tokens, without a wait for the device.
 
-A launched part ends in keys, int64, of the tokens that somebody wants: the size of the log-probability (which
-is at most 0) as the bits of a float, then the token. They sort as the answer does, best first and lowest id
-first among equals, and hold all of it: only they travel to the host, and are read once the step has ended.
-"""
+A step launches their computation and a copy to the host (`launch_block`, `prompt_logprobs`); the waiter
+thread reads it when the step has ended (`read_block`, `PromptScores.read`). What is copied are keys, an int64
+for each token that is reported: the bits of the log-probability's absolute value in float32 (it is at most
+0), then the token's id. In ascending order they are as reported: most likely first, lowest id first among
+equals."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.types import NAN_TOKEN, Floats, Ints
 from gpu.sample.select import largest
-from gpu.sample.slots import AFTER_ALL, AFTER_MASK, ENTROPY, SUPPORT, Wanted
+from gpu.sample.slots import AFTER_ALL, AFTER_MASK, ENTROPY, SUPPORT, LogprobOptions
 from gpu.transfer import download, upload
 
 Array = TypeVar("Array", Ints, Floats)
@@ -45,7 +46,7 @@ def read_keys(keys: NDArray[np.int64]) -> Ranked:
     return Ranked((keys & 0xFFFFFFFF).astype(np.int32), np.float32(0) - sizes)
 
 
-def pick(logprobs: Tensor, tokens: Tensor, k: int) -> Tensor:
+def select_keys(logprobs: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Keys [n, m + k] of `tokens` int64 [n, m], then of the `k` best, at most vocab, of `logprobs` float32
     [n, vocab]."""
     named = keys_of(logprobs.gather(1, tokens), tokens)
@@ -71,7 +72,7 @@ def _best_keys(logprobs: Tensor, k: int) -> Tensor:
     return keys_of(logprobs.gather(1, ids), ids).sort(1).values
 
 
-class AskedColumns(NamedTuple):
+class LogprobColumns(NamedTuple):
     """On the device: rows and slots int64 [m]; whether log-probabilities are of what a grammar allows, and of
     what was drawn from, bool [m, 1] each; tokens that requests name int64 [m, any], padded with 0."""
 
@@ -82,21 +83,21 @@ class AskedColumns(NamedTuple):
     named: Tensor
 
 
-class Asked(NamedTuple):
+class LogprobRows(NamedTuple):
     """The rows of a step that want log-probabilities, what each wants, and the same on the device."""
 
     rows: Sequence[int]
-    wanted: Sequence[Wanted]
-    columns: AskedColumns
+    wanted: Sequence[LogprobOptions]
+    columns: LogprobColumns
 
     @staticmethod
     def of(
         rows: Sequence[int],
         slots: Sequence[int],
-        wanted: Sequence[Wanted],
+        wanted: Sequence[LogprobOptions],
         masked: Sequence[bool],
         device: torch.device,
-    ) -> Asked:
+    ) -> LogprobRows:
         """`masked`: whether a grammar constrains the row. One copy to the device."""
         words = np.zeros((len(rows), 4 + max(len(each.ids) for each in wanted)), np.int64)
         words[:, 0], words[:, 1] = rows, slots
@@ -107,27 +108,25 @@ class Asked(NamedTuple):
         for row, each in enumerate(wanted):
             words[row, 4 : 4 + len(each.ids)] = each.ids
         held = upload(words, device)
-        columns = AskedColumns(held[:, 0], held[:, 1], held[:, 2:3] > 0, held[:, 3:4] > 0, held[:, 4:])
-        return Asked(rows, wanted, columns)
+        columns = LogprobColumns(held[:, 0], held[:, 1], held[:, 2:3] > 0, held[:, 3:4] > 0, held[:, 4:])
+        return LogprobRows(rows, wanted, columns)
 
-    def blocks(self) -> Iterator[tuple[slice, Asked]]:
+    def blocks(self) -> Iterator[tuple[slice, LogprobRows]]:
         """At most `BLOCK` rows at a time, and which of all these are."""
         for first in range(0, len(self.rows), BLOCK):
             at = slice(first, first + BLOCK)
-            yield (
-                at,
-                Asked(self.rows[at], self.wanted[at], AskedColumns(*(each[at] for each in self.columns))),
-            )
+            columns = LogprobColumns(*(each[at] for each in self.columns))
+            yield at, LogprobRows(self.rows[at], self.wanted[at], columns)
 
     def any(self, flags: int) -> bool:
         """Whether a row wants one of `flags`."""
         return any(wanted.needs & flags for wanted in self.wanted)
 
 
-class Launched(NamedTuple):
+class LogprobBlock(NamedTuple):
     """A block's results on their way to the host."""
 
-    asked: Asked
+    asked: LogprobRows
     keys: Tensor
     entropy: Tensor | None
     support: tuple[Tensor, Tensor] | None
@@ -135,8 +134,8 @@ class Launched(NamedTuple):
 
 
 def launch_block(
-    asked: Asked, raw: Tensor, tokens: Tensor, after: Tensor | None, weights: Tensor | None
-) -> Launched:
+    asked: LogprobRows, raw: Tensor, tokens: Tensor, after: Tensor | None, weights: Tensor | None
+) -> LogprobBlock:
     """Start a block: `raw` float32 [m, vocab] are the log-probabilities of the model, `tokens` int64 [m]
     those sampled, `after` the logits that they were chosen by and `weights` what they were drawn by, for
     blocks that want these."""
@@ -154,11 +153,11 @@ def launch_block(
         if asked.any(SUPPORT):
             support = download(weights > 0), download((weights.gather(1, at).log() - total).squeeze(1))
     most = max(max(wanted.best for wanted in asked.wanted), 0)
-    keys = pick(raw, torch.cat([at, asked.columns.named], 1), most)
-    return Launched(asked, download(keys), entropy, support)
+    keys = select_keys(raw, torch.cat([at, asked.columns.named], 1), most)
+    return LogprobBlock(asked, download(keys), entropy, support)
 
 
-def read_block(block: Launched, tokens: Ints) -> dict[int, RowLogprobs]:
+def read_block(block: LogprobBlock, tokens: Ints) -> dict[int, RowLogprobs]:
     """The answers of a block whose step has ended, by row; `tokens` int32 [n] are the step's. A row without
     a token has none: a distribution that is not finite has no log-probabilities."""
     ids, values = read_keys(block.keys.numpy())
@@ -179,7 +178,7 @@ def read_block(block: Launched, tokens: Ints) -> dict[int, RowLogprobs]:
     return answers
 
 
-def _support(block: Launched, i: int, token: int) -> Support:
+def _support(block: LogprobBlock, i: int, token: int) -> Support:
     if block.support is None or block.asked.wanted[i].greedy:
         return Support(_frozen(np.array([token], np.int32)), 0.0)
     allowed, chosen = block.support
@@ -227,7 +226,7 @@ def prompt_logprobs(
             raw = piece[at : at + BLOCK].log_softmax(-1)
             wanted = targets[first : first + len(raw)].unsqueeze(1)
             first += len(raw)
-            keys.append(pick(raw, torch.cat([wanted, more.expand(len(raw), -1)], 1), k))
+            keys.append(select_keys(raw, torch.cat([wanted, more.expand(len(raw), -1)], 1), k))
             ranks.append(_ranks(raw, wanted))
     return PromptScores(start, download(torch.cat(keys)), download(torch.cat(ranks).int()), len(named))
 

@@ -28,7 +28,8 @@ Processor = Callable[[torch.Tensor, list[int], dict[str, Any]], None]
 `output_ids` are the row's tokens so far and not to be changed. `params` is what the request sent, one
 object for the request's whole run: a processor may keep things in it, but a request that was retracted
 gets a fresh one with its former output. It runs on the launch thread, so that a slow one delays every
-row of the step; with overlap it is called once more after a request's last token.
+row of the step, and on a GPU one that reads values back (`.item()`) makes all wait for the device. With
+overlap it is called once more after a request's last token.
 """
 
 _ENTRY = re.compile(r"\s*([\w.-]{1,64})=([\w.]+):(\w+)\s*", re.ASCII)

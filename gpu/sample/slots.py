@@ -34,7 +34,7 @@ _MODES: Final[Mapping[LogprobsMode, int]] = {
 }
 
 
-class Wanted(NamedTuple):
+class LogprobOptions(NamedTuple):
     """What a slot wants to know of its tokens: the `best` log-probabilities (-1: none) and those of `ids`."""
 
     needs: int
@@ -50,7 +50,7 @@ class SlotOptions:
 
     def __init__(self, num_slots: int) -> None:
         self._needs: Ints = np.zeros(num_slots, np.int32)
-        self._wanted: dict[int, Wanted] = {}
+        self._wanted: dict[int, LogprobOptions] = {}
 
     def write(self, new_slots: Sequence[NewSlot]) -> None:
         """Replace the options of `new_slots`."""
@@ -59,13 +59,15 @@ class SlotOptions:
             self._needs[new.slot] = needs = _needs(new)
             self._wanted.pop(new.slot, None)
             if needs & LOGPROBS:
-                self._wanted[new.slot] = Wanted(needs, params.logprobs, params.logprob_ids, params.greedy)
+                self._wanted[new.slot] = LogprobOptions(
+                    needs, params.logprobs, params.logprob_ids, params.greedy
+                )
 
     def needs(self, slots: Ints) -> int:
         """Union of the options of `slots` [n]."""
         return int(np.bitwise_or.reduce(self._needs[slots], initial=0))
 
-    def wanted(self, slots: Ints) -> dict[int, Wanted]:
+    def wanted(self, slots: Ints) -> dict[int, LogprobOptions]:
         """By row of `slots` [n], for the rows whose tokens something is reported of."""
         rows = np.flatnonzero(self._needs[slots] & LOGPROBS).tolist()
         return {row: self._wanted[slot] for row, slot in zip(rows, slots[rows].tolist(), strict=True)}

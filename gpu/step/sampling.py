@@ -26,7 +26,7 @@ from core.request.params import SamplingParams
 from core.types import NO_TOKENS, Ints
 from gpu.grammar.matchers import Masks
 from gpu.sample.kernels import MaskRows, SamplingKernels
-from gpu.sample.logprobs import Asked, Launched, launch_block, read_block
+from gpu.sample.logprobs import LogprobBlock, LogprobRows, launch_block, read_block
 from gpu.sample.penalties import Counts
 from gpu.sample.processors import NONE_PROCESSED, Processed, Processor, Processors
 from gpu.sample.rows import Rows
@@ -39,8 +39,8 @@ from gpu.sample.slots import (
     LOGPROBS,
     PROCESSED,
     SUPPORT,
+    LogprobOptions,
     SlotOptions,
-    Wanted,
 )
 from gpu.sample.token_tables import token_tables
 from gpu.step.graphs import Work
@@ -98,7 +98,7 @@ class Sampled(NamedTuple):
     """Of a launched sampling what its answer ring does not hold."""
 
     processed: Processed = NONE_PROCESSED
-    logprobs: Sequence[Launched] = ()
+    logprobs: Sequence[LogprobBlock] = ()
 
     def read(self, tokens: Ints) -> dict[int, RowLogprobs]:
         """Log-probabilities by row, for the rows that asked and have a token. `tokens` int32 [n] are those of
@@ -171,11 +171,11 @@ class SamplingStage:
         launches[Choice(rows)]()
         return Sampled(processed, () if asked is None else self._logprobs(asked, aside))
 
-    def _asked(self, slots: Ints, masks: Masks | None) -> Asked:
+    def _asked(self, slots: Ints, masks: Masks | None) -> LogprobRows:
         """The rows that want log-probabilities."""
         wanted = self._options.wanted(slots)
         rows, masked = list(wanted), frozenset(masks.rows if masks is not None else ())
-        return Asked.of(
+        return LogprobRows.of(
             rows,
             slots[rows].tolist(),
             list(wanted.values()),
@@ -198,7 +198,7 @@ class SamplingStage:
         self._masks.bits[:count, width:].zero_()
         self._masked = True
 
-    def _logprobs(self, asked: Asked, aside: Tensor | None) -> list[Launched]:
+    def _logprobs(self, asked: LogprobRows, aside: Tensor | None) -> list[LogprobBlock]:
         """Launch what is reported of the tokens just chosen. `aside` [asked rows, vocab] are the model's
         logits of rows that have others by now."""
         launched = []
@@ -233,8 +233,8 @@ class SamplingStage:
         params = SamplingParams(logit_bias=((0, 0.0),), min_tokens=1, stop_ids=frozenset({0}))
         self._tokens.write((NewSlot(0, params, NO_TOKENS, NO_TOKENS, 0),))
         self._start_counts(1, 1)
-        everything = Wanted(LOGPROBS | ENTROPY | SUPPORT | AFTER_MASK | AFTER_ALL, 1, (0,), False)
-        asked = Asked.of([0], [0], [everything], [True], self._logits.device)
+        everything = LogprobOptions(LOGPROBS | ENTROPY | SUPPORT | AFTER_MASK | AFTER_ALL, 1, (0,), False)
+        asked = LogprobRows.of([0], [0], [everything], [True], self._logits.device)
         self._logprobs(asked, self._logits.index_select(0, asked.columns.rows))
         self._write_masks(Masks([0], [0], np.zeros((1, 1), np.int32)))
         self._write_masks(None)

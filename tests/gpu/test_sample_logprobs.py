@@ -12,7 +12,7 @@ import torch
 
 from core.plan import PromptLogprobs
 from core.request.params import SamplingParams
-from gpu.sample.logprobs import Ranked, pick, read_keys
+from gpu.sample.logprobs import Ranked, read_keys, select_keys
 from gpu.sample.logprobs import prompt_logprobs as launch_prompt_logprobs
 from tests.gpu.sampler import Sampled
 from tests.gpu.test_sample_sampler import make, sample
@@ -31,7 +31,7 @@ def prompt_logprobs(
 def rank(logits: torch.Tensor, k: int) -> Ranked:
     """The best `k` of each row."""
     nothing = torch.empty(len(logits), 0, dtype=torch.int64)
-    return read_keys(pick(logits.log_softmax(-1), nothing, k).numpy())
+    return read_keys(select_keys(logits.log_softmax(-1), nothing, k).numpy())
 
 
 @pytest.mark.parametrize("k", [1, 5, 128])
