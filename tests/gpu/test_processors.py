@@ -13,9 +13,10 @@ import torch
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ConfigError
-from core.plan import Chunk, NewSlot
+from core.plan import Chunk, NewSlot, StepResult
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
+from gpu.executor import LocalExecutor
 from gpu.sample.processors import Processor, Processors, load_processors
 from tests.fakes import tiny_model
 from tests.gpu.rig import CPU, GREEDY, Rig, ints
@@ -201,3 +202,20 @@ def test_a_step_carries_the_reason(model: Path) -> None:
     assert result.tokens[1:].tolist() == [-1, 40]
     assert list(result.failed) == [1]
     assert np.array_equal(rig.step(decode=[3]).tokens, [41])
+
+
+def test_a_processor_knows_every_token_however_far_ahead_steps_are(model: Path) -> None:
+    """Three steps are handed over at once: each waits for the tokens of the one before it."""
+    rig = Rig(model)
+    rig.runner._stage._processors = Processors(KNOWN)
+    rows = {1: GREEDY, 2: named("only", '{"token": 40}')}
+    chunks = [Chunk(slot, 0, ints([5, 7, slot]), True) for slot in rows]
+    new = [rig.new(slot, [5, 7, slot], params=params) for slot, params in rows.items()]
+    plans = [rig.plan(chunks=chunks, new=new), rig.plan(decode=[2, 1]), rig.plan(decode=[1, 2])]
+    executor = LocalExecutor(rig.runner, build(model, "").capabilities)
+    executor.start(lambda: None)
+    for plan in plans:
+        executor.submit(plan)
+    executor.close()
+    results = [result for result in executor.results() if isinstance(result, StepResult)]
+    assert [int(result.tokens[row]) for result, row in zip(results, (1, 0, 1), strict=True)] == [40, 41, 42]
