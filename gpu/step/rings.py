@@ -34,7 +34,17 @@ class Rings:
     plan is made only when all but `depth` of those before it have been answered.
     """
 
-    __slots__ = ("_answers", "_turn", "_words", "_writer", "answers", "cursor", "entries")
+    __slots__ = (
+        "_answers",
+        "_read",
+        "_turn",
+        "_words",
+        "_writer",
+        "_written",
+        "answers",
+        "cursor",
+        "entries",
+    )
 
     def __init__(self, limits: Limits, entries: int, device: torch.device) -> None:
         at = layout(limits)
@@ -46,9 +56,16 @@ class Rings:
         self._writer = EntryWriter(limits)
         self.entries = EntryRing(words, self.cursor, at)
         self._turn = 0
+        self._written = 0
+        self._read = 0
+        """By the waiter thread."""
 
     def write(self, plan: StepPlan) -> Ticket:
-        """Put a plan where the next step will look."""
+        """Put a plan where the next step will look. Raises `RuntimeError` when as many steps as there are
+        entries have not been read: their answers would be written over."""
+        if self._written - self._read >= len(self._words):
+            raise RuntimeError(f"step {plan.step}: {len(self._words)} steps before it have not been read")
+        self._written += 1
         entry = self._turn % len(self._words)
         written = self._writer.write(plan, self._words[entry])
         self._turn += 1
@@ -56,7 +73,9 @@ class Rings:
 
     def read(self, ticket: Ticket) -> Ints:
         """The tokens of a step that has ended, a copy."""
-        return self._answers[ticket.entry, : ticket.tokens].copy()
+        tokens = self._answers[ticket.entry, : ticket.tokens].copy()
+        self._read += 1
+        return tokens
 
     def clear(self) -> None:
         """Empty entries, and both sides at the first entry: around warm-up, which only the device counts.

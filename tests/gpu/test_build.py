@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +13,7 @@ import torch
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.errors import ConfigError
 from core.models.spec import EncoderSpec
-from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
+from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepResult
 from core.types import NO_TOKENS
 from gpu.build import build_executor, check_pages, choose_fp8, spec_of
 from gpu.device import CudaFacts
@@ -19,6 +21,7 @@ from gpu.executor import LocalExecutor
 from gpu.parts import Target
 from tests.fakes import tiny_model
 from tests.gpu.rig import GREEDY, ints
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +44,47 @@ def test_capabilities_say_what_was_built(path: Path) -> None:
 
 
 def test_it_answers_through_its_threads(path: Path) -> None:
-    executor = build(path)
-    executor.start(lambda: None)
+    executor, answered = build(path), threading.Event()
+    executor.start(answered.set)
     prompt = ints(range(3, 13))
     chunk = Chunk(1, 0, prompt, True)
     writes = PageWrites(ints([1, 1]), ints([0, 1]), ints([1, 2]))
     new = (NewSlot(1, GREEDY, prompt, NO_TOKENS, 0),)
-    executor.submit(StepPlan(0, NO_TOKENS, (chunk,), new, writes))
-    for step in range(1, 8):  # all submitted before the first has answered
-        executor.submit(StepPlan(step, ints([1])))
+    plans = [StepPlan(0, NO_TOKENS, (chunk,), new, writes)]
+    plans += [StepPlan(step, ints([1])) for step in range(1, 8)]
+    results: list[Any] = []
+    for plan in plans:  # as many before the first has answered as may be in flight
+        while plan.step - len(results) > executor.capabilities.max_depth:
+            assert answered.wait(PATIENCE)
+            answered.clear()
+            results += executor.results()
+        executor.submit(plan)
     executor.close()
-    results = executor.results()
+    results += executor.results()
     assert all(isinstance(result, StepResult) for result in results)
     reference = tiny_model.build("qwen2", path).reference
     assert [int(result.tokens[0]) for result in results] == tiny_model.greedy(reference, prompt.tolist(), 8)
+
+
+def test_more_steps_than_the_rings_hold_are_a_failure_and_no_wrong_tokens(path: Path) -> None:
+    executor = build(path)
+    released = threading.Event()
+    executor.start(lambda: released.wait(PATIENCE))  # the waiter thread reads no second answer
+    prompt = ints(range(3, 13))
+    writes = PageWrites(ints([1, 1]), ints([0, 1]), ints([1, 2]))
+    new = (NewSlot(1, GREEDY, prompt, NO_TOKENS, 0),)
+    executor.submit(StepPlan(0, NO_TOKENS, (Chunk(1, 0, prompt, True),), new, writes))
+    for step in range(1, 16):
+        executor.submit(StepPlan(step, ints([1])))
+    while not executor._worker._failed.is_set():
+        assert not released.wait(0.01)
+    released.set()
+    executor.close()
+    *answered, failure = executor.results()
+    reference = tiny_model.build("qwen2", path).reference
+    expected = tiny_model.greedy(reference, prompt.tolist(), len(answered))
+    assert [int(result.tokens[0]) for result in answered if isinstance(result, StepResult)] == expected
+    assert isinstance(failure, StepFailure) and "have not been read" in failure.reason
 
 
 def test_dummy_weights_need_only_a_config(path: Path, tmp_path: Path) -> None:
