@@ -13,11 +13,12 @@ import msgspec
 import pytest
 
 import app.api.openai.chat
+import app.api.request.prompts
 import app.batch.lines
 import app.http.body
 from app.api.routes import TABLE
 from app.batch.lines import SLICE, BadLine, parse_line
-from app.http.aside import MANY
+from app.http.aside import IDS, MANY
 from app.http.body import INLINE
 from app.http.pieces import MAX_ITEMS, MAX_VALUES, BodyWorker, assembled
 from app.text.numbers import MAX_SLOW
@@ -281,3 +282,35 @@ def test_batch_lines_are_cut_where_their_values_end(slice: int, monkeypatch: pyt
         body = {"a": value(3), "b": value(3)}
         line = {"x": value(3), "custom_id": "a", "url": CHAT, "body": body, "y": value(2)}
         assert json.loads(parse_line(1, json.dumps(line).encode(), (CHAT,)).body) == body
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(
+    ("path", "name", "fields"),
+    [
+        (COMPLETIONS, "prompt", {"max_tokens": 1, "truncate_prompt_tokens": 10}),
+        ("/generate", "input_ids", {"sampling_params": {"max_new_tokens": 1}}),
+        ("/inference/v1/generate", "token_ids", {"sampling_params": {"max_tokens": 1}}),
+    ],
+)
+async def test_many_token_ids_are_checked_off_the_loop(
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    name: str,
+    fields: dict[str, Any],
+    many: bool,
+) -> None:
+    threads: list[int] = []
+    check = app.api.request.prompts.check_ids
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return check(*arguments)
+
+    monkeypatch.setattr(app.api.request.prompts, "check_ids", noted)
+    if many and name == "token_ids":
+        return  # takes one prompt
+    ids = [97] * (IDS * (MANY + 2))
+    await server.post(path, {name: [[97, 97], ids] if many else ids, **fields})
+    assert threads and threading.get_ident() not in threads

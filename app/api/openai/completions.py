@@ -44,7 +44,7 @@ from app.api.request.sampling import (
 from app.api.request.schema import COMPLETION, CompletionBody, refuse_unsupported
 from app.api.request.suffix import inserting
 from app.engine.job import Job, Piece, Run
-from app.http.aside import aside
+from app.http.aside import aside, prompt_count
 from app.http.body import decoded
 from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
 from app.http.keys import SERVICE
@@ -123,7 +123,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await long_response(request, answer)
     id = request_id(body, "cmpl")
     embeds = await prompt_embeds(body, loaded)
-    jobs = await aside(_prompt_count(body), lambda: completion_jobs(body, id, loaded, embeds))
+    jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
     delivery = Delivery(sum(job.n for job in jobs))
     engine = bounded(loaded, thinking_budget(body, loaded))
     async with running(engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
@@ -139,7 +139,7 @@ async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, o
     """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
     id = request_id(body, "cmpl")
     embeds = await prompt_embeds(body, loaded)
-    jobs = await aside(_prompt_count(body), lambda: completion_jobs(body, id, loaded, embeds))
+    jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
     collector = Collector(sum(job.n for job in jobs))
     engine = bounded(loaded, thinking_budget(body, loaded))
     async with running(engine, jobs, collector.take) as runs:
@@ -149,11 +149,6 @@ async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, o
         head = envelope(id, "text_completion", loaded.card.name)
         answer = await _answer(head, pieces, runs, _told(body, loaded), _shape(body, jobs, runs, loaded))
         return with_last_states(with_extras(answer, body, runs, pieces), jobs, runs, pieces)
-
-
-def _prompt_count(body: CompletionBody) -> int:
-    given = body.prompt
-    return len(given) if isinstance(given, list) and given and not isinstance(given[0], int) else 1
 
 
 def _told(body: CompletionBody, loaded: Loaded) -> Options:

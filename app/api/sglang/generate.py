@@ -38,7 +38,7 @@ from app.api.request.schema import NATIVE, NativeBody, NativeSampling, refuse_un
 from app.api.sglang.answer import Answers, NativeFrames
 from app.api.sglang.sessions import SESSIONS, encoded, taking_part
 from app.engine.job import Generator, Job, Sink
-from app.http.aside import aside
+from app.http.aside import aside, prompt_count
 from app.http.body import decoded
 from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced, written
 from app.http.keys import SERVICE
@@ -75,7 +75,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = await decoded(request, NATIVE)
     loaded = ready(request.app[SERVICE], None)
     given = await input_embeds(body, loaded)
-    jobs = native_jobs(body, loaded, given)
+    count = prompt_count(body.input_ids) + prompt_count(body.text)
+    jobs = await aside(count, lambda: native_jobs(body, loaded, given))
     engine = bounded(loaded, _budget(body, loaded))
     try:
         if body.session_params is None:

@@ -21,7 +21,7 @@ from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.sampling import ready, stream_interval
 from app.api.request.schema import CompletionBody, Int, StreamOptions
 from app.engine.job import Job, Piece, Run
-from app.http.aside import aside
+from app.http.aside import aside, prompt_count
 from app.http.body import decoded
 from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
 from app.http.keys import SERVICE
@@ -70,7 +70,8 @@ async def inference(request: web.Request) -> web.StreamResponse:
     loaded = ready(request.app[SERVICE], body.model)
     asked = _completion(body)
     try:
-        (job,) = completion_jobs(asked, request_id(asked, "gen"), loaded)
+        id = request_id(asked, "gen")
+        (job,) = await aside(prompt_count(asked.prompt), lambda: completion_jobs(asked, id, loaded))
         check_streamed(job, body.stream)
         if (body.sampling_params or asked).max_tokens is None:
             job = msgspec.structs.replace(job, max_tokens=None)
