@@ -24,7 +24,7 @@ from aiohttp import web
 from app import logs
 from app.api.openai.files import BATCHES
 from app.api.routes import make_app
-from app.batch import Batches, Room
+from app.batch import BackgroundCapacity, Batches
 from app.compose import Parts, assemble, load
 from app.engine.gc import Housekeeping
 from app.engine.loop import Engine
@@ -122,7 +122,7 @@ class Server:
         housekeeping = Housekeeping(engine, loop, Watchdog(engine, limit, monotonic) if limit else None)
         housekeeping.start()
         self._service.ready(live.loaded)
-        batches.start(self._service, Room(engine, live.capabilities))
+        batches.start(self._service, BackgroundCapacity(engine, live.capabilities))
         log.info("%s is ready after %.1f s", live.loaded.card.name, time.perf_counter() - begun)
         try:
             await self._stop.wait()

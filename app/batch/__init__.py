@@ -4,7 +4,7 @@ This package knows neither HTTP nor prompts: how a body becomes an answer is han
 """
 
 from app.batch.batches import Batches
-from app.batch.room import Room
+from app.batch.capacity import BackgroundCapacity
 from app.batch.store import Store
 
-__all__ = ["Batches", "Room", "Store"]
+__all__ = ["BackgroundCapacity", "Batches", "Store"]

@@ -12,8 +12,8 @@ from functools import partial
 
 import msgspec
 
+from app.batch.capacity import BackgroundCapacity
 from app.batch.records import Batch
-from app.batch.room import Room
 from app.batch.store import Disk, Page, Store
 from app.batch.work import Answers, Work
 from app.http.tenant import acting_for
@@ -52,11 +52,11 @@ class Batches:
         """What a batch's lines may be posted to."""
         return sorted(self._answers)
 
-    def start(self, service: Service, room: Room) -> None:
+    def start(self, service: Service, capacity: BackgroundCapacity) -> None:
         """The engine is there: take up what an earlier run left, and everything that comes."""
         if self.store.exists:
             self._new.set()
-        self._task = asyncio.get_running_loop().create_task(self._run(service, room), name="batches")
+        self._task = asyncio.get_running_loop().create_task(self._run(service, capacity), name="batches")
         self._task.add_done_callback(_report)
 
     async def stop(self) -> None:
@@ -128,14 +128,14 @@ class Batches:
 
     # -- the task ----------------------------------------------------------------------------------
 
-    async def _run(self, service: Service, room: Room) -> None:
+    async def _run(self, service: Service, capacity: BackgroundCapacity) -> None:
         while not self._closing:
             await self._new.wait()
             self._new.clear()
             try:
                 while not self._closing and (found := await self.store.run(Disk.next_batch)) is not None:
                     owner, batch = found
-                    self._work = Work(owner, batch, self.store, self._answers, service, room)
+                    self._work = Work(owner, batch, self.store, self._answers, service, capacity)
                     # Whoever cancelled it before it was `_work` has said so on the disk.
                     if (await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))).active:
                         with acting_for(owner):

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
+from app.batch.capacity import BackgroundCapacity, BackgroundRun
 from app.batch.journal import Journal, Tally
 from app.batch.lines import Line, answered, check_input, failed, parse_line, read_lines, unanswered
 from app.batch.records import Batch, BatchError, BatchErrors, Counts, FileRecord
-from app.batch.room import Lane, Room
 from app.batch.store import Disk, Store
 from app.service import Loaded, Phase, Service
 from core.errors import Aborted, LoomError, Overloaded, RequestError, Unavailable
@@ -46,7 +46,13 @@ class Work:
     """
 
     def __init__(
-        self, owner: str, batch: Batch, store: Store, answers: Answers, service: Service, room: Room
+        self,
+        owner: str,
+        batch: Batch,
+        store: Store,
+        answers: Answers,
+        service: Service,
+        capacity: BackgroundCapacity,
     ) -> None:
         """`owner` is the tenant whose batch it is; `run` is called while acting for it."""
         self._owner = owner
@@ -54,7 +60,7 @@ class Work:
         self._store = store
         self._answers = answers
         self._service = service
-        self._room = room
+        self._capacity = capacity
         self._stopped = False
         self._tally = Tally()
         self._block: deque[Line] = deque()
@@ -82,7 +88,7 @@ class Work:
             if not self._stopped:
                 await self._publish()
         finally:
-            self._room.clear()
+            self._capacity.clear()
             if self._tasks:
                 await asyncio.wait(self._tasks)
             await self._store.run(lambda disk: self._close())
@@ -98,13 +104,13 @@ class Work:
         if self.batch.status not in ("validating", "in_progress"):
             return self.batch
         await self._set(status="cancelling", cancelling_at=int(time.time()))
-        self._room.clear()
+        self._capacity.clear()
         return self.batch
 
     def stop(self) -> None:
         """Leave the rest for the next start."""
         self._stopped = True
-        self._room.clear()
+        self._capacity.clear()
 
     # -- before and after --------------------------------------------------------------------------
 
@@ -220,7 +226,7 @@ class Work:
                 await self._tick()
             elif not self._again:  # one may have come back while the file was read
                 break
-        self._room.clear()
+        self._capacity.clear()
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._error is not None:
@@ -253,27 +259,27 @@ class Work:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = error
 
-    def _enter(self) -> tuple[Lane, Loaded] | None:
+    def _enter(self) -> tuple[BackgroundRun, Loaded] | None:
         if self._service.health.phase is not Phase.READY:
             return None
-        return self._room.enter(self._service.loaded)
+        return self._capacity.enter(self._service.loaded)
 
     async def _tick(self) -> None:
         await asyncio.sleep(TICK)
-        self._room.press()
+        self._capacity.press()
 
-    async def _attempt(self, line: Line, lane: Lane, loaded: Loaded) -> None:
+    async def _attempt(self, line: Line, run: BackgroundRun, loaded: Loaded) -> None:
         """Run a line once. One that made way, or that nobody would take now, comes again."""
         work = asyncio.ensure_future(self._answers[line.url](line.body, loaded))
         try:
             await asyncio.wait((work,))
         finally:
             work.cancel()
-            self._room.leave(lane)
+            self._capacity.leave(run)
         error = work.exception()
         refused = isinstance(error, Overloaded | Unavailable | Aborted)
         unlucky = refused or (error is None and _cut(work.result()))
-        if lane.aside or (unlucky and self._may_retry(line)):
+        if run.aside or (unlucky and self._may_retry(line)):
             self._again.append(line)
             return
         if error is None:

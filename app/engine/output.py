@@ -130,7 +130,7 @@ class Stream:
             self._sink = self._last = _nobody
 
 
-class CircleStream(Stream):
+class RepetitionStream(Stream):
     """One that ends when its tokens go round in circles: a class of its own, so that no other stream pays
     for the look at every token. Owner: event loop."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from app.engine.beam_search import BeamRun, Means, check_width
 from app.engine.job import Job, Run, Sink
 from app.engine.loop import Engine
-from app.engine.output import CircleStream, Stream
+from app.engine.output import RepetitionStream, Stream
 from app.engine.run import LiveRun
 from app.engine.timeline import JobKey, Timelines, Waits
 from app.text.detokenizer import Detokenizer
@@ -321,7 +321,7 @@ class Submitter:
         if job.text.repetition is None:
             return Stream(index, run.sink, run.last, detokenizer, stops)
         repetition = RepetitionScanner(job.text.repetition)
-        return CircleStream(index, run.sink, run.last, detokenizer, stops, repetition)
+        return RepetitionStream(index, run.sink, run.last, detokenizer, stops, repetition)
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()

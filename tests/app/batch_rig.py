@@ -17,7 +17,7 @@ from openai.types import Batch
 
 from app.api.openai.files import BATCHES
 from app.api.routes import make_app
-from app.batch import Room
+from app.batch import BackgroundCapacity
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
 from app.engine.submit import Limits, LiveRun, Submitter
@@ -68,7 +68,7 @@ class Rig:
         self.tokenizer = Tokenizer.load(None, VOCAB, [2])
         self.submitter = Submitter(self.engine, self.tokenizer, Limits(CONTEXT, VOCAB), monotonic)
         self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
-        self.room = Room(self.engine, capabilities)
+        self.capacity = BackgroundCapacity(self.engine, capabilities)
         self.service = Service({})
         self.app = make_app(self.service, ServeConfig(data_dir=str(data), api_key=keys))
         self.keys = keys
@@ -89,7 +89,7 @@ class Rig:
         self.client = AsyncOpenAI(base_url=f"{self.url}/v1", api_key=(*self.keys, "none")[0], max_retries=0)
         self.http = aiohttp.ClientSession(self.url)
         self.service.ready(self.loaded)
-        self.batches.start(self.service, self.room)
+        self.batches.start(self.service, self.capacity)
         if self.auto:
             self._stepping = asyncio.create_task(self._step())
         return self

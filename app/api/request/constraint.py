@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.api.request.schema import Refused
+from app.api.request.schema import ExtensionFields
 from app.http.body import check_depth
 from core.errors import RequestError
 from core.grammar import GrammarKind, GrammarSpec
@@ -64,7 +64,9 @@ class _Asked(NamedTuple):
     lenient: bool = False
 
 
-def constraint_of(body: Refused, inner: Refused | None = None, prefix: str = "") -> GrammarSpec | None:
+def constraint_of(
+    body: ExtensionFields, inner: ExtensionFields | None = None, prefix: str = ""
+) -> GrammarSpec | None:
     """The one constraint of a request, or None. `inner` is a part of the body with the same fields,
     under `prefix`. Raises `RequestError` for two constraints (naming both) and for one that is not of
     its type."""
@@ -88,17 +90,17 @@ def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
     return {"json_object": True}
 
 
-def _asked(body: Refused, prefix: str) -> list[_Asked]:
+def _asked(body: ExtensionFields, prefix: str) -> list[_Asked]:
     return [*_plain(body, prefix), *_structured(body, prefix), *_response_format(body, prefix)]
 
 
-def _plain(body: Refused, prefix: str) -> Iterator[_Asked]:
+def _plain(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
     for name, kind in _PLAIN.items():
         if (value := getattr(body, name)) is not None:
             yield _Asked(prefix + name, kind, value)
 
 
-def _structured(body: Refused, prefix: str) -> Iterator[_Asked]:
+def _structured(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
     options = body.structured_outputs
     if options is None:
         return
@@ -121,7 +123,7 @@ def _structured(body: Refused, prefix: str) -> Iterator[_Asked]:
         yield _Asked(f"{param}.json_object", "json_object", "")
 
 
-def _response_format(body: Refused, prefix: str) -> Iterator[_Asked]:
+def _response_format(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
     wanted = body.response_format
     if wanted is None:
         return

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from app.api.request.schema import Refused
+from app.api.request.schema import ExtensionFields
 from app.engine.job import Job, Run
 from app.service import Loaded, ModelCard
 from core.errors import RequestError
@@ -24,7 +24,7 @@ MAX_CHOSEN = 2**24
 """Of an answer: 85 MiB of base64, which are 43,000 tokens of 48 layers with 8 experts each."""
 
 
-def experts_wanted(body: Refused, card: ModelCard, prefix: str = "") -> int:
+def experts_wanted(body: ExtensionFields, card: ModelCard, prefix: str = "") -> int:
     """First position whose experts are told, -1 where none are asked for. Whether the prompt is as long is
     the engine's to say. Raises `RequestError` where the model has no experts."""
     if not body.return_routed_experts:

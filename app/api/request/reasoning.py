@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from app.api.request.schema import Refused
+from app.api.request.schema import ExtensionFields
 from app.engine.job import Generator, Job, Run, Sink
 from app.engine.reasoning_budget import Watch, Watcher
 from app.parsers.grammar import Wanted, constraint
@@ -22,7 +22,7 @@ _NAMES = ("max_thinking_tokens", "thinking_token_budget")
 """SGLang's and vLLM's."""
 
 
-def thinking_budget(body: Refused, loaded: Loaded, prefix: str = "") -> int | None:
+def thinking_budget(body: ExtensionFields, loaded: Loaded, prefix: str = "") -> int | None:
     """Tokens that the thinking may take. Raises `RequestError` where the model does not think."""
     name = next((name for name in _NAMES if getattr(body, name) is not None), None)
     if name is None:

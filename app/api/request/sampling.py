@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from app.api.request.prompts import check_ids
-from app.api.request.schema import Generation, NativeSampling, Refused, RepetitionDetection
+from app.api.request.schema import ExtensionFields, Generation, NativeSampling, RepetitionDetection
 from app.engine.job import Keep, TextOptions
 from app.http.body import check_depth
 from app.http.tenant import tenant
@@ -114,7 +114,7 @@ _TOLD = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))
 """What is told of each token besides log-probabilities, and how SGLang has it asked for."""
 
 
-def told_fields(body: Refused) -> dict[str, bool]:
+def told_fields(body: ExtensionFields) -> dict[str, bool]:
     """What is asked of it. Raises `RequestError` where the answer has no place for it: SGLang's rule."""
     found: dict[str, bool] = {}
     for name, param in _TOLD:
@@ -127,7 +127,7 @@ def told_fields(body: Refused) -> dict[str, bool]:
     return found
 
 
-def wants_states(body: Refused) -> bool:
+def wants_states(body: ExtensionFields) -> bool:
     """`return_hidden_states`. Raises `RequestError` where they are asked for in a stream of chunks."""
     wanted = body.return_hidden_states
     if not (any(wanted) if isinstance(wanted, list) else wanted):
@@ -140,7 +140,7 @@ def wants_states(body: Refused) -> bool:
     return True
 
 
-def allowed_ids(body: Refused, vocab_size: int, prefix: str = "") -> tuple[int, ...] | None:
+def allowed_ids(body: ExtensionFields, vocab_size: int, prefix: str = "") -> tuple[int, ...] | None:
     """`allowed_token_ids`: these and no others."""
     if (ids := body.allowed_token_ids) is None:
         return None
@@ -153,7 +153,7 @@ def allowed_ids(body: Refused, vocab_size: int, prefix: str = "") -> tuple[int, 
     return tuple(ids)
 
 
-def bad_words(body: Refused, prefix: str = "") -> tuple[str, ...]:
+def bad_words(body: ExtensionFields, prefix: str = "") -> tuple[str, ...]:
     """`bad_words`, checked before any is encoded."""
     words, param = body.bad_words or [], prefix + "bad_words"
     if len(words) > MAX_BAD_WORDS:
@@ -183,7 +183,7 @@ _PLAIN = (
 )
 
 
-def processor_fields(body: Refused, prefix: str = "") -> dict[str, str]:
+def processor_fields(body: ExtensionFields, prefix: str = "") -> dict[str, str]:
     """The logit processor that a body names, and what it is called with. Whether there is one of that
     name is the engine's to say."""
     if not body.custom_logit_processor:

@@ -62,7 +62,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
     min_count: Int | None = None
 
 
-class Refused(msgspec.Struct, kw_only=True):
+class ExtensionFields(msgspec.Struct, kw_only=True):
     """Fields that constrain the output (`app/api/request/constraint.py`, `processor_fields` of
     `app/api/request/sampling.py`), bound its thinking (`app/api/request/reasoning.py`) or change the model,
     most of which this build refuses (`app/http/refuse.py`)."""
@@ -102,7 +102,7 @@ class Refused(msgspec.Struct, kw_only=True):
     suffix: Any = None
 
 
-class Sampling(Refused, kw_only=True):
+class Sampling(ExtensionFields, kw_only=True):
     """How tokens are chosen and where they end, under the names that all routes share."""
 
     temperature: float | None = None
@@ -204,7 +204,7 @@ class NativeSampling(Sampling, kw_only=True):
     sampling_seed: Int | None = None
 
 
-class NativeBody(Refused, kw_only=True):
+class NativeBody(ExtensionFields, kw_only=True):
     """`/generate`, after SGLang."""
 
     text: Text | None = None
@@ -288,7 +288,7 @@ _UNSET: tuple[object, ...] = (None, False, "", [], {})
 """What clients send for "not wanted"."""
 
 
-def refuse_unsupported(body: Refused, prefix: str = "", takes: Collection[str] = ()) -> None:
+def refuse_unsupported(body: ExtensionFields, prefix: str = "", takes: Collection[str] = ()) -> None:
     """Raise `RequestError` for the first field that asks for what is not there. `takes` are those that this
     route knows."""
     for name, reason in _FIELDS.items():

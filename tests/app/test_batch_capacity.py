@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.batch import room
-from app.batch.room import BACKGROUND
+from app.batch import capacity
+from app.batch.capacity import BACKGROUND
 from core.request import State
 from tests.app.batch_rig import Rig, line, settle, until
 from tests.patience import PATIENCE
@@ -83,7 +83,7 @@ async def test_pages_held_by_lines_go_to_who_waits_for_them(tmp_path: Path) -> N
             while run.requests[0].state is State.WAITING:
                 await rig.step()
                 await asyncio.sleep(0.02)  # two looks of the batch at who waits
-        assert rig.scheduler.counters.steps - steps <= room.PATIENCE + 4
+        assert rig.scheduler.counters.steps - steps <= capacity.MAX_PASSED_OVER + 4
         run.abort()
 
 

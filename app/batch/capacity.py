@@ -1,4 +1,4 @@
-"""How much of the engine may work in the background, and how it makes way."""
+"""Engine capacity for batch lines: admits them when the engine is idle, aborts them for clients' requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ KEPT_PAGES = 4
 """One page in so many stays free or evictable before another line starts."""
 STARTING = 8
 """Lines that may be on their way to the queue (rendered, encoded): their length is not known yet."""
-PATIENCE = 2
-"""Plans that may pass over a waiting request before the background gives up everything it holds."""
+MAX_PASSED_OVER = 2
+"""Plans that may pass over a waiting request before every background run is aborted."""
 
 
-class Lane:
-    """One attempt at one line: what its requests hold, and whether they were asked to make way.
+class BackgroundRun:
+    """One attempt at one batch line: its runs, and whether they were aborted to make way.
 
     Stands for the engine where an answer is made, which only ever starts jobs on it.
     Owner: event loop.
@@ -38,7 +38,7 @@ class Lane:
         self._engine = engine
         self.runs: list[Run] = []
         self.aside = False
-        """Ended to make way: whatever it answered does not count."""
+        """Aborted to make way: its answer is discarded."""
 
     async def start(self, job: Job, sink: Sink) -> Run:
         """See `app.engine.job.Generator.start`."""
@@ -59,8 +59,8 @@ class Lane:
         return [r for run in self.runs for r in run.requests if r.state in states]
 
 
-class Room:
-    """Lets lines in while nobody else waits, and ends them when somebody would.
+class BackgroundCapacity:
+    """Admits batch lines while no client's request waits, and aborts them when one would have to.
 
     Three rules hold for a request that is not from a batch. It is never behind one in the queue:
     those that wait there leave it first. It finds a slot: one row in `KEPT_ROWS` stays free, and more
@@ -73,71 +73,71 @@ class Room:
     Owner: event loop.
     """
 
-    __slots__ = ("_engine", "_lanes", "_prompt_share", "_rows", "_since")
+    __slots__ = ("_engine", "_prompt_share", "_rows", "_runs", "_since")
 
     def __init__(self, engine: Engine, capabilities: Capabilities) -> None:
         self._engine = engine
         self._rows = capabilities.max_rows
         self._prompt_share = capabilities.max_step_tokens // 2
-        self._lanes: dict[Lane, None] = {}
+        self._runs: dict[BackgroundRun, None] = {}
         self._since: int | None = None
         """Steps made when somebody else was first seen waiting."""
         engine.on_add = self.make_way
 
-    def enter(self, loaded: Loaded) -> tuple[Lane, Loaded] | None:
-        """A lane for one line and the model as seen from it; None when there is no room now."""
+    def enter(self, loaded: Loaded) -> tuple[BackgroundRun, Loaded] | None:
+        """A run for one line, and the model with it as engine; None when there is no capacity now."""
         if not self._idle():
             return None
-        lane = Lane(loaded.engine)
-        self._lanes[lane] = None
-        return lane, msgspec.structs.replace(loaded, engine=cast(Control, lane))
+        run = BackgroundRun(loaded.engine)
+        self._runs[run] = None
+        return run, msgspec.structs.replace(loaded, engine=cast(Control, run))
 
-    def leave(self, lane: Lane) -> None:
+    def leave(self, run: BackgroundRun) -> None:
         """The line has ended. Idempotent."""
-        self._lanes.pop(lane, None)
+        self._runs.pop(run, None)
 
     def clear(self) -> None:
         """Every line makes way, at once."""
-        for lane in self._lanes:
-            lane.give_way()
+        for run in self._runs:
+            run.give_way()
 
     def make_way(self, requests: list[Request]) -> None:
         """Called before `requests` are queued: see the class."""
-        if not self._lanes or requests[0].priority == BACKGROUND:
+        if not self._runs or requests[0].priority == BACKGROUND:
             return
-        for lane in self._lanes:
-            prompts = lane.requests(State.PREFILL)
-            if lane.requests(State.WAITING) or any(len(r.prompt) > self._prompt_share for r in prompts):
-                lane.give_way()
+        for run in self._runs:
+            prompts = run.requests(State.PREFILL)
+            if run.requests(State.WAITING) or any(len(r.prompt) > self._prompt_share for r in prompts):
+                run.give_way()
         statistics = self._engine.load()
         short = statistics.waiting + len(requests) - (self._rows - statistics.running)
-        for lane in reversed(self._lanes):  # the newest has the least to lose
+        for run in reversed(self._runs):  # the newest has the least to lose
             if short <= 0:
                 return
-            if not lane.aside:
-                short -= len(lane.requests(State.PREFILL, State.DECODE))
-                lane.give_way()
+            if not run.aside:
+                short -= len(run.requests(State.PREFILL, State.DECODE))
+                run.give_way()
 
     def press(self) -> None:
-        """Called every few milliseconds: notices who waits in vain."""
+        """Called every few milliseconds: aborts every run when plans keep passing over a request."""
         statistics = self._engine.load()
-        if not self._lanes or statistics.waiting <= self._own_waiting():
+        if not self._runs or statistics.waiting <= self._own_waiting():
             self._since = None
         elif self._since is None:
             self._since = statistics.steps
-        elif statistics.steps - self._since >= PATIENCE:
+        elif statistics.steps - self._since >= MAX_PASSED_OVER:
             self.clear()
 
     def _own_waiting(self) -> int:
-        return sum(len(lane.requests(State.WAITING)) for lane in self._lanes)
+        return sum(len(run.requests(State.WAITING)) for run in self._runs)
 
     def _idle(self) -> bool:
         statistics, own = self._engine.load(), self._own_waiting()
-        starting = sum(not lane.runs for lane in self._lanes)
+        starting = sum(not run.runs for run in self._runs)
         prompts = [
             len(request.prompt)
-            for lane in self._lanes
-            for request in lane.requests(State.WAITING, State.PREFILL)
+            for run in self._runs
+            for request in run.requests(State.WAITING, State.PREFILL)
         ]
         cache = statistics.cache
         return (
