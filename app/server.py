@@ -43,7 +43,7 @@ BACKLOG = 4096
 SWITCH_SECONDS = 0.0005
 """How long a thread of Python may keep the GIL from the loop: Python's own 5 ms are all that the loop has."""
 DRAIN_POLL = 0.02
-FAREWELL = 0.5
+SHUTDOWN_GRACE = 0.5
 """Seconds between a failure and the exit, for last events to reach the clients."""
 
 PATHS = (("model", "model"), ("model", "tokenizer"), ("model", "chat_template"), ("serve", "data_dir"))
@@ -91,7 +91,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         application = make_app(self._service, serve)
-        runner = Runner(application, shutdown_timeout=FAREWELL)
+        runner = Runner(application, shutdown_timeout=SHUTDOWN_GRACE)
         await runner.setup()
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         host, port = listener.getsockname()[:2]
@@ -152,7 +152,7 @@ class Server:
         """Let what runs finish, up to the deadline; then end it with an error event."""
         submitter.drain()
         if self._exit_code:
-            await asyncio.sleep(FAREWELL)
+            await asyncio.sleep(SHUTDOWN_GRACE)
             return
         self._service.health = Health(Phase.DRAINING, "draining", 1.0, "the server is shutting down")
         log.info("draining for up to %g s", self._config.serve.drain_timeout)
@@ -161,7 +161,7 @@ class Server:
             await asyncio.sleep(DRAIN_POLL)
         if cut := submitter.abort_all("The server is shutting down."):
             log.warning("the drain deadline cut off %d requests", cut)
-            await asyncio.sleep(FAREWELL)
+            await asyncio.sleep(SHUTDOWN_GRACE)
 
     async def _while_running(self, work: asyncio.Future[T]) -> T | None:
         """The result of `work`, or None when a signal comes first."""

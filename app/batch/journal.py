@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import msgspec
 
-from app.batch.lines import BREATH, PAUSE
+from app.batch.lines import LINES_PER_SLICE, PAUSE
 from app.batch.records import Batch, Counts, Usage, UsagePart
 
 SYNC_LINES = 32
@@ -114,7 +114,7 @@ def _add_lines(file: IO[bytes], tally: Tally) -> int:
             break
         whole += len(line)
         tally.add(line)
-        if number % BREATH == 0:
+        if number % LINES_PER_SLICE == 0:
             time.sleep(PAUSE)
     return whole
 

@@ -24,7 +24,7 @@ SLICE = 2**16
 """Bytes of a line that are looked at before another thread may have the GIL."""
 MAX_ID = 512
 """Characters of a `custom_id`."""
-BREATH, PAUSE = 16, 5e-5
+LINES_PER_SLICE, PAUSE = 16, 5e-5
 """Lines between two pauses, and their length in seconds: a thread that reads 50,000 lines in one go
 would keep the interpreter for 5 ms at a time, and the loop from its steps."""
 MAX_ERRORS = 100
@@ -81,7 +81,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                     break
             if line.strip():
                 yield number, line
-            if number % BREATH == 0:
+            if number % LINES_PER_SLICE == 0:
                 time.sleep(PAUSE)
 
 

@@ -89,7 +89,7 @@ async def _encoded(body: EncodeBody, loaded: Loaded) -> Any:
     ]
     pooled = await run_pooled(inputs, body, "encode", loaded)
     vectors = await unit(pooled.vectors, loaded.card.pooling, body.dimensions)
-    told = [
+    results = [
         {
             "embedding": vector,
             "meta_info": {
@@ -100,7 +100,7 @@ async def _encoded(body: EncodeBody, loaded: Loaded) -> Any:
         }
         for i, (vector, input) in enumerate(zip(vectors, inputs, strict=True))
     ]
-    return told[0] if single else told
+    return results[0] if single else results
 
 
 TABLE = (

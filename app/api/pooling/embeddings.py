@@ -66,8 +66,8 @@ async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, ob
     check_format(body)
     inputs = await encoded_inputs(body, loaded)
     pooled = await run_pooled(inputs, body, "embd", loaded)
-    told = await told_vectors(body, await unit(pooled.vectors, loaded.card.pooling, body.dimensions))
-    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(told)]
+    encoded = await encoded_vectors(body, await unit(pooled.vectors, loaded.card.pooling, body.dimensions))
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)]
     return envelope(pooled, data, loaded)
 
 
@@ -91,8 +91,8 @@ async def pooling(request: web.Request) -> web.StreamResponse:
             check_numbers(sum(len(input.ids) for input in inputs), loaded, "input")
         pooled = await run_pooled(inputs, body, "pool", loaded, every)
         vectors = await unit(pooled.vectors, card.pooling, body.dimensions)
-    told = await told_vectors(body, vectors)
-    data = [{"object": "pooling", "index": i, "data": vector} for i, vector in enumerate(told)]
+    encoded = await encoded_vectors(body, vectors)
+    data = [{"object": "pooling", "index": i, "data": vector} for i, vector in enumerate(encoded)]
     return await long_response(request, envelope(pooled, data, loaded))
 
 
@@ -148,15 +148,15 @@ def check_dimensions(dimensions: int | None, loaded: Loaded) -> None:
         )
 
 
-async def told_vectors(body: EmbeddingBody, vectors: list[Floats]) -> Sequence[object]:
+async def encoded_vectors(body: EmbeddingBody, vectors: list[Floats]) -> Sequence[object]:
     """As the client wants to read them."""
     if body.encoding_format != "base64":
         return vectors
-    told = []
+    encoded = []
     for vector in vectors:
-        told.append(base64_of(vector))
+        encoded.append(base64_of(vector))
         await asyncio.sleep(0)  # a long list, or a vector for each of many tokens, would be one slice
-    return told
+    return encoded
 
 
 def envelope(pooled: Pooled, data: list[dict[str, object]], loaded: Loaded) -> dict[str, object]:

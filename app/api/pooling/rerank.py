@@ -174,8 +174,8 @@ def _pairs(body: RerankBody) -> list[Pair]:
     _check_many(len(body.documents), "documents")
     if body.top_n is not None and body.top_n < 1:
         raise RequestError("'top_n' must be at least 1.", "top_n")
-    told = body.instruction or body.instruct
-    query = f"{told}\n{body.query}" if told else body.query
+    instruction = body.instruction or body.instruct
+    query = f"{instruction}\n{body.query}" if instruction else body.query
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     for i, text in enumerate(texts):
         if not text:

@@ -88,7 +88,7 @@ def sampling_params(
         fields["top_k"] = 0
     if wants_states(body):
         fields["hidden"] = "all"
-    fields |= told_fields(body)
+    fields |= requested_fields(body)
     if body.logit_bias:
         fields["logit_bias"] = _bias(body.logit_bias, prefix)
     if body.stop_token_ids:
@@ -110,18 +110,18 @@ def _check_count(ids: list[int], most: int, param: str) -> None:
         raise RequestError(f"'{param}' takes at most {most} ids, got {len(ids)}.", param)
 
 
-_TOLD = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))
-"""What is told of each token besides log-probabilities, and how SGLang has it asked for."""
+_REPORTED = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))
+"""Reported of each token besides log-probabilities: our name and the request field of SGLang."""
 
 
-def told_fields(body: ExtensionFields) -> dict[str, bool]:
-    """What is asked of it. Raises `RequestError` where the answer has no place for it: SGLang's rule."""
+def requested_fields(body: ExtensionFields) -> dict[str, bool]:
+    """Those that `body` requests. Raises `RequestError` where the answer has no place for them (SGLang)."""
     found: dict[str, bool] = {}
-    for name, param in _TOLD:
+    for name, param in _REPORTED:
         if getattr(body, param):
             if isinstance(body, Generation) and not getattr(body, "return_meta_info", None):
                 raise RequestError(
-                    f"'{param}' requires 'return_meta_info' to be true: it is told there.", param
+                    f"'{param}' requires 'return_meta_info' to be true: it is reported there.", param
                 )
             found[name] = True
     return found

@@ -27,11 +27,11 @@ from app.api.request.sampling import (
     priority,
     processor_fields,
     ready,
+    requested_fields,
     root_key,
     sampling_params,
     stream_interval,
     text_options,
-    told_fields,
     wants_states,
 )
 from app.api.request.schema import NATIVE, NativeBody, NativeSampling, refuse_unsupported
@@ -167,7 +167,7 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: Given | None = None) ->
             **_logprobs(body, loaded),
             **_processor(body, asked),
             **({"hidden": "all"} if wants_states(body) else {}),
-            **told_fields(body),
+            **requested_fields(body),
             **_experts(body, asked, loaded),
         ),
         text=text_options(asked),
