@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from app.api.responses import Record, Store, disk
+from app.api.responses.disk import SLICE, decode_items, encode_items
 from core.errors import NotFound, RequestError, Unavailable
 
 Open = Callable[..., Store]
@@ -218,3 +219,14 @@ async def test_the_count_is_the_sum(opened: Open, tmp_path: Path) -> None:
         db.execute("SELECT COUNT(*), SUM(bytes) FROM responses").fetchone()
     )
     db.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, SLICE - 1, SLICE, SLICE + 1, 3 * SLICE + 5])
+def test_items_are_stored_in_slices(count: int) -> None:
+    """No one call encodes or decodes more than a slice; whatever a text holds, a line is one slice."""
+    items = [{"id": str(i), "content": "\n\r\u2028\x85\x0b" * (i % 3)} for i in range(count)]
+    stored = encode_items(items)
+    assert decode_items(stored) == items
+    assert [len(msgspec.json.decode(line)) for line in stored.splitlines()] == [
+        min(SLICE, count - at) for at in range(0, count, SLICE)
+    ]

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,13 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.decode
+_decode_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 Item = dict[str, Any]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One response. `doc` is the object that clients see and `input` the list of its own input items,
+    """One response. `doc` is the object that clients see and `input` its own input items (`encode_items`),
     both JSON; `events` the frames of its stream, for those who come back to it."""
 
     id: str
@@ -207,9 +209,22 @@ class Disk(Database):
 
 
 def _items(record: Record) -> list[Item]:
-    """Input, then output. Item by item: in one go megabytes would hold the GIL for as long as they take."""
-    raw = msgspec.json.decode(record.input, type=list[msgspec.Raw])
-    return [*map(_decode, raw), *_decode(record.doc)["output"]]
+    """Input, then output."""
+    return [*decode_items(record.input), *_decode(record.doc)["output"]]
+
+
+SLICE = 64
+"""Items that are encoded or decoded in one go: megabytes would hold the GIL for as long as they take."""
+
+
+def encode_items(items: Sequence[Item]) -> bytes:
+    """Input items as they are stored: lists of at most `SLICE`, one a line. Not on the loop where many."""
+    return b"\n".join(_encode(items[at : at + SLICE]) for at in range(0, len(items), SLICE))
+
+
+def decode_items(stored: bytes) -> list[Item]:
+    """What `encode_items` made. One item of many values may take long: not on the loop."""
+    return [_decode(item) for line in stored.splitlines() for item in _decode_raw(line)]
 
 
 def no_previous(id: str) -> RequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from aiohttp.typedefs import Handler
 from app.api.request.sampling import check_model, ready
 from app.api.responses import Record
 from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
+from app.api.responses.disk import decode_items
 from app.api.responses.events import Doc, ResponseEvents, ending
 from app.api.responses.schema import RESPONSES as BODY
 from app.api.responses.turn import Turn, make_turn
@@ -161,7 +163,8 @@ async def input_items(request: web.Request) -> web.StreamResponse:
     if live is not None:
         items = list(live.turn.items)
     else:
-        items = msgspec.json.decode((await responses.store.get(whose, id)).input)
+        stored = (await responses.store.get(whose, id)).input
+        items = await asyncio.to_thread(decode_items, stored)
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError("'order' must be 'asc' or 'desc'.", "order")

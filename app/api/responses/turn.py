@@ -12,6 +12,7 @@ from app.api.request.logprobs import Namer
 from app.api.request.sampling import stream_interval
 from app.api.request.schema import ChatBody
 from app.api.responses import Record, Store
+from app.api.responses.disk import encode_items
 from app.api.responses.events import Doc, Telling
 from app.api.responses.input import messages, own_items, resolve, shortened
 from app.api.responses.schema import (
@@ -42,6 +43,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     previous: str | None
     items: list[Item]
     """The request's own input."""
+    stored_input: bytes
+    """The same as it is stored; empty where the response is not."""
     kept: bool
     job: Job
     watch: Watch
@@ -57,7 +60,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
             status=doc["status"],
             created=self.created,
             doc=_encode(doc),
-            input=_encode(self.items),
+            input=self.stored_input,
             previous=self.previous,
             events=events,
         )
@@ -83,6 +86,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
     except RequestError as error:
         rename(error)
         raise
+    stored = await aside(len(items), lambda: encode_items(items)) if kept else b""
     telling = Telling(
         head=_head(body, id, created, kept, loaded.card),
         reading=watch.reading,
@@ -96,6 +100,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         created=created,
         previous=body.previous_response_id or None,
         items=items,
+        stored_input=stored,
         kept=kept,
         job=msgspec.structs.replace(job, prompt_param="input"),
         watch=watch,
