@@ -146,6 +146,7 @@ class ModelRunner:
         assert_device_thread(self.device)
         launches = self._launches
         assert launches is not None, "a step came while weights or pages are given back"
+        self._rings.check_room(plan.step)
         began, ticket = mark(self.device), self._rings.write(plan)
         self._prepare(plan, ticket)
         key, uncaptured, answer = self._machine.sizes.forward(plan), self._uncaptured(plan), Answer()

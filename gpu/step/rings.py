@@ -61,15 +61,18 @@ class Rings:
         """By the waiter thread."""
 
     def write(self, plan: StepPlan) -> Ticket:
-        """Put a plan where the next step will look. Raises `RuntimeError` when as many steps as there are
-        entries have not been read: their answers would be written over."""
-        if self._written - self._read >= len(self._words):
-            raise RuntimeError(f"step {plan.step}: {len(self._words)} steps before it have not been read")
+        """Put a plan where the next step will look."""
         self._written += 1
         entry = self._turn % len(self._words)
         written = self._writer.write(plan, self._words[entry])
         self._turn += 1
         return Ticket(entry, plan.num_samples, *written)
+
+    def check_room(self, step: int) -> None:
+        """Raise `RuntimeError` when as many steps as there are entries have not been read: `step` would write
+        over an answer."""
+        if self._written - self._read >= len(self._words):
+            raise RuntimeError(f"step {step}: {len(self._words)} steps before it have not been read")
 
     def read(self, ticket: Ticket) -> Ints:
         """The tokens of a step that has ended, a copy."""
