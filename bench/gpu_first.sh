@@ -53,8 +53,8 @@ pytests() {
 # Lines for `pytests`: a model's tests together, the configurations apart.
 cases() {
   python3 - <<'EOF'
-from tests.fakes.tiny_model import VARIANTS
-from tests.gpu.test_cuda import CONFIGURATIONS
+from tests.rigs.tiny_model import VARIANTS
+from tests.rigs.configurations import TINY_CONFIGURATIONS
 
 def line(*names):
     print(*(f"'tests/gpu/test_cuda.py::test_{name}'" for name in names))
@@ -69,7 +69,7 @@ for name in VARIANTS:
     line(*(f"{test}[{name}]" for test in ("every_family_as_on_a_cpu", "sampling_as_on_a_cpu",
                                           "bfloat16_is_within_its_own_error")))
     line(*(f"fp8_is_near_and_graphs_change_nothing[{name}-{what}]" for what in ("pages", "weights")))
-for name in CONFIGURATIONS:
+for name in TINY_CONFIGURATIONS:
     line(f"text_is_the_same_in_every_configuration[{name}]")
 EOF
 }
@@ -105,12 +105,12 @@ real() {
   export OMP_NUM_THREADS=$((CORES / 3 + 1))
   : > "$LOGS/pytest.txt"
   python3 - <<'EOF' | pytests 4
-from tests.e2e.test_real_model import CONFIGURATIONS
+from tests.rigs.configurations import REAL_CONFIGURATIONS
 
 def line(*names):
     print(*(f"'tests/e2e/{name}'" for name in names))
 
-names = [f"test_real_model.py::test_float32_says_what_a_cpu_says[{name}]" for name in CONFIGURATIONS]
+names = [f"test_real_model.py::test_float32_says_what_a_cpu_says[{name}]" for name in REAL_CONFIGURATIONS]
 line("test_failure.py::test_a_step_that_fails[cuda]")
 line(*names[0::2])
 line(*names[1::2])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
+
+pytest.register_assert_rewrite("tests.rigs")
 
 settings.register_profile("search", settings.get_profile("default"))
 settings.register_profile("repeatable", derandomize=True, database=None)

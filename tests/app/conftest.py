@@ -1,129 +1,23 @@
-"""A real server on a free port, with an engine that only talks."""
+"""Servers with an engine that only talks, and engines over a fake device."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
-import aiohttp
-import msgspec
 import openai
 import pytest
-from aiohttp import web
 
-from app.api.routes import make_app
-from app.http.intake import Intake
-from app.http.keys import INTAKE
-from app.http.server import Runner
-from app.service import Loaded, ModelCard, Phase, Service
-from core.config import ServeConfig
-from tests.fakes.engine import CONTEXT, WIDTH, FakeEngine
-from tests.fakes.tokenizer import VOCAB, ByteTokenizer, JoinTemplate
-from tests.patience import PATIENCE
-
-CARD = ModelCard(
-    name="org/tiny",
-    path="/models/tiny",
-    architecture="LlamaForCausalLM",
-    context_length=CONTEXT,
-    vocab_size=VOCAB,
-    dtype="float32",
-    size=1_000_000,
-    created=1_700_000_000,
-    hidden_size=WIDTH,
-)
-
-
-class Server:
-    """What a test holds: the engine to steer, the service, a client session with the base address."""
-
-    def __init__(
-        self, runner: Runner, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession
-    ) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.port = port
-        self.service = service
-        self.engine = engine
-        self.http = http
-        self._runner = runner
-
-    @property
-    def connections(self) -> int:
-        """How many clients the server thinks it has."""
-        assert self._runner.server is not None
-        return len(self._runner.server.connections)
-
-    @property
-    def app(self) -> web.Application:
-        """The application that is served."""
-        return self._runner.app
-
-    def limit_bodies(self, budget: int) -> Intake:
-        """Give request bodies so many bytes in all."""
-        bodies = self.app[INTAKE]
-        bodies.budget = budget
-        return bodies
-
-    async def post(self, path: str, body: object = None, data: bytes | None = None) -> tuple[int, dict]:
-        """Status and decoded body."""
-        sent = {"json": body} if data is None else {"data": data}
-        async with self.http.post(path, **sent) as response:
-            return response.status, await response.json()
-
-    async def events(self, path: str, body: object) -> list[str]:
-        """The payloads of a stream's events."""
-        async with self.http.post(path, json=body) as response:
-            assert response.status == 200, await response.text()
-            text = (await response.read()).decode()
-        assert text.endswith("\n\n")
-        events = text[:-2].split("\n\n")
-        assert all(event.startswith("data: ") for event in events), events
-        return [event[6:] for event in events]
-
-
-Start = Callable[..., Awaitable[Server]]
+from app.text.tokenizer import Tokenizer
+from tests.rigs.server import Server, Start, starting
+from tests.rigs.step_loop import VOCAB, Bench
 
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts servers; all of them are gone after the test."""
-    runners: list[Runner] = []
-    services: list[Service] = []
-    sessions: list[aiohttp.ClientSession] = []
-
-    async def start(serve: ServeConfig = ServeConfig(), ready: bool = True, sndbuf: int = 0) -> Server:  # noqa: B008
-        engine = FakeEngine()
-        service = Service({"device": "cpu"})
-        if ready:
-            service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
-        data = serve.data_dir or str(tmp_path / f"data{len(runners)}")
-        serve = msgspec.structs.replace(serve, data_dir=data)
-        runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
-        await runner.setup()
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        if sndbuf:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
-        await web.SockSite(runner, listener).start()
-        port = listener.getsockname()[1]
-        session = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{port}")
-        runners.append(runner)
-        services.append(service)
-        sessions.append(session)
-        return Server(runner, port, service, engine, session)
-
-    yield start
-    for session in sessions:
-        await session.close()
-    for runner in runners:
-        await runner.cleanup()
-    for service in services:
-        if service.health.phase is Phase.READY:
-            service.loaded.helper.close()
-            service.loaded.bodies.close()
-    await asyncio.sleep(0)
+    async with starting(tmp_path) as start:
+        yield start
 
 
 @pytest.fixture
@@ -139,8 +33,18 @@ async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until `condition` holds. The bound is for a failing test only."""
-    async with asyncio.timeout(PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.001)
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes are tokens."""
+    return Tokenizer.load(None, VOCAB, [2])
+
+
+@pytest.fixture(params=[(depth, drafts) for depth in (0, 1, 2) for drafts in (0, 3)])
+async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
+    """At every depth, with rows of one token and of several."""
+    depth, drafts = request.param
+    bench = Bench(tokenizer, depth=depth, drafts=drafts)
+    yield bench
+    bench.scheduler.check_integrity()
+    assert bench.submitter.idle
+    bench.engine.close()

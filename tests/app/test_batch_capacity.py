@@ -10,8 +10,8 @@ import pytest
 from app.batch import capacity
 from app.batch.capacity import BACKGROUND
 from core.request import State
-from tests.app.batch_rig import Rig, line, settle, until
-from tests.patience import PATIENCE
+from tests.rigs.batches import Rig, line
+from tests.rigs.wait import PATIENCE, settle, until
 
 
 async def filled(rig: Rig, rows: int, max_tokens: int = 300, prompt: str = "hello") -> None:

@@ -12,8 +12,9 @@ import pytest
 from app.batch.store import Disk, Store
 from app.batch.work import Work
 from app.service import Health, Phase
-from tests.app.batch_rig import CHAT, CONTEXT, Rig, chat_line, jsonl, line, until
-from tests.patience import PATIENCE
+from tests.rigs.batches import CONTEXT, Rig, chat_line, jsonl, line
+from tests.rigs.requests import CHAT
+from tests.rigs.wait import PATIENCE, until
 
 FAILED = Health(Phase.FAILED, "failed", 1.0, "the engine failed")
 

@@ -20,8 +20,8 @@ from app.text.tokenizer import Tokenizer
 from core.config import ModelConfig
 from core.errors import ConfigError, ModelError
 from core.request import SamplingParams
-from tests.app import vocabularies
-from tests.app.assets import asset
+from tests.rigs import vocabularies
+from tests.rigs.assets import asset
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "eos_token_id": 2, "bos_token_id": 1}
 

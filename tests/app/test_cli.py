@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from app.cli import GROUPS, GenerateFlags, main, make_parser, parse, parse_generate
+from bench.chaos.tiny import ROOT
 from core.config import Config
-from tests.e2e.process import ROOT
 
 
 def test_no_flags_are_the_defaults() -> None:

@@ -10,8 +10,8 @@ import tokenizers
 
 from app.text.detokenizer import Detokenizer
 from app.text.tokenizer import Tokenizer
-from tests.app import vocabularies
-from tests.app.assets import asset
+from tests.rigs import vocabularies
+from tests.rigs.assets import asset
 
 TEXT = "hello hello 👨‍👩‍👧🙂 日本語, привет é ﷺ\n\n  tab\tend 1234 the\u2028end"
 

@@ -18,9 +18,10 @@ from app.batch import batches
 from app.batch.journal import Journal
 from app.batch.store import Disk
 from core.errors import DiskFull
-from tests.app.batch_rig import Rig, line, until
-from tests.app.conftest import Server
-from tests.app.test_responses_store import record
+from tests.rigs.batches import Rig, line
+from tests.rigs.responses import record
+from tests.rigs.server import Server
+from tests.rigs.wait import until
 
 
 def full(disk: Any) -> None:

@@ -3,97 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
 from app.engine.backlog import SLICE
-from app.engine.job import Job, Piece, TextOptions
-from app.engine.loop import BACKLOG, Engine
-from app.engine.submit import Limits, LiveRun, Submitter
+from app.engine.job import Job, TextOptions
+from app.engine.loop import BACKLOG
 from app.text.tokenizer import Tokenizer
-from core.cache.manager import CacheManager
-from core.clock import monotonic
-from core.config import ScheduleConfig
 from core.errors import ContextExceeded, Overloaded, RequestError, Unavailable
-from core.executor import Capabilities
 from core.plan import StepPlan
 from core.request import SamplingParams
-from core.schedule.scheduler import Scheduler
 from core.types import FinishReason
-from tests.fakes.executor import FakeExecutor, oracle
-
-VOCAB = 300
-PROMPT = np.asarray([65, 66, 67], np.int32)
-GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    """Bytes are tokens."""
-    return Tokenizer.load(None, VOCAB, [2])
-
-
-class Bench:
-    """An engine over a fake executor, and the pieces that came out."""
-
-    def __init__(self, tokenizer: Tokenizer, depth: int = 1, eager: bool = True, **options: object) -> None:
-        fail_at = int(str(options.pop("fail_at", -1)))
-        capabilities = Capabilities(
-            num_pages=129,
-            page_size=4,
-            max_rows=int(str(options.pop("rows", 8))),
-            context_length=512,
-            vocab_size=VOCAB,
-            max_step_tokens=2048,
-            count_rows=4,
-            max_drafts=int(str(options.pop("drafts", 0))),
-            max_samples=100,
-        )
-        self.executor = FakeExecutor(capabilities, eager=eager, fail_at=fail_at)
-        config = ScheduleConfig(**options)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
-        self.engine = Engine(self.scheduler, self.executor, depth, monotonic)
-        self.submitter = Submitter(self.engine, tokenizer, Limits(512, VOCAB), monotonic)
-        self.engine.start(asyncio.get_running_loop())
-        self.pieces: dict[str, list[Piece]] = {}
-
-    async def start(self, id: str, max_tokens: int | None = 8, **job: object) -> LiveRun:
-        job = {"prompt": PROMPT, "sampling": GREEDY, "ignore_eos": True, **job}
-        asked = Job(id=id, max_tokens=max_tokens, **job)  # type: ignore[arg-type]
-        run = await self.submitter.start(asked, lambda index, piece: self._take(f"{id}-{index}", piece))
-        assert isinstance(run, LiveRun)
-        return run
-
-    def _take(self, id: str, piece: Piece) -> None:
-        seen = self.pieces.setdefault(id, [])
-        assert not seen or seen[-1].finish is None, "a piece after the last one"
-        seen.append(piece)
-
-    def tokens(self, id: str) -> list[int]:
-        return [token for piece in self.pieces[id] for token in piece.tokens]
-
-    def reason(self, id: str) -> FinishReason | None:
-        finish = self.pieces[id][-1].finish
-        return finish.reason if finish else None
-
-
-async def settle() -> None:
-    """Let every callback that is due run."""
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
-@pytest.fixture(params=[(depth, drafts) for depth in (0, 1, 2) for drafts in (0, 3)])
-async def bench(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[Bench]:
-    """At every depth, with rows of one token and of several."""
-    depth, drafts = request.param
-    bench = Bench(tokenizer, depth=depth, drafts=drafts)
-    yield bench
-    bench.scheduler.check_integrity()
-    assert bench.submitter.idle
-    bench.engine.close()
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
+from tests.rigs.wait import settle
 
 
 async def test_every_choice_gets_the_same_text_at_every_depth(bench: Bench) -> None:

@@ -11,10 +11,9 @@ from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
 from core.request import SamplingParams
 from core.types import FinishReason
-from tests.app.test_engine import PROMPT, VOCAB, Bench, bench, settle, tokenizer
-from tests.fakes.executor import oracle
-
-__all__ = ["bench", "tokenizer"]  # fixtures
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import PROMPT, VOCAB, Bench
+from tests.rigs.wait import settle
 
 ASKED = SamplingParams(temperature=0.0, experts_from=1)
 

@@ -21,10 +21,9 @@ from app.engine.watchdog import FIRST, Watchdog
 from app.text.tokenizer import Tokenizer
 from core.errors import Unavailable
 from core.types import FinishReason
-from tests.app.conftest import until
-from tests.app.test_engine import GREEDY, PROMPT, VOCAB, Bench, settle
-from tests.fakes.executor import oracle
-from tests.patience import PATIENCE
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
+from tests.rigs.wait import PATIENCE, settle, until
 
 DEPTHS = [0, 1]
 AT = 3

@@ -15,33 +15,9 @@ import pytest
 
 from app.helper.process import Child, Gone, HelperProcess
 from core.errors import Overloaded
-from core.helper import Exceeded, Failed, Task
-from tests.patience import PATIENCE
-
-
-class Work:
-    """Does what its payload says, in the helper process."""
-
-    def __init__(self, state: bytes) -> None:
-        self._state = state
-
-    def __call__(self, payload: bytes) -> bytes:
-        match payload:
-            case b"pid":
-                return b"%d" % os.getpid()
-            case b"for ever":
-                while True:
-                    pass
-            case b"memory":
-                return bytes(2**33)
-            case b"die":
-                os.kill(os.getpid(), signal.SIGSEGV)
-            case b"raise":
-                raise ValueError("no")
-        return self._state + payload
-
-
-TASK = Task(f"{__name__}:Work", b"state ")
+from core.helper import Exceeded, Failed
+from tests.rigs.helper_task import TASK
+from tests.rigs.wait import PATIENCE
 
 
 @pytest.fixture
@@ -113,7 +89,7 @@ def test_a_process_that_is_killed_while_it_is_sent_a_job_is_gone() -> None:
 SERVER = """
 import asyncio
 from app.helper.process import HelperProcess
-from tests.app.test_helper import TASK
+from tests.rigs.helper_task import TASK
 async def main():
     helper = HelperProcess()
     print(bytes(await helper.run(TASK, b"pid", 60)).decode(), flush=True)

@@ -22,9 +22,9 @@ from app.http.sse import EventStream
 from core.config import ServeConfig
 from core.errors import Overloaded, Unavailable
 from core.types import Finish, FinishReason
-from tests.app.conftest import Server, Start, until
-from tests.app.test_http_tools import know
-from tests.fakes.engine import CONTEXT
+from tests.rigs.engine import CONTEXT
+from tests.rigs.server import Server, Start, know
+from tests.rigs.wait import until
 
 try:
     import anthropic

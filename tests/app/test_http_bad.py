@@ -19,9 +19,9 @@ from app.api.routes import make_app
 from app.http.server import Runner
 from app.service import Loaded, Service
 from core.config import ServeConfig
-from tests.app.conftest import CARD, Server, Start
-from tests.fakes.engine import FakeEngine
-from tests.fakes.tokenizer import ByteTokenizer, JoinTemplate
+from tests.rigs.engine import FakeEngine
+from tests.rigs.server import CARD, Server, Start
+from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -16,9 +16,9 @@ from app.service import Loaded
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
 from core.stats import CacheStatistics
-from tests.app.conftest import CARD, Server, Start
-from tests.app.test_engine import VOCAB, Bench
-from tests.fakes.tokenizer import JoinTemplate
+from tests.rigs.server import CARD, Server, Start
+from tests.rigs.step_loop import VOCAB, Bench
+from tests.rigs.tokenizer import JoinTemplate
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES_URL = "/v1/messages"

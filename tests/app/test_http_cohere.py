@@ -14,8 +14,8 @@ from app.engine.job import Piece
 from core.config import ServeConfig
 from core.errors import Overloaded, Unavailable
 from core.types import Finish, FinishReason
-from tests.app.conftest import Server, Start, until
-from tests.app.test_http_tools import know
+from tests.rigs.server import Server, Start, know
+from tests.rigs.wait import until
 
 URL, THEIRS = "/v2/chat", "/cohere/v2/chat"
 HI = [{"role": "user", "content": "hi"}]

@@ -8,24 +8,13 @@ from typing import Any
 import pytest
 
 from core.grammar import GrammarSpec
-from tests.app.conftest import Server
+from tests.rigs.requests import CHAT, COMPLETIONS, GENERATE, body
+from tests.rigs.server import Server
 
-CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"type":"integer"}}}'
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
 TAG_TEXT = '{"type":"structural_tag","format":{"type":"const_string","value":"x"}}'
-
-
-def body(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    base = {
-        CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
-        COMPLETIONS: {"prompt": "a", "max_tokens": 2},
-        GENERATE: {"text": "a"},
-    }[path]
-    if path == GENERATE:
-        return {**base, "sampling_params": {"max_new_tokens": 2, **fields}}
-    return {**base, **fields}
 
 
 CASES: list[tuple[dict[str, Any], GrammarSpec | None]] = [

@@ -7,8 +7,8 @@ import pytest
 from app.api.admin.control import TABLE
 from app.service import Loaded
 from core.config import ServeConfig
-from tests.app.conftest import CARD, Server, Start
-from tests.fakes.operator import Idle
+from tests.rigs.operator import Idle
+from tests.rigs.server import CARD, Server, Start
 
 
 @pytest.mark.parametrize("path", [path for method, path, _ in TABLE if method == "POST"])

@@ -20,11 +20,11 @@ from core.clock import monotonic
 from core.config import ServeConfig
 from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
-from tests.app.conftest import CARD, Server, Start
-from tests.app.test_engine import VOCAB, Bench, settle
-from tests.app.test_http_tools import know
-from tests.app.test_submit_grammar import FakeCompiler
-from tests.fakes.operator import Idle
+from tests.rigs.compiler import FakeCompiler
+from tests.rigs.operator import Idle
+from tests.rigs.server import CARD, Server, Start, know
+from tests.rigs.step_loop import VOCAB, Bench
+from tests.rigs.wait import settle
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"

@@ -15,35 +15,19 @@ from app.api.answers import ANSWERS
 from app.api.pooling.common import SLICE, cut, unit
 from app.engine.job import Piece
 from app.http.reply import PIECE, pieces
-from app.service import Loaded
 from core.models import PoolingSpec
 from core.types import Finish, FinishReason
-from tests.app.conftest import CARD, Server, until
-from tests.fakes.engine import WIDTH, state
-from tests.fakes.tokenizer import BOS
+from tests.rigs.embeddings import ids, last
+from tests.rigs.engine import WIDTH, state
+from tests.rigs.server import CARD, Server, serves
+from tests.rigs.tokenizer import BOS
+from tests.rigs.wait import until
 
 EMBEDDINGS = "/v1/embeddings"
 
 
-def ids(text: str) -> list[int]:
-    return [BOS, *text.encode()]
-
-
-def last(tokens: list[int], dimensions: int = WIDTH) -> np.ndarray:
-    """What the fake engine knows at the last token, at length 1."""
-    found = state(tokens[-1], len(tokens) - 1)[:dimensions]
-    return found / np.linalg.norm(found)
-
-
 def mean(tokens: list[int]) -> np.ndarray:
     return np.mean([state(token, at) for at, token in enumerate(tokens)], axis=0)
-
-
-def serves(server: Server, **card: Any) -> None:
-    """The model is another one."""
-    loaded = server.service.loaded
-    made = msgspec.structs.replace(CARD, **card)
-    server.service.ready(Loaded(made, loaded.tokenizer, loaded.template, server.engine))
 
 
 def numbers(answer: dict[str, Any]) -> list[np.ndarray]:

@@ -18,10 +18,10 @@ from app.engine.job import Job
 from app.service import Loaded, NumberBudget
 from app.text.tokenizer import Tokenizer
 from core.types import Floats, RootKey
-from tests.app.conftest import CARD, Server
-from tests.app.tensors import tensor
-from tests.app.test_engine import VOCAB, Bench
-from tests.fakes.engine import CONTEXT, WIDTH
+from tests.rigs.engine import CONTEXT, WIDTH
+from tests.rigs.server import CARD, Server
+from tests.rigs.step_loop import VOCAB, Bench
+from tests.rigs.tensors import tensor
 
 COMPLETIONS, GENERATE, CHAT = "/v1/completions", "/generate", "/v1/chat/completions"
 

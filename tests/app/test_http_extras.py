@@ -11,9 +11,9 @@ import pytest
 
 from app.engine.job import Piece
 from core.types import Finish, FinishReason
-from tests.app.conftest import Server, until
-from tests.app.test_http_reasoning import CLOSING
-from tests.app.test_http_tools import know
+from tests.rigs.server import Server, know
+from tests.rigs.tools import CLOSING
+from tests.rigs.wait import until
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = [{"role": "user", "content": "hi"}]

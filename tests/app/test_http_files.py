@@ -16,8 +16,9 @@ from aiohttp.base_protocol import BaseProtocol
 from app.api.openai import files
 from app.batch.records import FileRecord
 from app.http.form import SLICE, FormStream
-from tests.app.batch_rig import Rig, until
-from tests.app.conftest import Start
+from tests.rigs.batches import Rig
+from tests.rigs.server import Start
+from tests.rigs.wait import until
 
 
 def kept(root: Path) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.app.conftest import Server
-from tests.app.test_http_embeddings import ids, serves
-from tests.fakes.engine import WORDS, FakeRun, state
+from tests.rigs.embeddings import ids
+from tests.rigs.engine import WORDS, FakeRun, state
+from tests.rigs.server import Server, serves
 
 GENERATE = "/generate"
 

@@ -11,7 +11,8 @@ from app.http import connection, intake
 from app.http.intake import Intake, Reading
 from core.config import ServeConfig
 from core.errors import Unavailable
-from tests.app.conftest import Server, Start, until
+from tests.rigs.server import Server, Start
+from tests.rigs.wait import until
 
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

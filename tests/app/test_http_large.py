@@ -23,7 +23,8 @@ from app.http.aside import IDS, MANY
 from app.http.body import INLINE
 from app.http.pieces import FREED, MAX_ITEMS, MAX_VALUES, BodyWorker, assembled
 from app.text.numbers import MAX_SLOW
-from tests.app.conftest import Server, until
+from tests.rigs.server import Server
+from tests.rigs.wait import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]

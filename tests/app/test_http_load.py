@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.app.conftest import Server
+from tests.rigs.server import Server
 
 EXPECTED = {
     "/load": {"server_load": 2},

@@ -11,7 +11,7 @@ import pytest
 
 from app.http.aside import MANY
 from app.http.reply import SLICE, encode_long
-from tests.app.conftest import Server
+from tests.rigs.server import Server
 
 CHAT, COMPLETIONS, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 TOKENS = "/inference/v1/generate"

@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from app.http.keys import SERVICE
-from tests.app.conftest import Server
+from tests.rigs.server import Server
 
 LINE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*\})? (\S+)')
 

@@ -16,8 +16,8 @@ from app.http.burst import Burst
 from app.http.keys import BURST, REQUEST_ID
 from app.http.sse import EventStream
 from core.config import ServeConfig
-from tests.app.conftest import Server, Start
-from tests.app.test_http_tools import CALL, WEATHER, know
+from tests.rigs.server import Server, Start, know
+from tests.rigs.tools import CALL, WEATHER
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 HI = [{"role": "user", "content": "hi"}]

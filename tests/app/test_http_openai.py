@@ -7,7 +7,7 @@ import pytest
 
 from core.config import ServeConfig
 from core.errors import Overloaded, Unavailable
-from tests.app.conftest import Server, Start
+from tests.rigs.server import Server, Start
 
 HI: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
 

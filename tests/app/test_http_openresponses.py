@@ -9,9 +9,8 @@ import jsonschema
 import pytest
 
 from core.config import ServeConfig
-from tests.app.conftest import Server, Start
-from tests.app.test_http_responses import SCRIPT, URL, events, frames
-from tests.app.test_http_tools import know
+from tests.rigs.responses import SCRIPT, URL, events, frames
+from tests.rigs.server import Server, Start, know
 
 
 def nullable(kind: str) -> dict[str, Any]:

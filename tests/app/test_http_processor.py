@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from app.offline import LLM
+from bench.chaos.tiny import dummy_model
 from core.errors import ConfigError, EngineFailed, RequestError
-from tests.app.conftest import Server
-from tests.app.test_http_constraint import CHAT, COMPLETIONS, GENERATE, body
-from tests.e2e.process import dummy_model
+from tests.rigs.requests import CHAT, COMPLETIONS, GENERATE, body
+from tests.rigs.server import Server
 
 PICKLED = json.dumps({"callable": "80049563000000000000008c0a646978742e5f64696c6c94" * 20})
 """What SGLang's clients send: pickled code."""
@@ -91,7 +91,7 @@ async def test_fields_of_another_kind(named: Server, fields: dict[str, Any], par
 
 # -- the real engine --------------------------------------------------------------------------------
 
-HERE = "tests.gpu.test_processors"
+HERE = "tests.rigs.processors"
 
 
 @pytest.fixture(scope="module")

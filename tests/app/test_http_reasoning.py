@@ -13,11 +13,12 @@ import pytest
 from app.engine.job import Piece
 from core.errors import ContextExceeded, Overloaded
 from core.types import Finish, FinishReason
-from tests.app.conftest import Server, until
-from tests.app.test_http_tools import CALL, CHAT, HI, WEATHER, know
+from tests.rigs.requests import CHAT
+from tests.rigs.server import Server, know
+from tests.rigs.tools import CALL, CLOSING, HI, WEATHER
+from tests.rigs.wait import until
 
 THOUGHT = ["<think>", "\n", "Let", " me", " think", ".\n", "</think>", "\n\n", "Yes", "."]
-CLOSING = "\n</think>\n\n"
 
 
 def told(events: list[str]) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ import pytest
 
 from core.models import PoolingSpec
 from core.types import Ints
-from tests.app.conftest import Server
-from tests.app.test_http_embeddings import ids, last, serves
-from tests.fakes.tokenizer import BOS, EOS
+from tests.rigs.embeddings import ids, last
+from tests.rigs.server import Server, serves
+from tests.rigs.tokenizer import BOS, EOS
 
 RERANK = "/v1/rerank"
 ASKED: dict[str, Any] = {"query": "what?", "documents": ["bb", {"text": "dddd"}, "ccc"]}

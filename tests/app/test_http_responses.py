@@ -13,50 +13,17 @@ import pytest
 from app.api.responses.input import messages, own_items, shortened
 from core.config import ServeConfig
 from core.errors import Overloaded
-from core.types import Finish, FinishReason
-from tests.app.conftest import Server, Start, until
-from tests.app.test_http_tools import know
+from tests.rigs.responses import SCRIPT, URL, events, frames
+from tests.rigs.server import Server, Start, know
+from tests.rigs.wait import until
 
-URL = "/v1/responses"
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}
 SAID = "Hello wörld 😀!"
-SCRIPT = [
-    "<think>",
-    "hm",
-    "m</think>",
-    "Sure. ",
-    '<tool_call>\n{"name": "add", "arg',
-    'uments": {"a"',
-    ": 1}}\n</tool_call>",
-]
-STOP = Finish(FinishReason.STOP)
 
 
 @pytest.fixture
 async def server(start: Start, tmp_path: Path) -> Server:
     return await start(ServeConfig(data_dir=str(tmp_path)))
-
-
-async def frames(server: Server, method: str, url: str, body: object = None) -> list[bytes]:
-    """The frames of a stream."""
-    async with server.http.request(method, url, json=body) as response:
-        assert response.status == 200, await response.text()
-        return split(await response.read())
-
-
-def split(data: bytes) -> list[bytes]:
-    assert data.endswith(b"\n\n")
-    return data[:-2].split(b"\n\n")
-
-
-def events(listed: list[bytes]) -> list[dict[str, Any]]:
-    made = []
-    for number, frame in enumerate(listed):
-        name, data = frame.decode().split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}" and event["sequence_number"] == number
-        made.append(event)
-    return made
 
 
 def prompt(server: Server) -> str:

@@ -18,8 +18,9 @@ from app.api.routes import make_app
 from app.engine.job import Piece
 from app.http.server import Runner
 from core.config import ServeConfig
-from tests.app.conftest import Server, Start, until
-from tests.app.test_http_responses import STOP, URL, events, frames, split
+from tests.rigs.responses import STOP, URL, events, frames, split
+from tests.rigs.server import Server, Start
+from tests.rigs.wait import until
 
 
 async def test_in_the_background(client: openai.AsyncOpenAI, server: Server) -> None:

@@ -13,7 +13,8 @@ from app.api.request.sampling import root_key
 from app.api.routes import TABLE
 from app.service import Health, Phase
 from core.config import ServeConfig
-from tests.app.conftest import Server, Start, until
+from tests.rigs.server import Server, Start
+from tests.rigs.wait import until
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -11,8 +11,9 @@ import pytest
 
 from app.engine.job import Piece
 from core.errors import Overloaded
-from tests.app.conftest import Server, until
-from tests.app.test_http_tools import CALL, WEATHER, know
+from tests.rigs.server import Server, know
+from tests.rigs.tools import CALL, WEATHER
+from tests.rigs.wait import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 INFERENCE = "/inference/v1/generate"

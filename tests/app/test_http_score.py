@@ -12,11 +12,11 @@ import pytest
 
 from app.api.pooling.score import SCORE, WINDOW, _scores, score_answer
 from app.offline import LLM
+from bench.chaos.tiny import dummy_model
 from core.errors import RequestError
-from tests.app.conftest import Server
-from tests.e2e.process import dummy_model
-from tests.fakes.engine import CONTEXT
-from tests.fakes.tokenizer import BOS, VOCAB
+from tests.rigs.engine import CONTEXT
+from tests.rigs.server import Server
+from tests.rigs.tokenizer import BOS, VOCAB
 
 ASKED: dict[str, Any] = {"query": "Is it? ", "items": ["yes", "no!"], "label_token_ids": [10, 50]}
 REFUSED = ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/classify", "/classify"]

@@ -18,10 +18,9 @@ from app.parsers.registry import REASONING
 from app.service import AnswerDefaults
 from core.errors import Overloaded
 from core.types import Finish, FinishReason
-from tests.app.conftest import Server, Start, until
-from tests.app.test_http_tools import know
-from tests.fakes.engine import FakeRun
-from tests.patience import PATIENCE
+from tests.rigs.engine import FakeRun
+from tests.rigs.server import Server, Start, know
+from tests.rigs.wait import PATIENCE, until
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

@@ -17,8 +17,9 @@ from app.http.tenant import Keys
 from app.server import told_settings
 from core.config import Config, ModelConfig, ServeConfig
 from core.request import Request
-from tests.app.batch_rig import Rig, line
-from tests.app.conftest import Server, Start, until
+from tests.rigs.batches import Rig, line
+from tests.rigs.server import Server, Start
+from tests.rigs.wait import until
 
 ONE, TWO = {"Authorization": "Bearer one"}, {"X-Api-Key": "two"}
 CHAT = "/v1/chat/completions"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.app.conftest import Server
-from tests.app.test_http_embeddings import ids, serves
-from tests.fakes.engine import ROUTED, WORDS, FakeRun, routed
+from tests.rigs.embeddings import ids
+from tests.rigs.engine import ROUTED, WORDS, FakeRun, routed
+from tests.rigs.server import Server, serves
 
 GENERATE, CHAT, COMPLETIONS = "/generate", "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "a"}]

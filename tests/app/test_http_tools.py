@@ -11,38 +11,19 @@ import openai
 import pytest
 
 from app.api.openai.chat_stream import finished
-from app.parsers.registry import REASONING, TOOLS, ToolFamily
-from app.service import Loaded
+from app.parsers.registry import TOOLS
 from app.text.template import ChatTemplate
 from core.types import Finish, FinishReason
-from tests.app.assets import asset
-from tests.app.conftest import CARD, Server
-from tests.fakes.tokenizer import ByteTokenizer, JoinTemplate
+from tests.rigs.assets import asset
+from tests.rigs.requests import CHAT
+from tests.rigs.server import Server, know
+from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
+from tests.rigs.tools import CALL, HI, SCHEMA, WEATHER
 
-CHAT = "/v1/chat/completions"
-HI = [{"role": "user", "content": "hi"}]
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "now"}}
 STRICT = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ós </tool_call>lo"}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-def know(
-    server: Server,
-    tools: str | None = "hermes",
-    reasoning: str | None = None,
-    routed: tuple[int, int] = (0, 0),
-) -> None:
-    """The server's model is of these families from now on, and has experts where `routed` says so."""
-    family: ToolFamily | None = TOOLS[tools] if tools else None
-    thinking = REASONING[reasoning] if reasoning else None
-    card = msgspec.structs.replace(CARD, routed=routed)
-    made = Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
-    before = server.service.loaded
-    server.service.ready(msgspec.structs.replace(made, helper=before.helper, bodies=before.bodies))
 
 
 def chat(**fields: object) -> dict[str, Any]:
@@ -433,7 +414,7 @@ async def test_half_a_call_is_told_in_every_dialect(
 
 def plainly(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's template knows no tools, and its context has room for what is said of them."""
-    monkeypatch.setattr("tests.fakes.engine.CONTEXT", 4096)
+    monkeypatch.setattr("tests.rigs.engine.CONTEXT", 4096)
     server.service.ready(msgspec.structs.replace(server.service.loaded, template=ChatTemplate(PLAIN)))
 
 

@@ -12,17 +12,8 @@ from app.api.request.schema import COMPLETION
 from app.engine.job import Job, Sink
 from app.helper.lanes import Lanes
 from app.http.body import decode
-from app.warning import (
-    HEADER,
-    MAX_BODY,
-    MAX_CHARS,
-    MAX_UNKNOWN,
-    MAX_WARNINGS,
-    header_value,
-    warn,
-    warnings,
-)
-from tests.app.conftest import Server
+from app.warning import HEADER, MAX_BODY, MAX_CHARS, MAX_UNKNOWN, MAX_WARNINGS, header_value, warn, warnings
+from tests.rigs.server import Server
 
 CHAT = "/v1/chat/completions"
 

@@ -16,11 +16,11 @@ from app.service import Loaded
 from app.text.infill import FAMILIES, find_marks
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
-from tests.app.assets import asset
-from tests.app.conftest import CARD, Server, Start
-from tests.app.test_engine import VOCAB, Bench
-from tests.app.vocabularies import byte_fallback, save
-from tests.fakes.tokenizer import BOS, ByteTokenizer, JoinTemplate
+from tests.rigs.assets import asset
+from tests.rigs.server import CARD, Server, Start
+from tests.rigs.step_loop import VOCAB, Bench
+from tests.rigs.tokenizer import BOS, ByteTokenizer, JoinTemplate
+from tests.rigs.vocabularies import byte_fallback, save
 
 P, S, M, E = 258, 259, 260, 261
 

@@ -17,7 +17,7 @@ from app.compose import Parts, assemble, load
 from app.service import Service
 from app.text.tokenizer import Tokenizer
 from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
-from tests.fakes import tiny_model
+from tests.rigs import tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,8 +7,8 @@ import re
 import subprocess
 import sys
 
-from tests.patience import PATIENCE
-from tests.ratchet.tree import ROOT
+from tests.rigs.tree import ROOT
+from tests.rigs.wait import PATIENCE
 
 FLOOD = """
 import logging, sys

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.offline import LLM, Output
+from bench.chaos.tiny import dummy_model
 from core.errors import ConfigError, ContextExceeded, RequestError, Unavailable
-from tests.e2e.process import dummy_model
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 HI = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.offline import LLM
-from tests.e2e.process import dummy_model
+from bench.chaos.tiny import dummy_model
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

@@ -17,8 +17,8 @@ from app.api.routes import TABLE
 from app.service import Loaded, ModelCard
 from core.config import ServeConfig
 from core.models import PoolingSpec
-from tests.app.conftest import CARD, Server, Start
-from tests.fakes.operator import Idle
+from tests.rigs.operator import Idle
+from tests.rigs.server import CARD, Server, Start
 
 NOT_GENERATING = ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/classify", "/classify")
 RANKS = PoolingSpec(kind="first", labels=("r",), activation="sigmoid", normalize=False)

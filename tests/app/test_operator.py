@@ -12,8 +12,9 @@ from app.text.tokenizer import Tokenizer
 from core.errors import EngineFailed, RequestError
 from core.request import State
 from core.types import FinishReason
-from tests.app.test_engine import PROMPT, VOCAB, Bench, settle
-from tests.fakes.executor import oracle
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import PROMPT, VOCAB, Bench
+from tests.rigs.wait import settle
 
 
 @pytest.fixture(scope="module")

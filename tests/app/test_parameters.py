@@ -30,11 +30,10 @@ from app.api.responses.schema import ResponsesBody
 from app.api.vllm.chat_batch import BatchChatBody
 from app.api.vllm.inference import InferenceBody
 from core.request import SamplingParams
-from tests.app.conftest import Server
-from tests.app.tensors import tensor
-from tests.app.test_http_tools import know
-from tests.fakes.engine import ROUTED, WIDTH
-from tests.fakes.tokenizer import ByteTokenizer
+from tests.rigs.engine import ROUTED, WIDTH
+from tests.rigs.server import Server, know
+from tests.rigs.tensors import tensor
+from tests.rigs.tokenizer import ByteTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
-import sys
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from app.parsers.base import (
-    CallArguments,
-    CallBroken,
-    CallCut,
-    CallStart,
-    Content,
-    Event,
-    StreamParser,
-    assemble,
-)
+from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, StreamParser, assemble
 from app.parsers.json_scan import MAX_DEPTH, JsonScanner
 from app.parsers.registry import TOOLS
 from app.parsers.typed import members
+from tests.rigs.parsers import Made, cuts, hermes, lines, parse, splits
 
 NAMES = frozenset({"f", "get_weather"})
 
@@ -41,12 +30,6 @@ SCHEMAS = {
     name: {"properties": TYPES | {"nested": {"type": "object"}, "deep": {"type": "array"}}} for name in NAMES
 }
 """Of the arguments, for formats that write strings bare. `a` may be anything."""
-Made = list[tuple[str, dict[str, Any]]]
-
-
-def hermes(calls: Made) -> str:
-    each = ((name, json.dumps(args, ensure_ascii=False)) for name, args in calls)
-    return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in each)
 
 
 def llama(calls: Made) -> str:
@@ -235,33 +218,10 @@ def parser(family: str) -> StreamParser:
     return TOOLS[family].parser(NAMES, SCHEMAS)
 
 
-def parse(parser: StreamParser, pieces: Iterable[str]) -> list[Event]:
-    events: list[Event] = []
-    for piece in pieces:
-        events += parser.feed(piece)
-    return events + parser.finish()
-
-
 def read(family: str, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls."""
     message = assemble(parse(parser(family), pieces))
     return message.content, [(call.name, call.arguments) for call in message.calls]
-
-
-def cuts(text: str, seed: int = 0) -> Iterable[list[str]]:
-    """The text whole, in single characters, and in random pieces."""
-    yield [text]
-    yield list(text)
-    chance = random.Random(seed)
-    for _ in range(8):
-        at = sorted(chance.sample(range(len(text) + 1), min(len(text), chance.randrange(1, 12))))
-        yield [text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)]
-
-
-def splits(text: str) -> Iterable[list[str]]:
-    """The text in two pieces, cut at every place."""
-    for at in range(len(text) + 1):
-        yield [text[:at], text[at:]]
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
@@ -661,26 +621,6 @@ def test_the_scanner_takes_what_a_decoder_takes(text: str) -> None:
 
 
 # -- work ------------------------------------------------------------------------------------------
-
-
-def lines(work: Callable[[], object]) -> int:
-    """Lines of the parsers' code that run: steps, where seconds would be luck."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        code: CodeType = frame.f_code
-        if "parsers" not in code.co_filename:
-            return None
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(None)
-    return count
 
 
 OPENINGS = {

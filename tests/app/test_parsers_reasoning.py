@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from app.parsers.base import Content, Event, Reasoning, assemble
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING, TOOLS, reasoning_family, tool_family
-from tests.app.assets import asset
-from tests.app.test_parsers import cuts, hermes, lines, parse, splits
+from tests.rigs.assets import asset
+from tests.rigs.parsers import cuts, hermes, lines, parse, splits
 
 THINK = REASONING["think"]
 

@@ -14,8 +14,8 @@ import torch
 from app.api.pooling.rerank import score_pairs
 from app.offline import LLM
 from core.errors import ConfigError, ContextExceeded, RequestError
-from tests.fakes import tiny_model
-from tests.fakes.tiny_model import Tiny
+from tests.rigs import tiny_model
+from tests.rigs.tiny_model import Tiny
 
 PROMPTS = [
     [int(i * k % 250) + 3 for i in range(n)] for k, n in ((7, 40), (11, 3), (13, 90), (17, 40), (19, 1))

@@ -13,8 +13,9 @@ from app.http.delivery import Spaced
 from app.text.repetition import Repetition, RepetitionScanner
 from app.text.tokenizer import Tokenizer
 from core.types import Finish, FinishReason
-from tests.app.test_engine import VOCAB, Bench, settle
-from tests.fakes.executor import oracle
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import VOCAB, Bench
+from tests.rigs.wait import settle
 
 
 def repeats(tokens: Sequence[int], asked: Repetition) -> bool:

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.api.responses import Record, Store, disk
+from app.api.responses import Store, disk
 from app.api.responses.disk import SLICE, decode_items, encode_items
 from core.errors import NotFound, RequestError, Unavailable
+from tests.rigs.responses import record
 
 Open = Callable[..., Store]
 
@@ -27,14 +28,6 @@ async def opened(tmp_path: Path) -> AsyncIterator[Open]:
     yield make
     for store in stores:
         await store.close()
-
-
-def record(id: str, status: str = "completed", owner: str = "me", **more: object) -> Record:
-    """A response that says its own id to a question that has it too."""
-    doc = {"id": id, "status": status, "output": [{"id": f"out-{id}", "type": "message"}]}
-    items = [{"id": f"in-{id}", "type": "message"}]
-    fields = {"created": 2**31, "input": msgspec.json.encode(items), "doc": msgspec.json.encode(doc), **more}
-    return Record(id=id, owner=owner, status=status, **fields)  # type: ignore[arg-type]
 
 
 async def ids(store: Store, *asked: str) -> list[str]:

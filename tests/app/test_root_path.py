@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.config import ServeConfig
-from tests.app.conftest import Start
+from tests.rigs.server import Start
 
 HI = [{"role": "user", "content": "hi"}]
 

@@ -23,12 +23,13 @@ from core.plan import RowLogprobs, StepPlan, StepResult
 from core.request import SamplingParams
 from core.request.request import State
 from core.types import FinishReason
-from tests.app.conftest import CARD, Server, Start, until
-from tests.app.test_beam import Model, plainly
-from tests.app.test_engine import PROMPT, VOCAB, Bench, settle
-from tests.fakes.executor import FakeExecutor
-from tests.fakes.tiny_model import build
-from tests.fakes.tokenizer import JoinTemplate
+from tests.rigs.beam import Model, plainly
+from tests.rigs.executor import FakeExecutor
+from tests.rigs.server import CARD, Server, Start
+from tests.rigs.step_loop import PROMPT, VOCAB, Bench
+from tests.rigs.tiny_model import build
+from tests.rigs.tokenizer import JoinTemplate
+from tests.rigs.wait import settle, until
 
 END = 2
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -7,7 +7,7 @@ import hmac
 import pytest
 
 from core.config import ServeConfig
-from tests.app.conftest import Start
+from tests.rigs.server import Start
 
 
 async def test_keys_are_compared_as_digests_in_constant_time(

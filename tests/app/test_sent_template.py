@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from app.text.template import ChatTemplate
-from tests.app.conftest import Server, until
+from tests.rigs.server import Server
+from tests.rigs.wait import until
 
 CHAT, TOKENIZE, RESPONSES = "/v1/chat/completions", "/tokenize", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]

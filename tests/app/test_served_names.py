@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from app.service import Loaded
-from tests.app.conftest import CARD, Server
-from tests.fakes.tokenizer import ByteTokenizer, JoinTemplate
+from tests.rigs.server import CARD, Server
+from tests.rigs.tokenizer import ByteTokenizer, JoinTemplate
 
 HI = [{"role": "user", "content": "hi"}]
 NAMES = ("first", "second", "third")

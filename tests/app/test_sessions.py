@@ -12,8 +12,9 @@ from app.api.sglang.session_tree import IDLE, MAX_SESSIONS, MAX_TOKENS, Sessions
 from app.engine.job import Piece
 from core.errors import NotFound, Overloaded, RequestError
 from core.types import Finish, FinishReason, Ints
-from tests.app.conftest import Server, until
-from tests.fakes.tokenizer import BOS
+from tests.rigs.server import Server
+from tests.rigs.tokenizer import BOS
+from tests.rigs.wait import until
 
 SAID = [ord("H"), ord("l")]
 """Tokens of the fake engine's first two words."""

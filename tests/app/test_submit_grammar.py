@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
@@ -13,46 +12,13 @@ from app.text.tokenizer import Tokenizer
 from app.warning import warnings
 from core.clock import monotonic
 from core.errors import Aborted, RequestError, Unavailable
-from core.grammar import CompiledGrammar, GrammarSpec
+from core.grammar import GrammarSpec
 from core.request import SamplingParams
-from tests.app.test_engine import VOCAB, Bench
+from tests.rigs.compiler import FakeCompiler
+from tests.rigs.step_loop import VOCAB, Bench
 
 END = 2
 SPEC = GrammarSpec("regex", "a+", "regex")
-
-
-class Compiled:
-    """A grammar that no fake device looks into."""
-
-    warnings: tuple[str, ...] = ()
-
-    def matcher(self) -> Any:
-        return None
-
-
-class FakeCompiler:
-    """Answers when it is told to."""
-
-    def __init__(self) -> None:
-        self.asked: list[GrammarSpec] = []
-        self.cancelled = 0
-        self.ready = asyncio.Event()
-        self.error: RequestError | None = None
-        self.grammar = Compiled()
-
-    async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        self.asked.append(spec)
-        try:
-            await self.ready.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        if self.error is not None:
-            raise self.error
-        return self.grammar
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from app.helper.process import HelperProcess
 from app.text.sent import KEPT, MAX_SOURCE, Renderer, SentTemplate
 from app.text.template import TIME_LIMIT, ChatTemplate, read_template
 from core.errors import ModelError, RequestError
-from tests.app.assets import asset
+from tests.rigs.assets import asset
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from app.api.request.tensor import Dense, TensorError, read_tensor
-from tests.app.tensors import npy
+from tests.rigs.tensors import npy
 
 GENERATOR = torch.Generator().manual_seed(1)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

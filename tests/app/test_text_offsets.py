@@ -7,8 +7,8 @@ import pytest
 from app.api.request.logprobs import Namer, Offsets
 from app.engine.job import Piece
 from core.types import Finish, FinishReason
-from tests.app.conftest import Server
-from tests.fakes.tokenizer import BOS, EOS, ByteTokenizer
+from tests.rigs.server import Server
+from tests.rigs.tokenizer import BOS, EOS, ByteTokenizer
 
 COMPLETIONS = "/v1/completions"
 

@@ -7,7 +7,7 @@ import pytest
 from app.engine.metrics import Recorder
 from app.engine.timeline import KEPT, Timelines, Waits
 from core.types import FinishReason
-from tests.core.harness import Harness
+from tests.rigs.scheduler import Harness
 
 
 def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:

@@ -16,9 +16,9 @@ import pytest
 from app.text.tokenizer import HUGE_CHARS, INLINE_CHARS, Tokenizer
 from core.errors import ContextExceeded, ModelError, RequestError
 from core.types import Ints
-from tests.app import vocabularies
-from tests.app.assets import asset
-from tests.patience import PATIENCE
+from tests.rigs import vocabularies
+from tests.rigs.assets import asset
+from tests.rigs.wait import PATIENCE
 
 
 def test_a_directory_is_read_with_its_special_tokens(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from app.parsers.registry import REASONING
 from app.text.tokenizer import Tokenizer
 from core.errors import Unavailable
 from core.types import FinishReason
-from tests.app.test_engine import GREEDY, PROMPT, VOCAB, Bench, bench, settle, tokenizer
-from tests.fakes.executor import oracle
-
-__all__ = ["bench", "tokenizer"]  # fixtures
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
+from tests.rigs.wait import settle
 
 CLOSING = b"\n</think>\n\n"
 READING = Reading(reasoning=REASONING["think"], inside=True)

@@ -14,7 +14,7 @@ from bench.chaos.faults import FAULTS
 from bench.chaos.main import ENDED
 from bench.chaos.rows import TABLE
 from bench.chaos.tiny import ROOT
-from tests.patience import PATIENCE
+from tests.rigs.wait import PATIENCE
 
 FEW = ("--scale", "0.01", "--soak", "1")
 NAMES = [row.name for row in TABLE]

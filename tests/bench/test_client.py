@@ -10,7 +10,7 @@ from bench.load.client import Client, Target
 from bench.load.prompts import Ask, Source
 from bench.load.records import Record
 from bench.load.workloads import Workload
-from tests.bench.fake import Fake, proper, serving, text
+from tests.rigs.completions_server import Fake, proper, serving, text
 
 WORK = Workload(input_len=4, output_len=3)
 

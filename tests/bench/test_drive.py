@@ -11,7 +11,7 @@ from bench.load.client import Client, Target
 from bench.load.drive import Driver
 from bench.load.prompts import Source
 from bench.load.workloads import Workload
-from tests.bench.fake import Body, Fake, proper, serving
+from tests.rigs.completions_server import Body, Fake, proper, serving
 
 
 def driver(

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bench import gate, results
+from bench.chaos.tiny import dummy_model
 from bench.checkpoint import write_checkpoint
 from bench.gate import Reading, occupied
 from gpu.build import spec_of
 from gpu.weights.load import load_model
-from tests.e2e.process import dummy_model
 
 
 def test_a_second_counts_when_all_rows_ran_and_is_reckoned_from_step_to_step() -> None:

@@ -16,8 +16,8 @@ from bench.load import main as command
 from bench.load import server
 from bench.load.client import Target
 from bench.load.workloads import Workload
-from tests.bench.fake import Fake, serving
-from tests.patience import PATIENCE
+from tests.rigs.completions_server import Fake, serving
+from tests.rigs.wait import PATIENCE
 
 
 async def start(*args: str) -> Process:

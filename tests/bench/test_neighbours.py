@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench import neighbours, results
+from bench.chaos.tiny import dummy_model
 from bench.load.records import Record
 from bench.neighbours import INTRUDERS, Figures, figures, verdict
-from tests.e2e.process import dummy_model
 
 
 def record(*times: float) -> Record:

@@ -8,7 +8,7 @@ import pytest
 
 from bench.load.records import Record
 from bench.load.stream import Stream
-from tests.bench.fake import delta, text
+from tests.rigs.completions_server import delta, text
 
 
 def sse(*events: str) -> bytes:

@@ -1,24 +1,23 @@
-"""The server that `tests/app` uses, and how to make it fail once."""
+"""Servers with an engine that only talks."""
 
 from __future__ import annotations
 
-from app.engine.job import Job, Sink
-from core.errors import LoomError
-from tests.app.conftest import Server, server, start
-from tests.fakes.engine import FakeRun
+from collections.abc import AsyncIterator
+from pathlib import Path
 
-__all__ = ["refuse", "server", "start"]
+import pytest
+
+from tests.rigs.server import Server, Start, starting
 
 
-def refuse(server: Server, *errors: LoomError) -> list[LoomError]:
-    """The next requests are refused with these errors, one each; returns those still to come."""
-    coming = list(errors)
-    begin = server.engine.start
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts servers; all of them are gone after the test."""
+    async with starting(tmp_path) as start:
+        yield start
 
-    async def start(job: Job, sink: Sink) -> FakeRun:
-        if coming:
-            raise coming.pop(0)
-        return await begin(job, sink)
 
-    server.engine.start = start
-    return coming
+@pytest.fixture
+async def server(start: Start) -> Server:
+    """A ready server with the default settings."""
+    return await start()

@@ -10,9 +10,7 @@ import openai
 import pytest
 
 from core.errors import Unavailable
-from tests.app.conftest import Server
-from tests.app.test_http_tools import know
-from tests.clients.conftest import refuse
+from tests.rigs.server import Server, know, refuse
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # their own, of pydantic and of httpx
 
@@ -109,7 +107,7 @@ async def test_smolagents(server: Server) -> None:
     final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "two"}}\n</tool_call>'
     server.engine.scripts = [CALL, [final]]
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("tests.fakes.engine.CONTEXT", 100_000)  # its own prompt is long
+    monkey.setattr("tests.rigs.engine.CONTEXT", 100_000)  # its own prompt is long
     try:
         agent = smolagents.ToolCallingAgent(tools=[smolagents.tool(add)], model=model, verbosity_level=0)
         assert await asyncio.to_thread(agent.run, "hi") == "two"

@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.app.conftest import Server
-from tests.app.test_http_tools import know
-from tests.patience import PATIENCE
+from tests.rigs.server import Server, know
+from tests.rigs.wait import PATIENCE
 
 BIN = Path(__file__).parent / "node" / "node_modules" / ".bin"
 ROOM = 2_000_000
@@ -28,7 +27,7 @@ SAID = ["Hello", " there", "."]
 @pytest.fixture
 def wide(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A model that calls tools and has room for the prompts of agents."""
-    monkeypatch.setattr("tests.fakes.engine.CONTEXT", ROOM)
+    monkeypatch.setattr("tests.rigs.engine.CONTEXT", ROOM)
     know(server)
     loaded = server.service.loaded
     card = msgspec.structs.replace(loaded.card, context_length=ROOM)

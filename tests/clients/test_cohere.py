@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from core.errors import Unavailable
-from tests.app.conftest import Server
-from tests.app.test_http_tools import WEATHER, know
-from tests.clients.conftest import refuse
+from tests.rigs.server import Server, know, refuse
+from tests.rigs.tools import WEATHER
 
 SAID = "Hello wörld 😀!"
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.app.conftest import Server
+from tests.rigs.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own, of pydantic
 

@@ -8,8 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.app.conftest import Server
-from tests.app.test_http_tools import know
+from tests.rigs.server import Server, know
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own, of pydantic
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from core.errors import Overloaded
-from tests.app.conftest import Server
+from tests.rigs.server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # its own, of pydantic and of unclosed sessions
 

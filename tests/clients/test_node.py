@@ -16,11 +16,9 @@ import pytest
 
 from app.engine.job import Piece
 from core.errors import Overloaded, Unavailable
-from tests.app.batch_rig import Rig
-from tests.app.conftest import Server, until
-from tests.app.test_http_tools import know
-from tests.clients.conftest import refuse
-from tests.patience import PATIENCE
+from tests.rigs.batches import Rig
+from tests.rigs.server import Server, know, refuse
+from tests.rigs.wait import PATIENCE, until
 
 HERE = Path(__file__).parent / "node"
 NODE = shutil.which("node")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from app.engine.job import Piece
-from tests.app.conftest import Server, until
-from tests.app.test_http_tools import WEATHER, know
+from tests.rigs.server import Server, know
+from tests.rigs.tools import WEATHER
+from tests.rigs.wait import until
 
 SAID = "Hello wörld 😀!"
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -16,10 +16,8 @@ import pytest
 
 from app.engine.job import Piece
 from core.errors import Overloaded, Unavailable
-from tests.app.conftest import Server, until
-from tests.app.test_http_tools import know
-from tests.clients.conftest import refuse
-from tests.patience import PATIENCE
+from tests.rigs.server import Server, know, refuse
+from tests.rigs.wait import PATIENCE, until
 
 MODEL = "org/tiny"
 HI: list[Any] = [{"role": "user", "content": "hi"}]

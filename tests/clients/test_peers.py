@@ -26,8 +26,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.process import free_port, serving
-from tests.patience import PATIENCE
+from bench.chaos.tiny import free_port
+from tests.rigs.process import serving
+from tests.rigs.wait import PATIENCE
 
 pytestmark = pytest.mark.slow
 

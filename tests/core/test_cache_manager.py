@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,24 +12,8 @@ import pytest
 from core.cache import CacheManager, Hold, IntegrityError
 from core.config.groups import Eviction
 from core.types import Ints, RootKey
-
-A = RootKey()
-B = RootKey(adapter="b")
-
-
-def ints(values: Sequence[int]) -> Ints:
-    return np.array(values, np.int32)
-
-
-def seq(n: int, start: int = 0) -> Ints:
-    return np.arange(start, start + n, dtype=np.int32)
-
-
-def admit(cache: CacheManager, tokens: Ints, root: RootKey = A, room: int = 0) -> Hold:
-    """As the scheduler does: all but the last token may come from the cache."""
-    hold = cache.try_reserve(cache.match(root, tokens, len(tokens) - 1), len(tokens) + room)
-    assert hold is not None
-    return hold
+from tests.rigs.arrays import ints
+from tests.rigs.cache import A, B, admit, seq
 
 
 def serve(cache: CacheManager, tokens: Ints, root: RootKey = A) -> None:

@@ -11,8 +11,8 @@ from core.plan import StepPlan, StepResult
 from core.request import Request
 from core.schedule.scheduler import Confirmed
 from core.types import Finish, FinishReason
-from tests.core.harness import VOCAB, Harness
-from tests.fakes.executor import oracle
+from tests.rigs.executor import oracle
+from tests.rigs.scheduler import VOCAB, Harness
 
 
 def plan_of(harness: Harness) -> StepPlan:

@@ -9,7 +9,7 @@ import pytest
 from core.plan import NewSlot
 from core.request import Request
 from core.types import Floats, RootKey
-from tests.core.harness import Harness
+from tests.rigs.scheduler import Harness
 
 WIDTH = 3
 

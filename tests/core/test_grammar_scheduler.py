@@ -9,7 +9,7 @@ import numpy as np
 from core.plan import StepPlan, StepResult
 from core.request import Request, SamplingParams
 from core.types import Finish, FinishReason
-from tests.core.harness import Harness
+from tests.rigs.scheduler import Harness
 
 
 class Anything:

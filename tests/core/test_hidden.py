@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import ContextExceeded
 from core.request import Request
-from tests.core.harness import VOCAB, Harness
+from tests.rigs.scheduler import VOCAB, Harness
 
 A = [i * 7 % VOCAB for i in range(30)]
 B = [i * 11 % VOCAB for i in range(19)]

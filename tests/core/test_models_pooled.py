@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import ModelError
 from core.models import ModelSpec, PoolingSpec, read_spec, sentence_pooling
-from tests.core.test_models_read import BASE
+from tests.rigs.model_config import BASE
 
 MODULES = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
 

@@ -6,16 +6,7 @@ import pytest
 
 from core.errors import ModelError
 from core.models import FAMILIES, ModelSpec, read_spec
-
-BASE: dict[str, object] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 1000,
-}
+from tests.rigs.model_config import BASE
 
 
 def spec(architecture: str, **changes: object) -> ModelSpec:

@@ -10,8 +10,9 @@ import pytest
 from core.cache import CacheManager, Hold, IntegrityError, pins
 from core.cache.pins import MAX_PINS
 from core.request import Pinning, Request
-from tests.core.harness import Harness
-from tests.core.test_cache_manager import A, B, admit, ints, seq
+from tests.rigs.arrays import ints
+from tests.rigs.cache import A, B, admit, seq
+from tests.rigs.scheduler import Harness
 
 
 def keep(

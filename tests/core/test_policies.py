@@ -10,7 +10,7 @@ import pytest
 from core.config.groups import SchedulePolicy
 from core.request import Request, State
 from core.schedule.policy import OVERTAKEN
-from tests.core.harness import VOCAB, Harness
+from tests.rigs.scheduler import VOCAB, Harness
 
 POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 

@@ -9,7 +9,7 @@ import pytest
 
 from core.request import Request, State
 from core.types import FinishReason
-from tests.core.harness import VOCAB, Harness
+from tests.rigs.scheduler import VOCAB, Harness
 
 
 def run_all(h: Harness, requests: list[Request]) -> None:

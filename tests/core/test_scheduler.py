@@ -8,8 +8,8 @@ from core.config import CacheConfig
 from core.errors import ContextExceeded, Overloaded, RequestError
 from core.request import State
 from core.types import FinishReason, RootKey
-from tests.core.harness import Harness
-from tests.fakes.executor import oracle
+from tests.rigs.executor import oracle
+from tests.rigs.scheduler import Harness
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

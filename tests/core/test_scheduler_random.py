@@ -11,7 +11,7 @@ from core.config.groups import Eviction, SchedulePolicy
 from core.request import Request
 from core.schedule import throttle
 from core.types import FinishReason, RootKey
-from tests.core.harness import VOCAB, Harness, prompts
+from tests.rigs.scheduler import VOCAB, Harness, prompts
 
 POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")

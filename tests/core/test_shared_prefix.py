@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from core.plan import StepPlan
-from tests.core.harness import Harness, prompts
+from tests.rigs.scheduler import Harness, prompts
 
 
 def last(h: Harness) -> StepPlan:

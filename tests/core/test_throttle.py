@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.plan import StepPlan
 from core.schedule.throttle import MIN_PROMPT_TOKENS
-from tests.core.harness import VOCAB, Harness
+from tests.rigs.scheduler import VOCAB, Harness
 
 STEP, MIXED = 400, 100
 

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 
 from app.server import HUNG
-from tests.e2e.process import Process, dummy_model, flags, serving
-from tests.e2e.test_lifecycle import read_events
-from tests.patience import PATIENCE
+from bench.chaos.tiny import dummy_model, flags
+from tests.rigs.process import Process, read_events, serving
+from tests.rigs.wait import PATIENCE
 
 WITHIN = 1.0
 """Seconds until health must tell."""
@@ -45,7 +45,7 @@ async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], lis
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
-    more = ["--device", device, "--logit-processor", "fault=tests.fakes.boom:fault"]
+    more = ["--device", device, "--logit-processor", "fault=tests.rigs.processors:fault"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
         neighbour, breaking, told = await failing(server)
         assert server.wait() != 0
@@ -59,7 +59,7 @@ async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
 
 
 async def test_a_device_that_hangs(tmp_path: Path) -> None:
-    more = ["--logit-processor", "hang=tests.fakes.boom:hang", "--watchdog-timeout", "1"]
+    more = ["--logit-processor", "hang=tests.rigs.processors:hang", "--watchdog-timeout", "1"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
         neighbour, breaking, told = await failing(server, "hang")
         assert server.wait() == HUNG

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.process import ROOT, dummy_model, flags, run_to_end
-from tests.patience import PATIENCE
+from bench.chaos.tiny import ROOT, dummy_model, flags
+from tests.rigs.process import run_to_end
+from tests.rigs.wait import PATIENCE
 
 
 @pytest.fixture(scope="module")

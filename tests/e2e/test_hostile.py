@@ -13,8 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.process import Process, dummy_model, flags, serving
-from tests.patience import PATIENCE
+from bench.chaos.tiny import dummy_model, flags
+from tests.rigs.process import Process, serving
+from tests.rigs.wait import PATIENCE
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 GOOD = {"prompt": "The neighbours sing", "max_tokens": 60, "ignore_eos": True, "temperature": 0}

@@ -8,13 +8,13 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.e2e.process import Process, dummy_model, flags, run_to_end, serving
-from tests.patience import PATIENCE
+from bench.chaos.tiny import dummy_model, flags
+from tests.rigs.process import Process, read_events, run_to_end, serving
+from tests.rigs.wait import PATIENCE
 
 LONG = {"prompt": "x" * 50, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
@@ -28,13 +28,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as opened:
         yield opened
-
-
-async def read_events(answer: aiohttp.ClientResponse) -> list[Any]:
-    """Every event's payload, the last being "[DONE]"."""
-    body = (await answer.read()).decode()
-    lines = [line[6:] for line in body.split("\n\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 async def statistic(session: aiohttp.ClientSession, server: Process, name: str) -> float:

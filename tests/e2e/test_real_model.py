@@ -15,6 +15,7 @@ import pytest
 
 from app.offline import LLM
 from app.outputs import Output
+from tests.rigs.configurations import REAL_CONFIGURATIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -30,17 +31,6 @@ QUESTIONS = [
     "Explain in two sentences why the sky is blue. " * 12,
 ]
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "as it comes": {},
-    "no overlap": {"overlap_depth": 0},
-    "two steps ahead": {"overlap_depth": 2},
-    "chunks of 32": {"step_tokens": 32, "max_running": 8},
-    "no cache": {"radix_cache": False},
-    "retraction": {"kv_tokens": 512, "conservativeness": 0.01},
-    "plain launches": {"cuda_graphs": False},
-    "pages of 64": {"page_size": 64},
-}
-
 
 def told(device: str, dtype: str, **settings: Any) -> list[Output]:
     fixed = {"kv_tokens": 8192, "max_running": 16} | settings
@@ -54,9 +44,9 @@ def expected() -> list[Output]:
     return told("cpu", "float32")
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", REAL_CONFIGURATIONS)
 def test_float32_says_what_a_cpu_says(name: str, expected: list[Output]) -> None:
-    for got, want in zip(told("cuda", "float32", **CONFIGURATIONS[name]), expected, strict=True):
+    for got, want in zip(told("cuda", "float32", **REAL_CONFIGURATIONS[name]), expected, strict=True):
         same_text(got, want)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.e2e.process import dummy_model, flags, serving
+from bench.chaos.tiny import dummy_model, flags
+from tests.rigs.process import serving
 
 LISTENS = "0A"
 

@@ -18,12 +18,13 @@ import pytest
 
 from app.compose import Live, Parts, assemble, load
 from app.engine.job import Job, Piece
+from bench.chaos.tiny import dummy_model, flags
 from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig
 from core.grammar import GrammarKind, GrammarSpec
 from core.request import SamplingParams
 from core.types import FinishReason
-from tests.e2e.process import Process, dummy_model, flags, serving
-from tests.patience import PATIENCE
+from tests.rigs.process import Process, serving
+from tests.rigs.wait import PATIENCE
 
 SCHEMA = {
     "type": "object",

@@ -13,7 +13,7 @@ from core.request import SamplingParams
 from gpu.attention import TorchAttention, TorchBackend
 from gpu.kv.pool import KvPool
 from gpu.thread import device_thread
-from tests.gpu.views import Views
+from tests.rigs.views import Views
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 6, 2, 8

@@ -19,9 +19,10 @@ from gpu.build import build_executor, check_pages, choose_fp8, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
 from gpu.parts import Target
-from tests.fakes import tiny_model
-from tests.gpu.rig import GREEDY, ints
-from tests.patience import PATIENCE
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.runner import GREEDY
+from tests.rigs.wait import PATIENCE
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,10 @@ from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.step.steps import Forward
 from gpu.thread import device_thread
-from tests.fakes import tiny_model
-from tests.gpu.drive import Answer, Driver
-from tests.gpu.rig import ints
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.configurations import TINY_CONFIGURATIONS
+from tests.rigs.driver import Answer, Driver
 
 pytestmark = pytest.mark.gpu
 
@@ -193,22 +194,9 @@ def test_graphs_change_nothing(moe: Path, depth: int) -> None:
     assert [len(answer.tokens) for answer in got] == [len(answer.tokens) for answer in want]
 
 
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "depth 0": {"overlap_depth": 0},
-    "depth 2": {"overlap_depth": 2},
-    "small chunks": {"step_tokens": 16},
-    "prefill first": {"prefill_first": True},
-    "no cache": {"radix": False},
-    "retraction": {"kv_tokens": 208, "conservativeness": 0.01},
-    "page 1": {"page_size": 1},
-    "page 64": {"page_size": 64},
-    "plain launches": {"cuda_graphs": False},
-}
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", TINY_CONFIGURATIONS)
 def test_text_is_the_same_in_every_configuration(moe: Path, name: str) -> None:
-    given = dict(CONFIGURATIONS[name])
+    given = dict(TINY_CONFIGURATIONS[name])
     cache = {key: given.pop(key) for key in ("kv_tokens", "page_size") if key in given}
     radix = given.pop("radix", True)
     schedule = msgspec.structs.replace(SCHEDULE, **given)

@@ -27,8 +27,8 @@ from gpu.thread import device_thread
 from gpu.weights import load_model
 from gpu.weights.fill import Filler
 from gpu.weights.fp8 import dequantise, fitting, store
-from tests.fakes import tiny_model
-from tests.gpu.rig import CPU
+from tests.rigs import tiny_model
+from tests.rigs.runner import CPU
 
 TOP = 448.0
 """The largest e4m3."""

@@ -13,8 +13,8 @@ from core.errors import ModelError
 from gpu.build import spec_of
 from gpu.weights import load_model
 from gpu.weights.gguf import config_from_gguf, hf_name, unpermute
-from tests.fakes import tiny_model
-from tests.gpu.rig import Rig
+from tests.rigs import tiny_model
+from tests.rigs.runner import Rig
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.xgrammar_backend import check_tag
 from gpu.grammar.xgrammar_schema import check_strict
-from tests.gpu.grammars import (
+from tests.rigs.grammars import (
     END,
     THINK,
     TOKENIZER,

@@ -17,8 +17,8 @@ from gpu.grammar import Compiler, Matchers
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.limits import runs_away
 from gpu.grammar.stepper import Grammar
-from tests.gpu.grammars import decode, new_slot, table
-from tests.patience import PATIENCE
+from tests.rigs.grammars import decode, new_slot, table
+from tests.rigs.wait import PATIENCE
 
 WIDE = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(10_000)}})
 """Compiles for ten seconds."""

@@ -17,10 +17,11 @@ from core.plan import Chunk, NewSlot
 from core.request import SamplingParams
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.stepper import Grammar
-from tests.fakes import tiny_model
-from tests.fakes.tiny_model import VOCAB
-from tests.gpu.grammars import decode, new_slot
-from tests.gpu.rig import GREEDY, Rig, ints
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.grammars import decode, new_slot
+from tests.rigs.runner import GREEDY, Rig
+from tests.rigs.tiny_model import VOCAB
 
 PROMPT = [5, 7, 11, 13]
 STOP = 3

@@ -18,7 +18,7 @@ from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.structural_tag_lark import Unwritten, lark_of
 from gpu.grammar.xgrammar_backend import XgrBackend
-from tests.gpu.grammars import END, THINK, TOOL, TURN, UNTHINK, accepts, allowed, decode, new_slot, table
+from tests.rigs.grammars import END, THINK, TOOL, TURN, UNTHINK, accepts, allowed, decode, new_slot, table
 
 TABLE = table()
 LLGUIDANCE, XGRAMMAR = LlgBackend(TABLE, 1), XgrBackend(TABLE, 1)

@@ -11,9 +11,10 @@ import torch
 from core.plan import Chunk
 from core.request import SamplingParams
 from core.request.params import Hidden
-from tests.fakes import tiny_model
-from tests.fakes.tiny_model import HEADLESS, Tiny
-from tests.gpu.rig import Rig, ints
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.runner import Rig
+from tests.rigs.tiny_model import HEADLESS, Tiny
 
 A = [int(i * 37 % 251) + 3 for i in range(30)]
 B = [int(i * 53 % 241) + 5 for i in range(17)]

@@ -17,36 +17,15 @@ from core.plan import Chunk, NewSlot, StepResult
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
-from gpu.sample.processors import Processor, Processors, load_processors
-from tests.fakes import tiny_model
-from tests.gpu.rig import CPU, GREEDY, Rig, ints
-from tests.gpu.sampler import Sampled, Sampler
+from gpu.sample.processors import Processors, load_processors
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.processors import KNOWN, broken, only
+from tests.rigs.runner import CPU, GREEDY, Rig
+from tests.rigs.sampler import Sampled, Sampler
 
 VOCAB = 16
-HERE = "tests.gpu.test_processors"
-
-
-def only(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
-    """Leave one token, which the request names, plus one for each token before."""
-    keep = params.get("token", 0) + len(output)
-    value = logits[keep].clone()
-    logits.fill_(-math.inf)
-    logits[keep] = value
-
-
-def remember(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
-    """Tell the test what came, in the order of the steps."""
-    seen = params.setdefault("seen", [])
-    seen.append(list(output))
-    logits[len(seen)] = 100.0
-
-
-def broken(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
-    raise ValueError("a secret of the operator's")
-
-
-NOT_CALLABLE = 1
-KNOWN: dict[str, Processor] = {"only": only, "remember": remember, "broken": broken}
+HERE = "tests.rigs.processors"
 
 
 class Step:

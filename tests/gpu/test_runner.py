@@ -9,9 +9,10 @@ import torch
 from core.plan import Chunk, PromptLogprobs
 from core.request import SamplingParams
 from gpu.thread import device_thread
-from tests.fakes import tiny_model
-from tests.fakes.tiny_model import Tiny
-from tests.gpu.rig import CPU, Rig, ints
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.runner import CPU, Rig
+from tests.rigs.tiny_model import Tiny
 
 PROMPT = [int(i * 31 % 250) + 2 for i in range(30)]
 

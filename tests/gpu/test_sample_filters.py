@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpu.sample.filters import Field, Rule, nucleus, survivors
+from tests.rigs.sampling import by_sorting
 
 OFF = Rule(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -14,23 +15,6 @@ OFF = Rule(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 def filtered(logits: torch.Tensor, rule: Rule) -> Field:
     ids = torch.arange(len(logits), dtype=torch.int32)
     return survivors(logits.clone(), ids, float(logits.max()), rule)
-
-
-def by_sorting(logits: torch.Tensor, rule: Rule) -> dict[int, float]:
-    """Probability by id of the tokens that may be drawn, by definition: sort, cut, cut, cut."""
-    x = logits.double().numpy() / rule.temperature
-    order = np.argsort(-x, kind="stable")
-    if rule.top_k:
-        order = order[: rule.top_k]
-    p = np.exp(x[order] - x[order[0]])
-    p /= p.sum()
-    # The share by which top_p may be missed is part of the definition.
-    size = int((np.cumsum(p) < rule.top_p * (1 - 1e-6)).sum()) + 1
-    if rule.top_p < 1.0:
-        order, p = order[:size], p[:size]
-    kept = p >= rule.min_p * p[0]
-    order, p = order[kept], p[kept]
-    return dict(zip(order.tolist(), (p / p.sum()).tolist(), strict=True))
 
 
 def check(logits: torch.Tensor, rule: Rule) -> None:

@@ -14,8 +14,8 @@ from core.plan import PromptLogprobs
 from core.request.params import SamplingParams
 from gpu.sample.logprobs import Ranked, read_keys, select_keys
 from gpu.sample.logprobs import prompt_logprobs as launch_prompt_logprobs
-from tests.gpu.sampler import Sampled
-from tests.gpu.test_sample_sampler import make, sample
+from tests.rigs.sampler import Sampled
+from tests.rigs.sampling import make, sample
 
 
 def logits_like_bfloat16(n: int, vocab: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpu.sample.noise import bits, exponential, row_keys
-from tests.gpu.test_sample_stats import MIN_P, independent, p_value
+from tests.rigs.statistics import MIN_P, independent, p_value
 
 LAST_SEED = 2**63 - 1
 WORD = 0xFFFFFFFF

@@ -11,47 +11,14 @@ import torch
 
 from core.plan import NewSlot
 from core.request.params import SamplingParams
-from core.types import NAN_TOKEN, Ints
+from core.types import NAN_TOKEN
 from gpu.sample.filters import Rule
-from tests.gpu.sampler import Sampled, Sampler
-from tests.gpu.test_sample_filters import by_sorting
-from tests.gpu.test_sample_stats import MIN_P, p_value
+from tests.rigs.sampler import Sampler
+from tests.rigs.sampling import CPU, VOCAB, by_sorting, make, new_slot, sample
+from tests.rigs.statistics import MIN_P, p_value
 
-CPU = torch.device("cpu")
 LAST_SEED = 2**63 - 1
-VOCAB = 40
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def ints(tokens: Sequence[int]) -> Ints:
-    """As plans carry them: read-only."""
-    array = np.array(tokens, np.int32)
-    array.setflags(write=False)
-    return array
-
-
-def new_slot(
-    slot: int,
-    params: SamplingParams,
-    prompt: Sequence[int] = (1, 2, 3),
-    output: Sequence[int] = (),
-    count_row: int = -1,
-) -> NewSlot:
-    return NewSlot(slot, params, ints(prompt), ints(output), 0, count_row)
-
-
-def make(*params: SamplingParams, vocab: int = VOCAB) -> Sampler:
-    """A sampler whose slots 1, 2, ... have `params` and a prompt of 3 tokens; count rows as needed."""
-    sampler = Sampler(max(len(params), 4_000), vocab, len(params), CPU)
-    sampler.apply(
-        [new_slot(i + 1, p, count_row=i if p.penalised else -1) for i, p in enumerate(params)],
-    )
-    return sampler
-
-
-def sample(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
-    """Sample from a copy of `logits` [n, vocab]."""
-    return sampler.sample(logits.clone(), torch.tensor(slots), torch.tensor(positions))
 
 
 def tokens_of(sampler: Sampler, row: torch.Tensor, positions: Sequence[int]) -> np.ndarray:

@@ -13,8 +13,7 @@ from core.request.params import SamplingParams
 from core.types import NAN_TOKEN, LogprobsMode
 from gpu.grammar.matchers import Masks
 from gpu.sample.filters import Rule
-from tests.gpu.test_sample_filters import by_sorting
-from tests.gpu.test_sample_sampler import VOCAB, make, sample
+from tests.rigs.sampling import VOCAB, by_sorting, make, sample
 
 POSITIONS = list(range(3, 35))
 

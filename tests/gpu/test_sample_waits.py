@@ -25,7 +25,7 @@ from gpu.state.tables import SlotTables
 from gpu.state.view import place
 from gpu.step.rings import Rings
 from gpu.step.sampling import Choice, Logits, Sampled, Sampling, SamplingDevice, SamplingStage
-from tests.gpu.rig import ints
+from tests.rigs.arrays import ints
 
 META = torch.device("meta")
 """Whatever would read a value of such a tensor raises."""

@@ -9,7 +9,7 @@ from core.plan import Chunk, StepPlan
 from core.types import NO_TOKENS
 from gpu.state.entry import CASCADE_KEYS, CASCADE_ROWS
 from gpu.step.steps import DEEP_KEYS, DEEP_TOKENS, ExactSizes, Forward, PaddedSizes
-from tests.gpu.rig import ints
+from tests.rigs.arrays import ints
 
 STEPS = PaddedSizes(64, 2048, 16)
 

@@ -16,8 +16,9 @@ from core.types import NO_TOKENS
 from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.upkeep import Upkeep
-from tests.fakes import tiny_model
-from tests.gpu.rig import GREEDY, ints
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.runner import GREEDY
 
 PROMPT = ints(range(3, 13))
 

@@ -18,7 +18,7 @@ from gpu.models.base import CausalModel
 from gpu.thread import device_thread
 from gpu.weights import load_model
 from gpu.weights.stage import Stages
-from tests.fakes import tiny_model
+from tests.rigs import tiny_model
 
 CPU = torch.device("cpu")
 

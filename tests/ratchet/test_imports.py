@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ratchet import tree
-from tests.ratchet.tree import ROOMS, files, limits, module, name
+from tests.rigs import tree
+from tests.rigs.tree import ROOMS, files, limits, module, name
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -80,6 +82,25 @@ def test_nothing_imports_bench_or_tests() -> None:
         for target, _ in tree.imports(path)
         if target.split(".")[0] in ("bench", "tests")
     ]
+    assert found == []
+
+
+def test_no_file_imports_a_test_or_a_conftest() -> None:
+    """What tests share lies in `tests/rigs`."""
+    found = []
+    for path in (*files("tests"), *files("bench")):
+        for node in ast.walk(tree.parse(path)):
+            if isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                origin = "." * node.level + (node.module or "")
+                imported = [f"{origin}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in imported:
+                parts = target.split(".")
+                if parts[0] in ("tests", "") and any(re.match(r"test_|conftest$", part) for part in parts):
+                    found.append(f"{name(path)}: {target}")
     assert found == []
 
 

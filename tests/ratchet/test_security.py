@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.ratchet import tree
-from tests.ratchet.tree import ROOMS, files, name
+from tests.rigs import tree
+from tests.rigs.tree import ROOMS, files, name
 
 SECURITY = tree.ROOT / "SECURITY.md"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ratchet import tree
-from tests.ratchet.tree import ROOMS, files, limits, name
+from tests.rigs import tree
+from tests.rigs.tree import ROOMS, files, limits, name
 
 ALL = [path for room in ROOMS for path in files(room)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from core import env
 from core.config import CacheConfig, ModelConfig, ScheduleConfig, ServeConfig
-from tests.ratchet.tree import ROOMS, count, limits
+from tests.rigs.tree import ROOMS, count, limits
 
 SURFACE = limits()["surface"]
 

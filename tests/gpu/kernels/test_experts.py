@@ -11,9 +11,9 @@ from core.request import SamplingParams
 from gpu.kernels.moe.route import route
 from gpu.ops.base import Experts
 from gpu.ops.fused import TritonOps
-from tests.fakes import tiny_model
-from tests.gpu.kernels.test_graph_runner import PROMPT, Both
-from tests.gpu.rig import ints
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.graph_runner import PROMPT, Both
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
 

@@ -30,59 +30,19 @@ from gpu.ops.plain import TorchOps
 from gpu.state.view import StepView
 from gpu.thread import device_thread
 from gpu.weights import load_model
-from tests.fakes import tiny_model
-from tests.gpu.rig import CPU, GREEDY, ints
-from tests.gpu.views import Views
+from tests.rigs import tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.attention import NAN, PAGE, EagerAttention
+from tests.rigs.runner import CPU, GREEDY
+from tests.rigs.views import Views
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),
     reason="the interpreter's; a GPU has tests/gpu/test_cuda.py",
 )
 
-PAGE = 4
 ROWS = 4
 PAGES = 16
-NAN = float("nan")
-
-
-class EagerAttention:
-    """Attention over the pages that `caches` are views of, token by token, and NaN for padding."""
-
-    def __init__(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], windows: Sequence[int]) -> None:
-        self.caches = caches
-        self.windows = windows
-
-    def bind(self, pool: KvPool | None) -> None:
-        """See `AttentionBackend.bind`."""
-        self.caches = () if pool is None else pool.caches()
-
-    def plan(self, view: StepView) -> None:
-        """See `AttentionBackend.plan`."""
-
-    def attend(self, layer: int, q: torch.Tensor, view: StepView) -> torch.Tensor:
-        """See `AttentionBackend.attend`."""
-        assert q.is_contiguous()
-        out = torch.full_like(q, NAN)
-        k_all, v_all = self.caches[layer]
-        window = self.windows[layer]
-        for row, (slot, position) in enumerate(owners(view)):
-            first = max(position + 1 - window, 0) if window else 0
-            at = torch.arange(first, position + 1)
-            where = view.page_table[slot, at // PAGE].long() * PAGE + at % PAGE
-            k, v = (side[where].transpose(0, 1)[None] for side in (k_all, v_all))
-            found = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)
-            out[row] = found[0, :, 0]
-        return out.flatten(1)
-
-
-def owners(view: StepView) -> list[tuple[int, int]]:
-    """(slot, position) of every true token."""
-    _, decode, chunks, _ = view.counts.tolist()
-    found = [(int(view.decode_slots[i]), int(view.decode_lengths[i]) - 1) for i in range(decode)]
-    for i in range(chunks):
-        start, count = int(view.chunk_starts[i]), int(view.chunk_firsts[i + 1] - view.chunk_firsts[i])
-        found += [(int(view.chunk_slots[i]), start + j) for j in range(count)]
-    return found
 
 
 def padded(exact: StepView, tokens: int) -> StepView:

@@ -17,8 +17,9 @@ from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.sample import torch_kernels, weights
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.rows import Rows
-from tests.gpu.rig import CPU, ints
-from tests.gpu.sampler import Sampled, Sampler
+from tests.rigs.arrays import ints
+from tests.rigs.runner import CPU
+from tests.rigs.sampler import Sampled, Sampler
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter's; a GPU has tests/gpu/test_cuda.py"

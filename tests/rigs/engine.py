@@ -19,7 +19,7 @@ from core.request import Pinning, Request, SamplingParams
 from core.request.params import check, check_starts
 from core.stats import CacheStatistics, EngineStatistics, Histogram, SchedulerStatistics
 from core.types import Finish, FinishReason, Floats, Ints
-from tests.fakes.tokenizer import VOCAB, ByteTokenizer
+from tests.rigs.tokenizer import VOCAB, ByteTokenizer
 
 CONTEXT = 512
 WORDS = ("Hel", "lo", " wörld", " 😀", "!")

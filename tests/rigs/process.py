@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,13 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import aiohttp
 
-from bench.chaos.tiny import ROOT, dummy_model, flags, free_port
-from tests.patience import PATIENCE
-
-__all__ = ["ROOT", "Process", "dummy_model", "flags", "free_port", "run_to_end", "serving"]
+from bench.chaos.tiny import ROOT, free_port
+from tests.rigs.wait import PATIENCE
 
 
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -87,3 +87,10 @@ def serving(*arguments: str) -> Iterator[Process]:
         server.process.wait()
         if server.process.stderr is not None:
             server.process.stderr.close()
+
+
+async def read_events(answer: aiohttp.ClientResponse) -> list[Any]:
+    """Every event's payload, the last being "[DONE]"."""
+    body = (await answer.read()).decode()
+    lines = [line[6:] for line in body.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

@@ -15,7 +15,7 @@ from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Confirmed, Scheduler
 from core.types import Finish, Floats, Ints, RootKey
-from tests.fakes.executor import FakeExecutor, oracle
+from tests.rigs.executor import FakeExecutor, oracle
 
 VOCAB = 97
 

@@ -16,7 +16,7 @@ from core.plan import NewSlot, StepPlan
 from core.request import SamplingParams
 from gpu.grammar.matchers import Matchers
 from gpu.grammar.stepper import Grammar, Matcher
-from tests.gpu.rig import ints
+from tests.rigs.arrays import ints
 
 WIDTH = 300
 """Logits: wider than the vocabulary, as padded models are."""

@@ -23,6 +23,7 @@ from gpu.step.buffers import HiddenShape
 from gpu.step.steps import ExactSizes
 from gpu.thread import device_thread
 from gpu.weights import load_model
+from tests.rigs.arrays import ints
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
@@ -152,8 +153,3 @@ class Rig:
         while len(out) < tokens:
             out.append(int(self.step(decode=[slot]).tokens[0]))
         return out
-
-
-def ints(values: Sequence[int]) -> np.ndarray:
-    """int32, as plans carry them."""
-    return np.array(values, np.int32)

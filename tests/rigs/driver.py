@@ -16,7 +16,7 @@ from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
 from core.types import Floats, RootKey
-from tests.patience import PATIENCE
+from tests.rigs.wait import PATIENCE
 
 Prompt = Sequence[int] | Floats
 

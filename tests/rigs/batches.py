@@ -30,14 +30,14 @@ from core.config import ScheduleConfig, ServeConfig
 from core.executor import Capabilities
 from core.request import SamplingParams
 from core.schedule.scheduler import Scheduler
-from tests.app.conftest import CARD, until
-from tests.fakes.executor import FakeExecutor
-from tests.fakes.tokenizer import JoinTemplate
-from tests.patience import PATIENCE
+from tests.rigs.executor import FakeExecutor
+from tests.rigs.requests import CHAT, COMPLETIONS
+from tests.rigs.server import CARD
+from tests.rigs.tokenizer import JoinTemplate
+from tests.rigs.wait import PATIENCE, settle
 
 VOCAB = 300
 CONTEXT = 512
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Rig:
@@ -185,12 +185,3 @@ def chat_line(id: str, **fields: Any) -> dict[str, Any]:
 
 def jsonl(lines: Sequence[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
-
-
-async def settle() -> None:
-    """Let every callback that is due run."""
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
-__all__ = ["Rig", "chat_line", "jsonl", "line", "settle", "until"]

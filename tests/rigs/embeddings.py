@@ -1,0 +1,18 @@
+"""What the fake engine's hidden states are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.rigs.engine import WIDTH, state
+from tests.rigs.tokenizer import BOS
+
+
+def ids(text: str) -> list[int]:
+    return [BOS, *text.encode()]
+
+
+def last(tokens: list[int], dimensions: int = WIDTH) -> np.ndarray:
+    """What the fake engine knows at the last token, at length 1."""
+    found = state(tokens[-1], len(tokens) - 1)[:dimensions]
+    return found / np.linalg.norm(found)

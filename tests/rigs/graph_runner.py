@@ -1,0 +1,91 @@
+"""The captured step beside the plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.plan import Chunk, NewSlot, StepPlan, StepResult
+from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
+from gpu.kernels.sampling import kernels as triton_kernels
+from gpu.kernels.step import begin_step
+from gpu.kv.pool import KvPool
+from gpu.ops.fused import Kernels, TritonOps
+from gpu.runner import Machine, ModelRunner, Shape
+from gpu.state.view import StepView
+from gpu.step.buffers import HiddenShape
+from gpu.step.graphs import Plain
+from gpu.step.steps import PaddedSizes
+from gpu.thread import device_thread
+from tests.rigs.attention import EagerAttention
+from tests.rigs.runner import CPU, Rig
+
+PAGE, ROWS, PAGES = 4, 4, 300
+PROMPT = [int(i * 31 % 250) + 2 for i in range(22)]
+
+
+class Both:
+    """A CPU's runner, and one with a GPU's kernels and sizes that gets the same plans."""
+
+    def __init__(self, path: Path) -> None:
+        self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
+        spec = rig.spec
+        attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
+        configs = None
+        if (moe := spec.moe) is not None:
+            configs = MoeConfigs(
+                MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, "float32", "none")
+            )
+        width = HiddenShape(spec.hidden, torch.float32)
+        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, ROWS, width)
+
+        def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
+            return lambda view: TritonOps(view, Kernels(attention, pool.caches(), configs))
+
+        machine = Machine(
+            CPU, PaddedSizes(ROWS, 128, ROWS), Plain, attention, ops, begin_step, triton_kernels
+        )
+        self.runner = ModelRunner(self.shape, machine)
+        heads = (spec.kv_heads, spec.head_dim)
+        with device_thread(CPU):
+            self.runner.use_model(rig.model)
+            self.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))
+
+    def step(
+        self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
+    ) -> StepResult:
+        """One plan by both; they must agree in everything that a client sees."""
+        plan = self.rig.plan(decode, chunks, new)
+        with device_thread(CPU):
+            want = self.rig.runner.launch(plan).wait()
+            got = self.runner.launch(plan).wait()
+        agree(plan, got, want)
+        return got
+
+
+def agree(plan: StepPlan, got: StepResult, want: StepResult) -> None:
+    assert got.step == plan.step
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert not got.tokens.flags.writeable
+    assert got.failed == want.failed
+    assert got.logprobs.keys() == want.logprobs.keys()
+    for row, mine in got.logprobs.items():
+        assert mine.chosen == pytest.approx(want.logprobs[row].chosen, abs=1e-3)
+        assert mine.top_ids.tolist() == want.logprobs[row].top_ids.tolist()
+        assert mine.entropy == pytest.approx(want.logprobs[row].entropy, abs=1e-3)
+        assert (mine.support is None) == (want.logprobs[row].support is None)
+        if mine.support is not None:
+            assert mine.support.ids.tolist() == want.logprobs[row].support.ids.tolist()
+            assert mine.support.chosen == pytest.approx(want.logprobs[row].support.chosen, abs=1e-3)
+    assert got.prompt_logprobs.keys() == want.prompt_logprobs.keys()
+    for slot, mine in got.prompt_logprobs.items():
+        theirs = want.prompt_logprobs[slot]
+        assert mine.start == theirs.start
+        np.testing.assert_allclose(mine.values, theirs.values, atol=1e-3)
+    assert got.experts.keys() == want.experts.keys()
+    for slot, chosen in got.experts.items():
+        np.testing.assert_array_equal(chosen, want.experts[slot])

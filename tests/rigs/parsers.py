@@ -1,0 +1,62 @@
+"""Texts of tool calls, the ways to cut them, and the work of reading them."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+from typing import Any
+
+from app.parsers.base import Event, StreamParser
+
+Made = list[tuple[str, dict[str, Any]]]
+
+
+def hermes(calls: Made) -> str:
+    each = ((name, json.dumps(args, ensure_ascii=False)) for name, args in calls)
+    return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in each)
+
+
+def parse(parser: StreamParser, pieces: Iterable[str]) -> list[Event]:
+    events: list[Event] = []
+    for piece in pieces:
+        events += parser.feed(piece)
+    return events + parser.finish()
+
+
+def cuts(text: str, seed: int = 0) -> Iterable[list[str]]:
+    """The text whole, in single characters, and in random pieces."""
+    yield [text]
+    yield list(text)
+    chance = random.Random(seed)
+    for _ in range(8):
+        at = sorted(chance.sample(range(len(text) + 1), min(len(text), chance.randrange(1, 12))))
+        yield [text[i:j] for i, j in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+def splits(text: str) -> Iterable[list[str]]:
+    """The text in two pieces, cut at every place."""
+    for at in range(len(text) + 1):
+        yield [text[:at], text[at:]]
+
+
+def lines(work: Callable[[], object]) -> int:
+    """Lines of the parsers' code that run: steps, where seconds would be luck."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        code: CodeType = frame.f_code
+        if "parsers" not in code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count

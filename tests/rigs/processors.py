@@ -1,0 +1,56 @@
+"""Logit processors: some that a test can follow, and some that take the device down: what an operator's
+code or a broken GPU can do."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import torch
+
+from gpu.sample.processors import Processor
+
+AFTER = 3
+"""Tokens of the row that are still made."""
+
+
+def fault(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
+    """On a GPU a device-side assertion, after which nothing runs there; on a CPU an exception that no
+    handler of ordinary errors takes."""
+    if len(output_ids) < AFTER:
+        return
+    if logits.is_cuda:
+        beyond = torch.full((1,), logits.numel() * 1000, device=logits.device)
+        logits.index_select(0, beyond)
+    else:
+        raise SystemExit("the device is gone")
+
+
+def hang(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
+    """A step that never ends."""
+    if len(output_ids) >= AFTER:
+        threading.Event().wait()
+
+
+def only(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
+    """Leave one token, which the request names, plus one for each token before."""
+    keep = params.get("token", 0) + len(output)
+    value = logits[keep].clone()
+    logits.fill_(-math.inf)
+    logits[keep] = value
+
+
+def remember(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
+    """Tell the test what came, in the order of the steps."""
+    seen = params.setdefault("seen", [])
+    seen.append(list(output))
+    logits[len(seen)] = 100.0
+
+
+def broken(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
+    raise ValueError("a secret of the operator's")
+
+
+NOT_CALLABLE = 1
+KNOWN: dict[str, Processor] = {"only": only, "remember": remember, "broken": broken}

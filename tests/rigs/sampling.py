@@ -1,0 +1,66 @@
+"""Sampling by hand, and by definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from core.plan import NewSlot
+from core.request.params import SamplingParams
+from core.types import Ints
+from gpu.sample.filters import Rule
+from tests.rigs.sampler import Sampled, Sampler
+
+
+def by_sorting(logits: torch.Tensor, rule: Rule) -> dict[int, float]:
+    """Probability by id of the tokens that may be drawn, by definition: sort, cut, cut, cut."""
+    x = logits.double().numpy() / rule.temperature
+    order = np.argsort(-x, kind="stable")
+    if rule.top_k:
+        order = order[: rule.top_k]
+    p = np.exp(x[order] - x[order[0]])
+    p /= p.sum()
+    # The share by which top_p may be missed is part of the definition.
+    size = int((np.cumsum(p) < rule.top_p * (1 - 1e-6)).sum()) + 1
+    if rule.top_p < 1.0:
+        order, p = order[:size], p[:size]
+    kept = p >= rule.min_p * p[0]
+    order, p = order[kept], p[kept]
+    return dict(zip(order.tolist(), (p / p.sum()).tolist(), strict=True))
+
+
+CPU = torch.device("cpu")
+VOCAB = 40
+
+
+def ints(tokens: Sequence[int]) -> Ints:
+    """As plans carry them: read-only."""
+    array = np.array(tokens, np.int32)
+    array.setflags(write=False)
+    return array
+
+
+def new_slot(
+    slot: int,
+    params: SamplingParams,
+    prompt: Sequence[int] = (1, 2, 3),
+    output: Sequence[int] = (),
+    count_row: int = -1,
+) -> NewSlot:
+    return NewSlot(slot, params, ints(prompt), ints(output), 0, count_row)
+
+
+def make(*params: SamplingParams, vocab: int = VOCAB) -> Sampler:
+    """A sampler whose slots 1, 2, ... have `params` and a prompt of 3 tokens; count rows as needed."""
+    sampler = Sampler(max(len(params), 4_000), vocab, len(params), CPU)
+    sampler.apply(
+        [new_slot(i + 1, p, count_row=i if p.penalised else -1) for i, p in enumerate(params)],
+    )
+    return sampler
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, slots: Sequence[int], positions: Sequence[int]) -> Sampled:
+    """Sample from a copy of `logits` [n, vocab]."""
+    return sampler.sample(logits.clone(), torch.tensor(slots), torch.tensor(positions))

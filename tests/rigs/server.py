@@ -1,0 +1,166 @@
+"""A real server on a free port, with an engine that only talks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from app.api.routes import make_app
+from app.engine.job import Job, Sink
+from app.http.intake import Intake
+from app.http.keys import INTAKE
+from app.http.server import Runner
+from app.parsers.registry import REASONING, TOOLS, ToolFamily
+from app.service import Loaded, ModelCard, Phase, Service
+from core.config import ServeConfig
+from core.errors import LoomError
+from tests.rigs.engine import CONTEXT, WIDTH, FakeEngine, FakeRun
+from tests.rigs.tokenizer import VOCAB, ByteTokenizer, JoinTemplate
+
+CARD = ModelCard(
+    name="org/tiny",
+    path="/models/tiny",
+    architecture="LlamaForCausalLM",
+    context_length=CONTEXT,
+    vocab_size=VOCAB,
+    dtype="float32",
+    size=1_000_000,
+    created=1_700_000_000,
+    hidden_size=WIDTH,
+)
+
+
+class Server:
+    """What a test holds: the engine to steer, the service, a client session with the base address."""
+
+    def __init__(
+        self, runner: Runner, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession
+    ) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.service = service
+        self.engine = engine
+        self.http = http
+        self._runner = runner
+
+    @property
+    def connections(self) -> int:
+        """How many clients the server thinks it has."""
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
+
+    @property
+    def app(self) -> web.Application:
+        """The application that is served."""
+        return self._runner.app
+
+    def limit_bodies(self, budget: int) -> Intake:
+        """Give request bodies so many bytes in all."""
+        bodies = self.app[INTAKE]
+        bodies.budget = budget
+        return bodies
+
+    async def post(self, path: str, body: object = None, data: bytes | None = None) -> tuple[int, dict]:
+        """Status and decoded body."""
+        sent = {"json": body} if data is None else {"data": data}
+        async with self.http.post(path, **sent) as response:
+            return response.status, await response.json()
+
+    async def events(self, path: str, body: object) -> list[str]:
+        """The payloads of a stream's events."""
+        async with self.http.post(path, json=body) as response:
+            assert response.status == 200, await response.text()
+            text = (await response.read()).decode()
+        assert text.endswith("\n\n")
+        events = text[:-2].split("\n\n")
+        assert all(event.startswith("data: ") for event in events), events
+        return [event[6:] for event in events]
+
+
+Start = Callable[..., Awaitable[Server]]
+
+
+@asynccontextmanager
+async def starting(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts servers; all of them are gone after the test."""
+    runners: list[Runner] = []
+    services: list[Service] = []
+    sessions: list[aiohttp.ClientSession] = []
+
+    async def start(serve: ServeConfig = ServeConfig(), ready: bool = True, sndbuf: int = 0) -> Server:  # noqa: B008
+        engine = FakeEngine()
+        service = Service({"device": "cpu"})
+        if ready:
+            service.ready(Loaded(CARD, ByteTokenizer(), JoinTemplate(), engine))
+        data = serve.data_dir or str(tmp_path / f"data{len(runners)}")
+        serve = msgspec.structs.replace(serve, data_dir=data)
+        runner = Runner(make_app(service, serve), shutdown_timeout=1.0)
+        await runner.setup()
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        if sndbuf:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
+        await web.SockSite(runner, listener).start()
+        port = listener.getsockname()[1]
+        session = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{port}")
+        runners.append(runner)
+        services.append(service)
+        sessions.append(session)
+        return Server(runner, port, service, engine, session)
+
+    try:
+        yield start
+    finally:
+        for session in sessions:
+            await session.close()
+        for runner in runners:
+            await runner.cleanup()
+        for service in services:
+            if service.health.phase is Phase.READY:
+                service.loaded.helper.close()
+                service.loaded.bodies.close()
+        await asyncio.sleep(0)
+
+
+def refuse(server: Server, *errors: LoomError) -> list[LoomError]:
+    """The next requests are refused with these errors, one each; returns those still to come."""
+    coming = list(errors)
+    begin = server.engine.start
+
+    async def start(job: Job, sink: Sink) -> FakeRun:
+        if coming:
+            raise coming.pop(0)
+        return await begin(job, sink)
+
+    server.engine.start = start
+    return coming
+
+
+def know(
+    server: Server,
+    tools: str | None = "hermes",
+    reasoning: str | None = None,
+    routed: tuple[int, int] = (0, 0),
+) -> None:
+    """The server's model is of these families from now on, and has experts where `routed` says so."""
+    family: ToolFamily | None = TOOLS[tools] if tools else None
+    thinking = REASONING[reasoning] if reasoning else None
+    card = msgspec.structs.replace(CARD, routed=routed)
+    made = Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
+    before = server.service.loaded
+    server.service.ready(msgspec.structs.replace(made, helper=before.helper, bodies=before.bodies))
+
+
+def serves(server: Server, **card: Any) -> None:
+    """The model is another one."""
+    loaded = server.service.loaded
+    made = msgspec.structs.replace(CARD, **card)
+    server.service.ready(Loaded(made, loaded.tokenizer, loaded.template, server.engine))

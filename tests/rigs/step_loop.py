@@ -1,0 +1,68 @@
+"""The engine's step loop over a fake device, and what came out of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from app.engine.job import Job, Piece
+from app.engine.loop import Engine
+from app.engine.submit import Limits, LiveRun, Submitter
+from app.text.tokenizer import Tokenizer
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.config import ScheduleConfig
+from core.executor import Capabilities
+from core.request import SamplingParams
+from core.schedule.scheduler import Scheduler
+from core.types import FinishReason
+from tests.rigs.executor import FakeExecutor
+
+VOCAB = 300
+PROMPT = np.asarray([65, 66, 67], np.int32)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Bench:
+    """An engine over a fake executor, and the pieces that came out."""
+
+    def __init__(self, tokenizer: Tokenizer, depth: int = 1, eager: bool = True, **options: object) -> None:
+        fail_at = int(str(options.pop("fail_at", -1)))
+        capabilities = Capabilities(
+            num_pages=129,
+            page_size=4,
+            max_rows=int(str(options.pop("rows", 8))),
+            context_length=512,
+            vocab_size=VOCAB,
+            max_step_tokens=2048,
+            count_rows=4,
+            max_drafts=int(str(options.pop("drafts", 0))),
+            max_samples=100,
+        )
+        self.executor = FakeExecutor(capabilities, eager=eager, fail_at=fail_at)
+        config = ScheduleConfig(**options)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
+        self.engine = Engine(self.scheduler, self.executor, depth, monotonic)
+        self.submitter = Submitter(self.engine, tokenizer, Limits(512, VOCAB), monotonic)
+        self.engine.start(asyncio.get_running_loop())
+        self.pieces: dict[str, list[Piece]] = {}
+
+    async def start(self, id: str, max_tokens: int | None = 8, **job: object) -> LiveRun:
+        job = {"prompt": PROMPT, "sampling": GREEDY, "ignore_eos": True, **job}
+        asked = Job(id=id, max_tokens=max_tokens, **job)  # type: ignore[arg-type]
+        run = await self.submitter.start(asked, lambda index, piece: self._take(f"{id}-{index}", piece))
+        assert isinstance(run, LiveRun)
+        return run
+
+    def _take(self, id: str, piece: Piece) -> None:
+        seen = self.pieces.setdefault(id, [])
+        assert not seen or seen[-1].finish is None, "a piece after the last one"
+        seen.append(piece)
+
+    def tokens(self, id: str) -> list[int]:
+        return [token for piece in self.pieces[id] for token in piece.tokens]
+
+    def reason(self, id: str) -> FinishReason | None:
+        finish = self.pieces[id][-1].finish
+        return finish.reason if finish else None
