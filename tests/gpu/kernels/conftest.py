@@ -19,6 +19,14 @@ if not torch.cuda.is_available():
 collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> None:
+    if not torch.cuda.is_available():
+        from tests.rigs.interpreter import patch_once_a_launch
+
+        patch_once_a_launch()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
