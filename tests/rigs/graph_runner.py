@@ -18,7 +18,7 @@ from gpu.ops.fused import Kernels, TritonOps
 from gpu.runner import Machine, ModelRunner, Shape
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape
-from gpu.step.graphs import Plain
+from gpu.step.graphs import Launcher, Work
 from gpu.step.steps import PaddedSizes
 from gpu.thread import device_thread
 from tests.rigs.attention import EagerAttention
@@ -28,10 +28,19 @@ PAGE, ROWS, PAGES = 4, 4, 300
 PROMPT = [int(i * 31 % 250) + 2 for i in range(22)]
 
 
+class Unwarmed:
+    """Plain launches without the warm-up of every size: Triton's interpreter compiles nothing, and takes
+    seconds to run them all."""
+
+    def capture(self, work: Work, warm: Work) -> Work:
+        """See `Launcher.capture`."""
+        return work
+
+
 class Both:
     """A CPU's runner, and one with a GPU's kernels and sizes that gets the same plans."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, launcher: Callable[[], Launcher] = Unwarmed) -> None:
         self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
         spec = rig.spec
         attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
@@ -47,7 +56,7 @@ class Both:
             return lambda view: TritonOps(view, Kernels(attention, pool.caches(), configs))
 
         machine = Machine(
-            CPU, PaddedSizes(ROWS, 128, ROWS), Plain, attention, ops, begin_step, triton_kernels
+            CPU, PaddedSizes(ROWS, 128, ROWS), launcher, attention, ops, begin_step, triton_kernels
         )
         self.runner = ModelRunner(self.shape, machine)
         heads = (spec.kv_heads, spec.head_dim)

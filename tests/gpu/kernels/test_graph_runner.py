@@ -24,6 +24,7 @@ from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
 from gpu.kv.pool import KvPool
+from gpu.step.graphs import Plain
 from gpu.step.rings import Rings, Ticket
 from gpu.thread import device_thread
 from tests.rigs import tiny_model
@@ -68,6 +69,10 @@ def run(both: Both, params: Sequence[SamplingParams], steps: int, **chunk: int) 
     both.step(chunks=[Chunk(1, 7, prompts[0][7:], True, **chunk), *rest], new=news[1:])
     for _ in range(steps):
         both.step(decode=list(slots))
+
+
+def test_after_a_warm_up_of_every_size(tiny: Tiny) -> None:
+    run(Both(tiny.path, Plain), [SamplingParams(temperature=0.0)], 1)
 
 
 def test_greedy_and_drawn_rows(both: Both) -> None:
