@@ -54,9 +54,13 @@ class BackgroundRun:
         for run in self.runs:
             run.abort()
 
-    def requests(self, *states: State) -> list[Request]:
-        """Those in one of the states."""
-        return [r for run in self.runs for r in run.requests if r.state in states]
+    def count(self, *states: State) -> int:
+        """Choices in one of the states."""
+        return sum(run.count(*states) for run in self.runs)
+
+    def prompts(self, *states: State) -> list[int]:
+        """Tokens of the prompt of each choice in one of the states."""
+        return [len(run.prompt) for run in self.runs for _ in range(run.count(*states))]
 
 
 class BackgroundCapacity:
@@ -106,8 +110,7 @@ class BackgroundCapacity:
         if not self._runs or requests[0].priority == BACKGROUND:
             return
         for run in self._runs:
-            prompts = run.requests(State.PREFILL)
-            if run.requests(State.WAITING) or any(len(r.prompt) > self._prompt_share for r in prompts):
+            if run.count(State.WAITING) or max(run.prompts(State.PREFILL), default=0) > self._prompt_share:
                 run.give_way()
         statistics = self._engine.load()
         short = statistics.waiting + len(requests) - (self._rows - statistics.running)
@@ -115,7 +118,7 @@ class BackgroundCapacity:
             if short <= 0:
                 return
             if not run.aside:
-                short -= len(run.requests(State.PREFILL, State.DECODE))
+                short -= run.count(State.PREFILL, State.DECODE)
                 run.give_way()
 
     def press(self) -> None:
@@ -129,16 +132,12 @@ class BackgroundCapacity:
             self.clear()
 
     def _own_waiting(self) -> int:
-        return sum(len(run.requests(State.WAITING)) for run in self._runs)
+        return sum(run.count(State.WAITING) for run in self._runs)
 
     def _idle(self) -> bool:
         statistics, own = self._engine.load(), self._own_waiting()
         starting = sum(not run.runs for run in self._runs)
-        prompts = [
-            len(request.prompt)
-            for run in self._runs
-            for request in run.requests(State.WAITING, State.PREFILL)
-        ]
+        prompts = [n for run in self._runs for n in run.prompts(State.WAITING, State.PREFILL)]
         cache = statistics.cache
         return (
             statistics.waiting <= own

@@ -107,7 +107,7 @@ class BeamRun(LiveRun):
     )
 
     def __init__(self, job: Job, prompt: Ints, sampling: SamplingParams, engine: Engine, sink: Sink) -> None:
-        super().__init__(job, prompt, engine, sink)
+        super().__init__(job, prompt, sampling, engine, sink)
         assert job.beam is not None
         self._job = job
         limit, ends = sampling.max_tokens, sampling.stop_ids

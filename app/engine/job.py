@@ -7,10 +7,11 @@ from typing import Protocol
 
 import msgspec
 
+from app.parsers.base import Content, Event
 from app.text.repetition import Repetition
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs
-from core.request import Request, SamplingParams
+from core.request import SamplingParams, State
 from core.types import Finish, Floats, Ints, RootKey
 
 
@@ -101,6 +102,16 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     tokens: list[int]
     logprobs: list[RowLogprobs] | None = None
     finish: Finish | None = None
+    events: list[Event] | None = None
+    """What the parsers found in the text; None where all of it is content, as far as anybody looked."""
+    calls: int = 0
+    """In the last piece: tool calls of the choice that are whole."""
+
+    def parsed(self) -> list[Event]:
+        """The text as events."""
+        if self.events is not None:
+            return self.events
+        return [Content(self.text)] if self.text else []
 
 
 Sink = Callable[[int, Piece], None]
@@ -110,9 +121,28 @@ Sink = Callable[[int, Piece], None]
 class Run(Protocol):
     """A job under way. Owner: event loop."""
 
-    requests: list[Request]
-    """One per choice; `.cached`, `.output`, `.finish` are live."""
     prompt: Ints
+    params: SamplingParams
+    """Of every choice, with what the engine has filled in."""
+    choices: int
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were found in the cache; known once choice 0 has produced a piece."""
+        ...
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thinking in all choices so far; 0 where nobody looks for it."""
+        ...
+
+    def count(self, *states: State) -> int:
+        """Choices that the scheduler has in one of the states."""
+        ...
+
+    def kept(self, seconds: float) -> int:
+        """Tokens of the prompt that a mark of `Job.keep` keeps in the cache for so long."""
+        ...
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """Complete once choice 0 has produced a piece; ascending `start`."""

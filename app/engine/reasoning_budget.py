@@ -1,4 +1,5 @@
-"""Runs whose text is watched on the way out: thinking is counted and cut, a second call ends them.
+"""Runs whose text is parsed on the way out, once for everybody: pieces get events (thinking, calls, content),
+thinking is counted and cut, a second call ends them.
 
 The engine knows tokens and stops, not thinking. When a thinking has used up its budget its request is
 ended, and another one goes on from prompt, thinking and closing mark; the radix tree makes that
@@ -20,7 +21,7 @@ from app.parsers.reading import Reading
 from core.errors import ContextExceeded, LoomError
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs, Support
-from core.request import Request
+from core.request import State
 from core.types import NO_TOKENS, Finish, FinishReason, Floats, Ints
 
 _ENOUGH = Finish(FinishReason.STOP)
@@ -49,6 +50,11 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
         """What ends a thinking that was cut, as the model would have written it."""
         family = self.reading.reasoning
         return "" if family is None else f"\n{family.end}{family.gap}"
+
+
+def watched(engine: Generator, encoder: Encoder, watch: Watch) -> Generator:
+    """`engine`, parsing where there is something to look for."""
+    return engine if watch.reading.plain else Watcher(engine, encoder, watch)
 
 
 class Watcher:
@@ -123,14 +129,12 @@ class WatchedRun:
         "_left",
         "_sink",
         "_tasks",
+        "choices",
+        "params",
         "prompt",
-        "requests",
     )
 
     def __init__(self, job: Job, sink: Sink, watch: Watch, go_on: GoOn) -> None:
-        self.requests: list[Request] = []
-        """Those that began."""
-        self.prompt: Ints = NO_TOKENS
         self._first: Run | None = None
         self._job = job
         self._sink = sink
@@ -140,17 +144,34 @@ class WatchedRun:
         self._left = job.n
         self._done = asyncio.Event()
         self._aborted = False
+        self.prompt: Ints = NO_TOKENS
+        self.params, self.choices = job.sampling, job.n
 
     # -- as a run ----------------------------------------------------------------------------------
 
     def begin(self, first: Run) -> None:
         """`first` runs; its pieces come to `take`."""
-        self._first, self.requests, self.prompt = first, first.requests, first.prompt
+        self._first = first
+        self.prompt, self.params = first.prompt, first.params
+
+    @property
+    def cached(self) -> int:
+        """See `app.engine.job.Run.cached`."""
+        return 0 if self._first is None else self._first.cached
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of all choices so far."""
+        """See `app.engine.job.Run.reasoning_tokens`."""
         return sum(choice.reasoning for choice in self._choices)
+
+    def count(self, *states: State) -> int:
+        """See `app.engine.job.Run.count`."""
+        seconds = (choice.second for choice in self._choices)
+        return sum(run.count(*states) for run in (self._first, *seconds) if run is not None)
+
+    def kept(self, seconds: float) -> int:
+        """See `app.engine.job.Run.kept`."""
+        return 0 if self._first is None else self._first.kept(seconds)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `app.engine.job.Run.prompt_logprobs`."""
@@ -181,7 +202,7 @@ class WatchedRun:
         while self._tasks:
             index, task = self._tasks.popitem()
             task.cancel()
-            self._give(index, Piece("", [], None, Finish(FinishReason.ABORT)))
+            self._finish(index, Finish(FinishReason.ABORT))
         for choice in self._choices:
             if choice.second is not None:
                 choice.second.abort()
@@ -203,18 +224,15 @@ class WatchedRun:
             self._after_cut(index, choice, piece)
         elif choice.over is not None:
             if piece.finish is not None:
-                self._give(index, Piece("", [], None, choice.over))
+                self._finish(index, choice.over)
         else:
-            try:
-                ends = choice.see(piece)
-            except Exception:  # a parser's fault: this runs in the engine's callback
-                log.exception("an answer could not be read")
-                choice.over, ends = _UNREADABLE, True
-                if piece.finish is not None:
-                    piece = Piece(piece.text, piece.tokens, piece.logprobs, _UNREADABLE)
-            self._give(index, piece)
-            if ends and piece.finish is None:
+            self._give(index, choice.see(piece))
+            if choice.ends and piece.finish is None:
                 self.end(index)
+
+    def _finish(self, index: int, finish: Finish) -> None:
+        """End a choice with what its parser has held back."""
+        self._give(index, self._choices[index].see(Piece("", [], None, finish)))
 
     def _after_cut(self, index: int, choice: Choice, piece: Piece) -> None:
         """The request that thought too long runs out; what it still says was not asked for."""
@@ -222,7 +240,7 @@ class WatchedRun:
             return
         choice.cut = False
         if self._aborted or failure(piece.finish) is not None:
-            self._give(index, Piece("", [], None, piece.finish))
+            self._finish(index, piece.finish)
             return
         task = asyncio.get_running_loop().create_task(self._continue(index, choice))
         self._tasks[index] = task
@@ -240,7 +258,7 @@ class WatchedRun:
             choice.thought = []
             # Not there any more: aborted, and told so.
             if self._tasks.pop(index, None) is not None and choice.second is None:
-                self._give(index, Piece("", [], None, finish))
+                self._finish(index, finish)
 
     def _give(self, index: int, piece: Piece) -> None:
         if piece.finish is not None:
@@ -268,17 +286,35 @@ class Choice:
         self.second: Run | None = None
         """What runs after a cut."""
 
-    def see(self, piece: Piece) -> bool:
-        """Account for one piece, on its way to the client. Whether its request is to end."""
-        answer, watch = self._answer, self._watch
-        if answer.thinking:
-            answer.feed(piece.text)
-            if answer.thinking:
-                self.reasoning += len(piece.tokens)
-        elif watch.reading.one or not answer.settled:
-            answer.feed(piece.text)
-            self.over = _ENOUGH if answer.done else None
+    @property
+    def ends(self) -> bool:
+        """Its request is to end."""
+        return self.cut or self.over is not None
+
+    def see(self, piece: Piece) -> Piece:
+        """Account for one piece, on its way to the client: the same with its events, or with an end in error
+        where they could not be read."""
+        if self._answer.plain:  # most of what a model says after its thinking takes no parsing
+            return piece
+        try:
+            return self._parsed(piece)
+        except Exception:  # a parser's fault: this runs in the engine's callback
+            log.exception("an answer could not be read")
+            self.over = _UNREADABLE
+            finish = None if piece.finish is None else _UNREADABLE
+            return Piece(piece.text, piece.tokens, piece.logprobs, finish)
+
+    def _parsed(self, piece: Piece) -> Piece:
+        answer, watch, finish = self._answer, self._watch, piece.finish
+        began_inside = answer.thinking
+        events = answer.feed(piece.text) if piece.text else []
+        if finish is not None and failure(finish) is None:
+            events += answer.finish()
+        elif answer.done:
+            self.over = _ENOUGH
+        if began_inside and answer.thinking:
+            self.reasoning += len(piece.tokens)
         if watch.budget is not None and not answer.settled:
             self.thought += piece.tokens
-            self.cut = answer.thinking and self.reasoning >= watch.budget and piece.finish is None
-        return self.cut or self.over is not None
+            self.cut = answer.thinking and self.reasoning >= watch.budget and finish is None
+        return Piece(piece.text, piece.tokens, piece.logprobs, finish, events, answer.whole)

@@ -9,18 +9,31 @@ from app.engine.job import Job, Piece, Sink
 from app.engine.loop import Engine
 from app.engine.output import Stream
 from core.plan import PromptLogprobs
-from core.request import Request
+from core.request import Request, SamplingParams, State
 from core.types import Finish, FinishReason, Floats, Ints
 
 
 class LiveRun:
     """A job's requests while they run. Owner: event loop."""
 
-    __slots__ = ("_done", "_engine", "_left", "id", "prompt", "requests", "sink", "streams")
+    __slots__ = (
+        "_done",
+        "_engine",
+        "_left",
+        "choices",
+        "id",
+        "params",
+        "prompt",
+        "requests",
+        "sink",
+        "streams",
+    )
 
-    def __init__(self, job: Job, prompt: Ints, engine: Engine, sink: Sink) -> None:
+    def __init__(self, job: Job, prompt: Ints, params: SamplingParams, engine: Engine, sink: Sink) -> None:
         self.id = job.id
         self.prompt = prompt
+        self.params = params
+        self.choices = job.n
         self.requests: list[Request] = []
         self.streams: list[Stream] = []
         self._engine = engine
@@ -34,6 +47,29 @@ class LiveRun:
         if self._left == 0 and not self._done.done():
             self._done.set_result(None)
         self.sink(index, piece)
+
+    @property
+    def cached(self) -> int:
+        """See `app.engine.job.Run.cached`."""
+        return self.requests[0].cached
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """See `app.engine.job.Run.reasoning_tokens`."""
+        return 0
+
+    def count(self, *states: State) -> int:
+        """See `app.engine.job.Run.count`."""
+        return sum(request.state in states for request in self.requests)
+
+    def kept(self, seconds: float) -> int:
+        """See `app.engine.job.Run.kept`."""
+        pinning = self.requests[0].pinning
+        if pinning is None:
+            return 0
+        # Empty where it ended before its prompt was planned.
+        marks = zip(pinning.marks, pinning.kept, strict=False)
+        return max((tokens for (_, asked), tokens in marks if asked == seconds), default=0)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `app.engine.job.Run.prompt_logprobs`."""

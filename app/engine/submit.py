@@ -260,7 +260,7 @@ class Submitter:
         check_stops(job.text.stop, job.text.stop_regex)
         if job.beam is not None:
             return self._search(job, BeamRun(job, prompt, sampling, self._engine, sink), pinning)
-        run = LiveRun(job, prompt, self._engine, sink)
+        run = LiveRun(job, prompt, sampling, self._engine, sink)
         now = self._clock()
         assert job.embeds is None or job.root.own, "equal placeholders are not equal prompts"
         for index in range(job.n):

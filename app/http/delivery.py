@@ -7,33 +7,42 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Generator, Job, Piece, Run, Sink
 from app.http.aside import MANY, aside
 from app.http.burst import Write
 from app.http.sse import EventStream
+from app.parsers.base import Content, Event, merged
 from core.errors import Aborted, EngineFailed, LoomError
 from core.plan import RowLogprobs
-from core.types import Finish, FinishReason
+from core.types import FinishReason
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Buffer:
     """Pieces of one choice, put together. Owner: event loop."""
 
-    __slots__ = ("finish", "logprobs", "texts", "tokens")
+    __slots__ = ("events", "last", "logprobs", "texts", "tokens")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.tokens: list[int] = []
         self.logprobs: list[RowLogprobs] | None = None
-        self.finish: Finish | None = None
+        self.events: list[Event] | None = None
+        self.last: Piece | None = None
 
     def add(self, piece: Piece) -> None:
         """Append one piece."""
+        if piece.events is not None and self.events is None:
+            self.events = [Content("".join(self.texts))] if self.texts else []
+        if self.events is not None:
+            self.events += piece.parsed()
         if piece.text:
             self.texts.append(piece.text)
         self.tokens += piece.tokens
@@ -41,11 +50,19 @@ class Buffer:
             if self.logprobs is None:
                 self.logprobs = []
             self.logprobs += piece.logprobs
-        self.finish = piece.finish
+        self.last = piece
+
+    @property
+    def ended(self) -> bool:
+        """The choice's last piece is here."""
+        return self.last is not None and self.last.finish is not None
 
     def piece(self) -> Piece:
         """All of it as one."""
-        return Piece("".join(self.texts), self.tokens, self.logprobs, self.finish)
+        assert self.last is not None
+        text, finish, calls = "".join(self.texts), self.last.finish, self.last.calls
+        events = None if self.events is None else merged(self.events)
+        return Piece(text, self.tokens, self.logprobs, finish, events, calls)
 
 
 class Collector:
@@ -112,20 +129,35 @@ def spaced(sink: Sink, every: int) -> Sink:
     return sink if every == 1 else Spaced(sink, every).take
 
 
-class Frames(Protocol):
-    """Turns pieces into the events of one route. Owner: event loop."""
+class Frames(Generic[T]):
+    """Turns pieces into the answer of one route: into events as they come, or into one object. Owner: event
+    loop."""
+
+    __slots__ = ()
+
+    def head(self) -> bytes | None:
+        """What comes before the first token, if anything does."""
+        return None
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """The event of new text and tokens; None when there is nothing to tell yet."""
-        ...
+        raise NotImplementedError
 
-    def finish(self, index: int, finish: Finish) -> bytes:
-        """The event that ends one choice."""
-        ...
+    def finish(self, index: int, piece: Piece) -> bytes:
+        """The event that ends one choice, after that of its last piece's text."""
+        raise NotImplementedError
 
-    def tail(self) -> bytes | None:
-        """The event after the last choice's end, if there is one."""
-        ...
+    def rest(self) -> Iterable[bytes]:
+        """What follows the last choice's end, each part made when the reader has the one before."""
+        return ()
+
+    def failed(self, error: LoomError) -> bytes | None:
+        """The event of a failure; None: the dialect's own."""
+        return None
+
+    def whole(self, pieces: Sequence[Piece]) -> T:
+        """The answer as one JSON object, from all of each choice. In a thread where that is long."""
+        raise NotImplementedError
 
 
 class Delivery:
@@ -145,7 +177,7 @@ class Delivery:
         self._left = choices
         self._error: LoomError | None = None
         self._weight = 0
-        self._frames: Frames | None = None
+        self._frames: Frames[Any] | None = None
         self._stream: EventStream | None = None
 
     def take(self, index: int, piece: Piece) -> None:
@@ -157,21 +189,18 @@ class Delivery:
             self._emit(index, piece, stream.post)
 
     async def run(
-        self,
-        stream: EventStream,
-        frames: Frames,
-        patient: bool = False,
-        more: Iterable[bytes] = (),
-        weight: int = 0,
+        self, stream: EventStream, frames: Frames[Any], patient: bool = False, weight: int = 0
     ) -> None:
-        """Write until every choice has ended, then what there is `more`, piece by piece, then the tail.
-        Raises what made one fail.
+        """Write from the head until every choice has ended, then the rest. Raises what made one fail, unless
+        the frames tell it themselves.
 
         `patient` waits for the end of all choices before the first event. `weight` counts the prompt tokens
         whose log-probabilities some events carry: where they are many, no event is made in the engine's
         callback, but here and in a thread.
         """
         self._stream, self._frames, self._weight = stream, frames, weight
+        if (head := frames.head()) is not None:
+            stream.write(head)
         try:
             while patient and self._left > len(self._ended()):
                 await stream.wait()
@@ -183,16 +212,20 @@ class Delivery:
                 else:
                     await stream.wait()
             if self._error is not None:
-                raise self._error
-            await written(stream, more)
-            if (tail := frames.tail()) is not None:
-                stream.write(tail)
+                if (told := frames.failed(self._error)) is None:
+                    raise self._error
+                stream.write(told)
+                return
+            for part in frames.rest():
+                await stream.drained()
+                stream.write(part)
+                await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
         finally:
             self._closed = self._holding = True
             self._held.clear()
 
     def _ended(self) -> list[int]:
-        return [index for index, buffer in self._held.items() if buffer.finish is not None]
+        return [index for index, buffer in self._held.items() if buffer.ended]
 
     def _hold(self, index: int, piece: Piece) -> None:
         if self._closed:
@@ -242,14 +275,14 @@ class Events(NamedTuple):
     error: LoomError | None = None
 
 
-def _events(frames: Frames, index: int, piece: Piece) -> Events:
+def _events(frames: Frames[Any], index: int, piece: Piece) -> Events:
     """A choice that failed tells what was produced before."""
     try:
         if piece.finish is None:
             return Events(frames.delta(index, piece))
         if (error := failure(piece.finish)) is not None:
-            return Events(frames.delta(index, Piece(piece.text, piece.tokens, piece.logprobs)), error=error)
-        return Events(frames.delta(index, piece), frames.finish(index, piece.finish))
+            return Events(frames.delta(index, msgspec.structs.replace(piece, finish=None)), error=error)
+        return Events(frames.delta(index, piece), frames.finish(index, piece))
     except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
         log.exception("an answer could not be read")
         return Events(None, error=EngineFailed(UNREADABLE))
@@ -257,15 +290,7 @@ def _events(frames: Frames, index: int, piece: Piece) -> Events:
 
 def prompt_weight(runs: Sequence[Run]) -> int:
     """Prompt tokens whose log-probabilities are told, of all `runs`."""
-    return sum(len(run.prompt) for run in runs if run.requests[0].params.prompt_logprobs >= 0)
-
-
-async def written(stream: EventStream, parts: Iterable[bytes]) -> None:
-    """Write long things, each part made when the reader has the one before."""
-    for part in parts:
-        await stream.drained()
-        stream.write(part)
-        await asyncio.sleep(0)  # a reader that keeps up never makes `drained` wait
+    return sum(len(run.prompt) for run in runs if run.params.prompt_logprobs >= 0)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ Knows text only: not tokens, not HTTP.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Protocol
 
 import msgspec
@@ -60,6 +61,20 @@ class CallCut(msgspec.Struct, frozen=True, gc=False):
 
 
 Event = Content | Reasoning | CallStart | CallArguments | CallBroken | CallCut
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same with adjacent fragments of one text put together."""
+    found: list[Event] = []
+    for _, group in groupby(events, type):
+        first, *more = group
+        if more and isinstance(first, Content | Reasoning | CallArguments):
+            # Of one call: the start of another is between the arguments of two.
+            text = "".join([each.text for each in (first, *more) if isinstance(each, type(first))])
+            found.append(msgspec.structs.replace(first, text=text))
+        else:
+            found += (first, *more)
+    return found
 
 
 class StreamParser(Protocol):

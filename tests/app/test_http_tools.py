@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from app.api.openai.chat_stream import finished
+from app.api.openai.stream import finished
 from app.parsers.registry import TOOLS
 from app.text.template import ChatTemplate
 from core.types import Finish, FinishReason

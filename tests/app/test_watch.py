@@ -66,7 +66,7 @@ async def test_what_follows_a_cut_is_what_the_model_says_to_it(
         assert tokens[end:] == oracle([*PROMPT.tolist(), *tokens[:end]], 40 - end, VOCAB)
         assert watched.reason(index) is FinishReason.LENGTH and len(tokens) == 40
     assert run.reasoning_tokens == at * n
-    assert run.prompt.tolist() == PROMPT.tolist() and len(run.requests) == n
+    assert run.prompt.tolist() == PROMPT.tolist() and run.choices == n
     # Prompt and thinking were in the tree: only the closing mark was new.
     assert bench.scheduler.statistics().cached_tokens >= 4 * n
 

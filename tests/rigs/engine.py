@@ -15,7 +15,7 @@ from app.engine.job import Job, Piece, Sink
 from app.text.stops import check_stops
 from core.errors import ContextExceeded, LoomError, RequestError
 from core.plan import PromptLogprobs, RowLogprobs, Support
-from core.request import Pinning, Request, SamplingParams
+from core.request import Pinning, Request, SamplingParams, State
 from core.request.params import check, check_starts
 from core.stats import CacheStatistics, EngineStatistics, Histogram, SchedulerStatistics
 from core.types import Finish, FinishReason, Floats, Ints
@@ -79,6 +79,27 @@ class FakeRun:
         self.made: list[list[int]] = [[] for _ in range(job.n)]
         self.begun = False
         """Choice 0 has had a piece: only then the prompt's log-probabilities are known."""
+
+    @property
+    def choices(self) -> int:
+        return self.job.n
+
+    @property
+    def cached(self) -> int:
+        return self.requests[0].cached
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0
+
+    def count(self, *states: State) -> int:
+        return sum(request.state in states for request in self.requests)
+
+    def kept(self, seconds: float) -> int:
+        pinning = self.requests[0].pinning
+        if pinning is None:
+            return 0
+        return max((tokens for tokens, asked in pinning.marks if asked == seconds), default=0)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         k, start = self.params.prompt_logprobs, max(self.params.prompt_logprobs_start, 1)

@@ -10,8 +10,7 @@ import msgspec
 from app.api.anthropic.input import chat_messages
 from app.api.anthropic.schema import Block, MessagesBody
 from app.api.request.sampling import MAX_NAME
-from app.engine.job import Keep
-from app.engine.reasoning_budget import WatchedRun
+from app.engine.job import Keep, Run
 from app.http.tenant import tenant
 from core.errors import RequestError
 
@@ -124,17 +123,16 @@ def _texts(body: MessagesBody, messages: list[Block]) -> list[str]:
     return [message["content"].strip() for message in made]
 
 
-def prompt_usage(run: WatchedRun) -> dict[str, object]:
+def prompt_usage(run: Run) -> dict[str, object]:
     """Tokens of the prompt, told apart as Anthropic does; the three counts add up to all of them.
 
     Read is what was found in the cache; created, what was not found and is pinned now by a mark, the
     longer time first; the rest was computed, and may or may not be found again.
     """
-    request = run.requests[0]
     made: dict[str, int] = {}
-    read = end = request.cached
+    read = end = run.cached
     for ttl in ("1h", "5m"):
-        upto = _kept_for(run, SECONDS[ttl])
+        upto = run.kept(SECONDS[ttl])
         made[ttl] = max(upto - end, 0)
         end = max(end, upto)
     return {
@@ -146,13 +144,3 @@ def prompt_usage(run: WatchedRun) -> dict[str, object]:
             "ephemeral_1h_input_tokens": made["1h"],
         },
     }
-
-
-def _kept_for(run: WatchedRun, seconds: float) -> int:
-    """Tokens of the prompt that are pinned for so long."""
-    pinning = run.requests[0].pinning
-    if pinning is None:
-        return 0
-    # Empty where it ended before its prompt was planned.
-    marks = zip(pinning.marks, pinning.kept, strict=False)
-    return max((tokens for (_, asked), tokens in marks if asked == seconds), default=0)

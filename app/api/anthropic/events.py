@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from app.api.anthropic.cache import prompt_usage
-from app.engine.job import Piece
-from app.engine.reasoning_budget import WatchedRun
+from app.engine.job import Piece, Run
+from app.http.delivery import Frames
 from app.http.errors import Fault
 from app.http.sse import Dialect
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
-from app.parsers.reading import Reading
 from app.parsers.typed import members
 from core.types import Finish, FinishReason
 
@@ -28,7 +28,6 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     context: int
     """Tokens that the model takes, prompt and answer together."""
-    reading: Reading
     mute: bool = False
     """No token is asked for: the answer has no block at all."""
 
@@ -44,7 +43,7 @@ def _error(fault: Fault, request_id: str) -> bytes:
 DIALECT = Dialect(error=_error, keep_alive=_event("ping"))
 
 
-def whole_usage(run: WatchedRun, tokens: int) -> dict[str, object]:
+def whole_usage(run: Run, tokens: int) -> dict[str, object]:
     """Tokens of the prompt and of the whole answer."""
     thinking = {"thinking_tokens": run.reasoning_tokens}
     return {**prompt_usage(run), "output_tokens": tokens, "output_tokens_details": thinking}
@@ -62,26 +61,6 @@ def stop_fields(finish: Finish, calls: int, full: bool) -> dict[str, object]:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def message(telling: Telling, run: WatchedRun, piece: Piece) -> dict[str, object]:
-    """The whole answer."""
-    assert piece.finish is not None
-    answer = telling.reading.answer()
-    read = assemble(answer.feed(piece.text) + answer.finish())
-    blocks: list[Block] = []
-    if read.reasoning:
-        blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": telling.id})
-    if read.content or not (read.calls or read.reasoning or telling.mute):
-        blocks.append({"type": "text", "text": read.content})
-    blocks += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": members(call.arguments)}
-        for call in read.calls
-    ]
-    count = len(piece.tokens)
-    used, full = whole_usage(run, count), len(run.prompt) + count >= telling.context
-    stop = stop_fields(piece.finish, answer.whole, full)
-    return {**_shell(telling), "content": blocks, **stop, "usage": used}
-
-
 def _shell(telling: Telling) -> dict[str, object]:
     return {
         "id": telling.id,
@@ -94,15 +73,14 @@ def _shell(telling: Telling) -> dict[str, object]:
     }
 
 
-class MessageFrames:
+class MessageFrames(Frames[dict[str, object]]):
     """`Frames` of one answer. Owner: event loop."""
 
-    __slots__ = ("_answer", "_count", "_head", "_index", "_kind", "_run", "_started", "_telling")
+    __slots__ = ("_count", "_head", "_index", "_kind", "_run", "_started", "_telling")
 
-    def __init__(self, telling: Telling, run: WatchedRun) -> None:
+    def __init__(self, telling: Telling, runs: Sequence[Run]) -> None:
         self._telling = telling
-        self._run = run
-        self._answer = telling.reading.answer()
+        self._run = runs[0]
         self._count = 0
         self._index = -1
         self._kind = ""
@@ -115,17 +93,14 @@ class MessageFrames:
         """See `Frames.delta`. All events of a piece go out in one write, the message's start with the
         first token: only then it is known what the cache had."""
         self._count += len(piece.tokens)
-        events = self._answer.feed(piece.text)
-        if piece.finish is not None:
-            events += self._answer.finish()
         frames: list[bytes] = []
         if not self._started:
             self._start(frames)
-        for event in events:
+        for event in piece.parsed():
             self._tell(event, frames)
         return b"".join(frames) or None
 
-    def finish(self, index: int, finish: Finish) -> bytes:
+    def finish(self, index: int, piece: Piece) -> bytes:
         """See `Frames.finish`."""
         frames: list[bytes] = []
         if not self._started:
@@ -134,14 +109,30 @@ class MessageFrames:
             self._open("text", {"text": ""}, b"", frames)
         self._close(frames)
         used = whole_usage(self._run, self._count)
-        full = len(self._run.prompt) + self._count >= self._telling.context
-        stop = stop_fields(finish, self._answer.whole, full)
-        frames += [_event("message_delta", delta=stop, usage=used), _event("message_stop")]
+        frames += [_event("message_delta", delta=self._stop(piece), usage=used), _event("message_stop")]
         return b"".join(frames)
 
-    def tail(self) -> bytes | None:
-        """See `Frames.tail`."""
-        return None
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """See `Frames.whole`."""
+        telling, (piece,) = self._telling, pieces
+        self._count = len(piece.tokens)
+        read = assemble(piece.parsed())
+        blocks: list[Block] = []
+        if read.reasoning:
+            blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": telling.id})
+        if read.content or not (read.calls or read.reasoning or telling.mute):
+            blocks.append({"type": "text", "text": read.content})
+        blocks += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": members(call.arguments)}
+            for call in read.calls
+        ]
+        used = whole_usage(self._run, self._count)
+        return {**_shell(telling), "content": blocks, **self._stop(piece), "usage": used}
+
+    def _stop(self, piece: Piece) -> dict[str, object]:
+        assert piece.finish is not None
+        full = len(self._run.prompt) + self._count >= self._telling.context
+        return stop_fields(piece.finish, piece.calls, full)
 
     def _start(self, frames: list[bytes]) -> None:
         self._started = True

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from app.api.anthropic.cache import kept
-from app.api.anthropic.events import DIALECT, MessageFrames, Telling, message
+from app.api.anthropic.events import DIALECT, MessageFrames, Telling
 from app.api.anthropic.input import chat_messages
-from app.api.anthropic.schema import INNER, MESSAGES, NAMES, MessagesBody, chat_body
+from app.api.anthropic.schema import MESSAGES, NAMES, MessagesBody, chat_body
 from app.api.openai.chat import chat_job
-from app.api.request.field_names import rename_fields
+from app.api.request.field_names import fields_named
 from app.api.request.sampling import check_model, ready
 from app.engine.job import Job
-from app.engine.reasoning_budget import Watch, WatchedRun, Watcher
+from app.engine.reasoning_budget import Watch, watched
+from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, running
 from app.http.keys import SERVICE
 from app.http.reply import json_response
-from app.http.sse import EventStream
 from app.service import Loaded
 from core.errors import ContextExceeded, RequestError
 
@@ -34,43 +34,23 @@ async def messages(request: web.Request) -> web.StreamResponse:
     if body.max_tokens is None:
         raise RequestError("'max_tokens' is missing.", "max_tokens")
     try:
-        return await _run(request, body, loaded)
+        with fields_named(NAMES):
+            job, watch = await _job(body, loaded)
+            telling = Telling(
+                id=job.id,
+                model=loaded.card.name,
+                context=loaded.card.context_length,
+                mute=job.max_tokens == 0,
+            )
+            spec = AnswerSpec(
+                engine=watched(loaded.engine, loaded.tokenizer, watch),
+                jobs=[job],
+                frames=partial(MessageFrames, telling),
+                dialect=DIALECT,
+            )
+            return await answer(request, spec, body.stream is True)
     except ContextExceeded as error:
         raise too_long(error) from error
-    except RequestError as error:
-        rename_fields(error, NAMES, INNER)
-        raise
-
-
-async def _run(request: web.Request, body: MessagesBody, loaded: Loaded) -> web.StreamResponse:
-    job, watch = await _job(body, loaded)
-    card = loaded.card
-    telling = Telling(
-        id=job.id,
-        model=card.name,
-        context=card.context_length,
-        reading=watch.reading,
-        mute=job.max_tokens == 0,
-    )
-    watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
-    if body.stream:
-        return await _stream(request, telling, watcher, job)
-    collector = Collector(1)
-    async with running(watcher, [job], collector.take) as runs:
-        (piece,) = await collector.collect()
-        run = runs[0]
-        assert isinstance(run, WatchedRun)
-        return json_response(message(telling, run, piece))
-
-
-async def _stream(request: web.Request, telling: Telling, watcher: Watcher, job: Job) -> web.StreamResponse:
-    delivery = Delivery(1)
-    async with running(watcher, [job], delivery.take) as runs:
-        run = runs[0]
-        assert isinstance(run, WatchedRun)
-        async with EventStream(request, dialect=DIALECT) as stream:
-            await delivery.run(stream, MessageFrames(telling, run))
-        return stream.response
 
 
 def too_long(error: ContextExceeded) -> RequestError:
@@ -84,11 +64,8 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     body = await decoded(request, MESSAGES)
     loaded = request.app[SERVICE].loaded
     check_model(loaded, body.model)
-    try:
+    with fields_named(NAMES):
         job, _ = await _job(msgspec.structs.replace(body, max_tokens=None), loaded)
-    except RequestError as error:
-        rename_fields(error, NAMES, INNER)
-        raise
     assert isinstance(job.prompt, str)
     ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, "messages")
     return json_response({"input_tokens": len(ids)})

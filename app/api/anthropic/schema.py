@@ -163,12 +163,13 @@ def _format(body: MessagesBody) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}
 
 
-NAMES = (
-    ("response_format.json_schema", "output_config.format"),
-    ("response_format", "output_config.format"),
-    ("max_completion_tokens", "max_tokens"),
-    ("max_thinking_tokens", "thinking.budget_tokens"),
-    ("stop", "stop_sequences"),
-)
-INNER = ((".function.parameters", ".input_schema"), (".function.", "."))
-"""Chat's names of fields and ours, as `rename_fields` takes them."""
+NAMES = {
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "max_completion_tokens": "max_tokens",
+    "max_thinking_tokens": "thinking.budget_tokens",
+    "stop": "stop_sequences",
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+}
+"""Chat's names of fields and ours, as `fields_named` takes them."""

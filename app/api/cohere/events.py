@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from app.api.request.logprobs import Namer, output_entries
 from app.engine.job import Piece, Run
+from app.http.delivery import Frames
 from app.http.errors import Fault
 from app.http.sse import DONE, Dialect
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
-from app.parsers.reading import Reading
 from core.plan import RowLogprobs
 from core.types import Finish, FinishReason
 
@@ -20,7 +22,6 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
     """How one answer is told."""
 
     id: str
-    reading: Reading
     namer: Namer | None = None
     """Tokens are told with their log-probabilities."""
 
@@ -52,48 +53,19 @@ def finish_reason(finish: Finish, calls: int) -> str:
 def usage(run: Run, tokens: int) -> dict[str, object]:
     """Tokens of the prompt and of the whole answer. Nothing is billed, but clients count by it."""
     counts = {"input_tokens": len(run.prompt), "output_tokens": tokens}
-    return {"billed_units": counts, "tokens": counts, "cached_tokens": run.requests[0].cached}
-
-
-def message(telling: Telling, run: Run, piece: Piece) -> dict[str, object]:
-    """The whole answer."""
-    assert piece.finish is not None
-    answer = telling.reading.answer()
-    read = assemble(answer.feed(piece.text) + answer.finish())
-    blocks = []
-    if read.reasoning:
-        blocks.append({"type": "thinking", "thinking": read.reasoning})
-    if read.content or not (read.calls or read.reasoning):  # clients look into the first block
-        blocks.append({"type": "text", "text": read.content})
-    said: dict[str, object] = {"role": "assistant"}
-    if blocks:
-        said["content"] = blocks
-    if read.calls:
-        said["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in read.calls]
-    whole: dict[str, object] = {
-        "id": telling.id,
-        "finish_reason": finish_reason(piece.finish, answer.whole),
-        "message": said,
-        "usage": usage(run, len(piece.tokens)),
-    }
-    if telling.namer is not None:
-        whole["logprobs"] = [
-            {"text": telling.namer.text(entry.token), "token_ids": [entry.token], "logprobs": [entry.value]}
-            for entry in output_entries(piece.tokens, piece.logprobs or ())
-        ]
-    return whole
+    return {"billed_units": counts, "tokens": counts, "cached_tokens": run.cached}
 
 
 def _call(id: str, name: str, arguments: str) -> dict[str, object]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-class ReplyFrames:
+class ReplyFrames(Frames[dict[str, object]]):
     """`Frames` of one answer. Owner: event loop."""
 
     __slots__ = (
-        "_answer",
         "_blocks",
+        "_calls",
         "_count",
         "_head",
         "_index",
@@ -105,11 +77,12 @@ class ReplyFrames:
         "_tokens",
     )
 
-    def __init__(self, telling: Telling, run: Run) -> None:
+    def __init__(self, telling: Telling, runs: Sequence[Run]) -> None:
         self._telling = telling
-        self._run = run
-        self._answer = telling.reading.answer()
+        self._run = runs[0]
         self._count = 0
+        self._calls = 0
+        """Those that turned out malformed left out."""
         self._blocks = 0
         """Blocks of text or thinking so far. Calls are counted for themselves."""
         self._kind = ""
@@ -129,32 +102,58 @@ class ReplyFrames:
         if self._telling.namer is not None:
             self._tokens += piece.tokens
             self._rows += piece.logprobs or ()
-        events = self._answer.feed(piece.text)
-        if piece.finish is not None:
-            events += self._answer.finish()
         frames: list[bytes] = []
         if not self._started:
             self._start(frames)
-        for event in events:
+        for event in piece.parsed():
             self._tell(event, frames)
         return b"".join(frames) or None
 
-    def finish(self, index: int, finish: Finish) -> bytes:
+    def finish(self, index: int, piece: Piece) -> bytes:
         """See `Frames.finish`."""
+        assert piece.finish is not None
         frames: list[bytes] = []
         if not self._started:
             self._start(frames)
-        if not (self._blocks or self._answer.made):  # as in a whole answer
+        if not (self._blocks or self._calls):  # as in a whole answer
             self._open_block("text", frames)
         self._close(frames)
-        reason = finish_reason(finish, self._answer.whole)
+        reason = finish_reason(piece.finish, piece.calls)
         ended = {"finish_reason": reason, "usage": usage(self._run, self._count)}
         frames.append(_event("message-end", id=self._telling.id, delta=ended))
         return b"".join(frames)
 
-    def tail(self) -> bytes | None:
-        """See `Frames.tail`."""
-        return None
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """See `Frames.whole`."""
+        telling, (piece,) = self._telling, pieces
+        assert piece.finish is not None
+        read = assemble(piece.parsed())
+        blocks = []
+        if read.reasoning:
+            blocks.append({"type": "thinking", "thinking": read.reasoning})
+        if read.content or not (read.calls or read.reasoning):  # clients look into the first block
+            blocks.append({"type": "text", "text": read.content})
+        said: dict[str, object] = {"role": "assistant"}
+        if blocks:
+            said["content"] = blocks
+        if read.calls:
+            said["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in read.calls]
+        answer: dict[str, object] = {
+            "id": telling.id,
+            "finish_reason": finish_reason(piece.finish, piece.calls),
+            "message": said,
+            "usage": usage(self._run, len(piece.tokens)),
+        }
+        if telling.namer is not None:
+            answer["logprobs"] = [
+                {
+                    "text": telling.namer.text(entry.token),
+                    "token_ids": [entry.token],
+                    "logprobs": [entry.value],
+                }
+                for entry in output_entries(piece.tokens, piece.logprobs or ())
+            ]
+        return answer
 
     def _start(self, frames: list[bytes]) -> None:
         self._started = True
@@ -168,10 +167,12 @@ class ReplyFrames:
             case Reasoning(text):
                 self._add("thinking", text, frames)
             case CallStart(index, id, name):
+                self._calls += 1
                 self._open_call(index, id, name, frames)
             case CallArguments(_, text):
                 frames.append(b"%b%b}}}}}\n\n" % (self._head, _encode(text)))
             case CallBroken(_, _, rest):
+                self._calls -= 1
                 self._close(frames)
                 self._add("text", rest, frames)
 

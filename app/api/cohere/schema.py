@@ -135,14 +135,14 @@ def _strict(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     return made
 
 
-NAMES = (
-    ("max_completion_tokens", "max_tokens"),
-    ("max_thinking_tokens", "thinking.token_budget"),
-    ("stop", "stop_sequences"),
-    ("top_k", "k"),
-    ("top_p", "p"),
-)
-"""Chat's names of fields and ours, as `rename_fields` takes them."""
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "max_thinking_tokens": "thinking.token_budget",
+    "stop": "stop_sequences",
+    "top_k": "k",
+    "top_p": "p",
+}
+"""Chat's names of fields and ours, as `fields_named` takes them."""
 
 
 def chat_messages(messages: list[Message] | None) -> list[Message]:

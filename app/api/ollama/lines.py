@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,62 +11,52 @@ import msgspec
 
 from app.api.ollama.schema import OllamaBody, OllamaChatBody
 from app.engine.job import Piece, Run
+from app.http.delivery import Frames
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event, Reasoning
-from app.parsers.reading import Reading
 from app.service import Loaded
 from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Lines:
-    """`Frames` of one answer, and the whole of one. Owner: event loop."""
+class Lines(Frames[dict[str, object]]):
+    """`Frames` of one answer. Owner: event loop."""
 
-    __slots__ = ("_answer", "_begun", "_calls", "_chat", "_count", "_first", "_model", "_run")
+    __slots__ = ("_begun", "_calls", "_chat", "_count", "_first", "_model", "_run")
 
-    def __init__(self, body: OllamaBody, loaded: Loaded, reading: Reading, run: Run | None) -> None:
+    def __init__(self, body: OllamaBody, loaded: Loaded, runs: Sequence[Run]) -> None:
         self._chat = isinstance(body, OllamaChatBody)
         self._model = body.model or loaded.card.name
-        self._run = run
-        self._answer = reading.answer()
+        self._run = runs[0] if runs else None
         self._calls: list[list[str]] = []
         """Name and arguments so far of those that are not told yet: a call is told whole."""
         self._count = 0
         self._begun = time.perf_counter_ns()
         self._first = 0
 
-    def whole(self, piece: Piece) -> dict[str, object]:
-        """The answer as one object."""
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """See `Frames.whole`."""
+        (piece,) = pieces
         assert piece.finish is not None
-        events = self._answer.feed(piece.text) + self._answer.finish()
         self._count = len(piece.tokens)
-        return self.line(events, end=self._end(piece.finish))
+        return self.line(piece.parsed(), end=self._end(piece.finish))
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`."""
         self._first = self._first or time.perf_counter_ns()
         self._count += len(piece.tokens)
-        events = self._answer.feed(piece.text)
-        if piece.finish is not None:
-            return self._told(events + self._answer.finish(), last=True)
-        return self._told(events)
-
-    def finish(self, index: int, finish: Finish) -> bytes:
-        """See `Frames.finish`."""
-        return _encode(self.line([], end=self._end(finish))) + b"\n"
-
-    def tail(self) -> bytes | None:
-        """See `Frames.tail`."""
-        return None
-
-    def _told(self, events: list[Event], last: bool = False) -> bytes | None:
-        line = self.line(events, last=last)
+        line = self.line(piece.parsed(), last=piece.finish is not None)
         said: Any = line["message"] if self._chat else line
         if not (
             said.get("content") or said.get("response") or said.get("thinking") or said.get("tool_calls")
         ):
             return None
         return _encode(line) + b"\n"
+
+    def finish(self, index: int, piece: Piece) -> bytes:
+        """See `Frames.finish`."""
+        assert piece.finish is not None
+        return _encode(self.line([], end=self._end(piece.finish))) + b"\n"
 
     def line(
         self, events: Iterable[Event], last: bool = False, end: dict[str, object] | None = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -26,20 +27,19 @@ from app.api.ollama.schema import (
 from app.api.openai.chat import chat_job
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
-from app.api.request.field_names import rename_fields
+from app.api.request.field_names import fields_named
 from app.api.request.sampling import check_model, ready
 from app.engine.job import Job
-from app.engine.reasoning_budget import Watch, Watcher
+from app.engine.reasoning_budget import Watch, watched
+from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, running
 from app.http.errors import Fault
 from app.http.keys import SERVICE
 from app.http.reply import json_response
-from app.http.sse import Dialect, EventStream
+from app.http.sse import Dialect
 from app.parsers.reading import Reading
 from app.service import Loaded
-from core.errors import RequestError
 
 
 def _error(fault: Fault, id: str) -> bytes:
@@ -71,25 +71,17 @@ async def _answered(
     loaded = request.app[SERVICE].loaded
     loaded = ready(request.app[SERVICE], model_name(body.model, loaded))
     if not asks:
-        teller = Lines(body, loaded, Reading(), None)
-        return json_response(teller.line([], end={"done_reason": "load"}))
-    try:
+        return json_response(Lines(body, loaded, ()).line([], end={"done_reason": "load"}))
+    names = NAMES if isinstance(body, OllamaChatBody) else {**NAMES, "messages": "prompt"}
+    with fields_named(names):
         job, watch = await _job(body, loaded)
-        watcher = Watcher(loaded.engine, loaded.tokenizer, watch)
-        if body.stream is not False:
-            delivery = Delivery(1)
-            async with running(watcher, [job], delivery.take) as runs:
-                async with EventStream(request, dialect=LINES) as stream:
-                    await delivery.run(stream, Lines(body, loaded, watch.reading, runs[0]))
-                return stream.response
-        collector = Collector(1)
-        async with running(watcher, [job], collector.take) as runs:
-            (piece,) = await collector.collect()
-            return json_response(Lines(body, loaded, watch.reading, runs[0]).whole(piece))
-    except RequestError as error:
-        own = () if isinstance(body, OllamaChatBody) else (("messages", "prompt"),)
-        rename_fields(error, NAMES + own, ())
-        raise
+        spec = AnswerSpec(
+            engine=watched(loaded.engine, loaded.tokenizer, watch),
+            jobs=[job],
+            frames=partial(Lines, body, loaded),
+            dialect=LINES,
+        )
+        return await answer(request, spec, body.stream is not False)
 
 
 async def _job(body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded) -> tuple[Job, Watch]:

@@ -128,13 +128,13 @@ def _sampling(asked: ChatBody | CompletionBody, options: OllamaOptions | None) -
     )
 
 
-NAMES = (
-    ("response_format", "format"),
-    ("repetition_penalty", "options.repeat_penalty"),
-    ("max_tokens", "options.num_predict"),
-    *((name, f"options.{name}") for name in OllamaOptions.__struct_fields__),
-)
-"""Chat's names of fields and ours, as `rename_fields` takes them."""
+NAMES = {
+    "response_format": "format",
+    "repetition_penalty": "options.repeat_penalty",
+    "max_tokens": "options.num_predict",
+    **{name: f"options.{name}" for name in OllamaOptions.__struct_fields__},
+}
+"""Chat's names of fields and ours, as `fields_named` takes them."""
 
 CHAT = msgspec.json.Decoder(OllamaChatBody)
 GENERATE = msgspec.json.Decoder(OllamaGenerateBody)

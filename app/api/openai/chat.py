@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import msgspec
 from aiohttp import web
 
-from app.api.openai.chat_stream import AnswerChunks, read_message
-from app.api.openai.common import (
-    envelope,
-    options,
-    prompt_logprobs_wanted,
-    request_id,
-    routed_chunk,
-    spelling,
-    stream_chunks,
-    with_extras,
-)
-from app.api.openai.stream import Envelope, Options, finish_fields, usage
+from app.api.openai.chat_stream import ChatFrames
+from app.api.openai.common import envelope, options, prompt_logprobs_wanted, request_id, spelling
+from app.api.openai.stream import Asked
 from app.api.request.beam import beam_options, check_beam
 from app.api.request.constraint import constraint_of
-from app.api.request.experts import check_experts, experts_wanted
-from app.api.request.hidden import check_states, with_last_states
-from app.api.request.logprobs import Namer, chat_logprobs, vllm_prompt_logprobs
+from app.api.request.experts import experts_wanted
 from app.api.request.messages import (
     check_messages,
     chosen_template,
@@ -46,14 +38,12 @@ from app.api.request.sampling import (
 )
 from app.api.request.schema import CHAT, ChatBody, refuse_unsupported
 from app.api.request.tools import Tools, called_in, chosen_tools
-from app.engine.job import Job, Piece, Run
-from app.engine.reasoning_budget import Watch, WatchedRun, Watcher
+from app.engine.job import Job
+from app.engine.reasoning_budget import Watch, watched
+from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
 from app.http.keys import SERVICE
-from app.http.reply import long_response
-from app.http.sse import EventStream
 from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
 from app.parsers.registry import ToolFamily
@@ -64,100 +54,35 @@ from core.errors import RequestError
 from core.types import Ints
 
 
-class ChatShape:
-    """Chat's part of a chunk: a delta, the role in the first one."""
-
-    __slots__ = ("_body", "_namer", "_prompt", "_run")
-
-    open_first = b'"delta":{"role":"assistant","content":'
-    open_next = b'"delta":{"content":'
-    close = b"}"
-    empty = b'"delta":{}'
-
-    def __init__(self, body: ChatBody, namer: Namer, run: Run, prompt: str | Ints) -> None:
-        self._body = body
-        self._prompt = prompt
-        self._namer = namer
-        self._run = run
-
-    def first_text(self, index: int) -> str:
-        """What the client had begun, if it wants that told again."""
-        return _echo(self._body)
-
-    def first_chunk(self) -> dict[str, object]:
-        """What a client wants to know of the prompt."""
-        return prompt_extras(self._body, self._run, self._namer, self._prompt)
-
-    def first_extra(self, index: int) -> dict[str, object]:
-        """Nothing: the prompt is every choice's."""
-        return {}
-
-    def logprobs(self, index: int, piece: Piece) -> object:
-        """Of the piece's tokens."""
-        return chat_logprobs(piece, self._namer)
-
-
 async def chat(request: web.Request) -> web.StreamResponse:
     """Render, run, answer."""
     body = await decoded(request, CHAT)
     loaded = ready(request.app[SERVICE], body.model)
-    if not body.stream:
-        answer = await chat_answer(body, loaded)
-        return await long_response(request, answer)
+    return await answer(request, await _spec(body, loaded), body.stream is True)
+
+
+async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, Any]:
+    """The whole answer, for whoever asks: a line of a batch, `app.offline`."""
+    return await whole_answer(await _spec(body, loaded))
+
+
+async def _spec(body: ChatBody, loaded: Loaded) -> AnswerSpec[dict[str, Any]]:
     job, watch = await chat_job(body, loaded)
-    namer, told = spelling(body, loaded), options(body, loaded, body.logprobs is True)
-    chunk = envelope(job.id, "chat.completion.chunk", loaded.card.name)
-    delivery = Delivery(job.n)
-    sink = spaced(delivery.take, stream_interval(body))
-    if watch.reading.plain:
-        async with running(loaded.engine, [job], sink) as runs:
-            check_experts(runs, [job], loaded)
-            shape = ChatShape(body, namer, runs[0], job.prompt)
-            return await stream_chunks(request, delivery, (chunk, shape, told), runs, _patient(job))
-    async with running(Watcher(loaded.engine, loaded.tokenizer, watch), [job], sink) as runs:
-        run = runs[0]
-        assert isinstance(run, WatchedRun)
-        check_experts(runs, [job], loaded)
-        frames = AnswerChunks(chunk, told, ChatShape(body, namer, run, job.prompt), run, watch.reading)
-        async with EventStream(request) as stream:
-            await delivery.run(
-                stream, frames, _patient(job), routed_chunk(chunk, told, runs), prompt_weight(runs)
-            )
-        return stream.response
-
-
-async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, object]:
-    """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
-    job, watch = await chat_job(body, loaded)
-    namer, told = spelling(body, loaded), options(body, loaded, body.logprobs is True)
-    plain = watch.reading.plain
-    engine = loaded.engine if plain else Watcher(loaded.engine, loaded.tokenizer, watch)
-    collector = Collector(job.n)
-    async with running(engine, [job], collector.take) as runs:
-        run = runs[0]
-        check_states(runs, [job], loaded)
-        check_experts(runs, [job], loaded)
-        pieces = await collector.collect()
-        whole = envelope(job.id, "chat.completion", loaded.card.name)
-
-        def answer() -> dict[str, object]:
-            extras = prompt_extras(body, run, namer, job.prompt)
-            read = [_plain(piece) if plain else read_message(watch.reading, piece) for piece in pieces]
-            used = _used(run, pieces, run.reasoning_tokens if isinstance(run, WatchedRun) else 0)
-            if echo := _echo(body):
-                read = [
-                    ({**message, "content": f"{echo}{message['content'] or ''}"}, ended)
-                    for message, ended in read
-                ]
-            return with_extras(_answer(whole, read, pieces, told, namer) | used | extras, body, runs, pieces)
-
-        count = prompt_weight(runs) + sum(len(piece.logprobs or ()) for piece in pieces)
-        return with_last_states(await aside(count, answer), [job], runs, pieces)
-
-
-def _patient(job: Job) -> bool:
-    """Prompt log-probabilities are complete once choice 0 has begun, not before."""
-    return job.sampling.prompt_logprobs >= 0 and job.n > 1
+    object = "chat.completion.chunk" if body.stream else "chat.completion"
+    asked = Asked(
+        body=body,
+        loaded=loaded,
+        jobs=[job],
+        envelope=envelope(job.id, object, loaded.card.name),
+        options=options(body, loaded, body.logprobs is True),
+        namer=spelling(body, loaded),
+    )
+    return AnswerSpec(
+        engine=watched(loaded.engine, loaded.tokenizer, watch),
+        jobs=[job],
+        frames=partial(ChatFrames, asked, watch.reading),
+        every=stream_interval(body),
+    )
 
 
 async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
@@ -268,52 +193,3 @@ def _logprobs_wanted(body: ChatBody) -> int:
             raise RequestError("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
         return -1
     return top or 0
-
-
-def _echo(body: ChatBody) -> str:
-    """The answer's beginning, which the client has written itself."""
-    last = (body.messages or [{}])[-1]
-    content = last.get("content")
-    return content if body.echo and last.get("role") == "assistant" and isinstance(content, str) else ""
-
-
-def prompt_extras(body: ChatBody, run: Run, namer: Namer, prompt: str | Ints) -> dict[str, object]:
-    """Fields about the prompt that a client asked for."""
-    extras: dict[str, object] = {}
-    if body.return_token_ids or body.return_prompt_token_ids:
-        extras["prompt_token_ids"] = run.prompt.tolist()
-    if body.return_prompt_text:
-        extras["prompt_text"] = prompt if isinstance(prompt, str) else namer.joined(run.prompt.tolist())
-    if body.prompt_logprobs is not None:
-        extras["prompt_logprobs"] = vllm_prompt_logprobs(run, namer)
-    return extras
-
-
-Read = tuple[dict[str, object], dict[str, object]]
-"""A choice's message, and the fields that say how it ended."""
-
-
-def _plain(piece: Piece) -> Read:
-    assert piece.finish is not None
-    return {"role": "assistant", "content": piece.text, "refusal": None}, finish_fields(piece.finish)
-
-
-def _answer(
-    whole: Envelope, read: list[Read], pieces: list[Piece], told: Options, namer: Namer
-) -> dict[str, object]:
-    listed = []
-    for index, ((message, ended), piece) in enumerate(zip(read, pieces, strict=True)):
-        choice: dict[str, object] = {
-            "index": index,
-            "message": message,
-            "logprobs": chat_logprobs(piece, namer) if told.logprobs else None,
-            **ended,
-        }
-        if told.token_ids:
-            choice["token_ids"] = piece.tokens
-        listed.append(choice)
-    return {**msgspec.structs.asdict(whole), "choices": listed}
-
-
-def _used(run: Run, pieces: list[Piece], reasoning: int = 0) -> dict[str, object]:
-    return {"usage": usage([run], sum(len(piece.tokens) for piece in pieces), reasoning)}

@@ -1,45 +1,23 @@
-"""Answers with thinking and tool calls in them, whole and as chunks."""
+"""Chat's part of an answer: messages and deltas, from the events that the parsers found."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
-import msgspec
-
-from app.api.openai.stream import DATA, END, Envelope, Options, appended, finish_fields, last_chunks, usage
-from app.engine.job import Piece
-from app.engine.reasoning_budget import WatchedRun
+from app.api.openai.stream import Asked, Chunks
+from app.api.request.logprobs import chat_logprobs, vllm_prompt_logprobs
+from app.api.request.schema import ChatBody
+from app.engine.job import Piece, Run
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.reading import Reading
-from core.types import Finish, FinishReason
-
-_encode = msgspec.json.Encoder().encode
 
 Delta = dict[str, Any]
 
 
-class Told(Protocol):
-    """What else is told with a choice's tokens, when a client asks."""
-
-    def first_text(self, index: int) -> str:
-        """Text before a choice's own."""
-        ...
-
-    def first_chunk(self) -> dict[str, object]:
-        """Fields beside the choices, of the first chunk only."""
-        ...
-
-    def logprobs(self, index: int, piece: Piece) -> object:
-        """Of the piece's tokens."""
-        ...
-
-
-def read_message(reading: Reading, piece: Piece) -> tuple[dict[str, object], dict[str, object]]:
-    """A whole choice: its message, and how it ended."""
-    assert piece.finish is not None
-    answer = reading.answer()
-    message = assemble(answer.feed(piece.text) + answer.finish())
+def message_fields(events: Iterable[Event], reading: Reading) -> dict[str, object]:
+    """A whole choice as a message."""
+    message = assemble(events)
     fields: dict[str, object] = {
         "role": "assistant",
         "content": message.content or (None if message.calls else ""),
@@ -56,19 +34,6 @@ def read_message(reading: Reading, piece: Piece) -> tuple[dict[str, object], dic
             }
             for call in message.calls
         ]
-    return fields, finished(piece.finish, answer.whole)
-
-
-def finished(finish: Finish, calls: int) -> dict[str, object]:
-    """How a choice with this many whole calls ended.
-
-    `tool_calls` for every answer that made one, whatever `tool_choice` was. OpenAI's own API says
-    `stop` after a call of the named function; but agents decide by this field whether to run what
-    was called, and those that compare it with `tool_calls` would let a forced call pass.
-    """
-    fields = finish_fields(finish)
-    if calls and finish.reason is FinishReason.STOP:
-        fields["finish_reason"] = "tool_calls"
     return fields
 
 
@@ -106,92 +71,56 @@ def _append(made: list[Delta], field: str, text: str) -> None:
     made[-1][field] = made[-1].get(field, "") + text
 
 
-class AnswerChunks:
-    """`Frames` of a chat stream whose text is parsed. Owner: event loop."""
+class ChatFrames(Chunks):
+    """`Frames` of `/v1/chat/completions`: a delta in each chunk, the role in the first one."""
 
-    __slots__ = (
-        "_answers",
-        "_count",
-        "_head",
-        "_heads",
-        "_options",
-        "_quick",
-        "_run",
-        "_started",
-        "_tail",
-        "_told",
-    )
+    __slots__ = ("_body", "_echo", "_reading")
 
-    def __init__(
-        self, envelope: Envelope, options: Options, told: Told, run: WatchedRun, reading: Reading
-    ) -> None:
-        self._head = DATA + envelope.open() + b',"choices":['
-        self._options = options
-        self._told = told
-        self._run = run
-        self._answers = [reading.answer() for _ in run.requests]
-        self._started = [False] * len(self._answers)
-        self._count = 0
-        # A model that thinks says most of its tokens afterwards: those take no parsing. Measured: 0.4
-        # in place of 2.4 µs a chunk.
-        self._quick = not (options.logprobs or options.token_ids or options.continuous_usage)
-        usage_null = b',"usage":null' if options.include_usage else b""
-        self._heads = [
-            b'%b{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._answers))
-        ]
-        self._tail = b'},"logprobs":null,"finish_reason":null}]%b}%b' % (usage_null, END)
+    opening = b'"delta":{"content":'
+    closing = b"}"
+    empty: ClassVar[Mapping[str, object]] = {"delta": {}}
 
-    def delta(self, index: int, piece: Piece) -> bytes | None:
-        """See `Frames.delta`. A piece may make several events (a call begins, its arguments follow):
-        they go out in one write."""
-        self._count += len(piece.tokens)
-        if self._quick and self._started[index] and self._answers[index].plain:
-            return b"".join((self._heads[index], _encode(piece.text), self._tail)) if piece.text else None
-        begins = not any(self._started)
-        made, fields = self._read(index, piece)
-        if not made:
-            return None
-        first = self._event(index, made[0], fields, appended(self._told.first_chunk()) if begins else b"")
-        plain: dict[str, object] = {"logprobs": None, "finish_reason": None}
-        return first + b"".join([self._event(index, delta, plain) for delta in made[1:]])
+    def __init__(self, asked: Asked, reading: Reading, runs: Sequence[Run]) -> None:
+        super().__init__(asked, runs)
+        assert isinstance(asked.body, ChatBody)
+        self._body = asked.body
+        self._reading = reading
+        last = (asked.body.messages or [{}])[-1]
+        content = last.get("content")
+        echoed = asked.body.echo and last.get("role") == "assistant" and isinstance(content, str)
+        self._echo = content if echoed else ""
+        """The answer's beginning, which the client has written itself."""
 
-    def _read(self, index: int, piece: Piece) -> tuple[list[Delta], dict[str, object]]:
-        """The deltas that a piece makes, and what else the first of them tells."""
-        answer, options = self._answers[index], self._options
-        events = answer.feed(piece.text)
-        if piece.finish is not None:
-            events += answer.finish()
-        made = deltas(events)
-        fields: dict[str, object] = {"logprobs": None, "finish_reason": None}
-        if not self._started[index] and (made or piece.tokens):
-            self._started[index] = True
-            begun = {"role": "assistant", "content": "", **(made[0] if made else {})}
-            begun["content"] = self._told.first_text(index) + begun["content"]
-            made[:1] = [begun]
-        elif not made and piece.tokens and not self._quick:
-            made = [{}]
-        if options.token_ids:
-            fields["token_ids"] = piece.tokens
-        if options.logprobs:
-            fields["logprobs"] = self._told.logprobs(index, piece)
-        return made, fields
+    def parts(self, index: int, piece: Piece, begins: bool) -> list[dict[str, object]]:
+        """See `Chunks.parts`."""
+        made = deltas(piece.parsed())
+        if begins and (made or piece.tokens or self._echo):
+            first = {"role": "assistant", "content": "", **(made[0] if made else {})}
+            first["content"] = self._echo + first["content"]
+            made[:1] = [first]
+        elif not made and piece.tokens and self._rich:
+            made = [{"content": ""} if piece.events is None else {}]
+        return [{"delta": delta} for delta in made]
 
-    def finish(self, index: int, finish: Finish) -> bytes:
-        """See `Frames.finish`."""
-        return self._event(index, {}, {"logprobs": None, **finished(finish, self._answers[index].whole)})
+    def said(self, index: int, piece: Piece) -> dict[str, object]:
+        """See `Chunks.said`."""
+        message = message_fields(piece.parsed(), self._reading)
+        if self._echo:
+            message["content"] = f"{self._echo}{message['content'] or ''}"
+        return {"message": message}
 
-    def tail(self) -> bytes | None:
-        """See `Frames.tail`."""
-        return last_chunks(self._head, self._options, [self._run], b',"usage":' + self._usage())
+    def logprobs(self, index: int, piece: Piece) -> object:
+        """See `Chunks.logprobs`."""
+        return chat_logprobs(piece, self._asked.namer)
 
-    def _event(self, index: int, delta: Delta, fields: dict[str, object], told: bytes = b"") -> bytes:
-        """`told` are encoded fields to stand beside the choices."""
-        if self._options.continuous_usage:
-            told += b',"usage":' + self._usage()
-        elif self._options.include_usage:
-            told += b',"usage":null'
-        choice = _encode({"index": index, "delta": delta, **fields})
-        return b"%b%b]%b}%b" % (self._head, choice, told, END)
-
-    def _usage(self) -> bytes:
-        return _encode(usage([self._run], self._count, self._run.reasoning_tokens))
+    def of_prompt(self) -> dict[str, object]:
+        """See `Chunks.of_prompt`."""
+        body, run, namer, prompt = self._body, self._runs[0], self._asked.namer, self._asked.jobs[0].prompt
+        fields: dict[str, object] = {}
+        if body.return_token_ids or body.return_prompt_token_ids:
+            fields["prompt_token_ids"] = run.prompt.tolist()
+        if body.return_prompt_text:
+            fields["prompt_text"] = prompt if isinstance(prompt, str) else namer.joined(run.prompt.tolist())
+        if body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = vllm_prompt_logprobs(run, namer)
+        return fields

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import (
-    envelope,
-    options,
-    prompt_logprobs_wanted,
-    request_id,
-    spelling,
-    stream_chunks,
-    with_extras,
-)
-from app.api.openai.stream import Envelope, Options, finish_fields, thought, usage
+from app.api.openai.common import envelope, options, prompt_logprobs_wanted, request_id, spelling
+from app.api.openai.stream import Asked, Chunks
 from app.api.request.beam import beam_options
 from app.api.request.constraint import constraint_of
 from app.api.request.embeds import embedded, prompt_embeds
-from app.api.request.experts import check_experts, experts_wanted
-from app.api.request.hidden import check_states, with_last_states
-from app.api.request.logprobs import CompletionLogprobs, Namer, prompt_entries, vllm_prompt_logprobs
+from app.api.request.experts import experts_wanted
+from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
 from app.api.request.prompts import check_prompt, split_prompts
 from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.sampling import (
@@ -44,11 +34,10 @@ from app.api.request.sampling import (
 from app.api.request.schema import COMPLETION, CompletionBody, refuse_unsupported
 from app.api.request.suffix import inserting
 from app.engine.job import Job, Piece, Run
+from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside, prompt_count
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
 from app.http.keys import SERVICE
-from app.http.reply import long_response
 from app.service import Loaded
 from core.errors import RequestError
 from core.types import Floats
@@ -61,102 +50,92 @@ DEFAULT_MAX_TOKENS = 16
 _TAKES = ("use_beam_search", "suffix")
 
 
-class CompletionShape:
-    """Completions' part of a chunk: text, after the prompt itself when echoed."""
+class CompletionFrames(Chunks):
+    """`Frames` of `/v1/completions`: text, after the prompt itself when echoed."""
 
-    __slots__ = ("_body", "_echoes", "_logprobs", "_n", "_namer", "_runs", "_told")
+    __slots__ = ("_body", "_echoed", "_echoes", "_logprobs", "_n")
 
-    open_first = b'"text":'
-    open_next = b'"text":'
-    close = b""
-    empty = b'"text":""'
+    opening = b'"text":'
+    empty: ClassVar[Mapping[str, object]] = {"text": ""}
 
-    def __init__(
-        self, body: CompletionBody, namer: Namer, runs: Sequence[Run], echoes: Sequence[str]
-    ) -> None:
-        """`echoes`: the prompts as text, where they are told."""
+    def __init__(self, asked: Asked, runs: Sequence[Run]) -> None:
+        super().__init__(asked, runs)
+        body = asked.body
+        assert isinstance(body, CompletionBody)
         self._body = body
-        self._namer = namer
-        self._runs = runs
-        self._echoes = echoes
-        self._n = len(runs[0].requests)
+        self._echoes = _echoes(body, asked.jobs, runs, asked.loaded)
+        """The prompts as text, where they are told."""
+        self._n = runs[0].choices
         skips = body.skip_special_tokens is not False
-        self._logprobs = [CompletionLogprobs(namer, skips) for run in runs for _ in run.requests]
-        self._told = [False] * len(self._logprobs)
+        self._logprobs = [CompletionLogprobs(asked.namer, skips) for _ in self._begun]
+        self._echoed = [not body.echo] * len(self._begun)
+        """Whether the prompt's log-probabilities are told."""
 
-    def first_text(self, index: int) -> str:
-        """The echoed prompt, or nothing."""
+    def parts(self, index: int, piece: Piece, begins: bool) -> list[dict[str, object]]:
+        """See `Chunks.parts`."""
+        text = self._echo(index) + piece.text if begins else piece.text
+        # Nothing generated, as with max_tokens 0: the end says it all.
+        return [{"text": text}] if text or (piece.tokens and (begins or self._rich)) else []
+
+    def said(self, index: int, piece: Piece) -> dict[str, object]:
+        """See `Chunks.said`."""
+        return {"text": self._echo(index) + piece.text}
+
+    def _echo(self, index: int) -> str:
         return self._echoes[index // self._n] if self._body.echo else ""
 
-    def first_chunk(self) -> dict[str, object]:
-        """Nothing: choices are of several prompts."""
-        return {}
-
-    def first_extra(self, index: int) -> dict[str, object]:
-        """Fields about the prompt that the client asked for."""
-        run = self._runs[index // self._n]
-        extras: dict[str, object] = {}
-        if self._body.return_token_ids or self._body.return_prompt_token_ids:
-            known = run.requests[0].embeds is None
-            extras["prompt_token_ids"] = run.prompt.tolist() if known else None
-        if self._body.return_prompt_text:
-            extras["prompt_text"] = self._echoes[index // self._n]
-        if self._body.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = vllm_prompt_logprobs(run, self._namer)
-        return extras
-
     def logprobs(self, index: int, piece: Piece) -> object:
-        """Of the piece's tokens, after those of the prompt when it is echoed."""
-        if not self._body.echo or self._told[index]:
+        """See `Chunks.logprobs`. After those of the prompt when it is echoed."""
+        if self._echoed[index]:
             return self._logprobs[index].of(piece)
-        self._told[index] = True
+        self._echoed[index] = True
         which = index // self._n
         return self._logprobs[index].of(piece, prompt_entries(self._runs[which]), self._echoes[which])
+
+    def of_choice(self, index: int) -> dict[str, object]:
+        """See `Chunks.of_choice`: choices are of several prompts."""
+        which = index // self._n
+        run, job = self._runs[which], self._asked.jobs[which]
+        fields: dict[str, object] = {}
+        if self._body.return_token_ids or self._body.return_prompt_token_ids:
+            fields["prompt_token_ids"] = run.prompt.tolist() if job.embeds is None else None
+        if self._body.return_prompt_text:
+            fields["prompt_text"] = self._echoes[which]
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = vllm_prompt_logprobs(run, self._asked.namer)
+        return fields
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Several prompts run side by side; choices are numbered prompt by prompt."""
     body = await decoded(request, COMPLETION)
     loaded = ready(request.app[SERVICE], body.model)
-    if not body.stream:
-        answer = await completion_answer(body, loaded)
-        return await long_response(request, answer)
+    return await answer(request, await _spec(body, loaded), body.stream is True)
+
+
+async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, Any]:
+    """The whole answer, for whoever asks: a line of a batch, `app.offline`."""
+    return await whole_answer(await _spec(body, loaded))
+
+
+async def _spec(body: CompletionBody, loaded: Loaded) -> AnswerSpec[dict[str, Any]]:
     id = request_id(body, "cmpl")
     embeds = await prompt_embeds(body, loaded)
     jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
-    delivery = Delivery(sum(job.n for job in jobs))
-    engine = bounded(loaded, thinking_budget(body, loaded))
-    async with running(engine, jobs, spaced(delivery.take, stream_interval(body))) as runs:
-        check_experts(runs, jobs, loaded)
-        shape = _shape(body, jobs, runs, loaded)
-        chunk = (envelope(id, "text_completion", loaded.card.name), shape, _told(body, loaded))
-        # Prompt log-probabilities are complete once choice 0 has begun, not before.
-        patient = jobs[0].sampling.prompt_logprobs >= 0 and jobs[0].n > 1
-        return await stream_chunks(request, delivery, chunk, runs, patient)
-
-
-async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, object]:
-    """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
-    id = request_id(body, "cmpl")
-    embeds = await prompt_embeds(body, loaded)
-    jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
-    collector = Collector(sum(job.n for job in jobs))
-    engine = bounded(loaded, thinking_budget(body, loaded))
-    async with running(engine, jobs, collector.take) as runs:
-        check_states(runs, jobs, loaded)
-        check_experts(runs, jobs, loaded)
-        pieces = await collector.collect()
-        head = envelope(id, "text_completion", loaded.card.name)
-        answer = await _answer(head, pieces, runs, _told(body, loaded), _shape(body, jobs, runs, loaded))
-        return with_last_states(with_extras(answer, body, runs, pieces), jobs, runs, pieces)
-
-
-def _told(body: CompletionBody, loaded: Loaded) -> Options:
-    return options(body, loaded, body.logprobs is not None)
-
-
-def _shape(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], loaded: Loaded) -> CompletionShape:
-    return CompletionShape(body, spelling(body, loaded), runs, _echoes(body, jobs, runs, loaded))
+    asked = Asked(
+        body=body,
+        loaded=loaded,
+        jobs=jobs,
+        envelope=envelope(id, "text_completion", loaded.card.name),
+        options=options(body, loaded, body.logprobs is not None),
+        namer=spelling(body, loaded),
+    )
+    return AnswerSpec(
+        engine=bounded(loaded, thinking_budget(body, loaded)),
+        jobs=jobs,
+        frames=partial(CompletionFrames, asked),
+        every=stream_interval(body),
+    )
 
 
 def completion_jobs(
@@ -244,31 +223,3 @@ def _echoes(body: CompletionBody, jobs: Sequence[Job], runs: Sequence[Run], load
         else loaded.tokenizer.decode(run.prompt.tolist(), skip_special=skip)
         for job, run in zip(jobs, runs, strict=True)
     ]
-
-
-async def _answer(
-    head: Envelope, pieces: Sequence[Piece], runs: Sequence[Run], told: Options, shape: CompletionShape
-) -> dict[str, object]:
-    listed = []
-    for index, piece in enumerate(pieces):
-        count = prompt_weight(runs) + len(piece.logprobs or ())
-        listed.append(await aside(count, partial(_choice, index, piece, told, shape)))
-        if told.logprobs:
-            await asyncio.sleep(0)  # about 6 µs a token: choice by choice, not all in one slice
-    tokens = sum(len(piece.tokens) for piece in pieces)
-    used = usage(runs, tokens, thought(runs))
-    return {**msgspec.structs.asdict(head), "choices": listed, "usage": used}
-
-
-def _choice(index: int, piece: Piece, told: Options, shape: CompletionShape) -> dict[str, object]:
-    assert piece.finish is not None
-    choice: dict[str, object] = {
-        "index": index,
-        "text": shape.first_text(index) + piece.text,
-        "logprobs": shape.logprobs(index, piece) if told.logprobs else None,
-        **finish_fields(piece.finish),
-        **shape.first_extra(index),
-    }
-    if told.token_ids:
-        choice["token_ids"] = piece.tokens
-    return choice

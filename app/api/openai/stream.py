@@ -1,4 +1,4 @@
-"""Chunks of the two OpenAI streams, from byte templates made once per stream.
+"""Answers of the two OpenAI routes: whole, or as chunks from byte templates made once per stream.
 
 Per token only the text is encoded; everything around it is ready. Measured: 0.17 µs per chunk,
 against 0.75 µs for building and encoding the object with msgspec and 6.2 µs with `json`.
@@ -6,16 +6,22 @@ against 0.75 µs for building and encoding the object with msgspec and 6.2 µs w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
-from app.engine.job import Piece, Run
-from app.engine.reasoning_budget import WatchedRun
-from app.http.reply import encode_long
-from core.types import Finish
+from app.api.request.experts import check_experts, experts
+from app.api.request.hidden import check_states, last_state
+from app.api.request.logprobs import Namer, output_entries, told_lists
+from app.api.request.schema import ChatBody, CompletionBody
+from app.api.sglang.answer import meta_info
+from app.engine.job import Job, Piece, Run
+from app.http.delivery import Frames
+from app.http.reply import encode_long, pieces
+from app.service import Loaded
+from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
@@ -46,32 +52,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cached: bool = False
     """Where cached tokens came from, in SGLang's own object."""
     routed: bool = False
-    """Which experts tokens were routed to, in the same object: a chunk that `routed_chunk` makes."""
-
-
-class Shape(Protocol):
-    """What tells chat and completions apart. `open_first` and `open_next` come before the text's
-    JSON string, `close` after it."""
-
-    open_first: bytes
-    open_next: bytes
-    close: bytes
-    empty: bytes
-    """The delta of a chunk without text."""
-
-    def first_text(self, index: int) -> str:
-        """Text before the first piece of a choice (an echoed prompt)."""
-        ...
-
-    def first_chunk(self) -> dict[str, object]:
-        """Fields beside the choices, of the first chunk only."""
-        ...
-
-    def first_extra(self, index: int) -> dict[str, object]:
-        """Fields of a choice's first chunk only."""
-        ...
-
-    def logprobs(self, index: int, piece: Piece) -> object: ...
+    """Which experts tokens were routed to, in the same object."""
 
 
 @lru_cache
@@ -87,31 +68,20 @@ def usage(runs: Sequence[Run], completion_tokens: int, reasoning_tokens: int = 0
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(run.requests[0].cached for run in runs)},
+        "prompt_tokens_details": {"cached_tokens": sum(run.cached for run in runs)},
         "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 
 def thought(runs: Sequence[Run]) -> int:
-    """Tokens of thinking, where a bound had them counted."""
-    return sum(run.reasoning_tokens for run in runs if isinstance(run, WatchedRun))
+    """Tokens of thinking, where somebody looked for it."""
+    return sum(run.reasoning_tokens for run in runs)
 
 
 def cached_details(runs: Sequence[Run]) -> dict[str, object]:
     """SGLang's `sglext`: cached tokens by the tier that had them. There is one."""
-    cached = sum(run.requests[0].cached for run in runs)
+    cached = sum(run.cached for run in runs)
     return {"cached_tokens_details": {"device": cached, "host": 0}}
-
-
-def last_chunks(head: bytes, options: Options, runs: Sequence[Run], usage: bytes) -> bytes | None:
-    """What comes after the last choice's end, only for those who asked: others index `choices[0]` of every
-    chunk. `head` ends inside the list of choices, `usage` is that field."""
-    told = b""
-    if options.cached and not options.routed:
-        told = b'%b],"sglext":%b}%b' % (head, _encode(cached_details(runs)), END)
-    if options.include_usage:
-        told += b"%b]%b}%b" % (head, usage, END)
-    return told or None
 
 
 def appended(fields: Mapping[str, object]) -> bytes:
@@ -128,88 +98,189 @@ def finish_fields(finish: Finish) -> dict[str, object]:
     }
 
 
-class Chunks:
-    """`Frames` of an OpenAI stream. Owner: event loop."""
+def finished(finish: Finish, calls: int) -> dict[str, object]:
+    """How a choice with this many whole calls ended.
 
-    __slots__ = (
-        "_count",
-        "_envelope",
-        "_heads",
-        "_options",
-        "_rich",
-        "_runs",
-        "_shape",
-        "_tail",
-    )
+    `tool_calls` for every answer that made one, whatever `tool_choice` was. OpenAI's own API says
+    `stop` after a call of the named function; but agents decide by this field whether to run what
+    was called, and those that compare it with `tool_calls` would let a forced call pass.
+    """
+    fields = finish_fields(finish)
+    if calls and finish.reason is FinishReason.STOP:
+        fields["finish_reason"] = "tool_calls"
+    return fields
 
-    def __init__(
-        self, envelope: Envelope, shape: Shape, options: Options, runs: Sequence[Run], choices: int
-    ) -> None:
-        self._shape = shape
-        self._options = options
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of either route, before it runs."""
+
+    body: ChatBody | CompletionBody
+    loaded: Loaded
+    jobs: Sequence[Job]
+    envelope: Envelope
+    options: Options
+    namer: Namer
+
+
+class Chunks(Frames[dict[str, Any]]):
+    """The answer of either OpenAI route: chunks of a stream, or all of it. Owner: event loop.
+
+    What tells chat and completions apart is left to a subclass.
+    """
+
+    __slots__ = ("_asked", "_begun", "_count", "_head", "_heads", "_rich", "_runs", "_tail")
+
+    opening = b""
+    """What comes before the text of a plain chunk inside the choice, a JSON string, and ..."""
+    closing = b""
+    """... after it."""
+    empty: ClassVar[Mapping[str, object]] = {}
+    """The same of a chunk without text."""
+
+    def __init__(self, asked: Asked, runs: Sequence[Run]) -> None:
+        """Raises `RequestError` where prompts turn out too long for what is asked of each token."""
+        check_states(runs, asked.jobs, asked.loaded)
+        check_experts(runs, asked.jobs, asked.loaded)
+        options = asked.options
+        self._asked = asked
         self._runs = runs
         self._count = 0
-        self._envelope = DATA + envelope.open() + b',"choices":['
-        self._heads: list[bytes | None] = [None] * choices
-        """What is before the text, once a choice has begun: the first chunk of a chat carries the role."""
-        usage_null = b',"usage":null' if options.include_usage else b""
-        self._tail = _tail(shape.close, usage_null)
+        self._head = DATA + asked.envelope.open() + b',"choices":['
+        choices = sum(run.choices for run in runs)
+        self._begun = [False] * choices
+        self._heads = [b'%b{"index":%d,%b' % (self._head, index, self.opening) for index in range(choices)]
+        self._tail = _tail(self.closing, b',"usage":null' if options.include_usage else b"")
         self._rich = options.logprobs or options.token_ids or options.continuous_usage
 
+    # -- of one route ------------------------------------------------------------------------------
+
+    def parts(self, index: int, piece: Piece, begins: bool) -> list[dict[str, object]]:
+        """New text as that part of a choice which differs by route, one for each chunk. None for tokens
+        whose text is still uncertain, unless something is told of each token, or the choice `begins`:
+        clients measure the time to first token by its first chunk."""
+        raise NotImplementedError
+
+    def said(self, index: int, piece: Piece) -> dict[str, object]:
+        """All of a choice in the same way."""
+        raise NotImplementedError
+
+    def logprobs(self, index: int, piece: Piece) -> object:
+        """Of the piece's tokens."""
+        raise NotImplementedError
+
+    def of_choice(self, index: int) -> dict[str, object]:
+        """Fields of a choice about its prompt; in a stream, of its first chunk."""
+        return {}
+
+    def of_prompt(self) -> dict[str, object]:
+        """Fields beside the choices about the prompt; in a stream, of the first chunk."""
+        return {}
+
+    # -- as a stream -------------------------------------------------------------------------------
+
     def delta(self, index: int, piece: Piece) -> bytes | None:
-        """See `Frames.delta`. Tokens whose text is still uncertain make no chunk, except the first:
-        it is what clients measure the time to first token by."""
+        """See `Frames.delta`. A piece may make several chunks (a call begins, its arguments follow): they go
+        out in one write."""
         self._count += len(piece.tokens)
-        head = self._heads[index]
-        if self._rich or head is None:
-            return self._slow_delta(index, piece)
-        return b"".join((head, _encode(piece.text), self._tail)) if piece.text else None
+        if self._rich or piece.events is not None or not self._begun[index]:
+            return self._parsed_delta(index, piece)
+        return b"".join((self._heads[index], _encode(piece.text), self._tail)) if piece.text else None
 
-    def _slow_delta(self, index: int, piece: Piece) -> bytes | None:
-        options, shape = self._options, self._shape
-        head, text, extra, told = self._heads[index], piece.text, {}, b""
-        if head is not None and not text and not piece.tokens:
+    def _parsed_delta(self, index: int, piece: Piece) -> bytes | None:
+        options, begins = self._asked.options, not self._begun[index]
+        parts = self.parts(index, piece, begins)
+        if not parts:
             return None
-        if head is None:
-            text = shape.first_text(index) + text
-            extra = shape.first_extra(index)
-            if not (text or piece.tokens):
-                return None  # nothing generated, as with max_tokens 0: the end says it all
-            if not any(self._heads):
-                told = appended(shape.first_chunk())
-            before = b'%b{"index":%d,' % (self._envelope, index)
-            head, self._heads[index] = before + shape.open_first, before + shape.open_next
+        fields: dict[str, object] = {"logprobs": None, "finish_reason": None}
+        if options.logprobs:
+            fields["logprobs"] = self.logprobs(index, piece)
+        beside = b""
+        if begins:
+            fields |= self.of_choice(index)
+            beside = b"" if any(self._begun) else appended(self.of_prompt())
+            self._begun[index] = True
         if options.token_ids:
-            extra["token_ids"] = piece.tokens
-        logprobs = encode_long(shape.logprobs(index, piece)) if options.logprobs else b"null"
-        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}]%b%b}%b' % (
-            head,
-            _encode(text),
-            shape.close,
-            logprobs,
-            appended(extra),
-            told,
-            self._usage(options.continuous_usage),
-            END,
-        )
+            fields["token_ids"] = piece.tokens
+        first = self._chunk({"index": index, **parts[0], **fields}, beside)
+        plain = {"logprobs": None, "finish_reason": None}
+        return first + b"".join([self._chunk({"index": index, **part, **plain}) for part in parts[1:]])
 
-    def finish(self, index: int, finish: Finish) -> bytes:
+    def finish(self, index: int, piece: Piece) -> bytes:
         """See `Frames.finish`."""
-        fields = _encode(finish_fields(finish))[1:-1]
-        return b'%b{"index":%d,%b,"logprobs":null,%b}]%b}%b' % (
-            self._envelope,
-            index,
-            self._shape.empty,
-            fields,
-            self._usage(self._options.continuous_usage),
-            END,
-        )
+        assert piece.finish is not None
+        ended = finished(piece.finish, piece.calls)
+        return self._chunk({"index": index, **self.empty, "logprobs": None, **ended})
 
-    def tail(self) -> bytes | None:
-        """See `Frames.tail`."""
-        return last_chunks(self._envelope, self._options, self._runs, self._usage(True))
+    def rest(self) -> Iterator[bytes]:
+        """See `Frames.rest`. Only for those who asked: others index `choices[0]` of every chunk."""
+        options, runs = self._asked.options, self._runs
+        if options.routed:
+            more = cached_details(runs) if options.cached else {}
+            yield DATA + self._asked.envelope.open() + b',"choices":[],"sglext":'
+            yield from pieces({**more, "routed_experts": experts(runs[0], 0) or b""})
+            yield b"}" + END
+        elif options.cached:
+            yield b'%b],"sglext":%b}%b' % (self._head, _encode(cached_details(runs)), END)
+        if options.include_usage:
+            yield b'%b],"usage":%b}%b' % (self._head, self._usage(), END)
 
-    def _usage(self, told: bool) -> bytes:
-        if told:
-            return b',"usage":' + _encode(usage(self._runs, self._count, thought(self._runs)))
-        return b',"usage":null' if self._options.include_usage else b""
+    def _chunk(self, choice: Mapping[str, object], beside: bytes = b"") -> bytes:
+        """`beside` are encoded fields to stand beside the choices."""
+        if self._asked.options.continuous_usage:
+            beside += b',"usage":' + self._usage()
+        elif self._asked.options.include_usage:
+            beside += b',"usage":null'
+        told = encode_long(choice) if choice["logprobs"] is not None else _encode(choice)
+        return b"%b%b]%b}%b" % (self._head, told, beside, END)
+
+    def _usage(self) -> bytes:
+        return _encode(usage(self._runs, self._count, thought(self._runs)))
+
+    # -- as a whole --------------------------------------------------------------------------------
+
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """See `Frames.whole`."""
+        asked, runs = self._asked, self._runs
+        tokens = sum(len(piece.tokens) for piece in pieces)
+        answer: dict[str, object] = {
+            **msgspec.structs.asdict(asked.envelope),
+            "choices": [self._choice(index, piece) for index, piece in enumerate(pieces)],
+            "usage": usage(runs, tokens, thought(runs)),
+            **self.of_prompt(),
+        }
+        body = asked.body
+        sglext = cached_details(runs) if body.return_cached_tokens_details else {}
+        if body.return_routed_experts and not body.return_meta_info:
+            sglext["routed_experts"] = experts(runs[0], 0, len(pieces[0].tokens))
+        return answer | ({"sglext": sglext} if sglext else {})
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, object]:
+        assert piece.finish is not None
+        asked = self._asked
+        which, own = divmod(index, asked.jobs[0].n)
+        run, job = self._runs[which], asked.jobs[which]
+        choice: dict[str, object] = {
+            "index": index,
+            **self.said(index, piece),
+            "logprobs": self.logprobs(index, piece) if asked.options.logprobs else None,
+            **finished(piece.finish, piece.calls),
+            **self.of_choice(index),
+        }
+        if asked.options.token_ids:
+            choice["token_ids"] = piece.tokens
+        if asked.body.return_meta_info:
+            choice["meta_info"] = self._meta_info(run, own, piece)
+        if job.sampling.hidden != "none":
+            choice["hidden_states"] = last_state(run, own, len(piece.tokens))
+        return choice
+
+    def _meta_info(self, run: Run, own: int, piece: Piece) -> dict[str, object]:
+        """SGLang's, of one choice."""
+        meta = meta_info(self._asked.envelope.id, run, len(piece.tokens), piece.finish)
+        if run.params.logprobs >= 0 and piece.logprobs is not None:
+            entries = output_entries(piece.tokens, piece.logprobs)
+            meta["output_token_logprobs"] = [[entry.value, entry.token, None] for entry in entries]
+        meta |= told_lists(run.params, piece.logprobs or ())
+        if self._asked.body.return_routed_experts:
+            meta["routed_experts"] = experts(run, own, len(piece.tokens))
+        return meta

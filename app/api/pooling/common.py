@@ -173,7 +173,7 @@ async def run_pooled(
             for run in runs:
                 done.vectors.append(_vector(run, hidden))
                 done.prompt_tokens += len(run.prompt)
-                done.cached_tokens += run.requests[0].cached
+                done.cached_tokens += run.cached
     return done
 
 

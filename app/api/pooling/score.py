@@ -177,7 +177,7 @@ async def _score(asked: Asked, items: range, loaded: Loaded, scored: Scored) -> 
             # An item's first label is what found others' pages; the rest find the first one's.
             for job, run in zip(part, runs, strict=True):
                 if job.id.endswith("-0"):
-                    scored.cached_tokens += min(run.requests[0].cached, len(run.prompt) - 1)
+                    scored.cached_tokens += min(run.cached, len(run.prompt) - 1)
 
 
 async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:

@@ -49,7 +49,7 @@ def check_experts(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> N
     start, (layers, each) = jobs[0].sampling.experts_from, loaded.card.routed
     if start < 0:
         return
-    tokens = sum(r.params.max_tokens + len(r.prompt) - start for run in runs for r in run.requests)
+    tokens = sum(run.choices * (run.params.max_tokens + len(run.prompt) - start) for run in runs)
     if tokens * layers * each > MAX_CHOSEN:
         raise RequestError(
             f"The experts of {tokens} tokens are {tokens * layers * each} numbers; an answer holds at most "
@@ -61,7 +61,7 @@ def check_experts(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> N
 
 def experts(run: Run, choice: int, tokens: int | None = None) -> bytes | None:
     """Of a complete choice, as many tokens as it has said where that is known; None where nobody asked."""
-    params = run.requests[0].params
+    params = run.params
     if params.experts_from < 0:
         return None
     given = run.experts(choice)

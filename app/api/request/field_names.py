@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 from core.errors import RequestError
 
 
-def rename_fields(
-    error: RequestError, names: tuple[tuple[str, str], ...], inner: tuple[tuple[str, str], ...]
-) -> None:
-    """Give the field that an error is about, in its message too, another name: by the first of `names`
-    that it begins with, and by each of `inner` that is in it."""
-    if (old := error.param) is None:
-        return
+@contextmanager
+def fields_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Give the field that a `RequestError` is about the name that the client knows, in its message too.
+
+    `names` has our names and theirs: the first that the field begins with counts, and each that begins with a
+    dot, wherever it is in the field.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None:
+            _rename(error, error.param, names)
+        raise
+
+
+def _rename(error: RequestError, old: str, names: Mapping[str, str]) -> None:
     new = old
-    for of_chat, ours in names:
-        if old == of_chat or old.startswith((of_chat + ".", of_chat + "[")):
-            new = ours + old[len(of_chat) :]
-            break
-    for of_chat, ours in inner:
-        new = new.replace(of_chat, ours)
+    for ours, theirs in names.items():
+        if ours.startswith("."):
+            new = new.replace(ours, theirs)
+        elif new == old and (old == ours or old.startswith((ours + ".", ours + "["))):
+            new = theirs + old[len(ours) :]
     message = error.message.replace(f"'{old}", f"'{new}")
     if message.startswith(f"{old} "):
         message = new + message[len(old) :]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from app.engine.job import Job, Piece, Run
+from app.engine.job import Job, Run
 from app.service import Loaded
 from core.errors import EngineFailed, RequestError
 from core.types import Floats
@@ -17,7 +16,7 @@ def check_states(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> No
     """Raise `RequestError` where prompts and what may follow are more than an answer should hold. Once
     they run: only then it is known how long they are."""
     if jobs[0].sampling.hidden != "none":
-        tokens = sum(r.params.max_tokens + len(r.prompt) for run in runs for r in run.requests)
+        tokens = sum(run.choices * (run.params.max_tokens + len(run.prompt)) for run in runs)
         check_numbers(tokens, loaded, "return_hidden_states")
 
 
@@ -26,19 +25,6 @@ def states(run: Run, choice: int, tokens: int) -> list[Floats]:
     the last, which the model never read."""
     rows = _rows(run, choice, tokens)
     return [rows[: len(run.prompt)], *rows[len(run.prompt) :]]
-
-
-def with_last_states(
-    answer: dict[str, object], jobs: Sequence[Job], runs: Sequence[Run], pieces: Sequence[Piece]
-) -> dict[str, object]:
-    """The answer of chat or completions, its choices with the state that made their last token."""
-    if jobs[0].sampling.hidden == "none":
-        return answer
-    listed: Any = answer["choices"]
-    for index, (choice, piece) in enumerate(zip(listed, pieces, strict=True)):
-        which, own = divmod(index, jobs[0].n)
-        choice["hidden_states"] = last_state(runs[which], own, len(piece.tokens))
-    return answer
 
 
 def last_state(run: Run, choice: int, tokens: int) -> list[float] | None:

@@ -13,8 +13,8 @@ from app.api.responses import Store
 from app.api.responses.events import Doc, ResponseEvents, error_event
 from app.api.responses.turn import Turn
 from app.engine.failure import UNREADABLE, failure
-from app.engine.job import Piece
-from app.engine.reasoning_budget import WatchedRun, Watcher
+from app.engine.job import Piece, Run
+from app.engine.reasoning_budget import watched
 from app.http.errors import fault
 from app.http.sse import Dialect, EventStream
 from app.service import Loaded
@@ -39,7 +39,7 @@ class Live:
 
     def __init__(self, turn: Turn, on_done: Callable[[Live], None]) -> None:
         self.turn = turn
-        self.run: WatchedRun | None = None
+        self.run: Run | None = None
         self.log: list[bytes] = []
         """Its events so far, one frame each; stays empty when it is not streamed."""
         self.followers: set[EventStream] = set()
@@ -62,7 +62,7 @@ class Live:
         assert self._events is not None
         return self._events.doc
 
-    def begin(self, run: WatchedRun) -> None:
+    def begin(self, run: Run) -> None:
         """It runs."""
         self.run = run
         self._events = ResponseEvents(self.turn.telling, run)
@@ -153,8 +153,8 @@ class Responses:
         if len(self._live) >= MAX_LIVE:
             raise Overloaded("Too many responses are made in the background.")
         live = Live(turn, self._finished)
-        run = await Watcher(loaded.engine, loaded.tokenizer, turn.watch).start(turn.job, live.take)
-        assert isinstance(run, WatchedRun)
+        engine = watched(loaded.engine, loaded.tokenizer, turn.watch)
+        run = await engine.start(turn.job, live.take)
         self._live[turn.id] = live
         live.begin(run)
         stored = False

@@ -9,11 +9,9 @@ import msgspec
 
 from app.api.request.logprobs import Namer, token_logprobs
 from app.api.responses.input import item_id, sealed
-from app.engine.job import Piece
-from app.engine.reasoning_budget import WatchedRun
+from app.engine.job import Piece, Run
 from app.http.errors import Fault
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event, Reasoning
-from app.parsers.reading import Reading
 from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
@@ -60,7 +58,6 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
 
     head: Doc
     """The response without what is known only later."""
-    reading: Reading
     namer: Namer | None = None
     """Spells log-probabilities; None when nobody asked for any."""
     streamed: bool = False
@@ -75,12 +72,11 @@ class ResponseEvents:
     Every frame is one event; its sequence number is its place among all of them. Owner: event loop.
     """
 
-    __slots__ = ("_answer", "_count", "_open", "_run", "_telling", "_tokens", "_unspoken", "doc", "output")
+    __slots__ = ("_count", "_open", "_run", "_telling", "_tokens", "_unspoken", "doc", "output")
 
-    def __init__(self, telling: Telling, run: WatchedRun) -> None:
+    def __init__(self, telling: Telling, run: Run) -> None:
         self._telling = telling
         self._run = run
-        self._answer = telling.reading.answer()
         self._open: _Open | None = None
         self._count = 0
         self._tokens = 0
@@ -97,14 +93,11 @@ class ResponseEvents:
 
     def take(self, piece: Piece) -> list[bytes]:
         """More of the text. A `finish` in it is only told by `end`."""
-        events = self._answer.feed(piece.text)
-        if piece.finish is not None:
-            events += self._answer.finish()
         self._tokens += len(piece.tokens)
         if self._telling.namer is not None and piece.logprobs is not None:
             self._unspoken += token_logprobs(piece, self._telling.namer)
         frames: list[bytes] = []
-        for event in events:
+        for event in piece.parsed():
             logprobs, self._unspoken = self._unspoken, []  # only those of the answer's text are told
             self._tell(event, frames, logprobs)
         return frames
@@ -231,7 +224,7 @@ class ResponseEvents:
         run = self._run
         return {
             "input_tokens": len(run.prompt),
-            "input_tokens_details": {"cached_tokens": run.requests[0].cached},
+            "input_tokens_details": {"cached_tokens": run.cached},
             "output_tokens": self._tokens,
             "output_tokens_details": {"reasoning_tokens": run.reasoning_tokens},
             "total_tokens": len(run.prompt) + self._tokens,

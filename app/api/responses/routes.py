@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,10 +18,11 @@ from app.api.responses.disk import decode_items
 from app.api.responses.events import Doc, ResponseEvents, ending
 from app.api.responses.schema import RESPONSES as BODY
 from app.api.responses.turn import Turn, make_turn
-from app.engine.job import Piece
-from app.engine.reasoning_budget import WatchedRun, Watcher
+from app.engine.job import Piece, Run
+from app.engine.reasoning_budget import watched
+from app.http.answer import AnswerSpec, answer
 from app.http.body import decoded
-from app.http.delivery import Delivery, running, spaced
+from app.http.delivery import Frames, running
 from app.http.errors import fault
 from app.http.keys import SERVICE
 from app.http.reply import json_response
@@ -28,35 +30,43 @@ from app.http.sse import EventStream
 from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import LoomError, RequestError
-from core.types import Finish
 
 MAX_PAGE = 100
 """Items in one page: OpenAI's."""
 
 
-class ResponseFrames:
-    """`Frames` of one response. Owner: event loop."""
+class ResponseFrames(Frames[None]):
+    """`Frames` of one streamed response. Owner: event loop."""
 
-    __slots__ = ("_events", "_on_end")
+    __slots__ = ("_events", "_keep")
 
-    def __init__(self, events: ResponseEvents, on_end: Callable[[], object]) -> None:
-        self._events = events
-        self._on_end = on_end
+    def __init__(self, turn: Turn, keep: Callable[[Doc], object], runs: Sequence[Run]) -> None:
+        """`keep` is called with the response once it has ended."""
+        self._events = ResponseEvents(turn.telling, runs[0])
+        self._keep = keep
+
+    def head(self) -> bytes:
+        """See `Frames.head`."""
+        return b"".join(self._events.begin())
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`. All events of a piece go out in one write."""
         return b"".join(self._events.take(piece)) or None
 
-    def finish(self, index: int, finish: Finish) -> bytes:
-        """See `Frames.finish`. The response is on its way to the store before the client knows that
-        it is complete, and may build on it."""
-        frames = self._events.end(finish)
-        self._on_end()
-        return b"".join(frames)
+    def finish(self, index: int, piece: Piece) -> bytes:
+        """See `Frames.finish`."""
+        assert piece.finish is not None
+        return self._ended(self._events.end(piece.finish))
 
-    def tail(self) -> bytes | None:
-        """See `Frames.tail`."""
-        return None
+    def failed(self, error: LoomError) -> bytes:
+        """See `Frames.failed`."""
+        return self._ended(self._events.fail(fault(error)))
+
+    def _ended(self, events: list[bytes]) -> bytes:
+        """The response is on its way to the store before the client knows that it is complete, and may
+        build on it."""
+        self._keep(self._events.doc)
+        return b"".join(events)
 
 
 async def create(request: web.Request) -> web.StreamResponse:
@@ -75,10 +85,8 @@ async def create(request: web.Request) -> web.StreamResponse:
 
 async def _answer(turn: Turn, loaded: Loaded, responses: Responses) -> Doc:
     live = Live(turn, lambda _: None)
-    async with running(_watcher(turn, loaded), [turn.job], live.take) as runs:
-        run = runs[0]
-        assert isinstance(run, WatchedRun)
-        live.begin(run)
+    async with running(watched(loaded.engine, loaded.tokenizer, turn.watch), [turn.job], live.take) as runs:
+        live.begin(runs[0])
         await live.done.wait()
     if live.error is not None:
         raise live.error
@@ -89,30 +97,18 @@ async def _answer(turn: Turn, loaded: Loaded, responses: Responses) -> Doc:
 async def _stream(
     request: web.Request, turn: Turn, loaded: Loaded, responses: Responses
 ) -> web.StreamResponse:
-    delivery = Delivery(1)
-
-    def keep() -> None:
+    def keep(doc: Doc) -> None:
         if turn.kept:
-            responses.keep(turn, events.doc)
+            responses.keep(turn, doc)
 
-    sink = spaced(delivery.take, turn.every)
-    async with running(_watcher(turn, loaded), [turn.job], sink) as runs:
-        run = runs[0]
-        assert isinstance(run, WatchedRun)
-        events = ResponseEvents(turn.telling, run)
-        async with EventStream(request, dialect=DIALECT) as stream:
-            stream.write(b"".join(events.begin()))
-            try:
-                await delivery.run(stream, ResponseFrames(events, keep))
-            except LoomError as error:
-                frames = events.fail(fault(error))
-                keep()
-                stream.write(b"".join(frames))
-        return stream.response
-
-
-def _watcher(turn: Turn, loaded: Loaded) -> Watcher:
-    return Watcher(loaded.engine, loaded.tokenizer, turn.watch)
+    spec = AnswerSpec(
+        engine=watched(loaded.engine, loaded.tokenizer, turn.watch),
+        jobs=[turn.job],
+        frames=partial(ResponseFrames, turn, keep),
+        every=turn.every,
+        dialect=DIALECT,
+    )
+    return await answer(request, spec, stream=True)
 
 
 async def retrieve(request: web.Request) -> web.StreamResponse:

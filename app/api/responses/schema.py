@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from app.api.request.field_names import rename_fields
+from app.api.request.field_names import fields_named
 from app.api.request.schema import ChatBody, Generation, Int
 from core.errors import RequestError
 
@@ -144,16 +146,22 @@ def _format(text: TextFormat | None) -> Any:
     return {"type": "json_schema", "json_schema": {k: v for k, v in wanted.items() if k != "type"}}
 
 
-_NAMES = (
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("max_completion_tokens", "max_output_tokens"),
-    ("messages", "input"),
-)
+_NAMES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    ".function.": ".",
+}
 
 
-def rename(error: RequestError) -> None:
-    """Make an error of chat's name our fields."""
-    rename_fields(error, _NAMES, ((".function.", "."),))
-    if error.param is not None and error.param.startswith("input["):
-        error.param = "input"  # messages are not items one by one
+@contextmanager
+def fields_of_responses() -> Iterator[None]:
+    """Errors of chat's name our fields."""
+    try:
+        with fields_named(_NAMES):
+            yield
+    except RequestError as error:
+        if error.param is not None and error.param.startswith("input["):
+            error.param = "input"  # messages are not items one by one
+        raise

@@ -22,14 +22,13 @@ from app.api.responses.schema import (
     TextFormat,
     chat_body,
     check_body,
+    fields_of_responses,
     logprobs_wanted,
-    rename,
 )
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch
 from app.http.aside import aside
 from app.service import Loaded, ModelCard
-from core.errors import RequestError
 
 _encode = msgspec.json.Encoder().encode
 
@@ -78,18 +77,14 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         history = await store.history(owner, body.previous_response_id)
     created = int(time.time())
     kept = body.store is not False and store.keeps
-    try:
-        told = [*history, *items]
+    told = [*history, *items]
+    with fields_of_responses():
         made = await aside(len(told), lambda: messages(told, body.instructions))
         chat = chat_body(body, made, id)
         job, watch = await _job(chat, loaded, body.truncation == "auto")
-    except RequestError as error:
-        rename(error)
-        raise
     stored = await aside(len(items), lambda: encode_items(items)) if kept else b""
     telling = Telling(
         head=_head(body, id, created, kept, loaded.card),
-        reading=watch.reading,
         namer=Namer(loaded.tokenizer) if logprobs_wanted(body) else None,
         streamed=body.stream is True,
         keeps_thinking=THINKING in (body.include or ()),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
-from app.api.request.experts import experts
-from app.api.request.hidden import states
+from app.api.request.experts import check_experts, experts
+from app.api.request.hidden import check_states, states
 from app.api.request.logprobs import Entry, Namer, output_entries, prompt_entries, told_lists
 from app.api.request.schema import NativeBody
 from app.engine.job import Job, Piece, Run
+from app.http.delivery import Frames
 from app.http.reply import encode_long, pieces
+from app.service import Loaded
 from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
@@ -33,37 +36,79 @@ def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str
         "finish_reason": None if finish is None else _finish(finish, tokens),
         "prompt_tokens": len(run.prompt),
         "completion_tokens": tokens,
-        "cached_tokens": run.requests[0].cached,
+        "cached_tokens": run.cached,
     }
-    if run.requests[0].params.support:
+    if run.params.support:
         told["output_token_sampling_mask_length"] = tokens
     return told
 
 
-class Answers:
-    """Builds the object of one choice from what it has produced. Owner: event loop."""
+def _finish(finish: Finish, tokens: int) -> dict[str, object]:
+    if finish.reason is FinishReason.LENGTH:
+        return {"type": "length", "length": tokens}
+    if finish.reason is FinishReason.ABORT:
+        return {"type": "abort", "message": finish.message or "Aborted"}
+    return {"type": finish.reason.value, "matched": finish.matched}
 
-    __slots__ = ("_body", "_jobs", "_n", "_namer", "_runs")
 
-    def __init__(self, body: NativeBody, jobs: Sequence[Job], runs: Sequence[Run], namer: Namer) -> None:
+class NativeFrames(Frames[Any]):
+    """`Frames` of `/generate`: every event tells everything so far. Owner: event loop.
+
+    Encoded pieces of a string or list, joined, are the encoded whole; so each piece is encoded once
+    and only copied from then on. The prompt's log-probabilities are in the last event alone. All
+    events together are bounded by `GROWTH` times the last, beyond `SMALL` for each token.
+    """
+
+    __slots__ = (
+        "_body",
+        "_ends",
+        "_jobs",
+        "_logprobs",
+        "_n",
+        "_namer",
+        "_runs",
+        "_single",
+        "_sizes",
+        "_texts",
+        "_tokens",
+        "_wanted",
+    )
+
+    def __init__(
+        self, body: NativeBody, loaded: Loaded, jobs: Sequence[Job], single: bool, runs: Sequence[Run]
+    ) -> None:
+        """`single`: one answer was asked for, not a list. Raises as `check_states` does."""
+        check_states(runs, jobs, loaded)
+        check_experts(runs, jobs, loaded)
         self._body = body
         self._jobs = jobs
         self._runs = runs
-        self._namer = namer
+        self._namer = Namer(loaded.tokenizer)
         self._n = jobs[0].n
+        self._single = single
+        self._wanted = jobs[0].sampling.wants_logprobs
+        """Something is told of each token."""
+        total = len(jobs) * self._n
+        self._tokens: list[list[int]] = [[] for _ in range(total)]
+        self._texts = [bytearray() for _ in range(total)]
+        self._logprobs: list[dict[str, bytearray]] = [{} for _ in range(total)]
+        self._ends: dict[int, Finish] = {}
+        self._sizes = [0] * total
+        """Bytes of text and log-probabilities in each choice's last event."""
 
-    def whole(self, index: int, piece: Piece) -> dict[str, object]:
-        """`piece` is all of the choice."""
-        meta = self.meta(index, len(piece.tokens), piece.finish)
-        if self.told:
+    # -- as a whole --------------------------------------------------------------------------------
+
+    def whole(self, pieces: Sequence[Piece]) -> Any:
+        """See `Frames.whole`."""
+        listed = [self._object(index, piece) for index, piece in enumerate(pieces)]
+        return listed[0] if self._single else listed
+
+    def _object(self, index: int, piece: Piece) -> dict[str, object]:
+        meta = self._meta(index, len(piece.tokens), piece.finish)
+        if self._wanted:
             meta |= self.output_lists(piece) | self.input_logprobs(index)
         meta |= self.given(index, len(piece.tokens))
         return {"text": piece.text, "output_ids": piece.tokens, "meta_info": meta}
-
-    @property
-    def told(self) -> bool:
-        """Whether something is told of each token."""
-        return self._jobs[0].sampling.wants_logprobs
 
     def given(self, index: int, tokens: int) -> dict[str, object]:
         """What a complete choice of that many tokens gives back, where asked for: hidden states, lists of
@@ -76,7 +121,7 @@ class Answers:
             found["routed_experts"] = chosen
         return found
 
-    def meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
+    def _meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
         """`meta_info` without log-probabilities."""
         which, choice = divmod(index, self._n)
         id = self._jobs[which].id
@@ -115,35 +160,7 @@ class Answers:
     def _tuple(self, value: float | None, token: int) -> list[object]:
         return [value, token, self._namer.text(token) if self._body.return_text_in_logprobs else None]
 
-
-def _finish(finish: Finish, tokens: int) -> dict[str, object]:
-    if finish.reason is FinishReason.LENGTH:
-        return {"type": "length", "length": tokens}
-    if finish.reason is FinishReason.ABORT:
-        return {"type": "abort", "message": finish.message or "Aborted"}
-    return {"type": finish.reason.value, "matched": finish.matched}
-
-
-class NativeFrames:
-    """`Frames` of `/generate`: every event tells everything so far. Owner: event loop.
-
-    Encoded pieces of a string or list, joined, are the encoded whole; so each piece is encoded once
-    and only copied from then on. The prompt's log-probabilities are in the last event alone. All
-    events together are bounded by `GROWTH` times the last, beyond `SMALL` for each token.
-    """
-
-    __slots__ = ("_answers", "_ends", "_logprobs", "_single", "_texts", "_tokens", "_told", "_wanted")
-
-    def __init__(self, body: NativeBody, answers: Answers, total: int, single: bool) -> None:
-        self._answers = answers
-        self._single = single
-        self._wanted = answers.told
-        self._tokens: list[list[int]] = [[] for _ in range(total)]
-        self._texts = [bytearray() for _ in range(total)]
-        self._logprobs: list[dict[str, bytearray]] = [{} for _ in range(total)]
-        self._ends: dict[int, Finish] = {}
-        self._told = [0] * total
-        """Bytes of text and log-probabilities in each choice's last event."""
+    # -- as a stream -------------------------------------------------------------------------------
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`. A last piece waits for `finish`, which tells all of it."""
@@ -151,7 +168,7 @@ class NativeFrames:
         self._texts[index] += _encode(piece.text)[1:-1]
         if self._wanted and piece.logprobs:
             known = self._logprobs[index]
-            for name, listed in self._answers.output_lists(piece).items():
+            for name, listed in self.output_lists(piece).items():
                 encoded = known.setdefault(name, bytearray())
                 if encoded:
                     encoded += b","
@@ -159,21 +176,22 @@ class NativeFrames:
         if piece.finish is not None:
             return None
         size = len(self._texts[index]) + sum(map(len, self._logprobs[index].values()))
-        if size > SMALL and size - self._told[index] < size // GROWTH:
+        if size > SMALL and size - self._sizes[index] < size // GROWTH:
             return None
-        self._told[index] = size
+        self._sizes[index] = size
         return self._event(index, None)
 
-    def finish(self, index: int, finish: Finish) -> bytes:
+    def finish(self, index: int, piece: Piece) -> bytes:
         """See `Frames.finish`."""
-        self._ends[index] = finish
-        return self._event(index, finish)
+        assert piece.finish is not None
+        self._ends[index] = piece.finish
+        return self._event(index, piece.finish)
 
-    def given(self) -> Iterator[bytes]:
-        """A last event for each choice, with what it gives back, where asked for; in pieces. No earlier one
-        has that: it is too much to be told again and again."""
+    def rest(self) -> Iterator[bytes]:
+        """See `Frames.rest`. A last event for each choice, with what it gives back, where asked for. No
+        earlier one has that: it is too much to be told again and again."""
         for index, finish in self._ends.items():
-            given = self._answers.given(index, len(self._tokens[index]))
+            given = self.given(index, len(self._tokens[index]))
             if given:
                 yield self._event(index, finish)[: -len(_END)]
                 for name, value in given.items():
@@ -181,15 +199,11 @@ class NativeFrames:
                     yield from pieces(value)
                 yield _END
 
-    def tail(self) -> bytes | None:
-        """Nothing: usage is in every event."""
-        return None
-
     def _event(self, index: int, finish: Finish | None) -> bytes:
         tokens = self._tokens[index]
-        meta = self._answers.meta(index, len(tokens), finish)
+        meta = self._meta(index, len(tokens), finish)
         if finish is not None and self._wanted:
-            meta |= self._answers.input_logprobs(index)
+            meta |= self.input_logprobs(index)
         logprobs = b"".join(b',"%b":[%b]' % (k.encode(), bytes(v)) for k, v in self._logprobs[index].items())
         return b'data: {"text":"%b",%b"output_ids":%b,"meta_info":%b%b%b' % (
             bytes(self._texts[index]),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,9 +13,8 @@ from aiohttp import web
 
 from app.api.request.constraint import constraint_of
 from app.api.request.embeds import Given, embedded, input_embeds
-from app.api.request.experts import check_experts, experts_wanted
-from app.api.request.hidden import check_states
-from app.api.request.logprobs import Namer
+from app.api.request.experts import experts_wanted
+from app.api.request.field_names import fields_named
 from app.api.request.prompts import Prompt, check_prompt, split_prompts
 from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.sampling import (
@@ -35,15 +33,13 @@ from app.api.request.sampling import (
     wants_states,
 )
 from app.api.request.schema import NATIVE, NativeBody, NativeSampling, refuse_unsupported
-from app.api.sglang.answer import Answers, NativeFrames
-from app.api.sglang.sessions import SESSIONS, encoded, taking_part
-from app.engine.job import Generator, Job, Sink
+from app.api.sglang.answer import NativeFrames
+from app.api.sglang.sessions import SESSIONS, Part, encoded, taking_part
+from app.engine.job import Generator, Job, Run, Sink
+from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced, written
 from app.http.keys import SERVICE
-from app.http.reply import long_response
-from app.http.sse import EventStream
 from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import RequestError
@@ -55,6 +51,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _IN = "sampling_params."
 
 _NAMES = {
+    **{name: _IN + name for name in NativeSampling.__struct_fields__},
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
@@ -77,57 +74,37 @@ async def generate(request: web.Request) -> web.StreamResponse:
     given = await input_embeds(body, loaded)
     count = prompt_count(body.input_ids) + prompt_count(body.text)
     jobs = await aside(count, lambda: native_jobs(body, loaded, given))
-    engine = bounded(loaded, _budget(body, loaded))
-    try:
+    listed = body.session_params is None and not _prompts(body, given).single
+    single = not listed and jobs[0].n == 1
+    spec = AnswerSpec(
+        engine=bounded(loaded, _budget(body, loaded)),
+        jobs=jobs,
+        frames=partial(NativeFrames, body, loaded, jobs, single),
+        every=stream_interval(body.sampling_params or NativeSampling(), _IN),
+    )
+    with fields_named(_NAMES):
         if body.session_params is None:
-            single = _prompts(body, given).single
-            return await _answer(request, body, engine, jobs, single)
+            return await answer(request, spec, body.stream is True)
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
         job = await encoded(jobs[0], loaded)
         with taking_part(request.app[SESSIONS][tenant()], body.session_params, job, loaded) as part:
-            return await _answer(request, body, engine, [part.job], watch=part.watch)
-    except RequestError as error:
-        error.param = _renamed(error.param)
-        raise
+            spec = msgspec.structs.replace(spec, engine=Recorded(spec.engine, part), jobs=[part.job])
+            return await answer(request, spec, body.stream is True)
 
 
-async def _answer(
-    request: web.Request,
-    body: NativeBody,
-    engine: Generator,
-    jobs: Sequence[Job],
-    single: bool = True,
-    watch: Callable[[Sink], Sink] = lambda sink: sink,
-) -> web.StreamResponse:
-    """Run the jobs; `single` is whether one was asked for and not a list, `watch` is put before the sink."""
-    loaded = request.app[SERVICE].loaded
-    total = sum(job.n for job in jobs)
-    single = total == 1 and single
-    namer = Namer(loaded.tokenizer)
-    if body.stream:
-        delivery = Delivery(total)
-        every = stream_interval(body.sampling_params or NativeSampling(), _IN)
-        async with running(engine, jobs, watch(spaced(delivery.take, every))) as runs:
-            check_states(runs, jobs, loaded)
-            check_experts(runs, jobs, loaded)
-            frames = NativeFrames(body, Answers(body, jobs, runs, namer), total, single)
-            async with EventStream(request) as stream:
-                await delivery.run(stream, frames, patient=_patient(jobs), weight=prompt_weight(runs))
-                await written(stream, frames.given())
-            return stream.response
-    collector = Collector(total)
-    async with running(engine, jobs, watch(collector.take)) as runs:
-        check_states(runs, jobs, loaded)
-        check_experts(runs, jobs, loaded)
-        pieces = await collector.collect()
-        answers = Answers(body, jobs, runs, namer)
-        listed = []
-        for index, piece in enumerate(pieces):
-            count = prompt_weight(runs) + len(piece.logprobs or ())
-            listed.append(await aside(count, partial(answers.whole, index, piece)))
-            await asyncio.sleep(0)  # log-probabilities of a long batch are not one slice
-        return await long_response(request, listed[0] if single else listed)
+class Recorded(Generator):
+    """A `Generator` whose answers become turns of a session. Owner: event loop."""
+
+    __slots__ = ("_engine", "_part")
+
+    def __init__(self, engine: Generator, part: Part) -> None:
+        self._engine = engine
+        self._part = part
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """See `Generator.start`."""
+        return await self._engine.start(job, self._part.watch(sink))
 
 
 def _budget(body: NativeBody, loaded: Loaded) -> int | None:
@@ -135,16 +112,6 @@ def _budget(body: NativeBody, loaded: Loaded) -> int | None:
     if (budget := thinking_budget(body, loaded)) is not None or body.sampling_params is None:
         return budget
     return thinking_budget(body.sampling_params, loaded, _IN)
-
-
-def _patient(jobs: Sequence[Job]) -> bool:
-    return jobs[0].sampling.prompt_logprobs >= 0 and jobs[0].n > 1
-
-
-def _renamed(param: str | None) -> str | None:
-    if param in _NAMES:
-        return _NAMES[param]
-    return _IN + param if param in NativeSampling.__struct_fields__ else param
 
 
 def native_jobs(body: NativeBody, loaded: Loaded, given: Given | None = None) -> list[Job]:

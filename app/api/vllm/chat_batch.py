@@ -10,7 +10,7 @@ from aiohttp import web
 
 from app.api.openai.chat import chat_answer
 from app.api.openai.common import envelope, request_id
-from app.api.request.field_names import rename_fields
+from app.api.request.field_names import fields_named
 from app.api.request.sampling import MAX_CHOICES, ready
 from app.api.request.schema import ChatBody
 from app.http.body import decoded
@@ -74,11 +74,8 @@ def _check(body: Any) -> None:
 
 
 async def _one(body: ChatBody, index: int, loaded: Loaded) -> dict[str, Any]:
-    try:
+    with fields_named({"messages": f"messages[{index}]"}):
         return await chat_answer(body, loaded)
-    except RequestError as error:
-        rename_fields(error, (("messages", f"messages[{index}]"),), ())
-        raise
 
 
 def _choice(answer: dict[str, Any], index: int) -> dict[str, Any]:

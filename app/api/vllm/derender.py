@@ -12,9 +12,9 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.chat import chat_job
-from app.api.openai.chat_stream import read_message
+from app.api.openai.chat_stream import message_fields
 from app.api.openai.common import envelope
-from app.api.openai.stream import finish_fields
+from app.api.openai.stream import finish_fields, finished
 from app.api.request.logprobs import Namer
 from app.api.request.prompts import check_ids
 from app.api.request.sampling import MAX_CHOICES, ready
@@ -114,8 +114,10 @@ async def derender_chat(request: web.Request) -> web.StreamResponse:
     listed = []
     for choice in made.choices or ():
         piece = _piece(choice, tail, skip, loaded)
-        message, ended = read_message(reading, piece)
-        logprobs = _chat_logprobs(choice, loaded)
+        assert piece.finish is not None
+        answer = reading.answer()
+        message = message_fields(answer.feed(piece.text) + answer.finish(), reading)
+        logprobs, ended = _chat_logprobs(choice, loaded), finished(piece.finish, answer.whole)
         listed.append({"index": choice.index, "message": message, "logprobs": logprobs, **ended})
         await asyncio.sleep(0)  # a text of the model's context is a slice of its own
     head = envelope(made.request_id or "chatcmpl-derender", "chat.completion", loaded.card.name)

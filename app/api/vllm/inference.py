@@ -4,7 +4,7 @@ what it answers is what `derender` takes."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,21 +15,20 @@ from app.api.openai.common import includes_usage, request_id, spelling
 from app.api.openai.completions import completion_jobs
 from app.api.openai.stream import DATA, END, thought, usage
 from app.api.request.beam import check_streamed
-from app.api.request.field_names import rename_fields
+from app.api.request.field_names import fields_named
 from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
 from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.sampling import ready, stream_interval
 from app.api.request.schema import CompletionBody, Int, StreamOptions
 from app.engine.job import Job, Piece, Run
+from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, prompt_weight, running, spaced
+from app.http.delivery import Frames
 from app.http.keys import SERVICE
-from app.http.reply import encode_long, long_response
-from app.http.sse import EventStream
+from app.http.reply import encode_long
 from app.service import Loaded
 from core.errors import RequestError
-from core.types import Finish
 
 _encode = msgspec.json.Encoder().encode
 
@@ -53,15 +52,15 @@ class InferenceBody(msgspec.Struct, kw_only=True):
 
 INFERENCE = msgspec.json.Decoder(InferenceBody)
 
-_NAMES = (
-    ("prompt", "token_ids"),
-    *(
-        (name, f"sampling_params.{name}")
+_NAMES = {
+    **{
+        name: f"sampling_params.{name}"
         for name in CompletionBody.__struct_fields__
         if name not in InferenceBody.__struct_fields__
-    ),
-)
-"""Fields of completions and ours, as `rename_fields` takes them."""
+    },
+    "prompt": "token_ids",
+}
+"""Fields of completions and ours, as `fields_named` takes them."""
 
 
 async def inference(request: web.Request) -> web.StreamResponse:
@@ -69,29 +68,19 @@ async def inference(request: web.Request) -> web.StreamResponse:
     body = await decoded(request, INFERENCE)
     loaded = ready(request.app[SERVICE], body.model)
     asked = _completion(body)
-    try:
+    with fields_named(_NAMES):
         id = request_id(asked, "gen")
         (job,) = await aside(prompt_count(asked.prompt), lambda: completion_jobs(asked, id, loaded))
         check_streamed(job, body.stream)
         if (body.sampling_params or asked).max_tokens is None:
             job = msgspec.structs.replace(job, max_tokens=None)
-        engine = bounded(loaded, thinking_budget(asked, loaded))
-        if not body.stream:
-            collector = Collector(job.n)
-            async with running(engine, [job], collector.take) as runs:
-                pieces = await collector.collect()
-                frames = TokenFrames(body, job, runs, loaded)
-                count = prompt_weight(runs) + sum(len(piece.logprobs or ()) for piece in pieces)
-                return await long_response(request, await aside(count, partial(_whole, frames, pieces)))
-        delivery = Delivery(job.n)
-        async with running(engine, [job], spaced(delivery.take, stream_interval(asked))) as runs:
-            async with EventStream(request) as stream:
-                frames = TokenFrames(body, job, runs, loaded)
-                await delivery.run(stream, frames, weight=prompt_weight(runs))
-            return stream.response
-    except RequestError as error:
-        rename_fields(error, _NAMES, ())
-        raise
+        spec = AnswerSpec(
+            engine=bounded(loaded, thinking_budget(asked, loaded)),
+            jobs=[job],
+            frames=partial(TokenFrames, body, job, loaded),
+            every=stream_interval(asked),
+        )
+        return await answer(request, spec, body.stream is True)
 
 
 def _completion(body: InferenceBody) -> CompletionBody:
@@ -117,15 +106,15 @@ def _completion(body: InferenceBody) -> CompletionBody:
     )
 
 
-class TokenFrames:
-    """`Frames` of this route, and its choices. Owner: event loop."""
+class TokenFrames(Frames[dict[str, object]]):
+    """`Frames` of this route. Owner: event loop."""
 
-    __slots__ = ("_body", "_count", "_first", "_namer", "_text", "_usage", "job", "model", "runs")
+    __slots__ = ("_body", "_count", "_first", "_job", "_model", "_namer", "_runs", "_text", "_usage")
 
-    def __init__(self, body: InferenceBody, job: Job, runs: Sequence[Run], loaded: Loaded) -> None:
-        self.job = job
-        self.runs = runs
-        self.model = loaded.card.name
+    def __init__(self, body: InferenceBody, job: Job, loaded: Loaded, runs: Sequence[Run]) -> None:
+        self._job = job
+        self._runs = runs
+        self._model = loaded.card.name
         self._body = body
         self._text = body.output_mode == "text"
         self._namer = spelling(body.sampling_params or CompletionBody(), loaded)
@@ -133,12 +122,28 @@ class TokenFrames:
         self._count = 0
         self._first = True
 
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
+        """See `Frames.whole`."""
+        runs, tokens = self._runs, sum(len(piece.tokens) for piece in pieces)
+        prompt = vllm_prompt_logprobs(runs[0], self._namer) if runs[0].params.prompt_logprobs >= 0 else None
+        return {
+            "request_id": self._job.id,
+            "model": self._model,
+            "created": int(time.time()),
+            "output_mode": self._mode,
+            "choices": [self._choice(index, piece) for index, piece in enumerate(pieces)],
+            "prompt_logprobs": prompt,
+            **self._prompt(),
+            "usage": usage(runs, tokens, thought(runs)),
+            "kv_transfer_params": None,
+        }
+
     @property
-    def mode(self) -> str:
+    def _mode(self) -> str:
         """`output_mode`."""
         return "text" if self._text else "tokens"
 
-    def choice(self, index: int, piece: Piece) -> dict[str, object]:
+    def _choice(self, index: int, piece: Piece) -> dict[str, object]:
         """One choice's tokens, and its text where that is asked for."""
         told: dict[str, object] = {"index": index, "token_ids": piece.tokens, "logprobs": None}
         if piece.logprobs is not None:
@@ -147,14 +152,9 @@ class TokenFrames:
         told["finish_reason"] = None if finish is None else finish.reason.value
         return told | ({"text": piece.text} if self._text else {})
 
-    def prompt(self) -> dict[str, object]:
+    def _prompt(self) -> dict[str, object]:
         """The prompt's tokens, where asked for."""
-        return {"prompt_token_ids": self.runs[0].prompt.tolist()} if self._body.return_token_ids else {}
-
-    def prompt_logprobs(self) -> object:
-        """vLLM's, where asked for."""
-        wanted = self.job.sampling.prompt_logprobs >= 0
-        return vllm_prompt_logprobs(self.runs[0], self._namer) if wanted else None
+        return {"prompt_token_ids": self._runs[0].prompt.tolist()} if self._body.return_token_ids else {}
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`."""
@@ -162,37 +162,22 @@ class TokenFrames:
         if not piece.tokens and not (self._text and piece.text):
             return None
         said = msgspec.structs.replace(piece, finish=None)
-        return self._event([self.choice(index, said)])
+        return self._event([self._choice(index, said)])
 
-    def finish(self, index: int, finish: Finish) -> bytes:
+    def finish(self, index: int, piece: Piece) -> bytes:
         """See `Frames.finish`."""
-        return self._event([self.choice(index, Piece("", [], None, finish))])
+        return self._event([self._choice(index, Piece("", [], None, piece.finish))])
 
-    def tail(self) -> bytes | None:
-        """See `Frames.tail`."""
-        if not self._usage:
-            return None
-        return self._event([], usage=usage(self.runs, self._count, thought(self.runs)))
+    def rest(self) -> Iterator[bytes]:
+        """See `Frames.rest`."""
+        if self._usage:
+            yield self._event([], usage=usage(self._runs, self._count, thought(self._runs)))
 
     def _event(self, choices: list[dict[str, object]], **more: object) -> bytes:
         if self._first:
-            more, self._first = {**self.prompt(), **more}, False
-        told = {"request_id": self.job.id, "output_mode": self.mode, "choices": choices, **more}
+            more, self._first = {**self._prompt(), **more}, False
+        told = {"request_id": self._job.id, "output_mode": self._mode, "choices": choices, **more}
         return DATA + encode_long(told) + END
-
-
-def _whole(frames: TokenFrames, pieces: Sequence[Piece]) -> dict[str, object]:
-    return {
-        "request_id": frames.job.id,
-        "model": frames.model,
-        "created": int(time.time()),
-        "output_mode": frames.mode,
-        "choices": [frames.choice(index, piece) for index, piece in enumerate(pieces)],
-        "prompt_logprobs": frames.prompt_logprobs(),
-        **frames.prompt(),
-        "usage": usage(frames.runs, sum(len(piece.tokens) for piece in pieces), thought(frames.runs)),
-        "kv_transfer_params": None,
-    }
 
 
 def _logprobs(piece: Piece) -> dict[str, object]:
