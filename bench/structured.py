@@ -491,12 +491,13 @@ async def _others(
         count += 1
         job = Job(id=f"{id}-{count}", prompt="Once", max_tokens=50, seed=1, grammar=grammar, ignore_eos=True)
         try:
-            run = await live.submitter.start(job, lambda index, piece: None)
+            last: list[Piece] = []
+            run = await live.submitter.start(job, lambda index, piece, last=last: last.append(piece))
         except RequestError:
             tally["refused"] += 1
             continue
         await run.wait()
-        finish = run.requests[0].finish
+        finish = last[-1].finish
         if grammar is not None and finish is not None:
             tally[finish.reason.value] += 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -129,7 +130,7 @@ def spaced(sink: Sink, every: int) -> Sink:
     return sink if every == 1 else Spaced(sink, every).take
 
 
-class Frames(Generic[T]):
+class Frames(ABC, Generic[T]):
     """Turns pieces into the answer of one route: into events as they come, or into one object. Owner: event
     loop."""
 
@@ -139,13 +140,13 @@ class Frames(Generic[T]):
         """What comes before the first token, if anything does."""
         return None
 
+    @abstractmethod
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """The event of new text and tokens; None when there is nothing to tell yet."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, index: int, piece: Piece) -> bytes:
         """The event that ends one choice, after that of its last piece's text."""
-        raise NotImplementedError
 
     def rest(self) -> Iterable[bytes]:
         """What follows the last choice's end, each part made when the reader has the one before."""
@@ -156,8 +157,9 @@ class Frames(Generic[T]):
         return None
 
     def whole(self, pieces: Sequence[Piece]) -> T:
-        """The answer as one JSON object, from all of each choice. In a thread where that is long."""
-        raise NotImplementedError
+        """The answer as one JSON object, from all of each choice. In a thread where that is long. Routes that
+        only stream have none."""
+        raise TypeError(f"{type(self).__name__} makes events only")
 
 
 class Delivery:
