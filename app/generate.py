@@ -16,7 +16,7 @@ from app import logs
 from app.api.answers import ANSWERS
 from app.batch.journal import Journal, Tally, drop_failed
 from app.batch.lines import BadLine, Line, answered, bad, failed, parse_line, read_lines, unanswered
-from app.offline import CHAT_URL, COMPLETION_URL, LLM
+from app.offline import LLM
 from core.config import Config
 from core.errors import ConfigError, LoomError
 
@@ -145,7 +145,7 @@ def read_request(number: int, text: bytes) -> Line:
     if _given(plain.prompt) == _given(plain.messages):
         message = "A line needs 'url' and 'body', or one of 'prompt' and 'messages'."
         raise bad(number, "invalid_line", message)
-    url = CHAT_URL if _given(plain.messages) else COMPLETION_URL
+    url = "/v1/chat/completions" if _given(plain.messages) else "/v1/completions"
     return Line(number, plain.custom_id or f"line-{number}", url, text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import queue
 import threading
@@ -13,11 +12,10 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
-import numpy as np
 import uvloop
 from tqdm import tqdm
 
-from app.api.answers import ANSWERS
+from app.api.answers import ANSWERS, answer
 from app.api.openai.chat import chat_job
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
@@ -26,12 +24,12 @@ from app.api.pooling.embeddings import EmbeddingBody
 from app.api.request.beam import check_streamed
 from app.api.request.hidden import check_states, last_state
 from app.api.request.sampling import MAX_CHOICES
-from app.api.request.schema import CHAT, COMPLETION, ChatBody, CompletionBody
+from app.api.request.schema import ChatBody, CompletionBody
 from app.compose import Live, assemble, load
 from app.engine.failure import failure
 from app.engine.job import Generator, Job, Piece, Run
-from app.engine.reasoning_budget import Watcher
-from app.http.body import decode
+from app.engine.reasoning_budget import watched
+from app.http.decoding import converted
 from app.http.delivery import running
 from app.outputs import Choice, Delta, Output, delta_of, output_of
 from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig
@@ -43,13 +41,11 @@ T = TypeVar("T")
 
 __all__ = ["LLM", "Choice", "Delta", "Output"]
 
-CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
-EMBEDDINGS_URL, CLASSIFY_URL = "/v1/embeddings", "/v1/classify"
-
 Prompt = str | Sequence[int]
 """A text, or token ids."""
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, as `/v1/chat/completions` takes it."""
+Body = ChatBody | CompletionBody
 
 
 class LLM:
@@ -124,7 +120,7 @@ class LLM:
         **fields: Any,
     ) -> list[Output]:
         """Continue one prompt or each of many; the outputs are in their order."""
-        return self._wait(self._many(COMPLETION_URL, _completions(prompts, sampling, fields)))
+        return self._wait(self._many(_completions(prompts, sampling, fields)))
 
     async def agenerate(
         self,
@@ -133,7 +129,7 @@ class LLM:
         **fields: Any,
     ) -> list[Output]:
         """`generate` on the caller's loop. Cancelling it ends the requests."""
-        return await self._hand(self._many(COMPLETION_URL, _completions(prompts, sampling, fields)))
+        return await self._hand(self._many(_completions(prompts, sampling, fields)))
 
     def chat(
         self,
@@ -142,7 +138,7 @@ class LLM:
         **fields: Any,
     ) -> list[Output]:
         """Answer one conversation or each of many."""
-        return self._wait(self._many(CHAT_URL, _chats(messages, sampling, fields)))
+        return self._wait(self._many(_chats(messages, sampling, fields)))
 
     async def achat(
         self,
@@ -151,20 +147,16 @@ class LLM:
         **fields: Any,
     ) -> list[Output]:
         """`chat` on the caller's loop. Cancelling it ends the requests."""
-        return await self._hand(self._many(CHAT_URL, _chats(messages, sampling, fields)))
+        return await self._hand(self._many(_chats(messages, sampling, fields)))
 
     def embed(self, inputs: Prompt | Sequence[Prompt], **fields: Any) -> list[Floats]:
         """A vector for one input or each of many, float32 [width], as `/v1/embeddings` makes it."""
-        answers = self._wait(self._side_by_side(EMBEDDINGS_URL, _inputs(EmbeddingBody, inputs, fields)))
-        return [
-            np.frombuffer(base64.b64decode(vector["embedding"]), "<f4").astype(np.float32)
-            for answer in answers
-            for vector in answer["data"]
-        ]
+        answers = self._wait(self._one_by_one(_inputs(EmbeddingBody, inputs, fields)))
+        return [vector["embedding"] for answer in answers for vector in answer["data"]]
 
     def classify(self, inputs: Prompt | Sequence[Prompt], **fields: Any) -> list[dict[str, Any]]:
         """`label`, `probs` and `num_classes` of each input, as `/v1/classify` tells them."""
-        answers = self._wait(self._side_by_side(CLASSIFY_URL, _inputs(ClassifyBody, inputs, fields)))
+        answers = self._wait(self._one_by_one(_inputs(ClassifyBody, inputs, fields)))
         return [each for answer in answers for each in answer["data"]]
 
     def submit(self, url: str, body: bytes) -> Future[Mapping[str, object]]:
@@ -184,8 +176,7 @@ class LLM:
     ) -> Iterator[Delta]:
         """Pieces of one prompt's or conversation's choices as they are made. Closing the iterator ends
         the request."""
-        url, body = _single(prompt, messages, sampling, fields)
-        return self._stream(url, body)
+        return self._stream(_single(prompt, messages, sampling, fields))
 
     async def astream(
         self,
@@ -196,14 +187,14 @@ class LLM:
         **fields: Any,
     ) -> AsyncIterator[Delta]:
         """`stream` on the caller's loop."""
-        url, body = _single(prompt, messages, sampling, fields)
+        body = _single(prompt, messages, sampling, fields)
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[Delta | None] = asyncio.Queue()
 
         def put(delta: Delta | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, delta)
 
-        work = self._call(self._follow(url, body, put))
+        work = self._call(self._follow(body, put))
         try:
             while (delta := await pieces.get()) is not None:
                 yield delta
@@ -211,9 +202,9 @@ class LLM:
         finally:
             work.cancel()
 
-    def _stream(self, url: str, body: bytes) -> Iterator[Delta]:
+    def _stream(self, body: Body) -> Iterator[Delta]:
         pieces: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
-        work = self._call(self._follow(url, body, pieces.put))
+        work = self._call(self._follow(body, pieces.put))
         try:
             while (delta := pieces.get()) is not None:
                 yield delta
@@ -260,17 +251,17 @@ class LLM:
     async def _answer(self, url: str, body: bytes) -> Mapping[str, object]:
         return await ANSWERS[url](body, self._live.loaded)
 
-    async def _side_by_side(self, url: str, bodies: Sequence[bytes]) -> list[Any]:
-        return [await self._answer(url, body) for body in bodies]
+    async def _one_by_one(self, bodies: Sequence[msgspec.Struct]) -> list[dict[str, Any]]:
+        return [await answer(body, self._live.loaded) for body in bodies]
 
-    async def _many(self, url: str, bodies: Sequence[bytes]) -> list[Output]:
+    async def _many(self, bodies: Sequence[Body]) -> list[Output]:
         """Side by side, as many as keep the engine full; more would only wait in its queue."""
         window = asyncio.Semaphore(self.window)
         bar = tqdm(total=len(bodies), unit="req") if self._progress else None
 
-        async def one(body: bytes) -> Output:
+        async def one(body: Body) -> Output:
             async with window:
-                output = output_of(await self._answer(url, body))
+                output = output_of(await answer(body, self._live.loaded))
             if bar is not None:
                 bar.update()
             return output
@@ -284,9 +275,9 @@ class LLM:
             if bar is not None:
                 bar.close()
 
-    async def _follow(self, url: str, body: bytes, put: Callable[[Delta | None], None]) -> None:
+    async def _follow(self, body: Body, put: Callable[[Delta | None], None]) -> None:
         try:
-            engine, job = await self._job(url, body)
+            engine, job = await self._job(body)
             check_streamed(job, True)
             left, counts = job.n, [0] * job.n
             runs: list[Run] = []
@@ -312,14 +303,12 @@ class LLM:
         finally:
             put(None)
 
-    async def _job(self, url: str, body: bytes) -> tuple[Generator, Job]:
+    async def _job(self, body: Body) -> tuple[Generator, Job]:
         loaded = self._live.loaded
-        if url == CHAT_URL:
-            job, watch = await chat_job(await decode(CHAT, body, loaded.bodies), loaded)
-            plain = watch.reading.plain
-            return loaded.engine if plain else Watcher(loaded.engine, loaded.tokenizer, watch), job
-        asked = await decode(COMPLETION, body, loaded.bodies)
-        return loaded.engine, completion_jobs(asked, request_id(asked, "cmpl"), loaded)[0]
+        if isinstance(body, ChatBody):
+            job, watch = await chat_job(body, loaded)
+            return watched(loaded.engine, loaded.tokenizer, watch), job
+        return loaded.engine, completion_jobs(body, request_id(body, "cmpl"), loaded)[0]
 
 
 def make_config(model: str, settings: Mapping[str, Any]) -> Config:
@@ -340,34 +329,31 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
 
 def _completions(
     prompts: Prompt | Sequence[Prompt], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
-) -> list[bytes]:
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    listed: Sequence[Any] = [prompts] if single else prompts
-    known = _known(CompletionBody, sampling, fields)
-    return [_body(known, prompt=p if isinstance(p, str) else [int(t) for t in p]) for p in listed]
+) -> list[CompletionBody]:
+    return [_body(CompletionBody, sampling, fields, prompt=prompt) for prompt in _prompts(prompts)]
 
 
 def _chats(
     messages: Messages | Sequence[Messages], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
-) -> list[bytes]:
+) -> list[ChatBody]:
     single = len(messages) > 0 and isinstance(messages[0], Mapping)
     listed: Sequence[Any] = [messages] if single else messages
-    known = _known(ChatBody, sampling, fields)
-    return [_body(known, messages=list(conversation)) for conversation in listed]
+    return [_body(ChatBody, sampling, fields, messages=list(conversation)) for conversation in listed]
 
 
-def _inputs(
-    kind: type[msgspec.Struct], inputs: Prompt | Sequence[Prompt], fields: Mapping[str, Any]
-) -> list[bytes]:
+def _inputs(kind: type[T], inputs: Prompt | Sequence[Prompt], fields: Mapping[str, Any]) -> list[T]:
     """Bodies of as many inputs as one takes."""
-    single = isinstance(inputs, str) or (len(inputs) > 0 and isinstance(inputs[0], int))
-    listed: Sequence[Any] = [inputs] if single else inputs
-    known = {**_known(kind, None, fields), "encoding_format": "base64"}
-    prompts = [prompt if isinstance(prompt, str) else [int(t) for t in prompt] for prompt in listed]
+    prompts = _prompts(inputs)
     return [
-        msgspec.json.encode({**known, "input": prompts[at : at + MAX_CHOICES]})
+        converted({**_known(kind, fields), "input": prompts[at : at + MAX_CHOICES]}, kind)
         for at in range(0, len(prompts), MAX_CHOICES)
     ]
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    listed: Sequence[Any] = [prompts] if single else prompts
+    return [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in listed]
 
 
 def _single(
@@ -375,23 +361,21 @@ def _single(
     messages: Messages | None,
     sampling: Mapping[str, Any] | None,
     fields: Mapping[str, Any],
-) -> tuple[str, bytes]:
+) -> Body:
     if (prompt is None) == (messages is None):
         raise TypeError("give either a prompt or messages")
     if messages is not None:
-        return CHAT_URL, _chats(messages, sampling, fields)[0]
+        return _chats(messages, sampling, fields)[0]
     assert prompt is not None
-    return COMPLETION_URL, _completions(prompt, sampling, fields)[0]
+    return _completions(prompt, sampling, fields)[0]
 
 
-def _known(
-    kind: type[msgspec.Struct], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
-) -> dict[str, Any]:
-    known = {**(sampling or {}), **fields}
-    if strange := sorted(set(known) - set(kind.__struct_fields__)):
+def _body(kind: type[T], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any], **own: Any) -> T:
+    known = _known(kind, {**(sampling or {}), **fields})
+    return converted({**known, **own, "return_token_ids": True, "stream": False}, kind)
+
+
+def _known(kind: type[Any], fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    if strange := sorted(set(fields) - set(kind.__struct_fields__)):
         raise TypeError(f"there is no parameter {', '.join(strange)}")
-    return known
-
-
-def _body(known: Mapping[str, Any], **own: Any) -> bytes:
-    return msgspec.json.encode({**known, **own, "return_token_ids": True, "stream": False})
+    return fields

@@ -483,7 +483,7 @@ async def _others(
     live: Live, sources: list[GrammarSpec | None], over: asyncio.Event, id: str, tally: Counter[str]
 ) -> None:
     """One request after the other until it is `over`."""
-    count = 0
+    count, pieces = 0, list[Piece]()
     while not over.is_set():
         grammar = sources[count % len(sources)]
         if grammar is not None and count >= len(sources):  # new to the cache, as a hostile client would
@@ -491,13 +491,12 @@ async def _others(
         count += 1
         job = Job(id=f"{id}-{count}", prompt="Once", max_tokens=50, seed=1, grammar=grammar, ignore_eos=True)
         try:
-            last: list[Piece] = []
-            run = await live.submitter.start(job, lambda index, piece, last=last: last.append(piece))
+            run = await live.submitter.start(job, lambda index, piece: pieces.append(piece))
         except RequestError:
             tally["refused"] += 1
             continue
         await run.wait()
-        finish = last[-1].finish
+        finish = pieces[-1].finish
         if grammar is not None and finish is not None:
             tally[finish.reason.value] += 1
 

@@ -1,9 +1,11 @@
-"""Bodies to whole answers without a connection: what batches and `app.offline` share with HTTP."""
+"""Whole answers without a connection: what batches and `app.offline` share with HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,46 +21,36 @@ from app.http.body import decode
 from app.service import Loaded
 
 
-async def chat(body: bytes, loaded: Loaded) -> dict[str, object]:
-    """What `/v1/chat/completions` answers. `stream` is ignored. Raises `core.errors`."""
-    asked = await decode(CHAT, body, loaded.bodies)
-    check_model(loaded, asked.model)
-    loaded.card.check_task("generate")
-    return await chat_answer(asked, loaded)
+class _Endpoint(NamedTuple):
+    decoder: msgspec.json.Decoder[Any]
+    answer: Callable[[Any, Loaded], Awaitable[dict[str, Any]]]
 
 
-async def completion(body: bytes, loaded: Loaded) -> dict[str, object]:
-    """The same for `/v1/completions`."""
-    asked = await decode(COMPLETION, body, loaded.bodies)
-    check_model(loaded, asked.model)
-    loaded.card.check_task("generate")
-    return await completion_answer(asked, loaded)
+_ENDPOINTS = {
+    "/v1/chat/completions": _Endpoint(CHAT, chat_answer),
+    "/v1/completions": _Endpoint(COMPLETION, completion_answer),
+    "/v1/embeddings": _Endpoint(EMBEDDING, embeddings_answer),
+    "/v1/classify": _Endpoint(CLASSIFY, classify_answer),
+}
+_BY_TYPE = {endpoint.decoder.type: endpoint for endpoint in _ENDPOINTS.values()}
 
 
-async def embedding(body: bytes, loaded: Loaded) -> dict[str, object]:
-    """The same for `/v1/embeddings`, vectors as JSON."""
-    asked = await decode(EMBEDDING, body, loaded.bodies)
-    check_model(loaded, asked.model)
-    answer = await embeddings_answer(asked, loaded)
-    told: Any = answer["data"]
-    for each in told:
-        if isinstance(each["embedding"], np.ndarray):
+async def answer(body: Any, loaded: Loaded) -> dict[str, Any]:
+    """What the endpoint of a decoded body answers, with vectors as arrays. `stream` is ignored. Raises
+    `core.errors`."""
+    check_model(loaded, body.model)
+    return await _BY_TYPE[type(body)].answer(body, loaded)
+
+
+async def _answer_json(endpoint: _Endpoint, body: bytes, loaded: Loaded) -> dict[str, Any]:
+    """The same for a body as it comes, vectors as JSON."""
+    found = await answer(await decode(endpoint.decoder, body, loaded.bodies), loaded)
+    for each in found.get("data", ()):
+        if isinstance(each.get("embedding"), np.ndarray):
             each["embedding"] = msgspec.Raw(msgspec.json.encode(each["embedding"].tolist()))
             await asyncio.sleep(0)  # a long list would be one slice
-    return answer
+    return found
 
 
-async def classified(body: bytes, loaded: Loaded) -> dict[str, object]:
-    """The same for `/v1/classify`."""
-    asked = await decode(CLASSIFY, body, loaded.bodies)
-    check_model(loaded, asked.model)
-    return await classify_answer(asked, loaded)
-
-
-ANSWERS: Answers = {
-    "/v1/chat/completions": chat,
-    "/v1/completions": completion,
-    "/v1/embeddings": embedding,
-    "/v1/classify": classified,
-}
+ANSWERS: Answers = {url: partial(_answer_json, endpoint) for url, endpoint in _ENDPOINTS.items()}
 """By endpoint."""

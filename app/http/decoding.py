@@ -6,7 +6,8 @@ No part of HTTP: the helper process decodes with it too.
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -43,6 +44,14 @@ def decode_json(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise RequestError("The request body is not valid UTF-8.") from None
     except RecursionError:
         raise RequestError("The request body is nested too deeply.") from None
+
+
+def converted(fields: Mapping[str, Any], kind: type[T]) -> T:
+    """The same for a body that is Python's own values already."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
 
 
 def _reason(message: str) -> str:

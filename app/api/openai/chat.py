@@ -63,6 +63,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, Any]:
     """The whole answer, for whoever asks: a line of a batch, `app.offline`."""
+    loaded.card.check_task("generate")
     return await whole_answer(await _spec(body, loaded))
 
 

@@ -115,6 +115,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, Any]:
     """The whole answer, for whoever asks: a line of a batch, `app.offline`."""
+    loaded.card.check_task("generate")
     return await whole_answer(await _spec(body, loaded))
 
 
