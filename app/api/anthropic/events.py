@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 Block = dict[str, Any]
 
 
-class Telling(msgspec.Struct, frozen=True, kw_only=True):
+class MessageOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How one answer is told."""
 
     id: str
@@ -61,12 +61,12 @@ def stop_fields(finish: Finish, calls: int, full: bool) -> dict[str, object]:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def _shell(telling: Telling) -> dict[str, object]:
+def _shell(options: MessageOptions) -> dict[str, object]:
     return {
-        "id": telling.id,
+        "id": options.id,
         "type": "message",
         "role": "assistant",
-        "model": telling.model,
+        "model": options.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -76,10 +76,10 @@ def _shell(telling: Telling) -> dict[str, object]:
 class MessageFrames(Frames[dict[str, object]]):
     """`Frames` of one answer. Owner: event loop."""
 
-    __slots__ = ("_count", "_head", "_index", "_kind", "_run", "_started", "_telling")
+    __slots__ = ("_count", "_head", "_index", "_kind", "_options", "_run", "_started")
 
-    def __init__(self, telling: Telling, runs: Sequence[Run]) -> None:
-        self._telling = telling
+    def __init__(self, options: MessageOptions, runs: Sequence[Run]) -> None:
+        self._options = options
         self._run = runs[0]
         self._count = 0
         self._index = -1
@@ -105,7 +105,7 @@ class MessageFrames(Frames[dict[str, object]]):
         frames: list[bytes] = []
         if not self._started:
             self._start(frames)
-        if self._index < 0 and not self._telling.mute:  # an answer has at least one block
+        if self._index < 0 and not self._options.mute:  # an answer has at least one block
             self._open("text", {"text": ""}, b"", frames)
         self._close(frames)
         used = whole_usage(self._run, self._count)
@@ -114,30 +114,30 @@ class MessageFrames(Frames[dict[str, object]]):
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
         """See `Frames.whole`."""
-        telling, (piece,) = self._telling, pieces
+        options, (piece,) = self._options, pieces
         self._count = len(piece.tokens)
         read = assemble(piece.parsed())
         blocks: list[Block] = []
         if read.reasoning:
-            blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": telling.id})
-        if read.content or not (read.calls or read.reasoning or telling.mute):
+            blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": options.id})
+        if read.content or not (read.calls or read.reasoning or options.mute):
             blocks.append({"type": "text", "text": read.content})
         blocks += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": members(call.arguments)}
             for call in read.calls
         ]
         used = whole_usage(self._run, self._count)
-        return {**_shell(telling), "content": blocks, **self._stop(piece), "usage": used}
+        return {**_shell(options), "content": blocks, **self._stop(piece), "usage": used}
 
     def _stop(self, piece: Piece) -> dict[str, object]:
         assert piece.finish is not None
-        full = len(self._run.prompt) + self._count >= self._telling.context
+        full = len(self._run.prompt) + self._count >= self._options.context
         return stop_fields(piece.finish, piece.calls, full)
 
     def _start(self, frames: list[bytes]) -> None:
         self._started = True
         used = {**prompt_usage(self._run), "output_tokens": self._count}
-        frames.append(_event("message_start", message={**_shell(self._telling), "usage": used}))
+        frames.append(_event("message_start", message={**_shell(self._options), "usage": used}))
 
     def _tell(self, event: Event, frames: list[bytes]) -> None:
         match event:
@@ -183,7 +183,7 @@ class MessageFrames(Frames[dict[str, object]]):
         if not self._kind:
             return
         if self._kind == "thinking":
-            signature = {"type": "signature_delta", "signature": self._telling.id}
+            signature = {"type": "signature_delta", "signature": self._options.id}
             frames.append(_event("content_block_delta", index=self._index, delta=signature))
         self._kind = ""
         frames.append(_event("content_block_stop", index=self._index))

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from app.api.anthropic.cache import kept
-from app.api.anthropic.events import DIALECT, MessageFrames, Telling
+from app.api.anthropic.events import DIALECT, MessageFrames, MessageOptions
 from app.api.anthropic.input import chat_messages
 from app.api.anthropic.schema import MESSAGES, NAMES, MessagesBody, chat_body
 from app.api.openai.chat import chat_job
@@ -36,7 +36,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     try:
         with fields_named(NAMES):
             job, watch = await _job(body, loaded)
-            telling = Telling(
+            options = MessageOptions(
                 id=job.id,
                 model=loaded.card.name,
                 context=loaded.card.context_length,
@@ -45,7 +45,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
             spec = AnswerSpec(
                 engine=watched(loaded.engine, loaded.tokenizer, watch),
                 jobs=[job],
-                frames=partial(MessageFrames, telling),
+                frames=partial(MessageFrames, options),
                 dialect=DIALECT,
             )
             return await answer(request, spec, body.stream is True)

@@ -18,7 +18,7 @@ from core.types import Finish, FinishReason
 _encode = msgspec.json.Encoder().encode
 
 
-class Telling(msgspec.Struct, frozen=True, kw_only=True):
+class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How one answer is told."""
 
     id: str
@@ -70,15 +70,15 @@ class ReplyFrames(Frames[dict[str, object]]):
         "_head",
         "_index",
         "_kind",
+        "_options",
         "_rows",
         "_run",
         "_started",
-        "_telling",
         "_tokens",
     )
 
-    def __init__(self, telling: Telling, runs: Sequence[Run]) -> None:
-        self._telling = telling
+    def __init__(self, options: ReplyOptions, runs: Sequence[Run]) -> None:
+        self._options = options
         self._run = runs[0]
         self._count = 0
         self._calls = 0
@@ -99,7 +99,7 @@ class ReplyFrames(Frames[dict[str, object]]):
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`. All events of a piece go out in one write."""
         self._count += len(piece.tokens)
-        if self._telling.namer is not None:
+        if self._options.namer is not None:
             self._tokens += piece.tokens
             self._rows += piece.logprobs or ()
         frames: list[bytes] = []
@@ -120,12 +120,12 @@ class ReplyFrames(Frames[dict[str, object]]):
         self._close(frames)
         reason = finish_reason(piece.finish, piece.calls)
         ended = {"finish_reason": reason, "usage": usage(self._run, self._count)}
-        frames.append(_event("message-end", id=self._telling.id, delta=ended))
+        frames.append(_event("message-end", id=self._options.id, delta=ended))
         return b"".join(frames)
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
         """See `Frames.whole`."""
-        telling, (piece,) = self._telling, pieces
+        options, (piece,) = self._options, pieces
         assert piece.finish is not None
         read = assemble(piece.parsed())
         blocks = []
@@ -139,15 +139,15 @@ class ReplyFrames(Frames[dict[str, object]]):
         if read.calls:
             said["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in read.calls]
         answer: dict[str, object] = {
-            "id": telling.id,
+            "id": options.id,
             "finish_reason": finish_reason(piece.finish, piece.calls),
             "message": said,
             "usage": usage(self._run, len(piece.tokens)),
         }
-        if telling.namer is not None:
+        if options.namer is not None:
             answer["logprobs"] = [
                 {
-                    "text": telling.namer.text(entry.token),
+                    "text": options.namer.text(entry.token),
                     "token_ids": [entry.token],
                     "logprobs": [entry.value],
                 }
@@ -158,7 +158,7 @@ class ReplyFrames(Frames[dict[str, object]]):
     def _start(self, frames: list[bytes]) -> None:
         self._started = True
         delta = {"message": {"role": "assistant"}}
-        frames.append(_event("message-start", id=self._telling.id, delta=delta))
+        frames.append(_event("message-start", id=self._options.id, delta=delta))
 
     def _tell(self, event: Event, frames: list[bytes]) -> None:
         match event:
@@ -186,7 +186,7 @@ class ReplyFrames(Frames[dict[str, object]]):
         frames.append(b"%b%b}}}%b}\n\n" % (self._head, _encode(text), told))
 
     def _logprobs(self) -> bytes:
-        namer = self._telling.namer
+        namer = self._options.namer
         assert namer is not None
         values = [entry.value for entry in output_entries(self._tokens, self._rows)]
         item = {"text": namer.joined(self._tokens), "token_ids": self._tokens, "logprobs": values}

@@ -8,7 +8,7 @@ from functools import partial
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from app.api.cohere.events import DIALECT, ReplyFrames, Telling
+from app.api.cohere.events import DIALECT, ReplyFrames, ReplyOptions
 from app.api.cohere.schema import COHERE, NAMES, chat_body
 from app.api.openai.chat import chat_job
 from app.api.request.field_names import fields_named
@@ -30,11 +30,11 @@ async def chat(request: web.Request) -> web.StreamResponse:
     with fields_named(NAMES):
         asked = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
         job, watch = await chat_job(asked, loaded)
-        telling = Telling(id=job.id, namer=Namer(loaded.tokenizer) if body.logprobs else None)
+        options = ReplyOptions(id=job.id, namer=Namer(loaded.tokenizer) if body.logprobs else None)
         spec = AnswerSpec(
             engine=watched(loaded.engine, loaded.tokenizer, watch),
             jobs=[job],
-            frames=partial(ReplyFrames, telling),
+            frames=partial(ReplyFrames, options),
             dialect=DIALECT,
         )
         return await answer(request, spec, body.stream is True)

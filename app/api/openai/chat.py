@@ -135,7 +135,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         job, prompt=prompt, prompt_param="input_ids" if body.input_ids else "messages"
     )
     text = shown(prompt, loaded)
-    watch = Watch(reading=_reading(body, loaded, (tools, family), text), budget=budget or None)
+    watch = Watch(reading=_reading(body, loaded, tools, family, text), budget=budget or None)
     wanted = Wanted(answer=job.grammar, tools=tools.callable, calls=tools.calls, many=tools.many)
     job, watch = constrained(job, text, wanted, watch)
     check_beam(job)
@@ -161,8 +161,7 @@ async def _render(body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTe
     )
 
 
-def _reading(body: ChatBody, loaded: Loaded, called: tuple[Tools, ToolFamily | None], prompt: str) -> Reading:
-    tools, family = called
+def _reading(body: ChatBody, loaded: Loaded, tools: Tools, family: ToolFamily | None, prompt: str) -> Reading:
     reasoning = loaded.reasoning
     return Reading(
         tools=family if tools.calls != "none" else None,

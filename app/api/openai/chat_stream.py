@@ -102,8 +102,8 @@ class ChatFrames(Chunks):
             made = [{"content": ""} if piece.events is None else {}]
         return [{"delta": delta} for delta in made]
 
-    def said(self, index: int, piece: Piece) -> dict[str, object]:
-        """See `Chunks.said`."""
+    def content(self, index: int, piece: Piece) -> dict[str, object]:
+        """See `Chunks.content`."""
         message = message_fields(piece.parsed(), self._reading)
         if self._echo:
             message["content"] = f"{self._echo}{message['content'] or ''}"
@@ -113,8 +113,8 @@ class ChatFrames(Chunks):
         """See `Chunks.logprobs`."""
         return chat_logprobs(piece, self._asked.namer)
 
-    def of_prompt(self) -> dict[str, object]:
-        """See `Chunks.of_prompt`."""
+    def prompt_fields(self) -> dict[str, object]:
+        """See `Chunks.prompt_fields`."""
         body, run, namer, prompt = self._body, self._runs[0], self._asked.namer, self._asked.jobs[0].prompt
         fields: dict[str, object] = {}
         if body.return_token_ids or body.return_prompt_token_ids:

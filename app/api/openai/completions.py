@@ -77,8 +77,8 @@ class CompletionFrames(Chunks):
         # Nothing generated, as with max_tokens 0: the end says it all.
         return [{"text": text}] if text or (piece.tokens and (begins or self._rich)) else []
 
-    def said(self, index: int, piece: Piece) -> dict[str, object]:
-        """See `Chunks.said`."""
+    def content(self, index: int, piece: Piece) -> dict[str, object]:
+        """See `Chunks.content`."""
         return {"text": self._echo(index) + piece.text}
 
     def _echo(self, index: int) -> str:
@@ -92,8 +92,8 @@ class CompletionFrames(Chunks):
         which = index // self._n
         return self._logprobs[index].of(piece, prompt_entries(self._runs[which]), self._echoes[which])
 
-    def of_choice(self, index: int) -> dict[str, object]:
-        """See `Chunks.of_choice`: choices are of several prompts."""
+    def choice_fields(self, index: int) -> dict[str, object]:
+        """See `Chunks.choice_fields`: choices are of several prompts."""
         which = index // self._n
         run, job = self._runs[which], self._asked.jobs[which]
         fields: dict[str, object] = {}

@@ -62,7 +62,7 @@ def _tail(close: bytes, usage: bytes) -> bytes:
     return b'%b,"logprobs":null,"finish_reason":null}]%b}%b' % (close, usage, END)
 
 
-def usage(runs: Sequence[Run], completion_tokens: int, reasoning_tokens: int = 0) -> dict[str, object]:
+def usage(runs: Sequence[Run], completion_tokens: int) -> dict[str, object]:
     """The `usage` object. A prompt counts once, however many choices it has."""
     prompt_tokens = sum(len(run.prompt) for run in runs)
     return {
@@ -70,13 +70,8 @@ def usage(runs: Sequence[Run], completion_tokens: int, reasoning_tokens: int = 0
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(run.cached for run in runs)},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(run.reasoning_tokens for run in runs)},
     }
-
-
-def thought(runs: Sequence[Run]) -> int:
-    """Tokens of thinking, where somebody looked for it."""
-    return sum(run.reasoning_tokens for run in runs)
 
 
 def cached_details(runs: Sequence[Run]) -> dict[str, object]:
@@ -162,18 +157,18 @@ class Chunks(Frames[dict[str, Any]]):
         clients measure the time to first token by its first chunk."""
 
     @abstractmethod
-    def said(self, index: int, piece: Piece) -> dict[str, object]:
-        """All of a choice in the same way."""
+    def content(self, index: int, piece: Piece) -> dict[str, object]:
+        """All of a choice, as that part of it which differs by route."""
 
     @abstractmethod
     def logprobs(self, index: int, piece: Piece) -> object:
         """Of the piece's tokens."""
 
-    def of_choice(self, index: int) -> dict[str, object]:
+    def choice_fields(self, index: int) -> dict[str, object]:
         """Fields of a choice about its prompt; in a stream, of its first chunk."""
         return {}
 
-    def of_prompt(self) -> dict[str, object]:
+    def prompt_fields(self) -> dict[str, object]:
         """Fields beside the choices about the prompt; in a stream, of the first chunk."""
         return {}
 
@@ -197,8 +192,8 @@ class Chunks(Frames[dict[str, Any]]):
             fields["logprobs"] = self.logprobs(index, piece)
         beside = b""
         if begins:
-            fields |= self.of_choice(index)
-            beside = b"" if any(self._begun) else appended(self.of_prompt())
+            fields |= self.choice_fields(index)
+            beside = b"" if any(self._begun) else appended(self.prompt_fields())
             self._begun[index] = True
         if options.token_ids:
             fields["token_ids"] = piece.tokens
@@ -235,7 +230,7 @@ class Chunks(Frames[dict[str, Any]]):
         return b"%b%b]%b}%b" % (self._head, told, beside, END)
 
     def _usage(self) -> bytes:
-        return _encode(usage(self._runs, self._count, thought(self._runs)))
+        return _encode(usage(self._runs, self._count))
 
     # -- as a whole --------------------------------------------------------------------------------
 
@@ -246,8 +241,8 @@ class Chunks(Frames[dict[str, Any]]):
         answer: dict[str, object] = {
             **msgspec.structs.asdict(asked.envelope),
             "choices": [self._choice(index, piece) for index, piece in enumerate(pieces)],
-            "usage": usage(runs, tokens, thought(runs)),
-            **self.of_prompt(),
+            "usage": usage(runs, tokens),
+            **self.prompt_fields(),
         }
         body = asked.body
         sglext = cached_details(runs) if body.return_cached_tokens_details else {}
@@ -262,10 +257,10 @@ class Chunks(Frames[dict[str, Any]]):
         run, job = self._runs[which], asked.jobs[which]
         choice: dict[str, object] = {
             "index": index,
-            **self.said(index, piece),
+            **self.content(index, piece),
             "logprobs": self.logprobs(index, piece) if asked.options.logprobs else None,
             **finished(piece.finish, piece.calls),
-            **self.of_choice(index),
+            **self.choice_fields(index),
         }
         if asked.options.token_ids:
             choice["token_ids"] = piece.tokens

@@ -54,7 +54,7 @@ class Live:
     @property
     def streamed(self) -> bool:
         """There are events to follow."""
-        return self.turn.telling.streamed
+        return self.turn.options.streamed
 
     @property
     def doc(self) -> Doc:
@@ -65,7 +65,7 @@ class Live:
     def begin(self, run: Run) -> None:
         """It runs."""
         self.run = run
-        self._events = ResponseEvents(self.turn.telling, run)
+        self._events = ResponseEvents(self.turn.options, run)
         self._log(self._events.begin())
         for piece in self._early:
             self.take(0, piece)

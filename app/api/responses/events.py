@@ -53,7 +53,7 @@ class _Open:
         self.head = b"event: %b\ndata: %b" % (event.encode(), _encode({"type": event, **self.where})[:-1])
 
 
-class Telling(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How one response is told."""
 
     head: Doc
@@ -72,10 +72,10 @@ class ResponseEvents:
     Every frame is one event; its sequence number is its place among all of them. Owner: event loop.
     """
 
-    __slots__ = ("_count", "_open", "_run", "_telling", "_tokens", "_unspoken", "doc", "output")
+    __slots__ = ("_count", "_open", "_options", "_run", "_tokens", "_unspoken", "doc", "output")
 
-    def __init__(self, telling: Telling, run: Run) -> None:
-        self._telling = telling
+    def __init__(self, options: ResponseOptions, run: Run) -> None:
+        self._options = options
         self._run = run
         self._open: _Open | None = None
         self._count = 0
@@ -94,8 +94,8 @@ class ResponseEvents:
     def take(self, piece: Piece) -> list[bytes]:
         """More of the text. A `finish` in it is only told by `end`."""
         self._tokens += len(piece.tokens)
-        if self._telling.namer is not None and piece.logprobs is not None:
-            self._unspoken += token_logprobs(piece, self._telling.namer)
+        if self._options.namer is not None and piece.logprobs is not None:
+            self._unspoken += token_logprobs(piece, self._options.namer)
         frames: list[bytes] = []
         for event in piece.parsed():
             logprobs, self._unspoken = self._unspoken, []  # only those of the answer's text are told
@@ -133,7 +133,7 @@ class ResponseEvents:
                 self._close(frames, "incomplete")
             case CallBroken(_, raw, rest):
                 self._close(frames, "incomplete")
-                if not self._telling.streamed:  # nobody has seen it: it never was a call
+                if not self._options.streamed:  # nobody has seen it: it never was a call
                     self.output.pop()
                     rest = raw
                 self._text(_MESSAGE, rest, frames, [])
@@ -152,7 +152,7 @@ class ResponseEvents:
     def _begin(self, kind: _Kind, fields: Doc, frames: list[bytes]) -> None:
         index = len(self.output)
         type_ = {"msg": "message", "rs": "reasoning", "fc": "function_call"}[kind.prefix]
-        id = item_id(kind.prefix, self._telling.head["id"], "o", index)
+        id = item_id(kind.prefix, self._options.head["id"], "o", index)
         item: Doc = {"id": id, "type": type_, "status": "in_progress", **fields}
         self.output.append(item)
         self._open = _Open(kind, item, index)
@@ -193,7 +193,7 @@ class ResponseEvents:
             part = _part(kind, text, opened.logprobs)
             item["content"] = [part]
             frames.append(self._event("response.content_part.done", **opened.where, part=part))
-        if kind is _THINKING and self._telling.keeps_thinking:
+        if kind is _THINKING and self._options.keeps_thinking:
             item["encrypted_content"] = sealed(text)
         index = opened.where["output_index"]
         frames.append(self._event("response.output_item.done", output_index=index, item=item))
@@ -212,7 +212,7 @@ class ResponseEvents:
     def _document(self, status: str, **fields: object) -> Doc:
         done = status not in ("queued", "in_progress")
         return {
-            **self._telling.head,
+            **self._options.head,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "output": self.output if done else [],

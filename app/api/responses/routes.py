@@ -42,7 +42,7 @@ class ResponseFrames(Frames[None]):
 
     def __init__(self, turn: Turn, keep: Callable[[Doc], object], runs: Sequence[Run]) -> None:
         """`keep` is called with the response once it has ended."""
-        self._events = ResponseEvents(turn.telling, runs[0])
+        self._events = ResponseEvents(turn.options, runs[0])
         self._keep = keep
 
     def head(self) -> bytes:

@@ -13,7 +13,7 @@ from app.api.request.sampling import stream_interval
 from app.api.request.schema import ChatBody
 from app.api.responses import Record, Store
 from app.api.responses.disk import encode_items
-from app.api.responses.events import Doc, Telling
+from app.api.responses.events import Doc, ResponseOptions
 from app.api.responses.input import messages, own_items, resolve, shortened
 from app.api.responses.schema import (
     THINKING,
@@ -47,7 +47,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     kept: bool
     job: Job
     watch: Watch
-    telling: Telling
+    options: ResponseOptions
     every: int = 1
     """Tokens that an event tells at least, where it is streamed."""
 
@@ -83,7 +83,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         chat = chat_body(body, made, id)
         job, watch = await _job(chat, loaded, body.truncation == "auto")
     stored = await aside(len(items), lambda: encode_items(items)) if kept else b""
-    telling = Telling(
+    options = ResponseOptions(
         head=_head(body, id, created, kept, loaded.card),
         namer=Namer(loaded.tokenizer) if logprobs_wanted(body) else None,
         streamed=body.stream is True,
@@ -99,7 +99,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         kept=kept,
         job=msgspec.structs.replace(job, prompt_param="input"),
         watch=watch,
-        telling=telling,
+        options=options,
         every=stream_interval(body),
     )
 

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from app.api.openai.common import includes_usage, request_id, spelling
 from app.api.openai.completions import completion_jobs
-from app.api.openai.stream import DATA, END, thought, usage
+from app.api.openai.stream import DATA, END, usage
 from app.api.request.beam import check_streamed
 from app.api.request.field_names import fields_named
 from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
@@ -134,7 +134,7 @@ class TokenFrames(Frames[dict[str, object]]):
             "choices": [self._choice(index, piece) for index, piece in enumerate(pieces)],
             "prompt_logprobs": prompt,
             **self._prompt(),
-            "usage": usage(runs, tokens, thought(runs)),
+            "usage": usage(runs, tokens),
             "kv_transfer_params": None,
         }
 
@@ -171,7 +171,7 @@ class TokenFrames(Frames[dict[str, object]]):
     def rest(self) -> Iterator[bytes]:
         """See `Frames.rest`."""
         if self._usage:
-            yield self._event([], usage=usage(self._runs, self._count, thought(self._runs)))
+            yield self._event([], usage=usage(self._runs, self._count))
 
     def _event(self, choices: list[dict[str, object]], **more: object) -> bytes:
         if self._first:
