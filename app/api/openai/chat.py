@@ -9,11 +9,8 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.chat_stream import ChatFrames
-from app.api.openai.common import envelope, options, prompt_logprobs_wanted, request_id, spelling
-from app.api.openai.stream import Asked
-from app.api.request.beam import beam_options, check_beam
-from app.api.request.constraint import constraint_of
-from app.api.request.experts import experts_wanted
+from app.api.openai.common import asked, base_job, request_id
+from app.api.request.beam import check_beam
 from app.api.request.messages import (
     check_messages,
     chosen_template,
@@ -24,17 +21,9 @@ from app.api.request.messages import (
 from app.api.request.prompts import check_ids
 from app.api.request.reasoning import constrained, shown, thinking_budget, unthinking
 from app.api.request.sampling import (
-    allowed_ids,
-    bad_words,
     choices,
-    keep,
-    priority,
     ready,
-    root_key,
-    sampling_params,
     stream_interval,
-    text_options,
-    truncation,
 )
 from app.api.request.schema import CHAT, ChatBody, refuse_unsupported
 from app.api.request.tools import Tools, called_in, chosen_tools
@@ -70,18 +59,11 @@ async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, Any]:
 async def _spec(body: ChatBody, loaded: Loaded) -> AnswerSpec[dict[str, Any]]:
     job, watch = await chat_job(body, loaded)
     object = "chat.completion.chunk" if body.stream else "chat.completion"
-    asked = Asked(
-        body=body,
-        loaded=loaded,
-        jobs=[job],
-        envelope=envelope(job.id, object, loaded.card.name),
-        options=options(body, loaded, body.logprobs is True),
-        namer=spelling(body, loaded),
-    )
+    request = asked(body, loaded, [job], job.id, object, body.logprobs is True)
     return AnswerSpec(
         engine=watched(loaded.engine, loaded.tokenizer, watch),
         jobs=[job],
-        frames=partial(ChatFrames, asked, watch.reading),
+        frames=partial(ChatFrames, request, watch.reading),
         every=stream_interval(body),
     )
 
@@ -92,35 +74,13 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     budget = thinking_budget(body, loaded)
     refuse_unsupported(body, takes=("use_beam_search", "chat_template"))
     tools = chosen_tools(body)
-    n = choices(body.n)
-    root = root_key(body.cache_salt, body.extra_key)
-    sampling = sampling_params(
+    job = base_job(
         body,
-        loaded.card,
-        min_tokens=body.min_tokens or 0,
-        logprobs=_logprobs_wanted(body),
-        prompt_logprobs=prompt_logprobs_wanted(body),
-        experts_from=experts_wanted(body, loaded.card),
-    )
-    job = Job(
+        loaded,
         id=request_id(body, "chatcmpl"),
-        prompt="",
-        sampling=sampling,
-        text=text_options(body),
+        n=choices(body.n),
         max_tokens=_max_tokens(body),
-        seed=body.seed,
-        n=n,
-        ignore_eos=body.ignore_eos is True,
-        add_special_tokens=body.add_special_tokens is True,  # the template writes its own
-        truncate_prompt=truncation(body, loaded.card.context_length),
-        truncate_end=body.truncation_side == "right",
-        allowed_ids=allowed_ids(body, loaded.card.vocab_size),
-        bad_words=bad_words(body),
-        grammar=constraint_of(body),
-        priority=priority(body.priority),
-        root=root,
-        keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
-        beam=beam_options(body),
+        logprobs=_logprobs_wanted(body),
     )
     family = loaded.tools
     if body.input_ids:
@@ -132,7 +92,10 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     if budget == 0 and loaded.reasoning is not None:
         prompt = await unthinking(prompt, loaded.reasoning, loaded)
     job = msgspec.structs.replace(
-        job, prompt=prompt, prompt_param="input_ids" if body.input_ids else "messages"
+        job,
+        prompt=prompt,
+        prompt_param="input_ids" if body.input_ids else "messages",
+        add_special_tokens=body.add_special_tokens is True,  # the template writes its own
     )
     text = shown(prompt, loaded)
     watch = Watch(reading=_reading(body, loaded, tools, family, text), budget=budget or None)

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 
-from app.api.openai.stream import Envelope, Options
+from app.api.openai.stream import Asked, Envelope, Options
+from app.api.request.beam import beam_options
+from app.api.request.constraint import constraint_of
+from app.api.request.experts import experts_wanted
 from app.api.request.logprobs import Namer
-from app.api.request.sampling import job_id
+from app.api.request.sampling import (
+    allowed_ids,
+    bad_words,
+    job_id,
+    keep,
+    priority,
+    root_key,
+    sampling_params,
+    text_options,
+    truncation,
+)
 from app.api.request.schema import ChatBody, CompletionBody, Generation, StreamOptions
+from app.engine.job import Job
 from app.service import Loaded
 from core.errors import RequestError
 
@@ -24,20 +39,28 @@ def envelope(id: str, object: str, model: str) -> Envelope:
     return Envelope(id=id, object=object, created=int(time.time()), model=model)
 
 
-def options(body: ChatBody | CompletionBody, loaded: Loaded, logprobs: bool) -> Options:
-    """What the client asked to be told, or the operator. Raises `RequestError` for what a stream does not
-    tell."""
+def asked(
+    body: ChatBody | CompletionBody, loaded: Loaded, jobs: Sequence[Job], id: str, object: str, logprobs: bool
+) -> Asked:
+    """The request before it runs. Raises `RequestError` for what a stream does not tell."""
     if body.stream and body.return_meta_info:
         param = "return_meta_info"
         raise RequestError(f"'{param}' is not available with 'stream'.", param, "unsupported")
     stream = body.stream_options
-    return Options(
-        include_usage=includes_usage(stream, loaded),
-        continuous_usage=stream is not None and stream.continuous_usage_stats is True,
-        logprobs=logprobs,
-        token_ids=body.return_token_ids is True,
-        cached=body.return_cached_tokens_details is True,
-        routed=body.return_routed_experts is True,
+    return Asked(
+        body=body,
+        loaded=loaded,
+        jobs=jobs,
+        envelope=envelope(id, object, loaded.card.name),
+        options=Options(
+            include_usage=includes_usage(stream, loaded),
+            continuous_usage=stream is not None and stream.continuous_usage_stats is True,
+            logprobs=logprobs,
+            token_ids=body.return_token_ids is True,
+            cached=body.return_cached_tokens_details is True,
+            routed=body.return_routed_experts is True,
+        ),
+        namer=spelling(body, loaded),
     )
 
 
@@ -52,7 +75,7 @@ def spelling(body: Generation, loaded: Loaded) -> Namer:
     return Namer(loaded.tokenizer, loaded.defaults.tokens_as_ids if asked is None else asked)
 
 
-def prompt_logprobs_wanted(body: Generation) -> int:
+def _prompt_logprobs(body: Generation) -> int:
     """`prompt_logprobs` as the sampling parameter: -1 for none."""
     value = body.prompt_logprobs
     if value is None:
@@ -60,3 +83,45 @@ def prompt_logprobs_wanted(body: Generation) -> int:
     if value < 0:
         raise RequestError("'prompt_logprobs' must not be negative.", "prompt_logprobs")
     return value
+
+
+def base_job(
+    body: ChatBody | CompletionBody,
+    loaded: Loaded,
+    *,
+    id: str,
+    n: int,
+    max_tokens: int | None,
+    logprobs: int,
+    prompt_logprobs: int = -1,
+) -> Job:
+    """What both routes ask of the engine, without a prompt: everything checked that can be checked without
+    tokens. Log-probabilities are counts of alternatives, -1 for none."""
+    card = loaded.card
+    root = root_key(body.cache_salt, body.extra_key)
+    return Job(
+        id=id,
+        prompt="",
+        sampling=sampling_params(
+            body,
+            card,
+            min_tokens=body.min_tokens or 0,
+            logprobs=logprobs,
+            prompt_logprobs=max(_prompt_logprobs(body), prompt_logprobs),
+            experts_from=experts_wanted(body, card),
+        ),
+        text=text_options(body),
+        max_tokens=max_tokens,
+        seed=body.seed,
+        n=n,
+        ignore_eos=body.ignore_eos is True,
+        truncate_prompt=truncation(body, card.context_length),
+        truncate_end=body.truncation_side == "right",
+        allowed_ids=allowed_ids(body, card.vocab_size),
+        bad_words=bad_words(body),
+        grammar=constraint_of(body),
+        priority=priority(body.priority),
+        root=root,
+        keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
+        beam=beam_options(body),
+    )

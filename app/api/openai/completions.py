@@ -9,27 +9,16 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import envelope, options, prompt_logprobs_wanted, request_id, spelling
+from app.api.openai.common import asked, base_job, request_id
 from app.api.openai.stream import Asked, Chunks
-from app.api.request.beam import beam_options
-from app.api.request.constraint import constraint_of
 from app.api.request.embeds import embedded, prompt_embeds
-from app.api.request.experts import experts_wanted
 from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
 from app.api.request.prompts import check_prompt, split_prompts
 from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.sampling import (
-    allowed_ids,
-    bad_words,
     choices,
-    keep,
-    priority,
     ready,
-    root_key,
-    sampling_params,
     stream_interval,
-    text_options,
-    truncation,
 )
 from app.api.request.schema import COMPLETION, CompletionBody, refuse_unsupported
 from app.api.request.suffix import inserting
@@ -123,18 +112,11 @@ async def _spec(body: CompletionBody, loaded: Loaded) -> AnswerSpec[dict[str, An
     id = request_id(body, "cmpl")
     embeds = await prompt_embeds(body, loaded)
     jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
-    asked = Asked(
-        body=body,
-        loaded=loaded,
-        jobs=jobs,
-        envelope=envelope(id, "text_completion", loaded.card.name),
-        options=options(body, loaded, body.logprobs is not None),
-        namer=spelling(body, loaded),
-    )
+    request = asked(body, loaded, jobs, id, "text_completion", body.logprobs is not None)
     return AnswerSpec(
         engine=bounded(loaded, thinking_budget(body, loaded)),
         jobs=jobs,
-        frames=partial(CompletionFrames, asked),
+        frames=partial(CompletionFrames, request),
         every=stream_interval(body),
     )
 
@@ -151,34 +133,16 @@ def completion_jobs(
     n = choices(body.n, len(prompts) + len(embeds))
     vocab_size = loaded.card.vocab_size
     logprobs = _logprobs(body)
-    root = root_key(body.cache_salt, body.extra_key)
-    base = Job(
+    base = base_job(
+        body,
+        loaded,
         id=id,
-        prompt="",
-        sampling=sampling_params(
-            body,
-            loaded.card,
-            min_tokens=body.min_tokens or 0,
-            logprobs=logprobs,
-            prompt_logprobs=max(prompt_logprobs_wanted(body), logprobs if body.echo else -1),
-            experts_from=experts_wanted(body, loaded.card),
-        ),
-        text=text_options(body),
-        max_tokens=_max_tokens(body),
-        seed=body.seed,
         n=n,
-        ignore_eos=body.ignore_eos is True,
-        add_special_tokens=body.add_special_tokens is not False,
-        truncate_prompt=truncation(body, loaded.card.context_length),
-        truncate_end=body.truncation_side == "right",
-        allowed_ids=allowed_ids(body, vocab_size),
-        bad_words=bad_words(body),
-        grammar=constraint_of(body),
-        priority=priority(body.priority),
-        root=root,
-        keep=keep(body.prompt_cache_key, body.prompt_cache_retention, root),
-        beam=beam_options(body),
+        max_tokens=_max_tokens(body),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if body.echo else -1,
     )
+    base = msgspec.structs.replace(base, add_special_tokens=body.add_special_tokens is not False)
     base = inserting(base, body, prompts, loaded)
     jobs = [embedded(base, rows, param) for param, rows in _named("prompt_embeds", embeds)]
     for param, prompt in _named("prompt", prompts):
