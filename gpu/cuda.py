@@ -11,7 +11,7 @@ from gpu.attention.backend import AttentionOptions, attention_facts
 from gpu.attention.registry import device_attention
 from gpu.device import HOPPER, CudaFacts
 from gpu.kernels.gemm.cublaslt import products
-from gpu.kernels.gemm.skinny import mid_counters
+from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
@@ -52,7 +52,7 @@ def captured_runner(
     experts, many = _experts(spec, dtype, facts), products(facts.name, device)
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
-        counters = mid_counters(device) if pdl else None  # pdl's devices have the room, too
+        counters = split_k_counters(device) if pdl else None  # pdl's devices have the room, too
         kernels = Kernels(attention, pool.caches(), experts, pdl, attends.kv_scales, counters, many)
         return lambda view: TritonOps(view, kernels)
 

@@ -20,14 +20,11 @@ from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
-from gpu.kernels.gemm import gemv as linear_small
-from gpu.kernels.gemm import skinny as linear_mid
+from gpu.kernels.gemm import gemv, skinny
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe import route
 from gpu.kernels.moe.grouped_gemm import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
-from gpu.kernels.sampling import sample
-from gpu.sample.filters import Filters
 from gpu.sample.noise import bits, row_keys
 
 DEVICE = torch.device("cuda")
@@ -106,35 +103,33 @@ def few_rows() -> Iterator[Check]:
     for name, (outputs, inputs_, both) in LINEARS.items():
         weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
         for rows in (1, 2, 4, 8, 32):
-            cut = linear_small.small_linear_config(rows, weight, both)
+            cut = gemv.gemv_config(rows, weight, both)
             if cut is None:
                 continue
             x = _randn(rows, inputs_)
-            run = linear_small.small_gated if both else linear_small.small_linear
-            found = error(run(x, weight, bias, cut), _exact(x, weight, bias, both))
-            yield Check("small_linear", f"{name}, {rows} rows", found)
+            found = error(gemv.gemv(x, weight, bias, cut, gated=both), _exact(x, weight, bias, both))
+            yield Check("gemv", f"{name}, {rows} rows", found)
 
 
 def some_rows() -> Iterator[Check]:
     """Of some rows: also the same bits again, and from a graph."""
-    counters = linear_mid.mid_counters(DEVICE)
+    counters = skinny.split_k_counters(DEVICE)
     for name, (outputs, inputs_, both) in LINEARS.items():
         weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
         for rows in (4, 5, 16, 24, 32, 40, 64):
-            cut = linear_mid.mid_linear_config(rows, weight, both)
+            cut = skinny.skinny_config(rows, weight, both)
             if cut is None:
                 continue
             x = _randn(rows, inputs_)
-            if both:
-                call = partial(linear_mid.mid_gated, x, weight, bias, cut, pdl=True)
-            else:
-                call = partial(linear_mid.mid_linear, x, weight, bias, cut, counters, pdl=True)
+            call = partial(skinny.skinny_gemm, x, weight, bias, cut, counters, gated=both, pdl=True)
             found, captured = call(), capture([call] * 3)
             captured.graph.replay()
             case = f"{name}, {rows} rows"
-            yield Check("mid_linear", case, error(found, _exact(x, weight, bias, both)))
-            yield Check("mid_linear", f"{case}: again", _wrong(*((found, each) for each in captured.results)))
-    yield Check("mid_linear", "counters", float(counters.sum()))
+            yield Check("skinny_gemm", case, error(found, _exact(x, weight, bias, both)))
+            yield Check(
+                "skinny_gemm", f"{case}: again", _wrong(*((found, each) for each in captured.results))
+            )
+    yield Check("skinny_gemm", "counters", float(counters.sum()))
 
 
 def routing() -> Iterator[Check]:
@@ -310,8 +305,8 @@ def sampling() -> Iterator[Check]:
     slots, positions = torch.randperm(rows, device=DEVICE), torch.arange(rows, device=DEVICE) + 1000
     heat = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) % 3 > 0)
     seeds = torch.randint(0, 2**63 - 1, (rows,), device=DEVICE)
-    cells = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    found = sample.sample(logits, slots, positions, heat, seeds, cells=cells)
+    drawn = inputs.sampling_rows(slots, positions, temperature=heat, seed=seeds)
+    found = inputs.choose_tokens(logits, drawn)
     words = bits(
         row_keys(seeds[slots].cpu().numpy(), positions.cpu().numpy()), torch.arange(vocab, dtype=torch.int32)
     )
@@ -320,12 +315,14 @@ def sampling() -> Iterator[Check]:
     close = (top.values[:, 0] - top.values[:, 1]) < 1e-4
     off = (found.cpu() != top.indices[:, 0]) & ~close
     yield Check("sample", f"{rows} x {vocab}, {int(close.sum())} too close to call", float(off.sum()), 0.0)
-    yield Check("sample", "cells", _wrong((cells[slots], found)))
+    yield Check("sample", "cells", _wrong((drawn.tables.last_token[slots], found.int())))
     rule = torch.arange(rows, device=DEVICE)
     top_k = torch.where(rule % 2 > 0, 1 + rule * 3, 0).int()
     top_p, min_p = 0.5 + (rule % 8) / 14, (rule % 5 == 0) * 0.01
-    filters = Filters(top_k, top_p, min_p)
-    found = sample.sample(logits, slots, positions, heat, seeds, filters=filters).cpu()
+    cut = inputs.sampling_rows(
+        slots, positions, temperature=heat, seed=seeds, top_k=top_k, top_p=top_p, min_p=min_p
+    )
+    found = inputs.choose_tokens(logits, cut, filtered=True).cpu()
     edge = 0
     for row, slot in enumerate(slots.tolist()):
         if heat[slot] > 0:

@@ -34,16 +34,12 @@ from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import prefill_merge as prefill_join
 from gpu.kernels.attention import qk_norm_rope_store as qkv
-from gpu.kernels.gemm import fp8_block as linear_block
-from gpu.kernels.gemm import gemv as linear_small
-from gpu.kernels.gemm import skinny as linear_mid
+from gpu.kernels.gemm import fp8_block, gemv, skinny
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.grouped_gemm import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
-from gpu.kernels.sampling import sample
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.quant import FP8, scale_shape
-from gpu.sample.filters import Filters
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
@@ -122,33 +118,29 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         outputs, size, _ = inputs.LINEARS[name]
         x, weight = empty(rows, size, dtype=FP8), empty(outputs, size, dtype=FP8)
         scales = (empty(n, size // 128, dtype=torch.float32) for n in (rows, outputs // 128))
-        config = linear_block.block_linear_config(rows, outputs)
-        linear_block.block_linear(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
+        config = fp8_block.block_gemm_config(rows, outputs)
+        fp8_block.block_gemm(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
     def fp8_product(rows: int, name: str, fp8: Fp8) -> None:
         outputs, size, both = inputs.LINEARS[name]
-        weight, counters = empty(outputs, size, dtype=FP8), linear_mid.mid_counters(CPU)
+        weight, counters = empty(outputs, size, dtype=FP8), skinny.split_k_counters(CPU)
         scale = empty(*scale_shape(fp8, [outputs], size) or (), dtype=torch.float32)
-        assert linear_mid.mid_fp8_config(rows, weight, fp8 == "blocks", both) is not None
+        assert skinny.skinny_fp8_config(rows, weight, fp8 == "blocks", both) is not None
         fp8_linear(empty(rows, size), Fp8Weight(weight, scale), counters, gated=both, num_rows=n, pdl=pdl)
 
     def product(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
         weight = empty(outputs, size)
-        config = linear_small.small_linear_config(rows, weight, both)
+        config = gemv.gemv_config(rows, weight, both)
         assert config is not None
-        run = linear_small.small_gated if both else linear_small.small_linear
-        run(empty(rows, size), weight, None, config, pdl=pdl)
+        gemv.gemv(empty(rows, size), weight, None, config, gated=both, pdl=pdl)
 
     def mid_product(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
         x, weight = empty(rows, size), empty(outputs, size)
-        config = linear_mid.mid_linear_config(rows, weight, both)
+        config = skinny.skinny_config(rows, weight, both)
         assert config is not None
-        if both:
-            linear_mid.mid_gated(x, weight, None, config, pdl=pdl)
-        else:
-            linear_mid.mid_linear(x, weight, None, config, linear_mid.mid_counters(CPU), pdl=pdl)
+        skinny.skinny_gemm(x, weight, None, config, skinny.split_k_counters(CPU), gated=both, pdl=pdl)
 
     def fused_qkv() -> None:
         both = empty(64, 2, heads.kv, heads.dim)
@@ -161,9 +153,9 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def sampler() -> None:
         ints = torch.zeros(256, dtype=torch.int64)
         heat = empty(512, dtype=torch.float32)
-        filters = Filters(ints.int(), heat, heat)
+        rows = inputs.sampling_rows(ints, ints, temperature=heat)
         logits = empty(256, 151_936, dtype=torch.float32)
-        sample.sample(logits, ints, ints, heat, ints, filters=filters, cells=ints, pdl=pdl)
+        inputs.choose_tokens(logits, rows, filtered=True, pdl=pdl)
 
     wide = TileConfig(128, 64, 8, 3, False, half=True, tma=True)
     tall = TileConfig(128, 64, 8, 4, False, tma=True)

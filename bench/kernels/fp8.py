@@ -28,14 +28,14 @@ from bench.results import keep
 from core.models import Fp8
 from core.models.quant import BLOCK
 from gpu.device import HOPPER
-from gpu.kernels.gemm.fp8_block import BlockLinear, block_linear, block_linear_config
+from gpu.kernels.gemm.fp8_block import BlockGemmConfig, block_gemm, block_gemm_config
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.kernels.gemm.skinny import MidLinear, Scales, mid_counters, mid_fp8_config, mid_gated, mid_linear
+from gpu.kernels.gemm.skinny import Scales, SkinnyConfig, skinny_fp8_config, skinny_gemm, split_k_counters
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
-from gpu.ops.fused import library_product
+from gpu.ops.fused import cublas_gemm
 from gpu.quant import FP8, quantise, quantise_blocks, scale_shape
 
 ROWS = (1, 8, 32, 64, 128, 512, 4096)
@@ -43,13 +43,13 @@ ROWS = (1, 8, 32, 64, 128, 512, 4096)
 KINDS: tuple[Fp8, ...] = ("", "rows", "blocks")
 
 BLOCK_CUTS = [
-    BlockLinear(64, 64, 4, 4), BlockLinear(64, 128, 4, 3), BlockLinear(64, 128, 4, 5),
-    BlockLinear(128, 64, 4, 4), BlockLinear(128, 128, 4, 4), BlockLinear(128, 128, 8, 3),
-    BlockLinear(128, 128, 8, 4), BlockLinear(128, 128, 8, 5),
+    BlockGemmConfig(64, 64, 4, 4), BlockGemmConfig(64, 128, 4, 3), BlockGemmConfig(64, 128, 4, 5),
+    BlockGemmConfig(128, 64, 4, 4), BlockGemmConfig(128, 128, 4, 4), BlockGemmConfig(128, 128, 8, 3),
+    BlockGemmConfig(128, 128, 8, 4), BlockGemmConfig(128, 128, 8, 5),
 ]  # fmt: skip
 
 MID_CUTS = [
-    MidLinear(block_n, block_k, 1, 4 * block_n // 64, stages)
+    SkinnyConfig(block_n, block_k, 1, 4 * block_n // 64, stages)
     for block_n, block_k, stages in (
         (64, 128, 4), (64, 128, 8), (64, 128, 12), (64, 256, 4), (64, 256, 6), (128, 128, 4), (128, 128, 6),
         (128, 256, 3),
@@ -70,7 +70,7 @@ def multiply(x: Tensor, matrix: Matrix, counters: Tensor, gated: bool, pdl: bool
     weight, scale = matrix
     if scale is not None:
         return fp8_linear(x, Fp8Weight(weight, scale), counters, gated=gated, pdl=pdl)
-    out = library_product(x, weight, None)
+    out = cublas_gemm(x, weight, None)
     return silu_mul(out, pdl=pdl) if gated else out
 
 
@@ -101,7 +101,7 @@ def products(name: str, pdl: bool) -> tuple[Found, Found]:
     shares: Found = {}
     outputs, inputs, gated = LINEARS[name]
     for kind in KINDS:
-        made, counters = matrices(name, kind), mid_counters(torch.device("cuda"))
+        made, counters = matrices(name, kind), split_k_counters(torch.device("cuda"))
         for n in ROWS:
             x = torch.randn(n, inputs, device="cuda").bfloat16()
             us = microseconds([partial(multiply, x, each, counters, gated, pdl) for each in made], replays=5)
@@ -150,16 +150,15 @@ def experts(pdl: bool) -> tuple[Found, Found]:
 
 def ways(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple[Any, Callable[..., Tensor]]]:
     """How a product of `n` rows could be cut: the rule's cut first; each with what multiplies so."""
-    by_block, gated, counters = kind == "blocks", LINEARS[name][2], mid_counters(weight.device)
-    rule = mid_fp8_config(n, weight, by_block, gated)
+    by_block, gated, counters = kind == "blocks", LINEARS[name][2], split_k_counters(weight.device)
+    rule = skinny_fp8_config(n, weight, by_block, gated)
     if rule is None:
-        for other in (block_linear_config(n, len(weight)), *BLOCK_CUTS) if by_block else ():
-            yield other, partial(block_linear, config=other, bias=None, dtype=torch.bfloat16)
+        for other in (block_gemm_config(n, len(weight)), *BLOCK_CUTS) if by_block else ():
+            yield other, partial(block_gemm, config=other, bias=None, dtype=torch.bfloat16)
         return
     splits = (1,) if gated else (1, 2, 4)
     more = [cut._replace(split=split) for split, cut in product(splits, MID_CUTS)]
     for cut in (rule, *(cut for cut in more if cut.block_k == BLOCK or not by_block)):
-        run: Callable[..., Tensor] = mid_gated if gated else partial(mid_linear, counters=counters)
 
         def multiply(
             x: Tensor,
@@ -167,11 +166,12 @@ def ways(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple[Any, Ca
             w: Tensor,
             scale: Tensor,
             pdl: bool,
-            run: Callable[..., Tensor] = run,
-            cut: MidLinear = cut,
+            cut: SkinnyConfig = cut,
         ) -> Tensor:
             scales = Scales(rows, scale)
-            return run(x, w, None, config=cut, scales=scales, dtype=torch.bfloat16, pdl=pdl)
+            return skinny_gemm(
+                x, w, None, cut, counters, gated=gated, scales=scales, dtype=torch.bfloat16, pdl=pdl
+            )
 
         yield cut, multiply
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfig
+from gpu.kernels.sampling.sample import choose
+from gpu.sample.rows import Rows
+from gpu.state.tables import SlotTables
 
 LINEARS = {
     "30B-A3B qkv": (5120, 2048, False),
@@ -174,3 +177,20 @@ def run_moe(
     after = moe_after(x)
     fused_moe_add_norm(x, logits, weights, top_k, config, after, **options)
     return after[0]
+
+
+def sampling_rows(slots: Tensor, positions: Tensor, live: int | None = None, **columns: Tensor) -> Rows:
+    """Rows of `slots` and `positions` integer [n], `live` of them true or all, whose tables hold `columns`
+    [any] from slot 0 on."""
+    count, device = len(slots), slots.device
+    tables = SlotTables(max(count, *(len(column) for column in columns.values())), 1, device)
+    for name, column in columns.items():
+        getattr(tables, name)[: len(column)] = column
+    return Rows(slots.int(), positions.int(), scalar(count if live is None else live, device), tables)
+
+
+def choose_tokens(logits: Tensor, rows: Rows, *, filtered: bool = False, pdl: bool = False) -> Tensor:
+    """int64 [n] of `choose`."""
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    choose(logits, rows, tokens, filtered=filtered, pdl=pdl)
+    return tokens

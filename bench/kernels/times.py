@@ -22,14 +22,12 @@ from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
-from gpu.kernels.gemm.gemv import SmallLinear, small_gated, small_linear, small_linear_config
-from gpu.kernels.gemm.skinny import MidLinear, mid_counters, mid_gated, mid_linear, mid_linear_config
+from gpu.kernels.gemm.gemv import GemvConfig, gemv, gemv_config
+from gpu.kernels.gemm.skinny import SkinnyConfig, skinny_config, skinny_gemm, split_k_counters
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe import route
 from gpu.kernels.moe.few_rows import SmallConfig, small_moe
 from gpu.kernels.moe.tuned import MoeShape, rule
-from gpu.kernels.sampling import sample
-from gpu.sample.filters import Filters
 
 COPIES = 8
 """Input sets of the small kernels: at decode sizes their data sits in L2 in a real step too, so no more
@@ -215,15 +213,15 @@ def sampling() -> Iterator[Row]:
         ints = torch.arange(rows, device=DEVICE)
         for name, heat in (("greedy", 0.0), ("drawn", 0.8)):
             heats = torch.full((rows,), heat, device=DEVICE)
-            us = microseconds([partial(sample.sample, logits, ints, ints, heats, ints, cells=ints.clone())])
+            drawn = inputs.sampling_rows(ints, ints, temperature=heats, seed=ints)
+            us = microseconds([partial(inputs.choose_tokens, logits, drawn)])
             yield Row("sample", f"{rows} x 151936 {name}", us, rows * 151_936 * 4)
         heats = torch.full((rows,), 0.8, device=DEVICE)
         for name, k, p in (("top_p 0.9", 0, 0.9), ("top_k 50", 50, 1.0), ("both", 50, 0.9)):
             top_k = torch.full((rows,), k, dtype=torch.int32, device=DEVICE)
             top_p = torch.full((rows,), p, device=DEVICE)
-            filters = Filters(top_k, top_p, torch.zeros(rows, device=DEVICE))
-            args = logits, ints, ints, heats, ints
-            us = microseconds([partial(sample.sample, *args, filters=filters, cells=ints.clone())])
+            cut = inputs.sampling_rows(ints, ints, temperature=heats, seed=ints, top_k=top_k, top_p=top_p)
+            us = microseconds([partial(inputs.choose_tokens, logits, cut, filtered=True)])
             yield Row("sample", f"{rows} x 151936 {name}", us, 2 * rows * 151_936 * 4)
 
 
@@ -236,7 +234,7 @@ class _Product:
         self.weights = [_randn(outputs, size) * size**-0.5 for _ in range(self.sets)]
         self._pairs = [(_randn(rows, size), _randn(rows, size)) for _ in range(self.sets)]
         self._scale = _randn(size)
-        self._counters = mid_counters(DEVICE)
+        self._counters = split_k_counters(DEVICE)
 
     def _norm(self, at: int) -> Tensor:
         return norm.add_rms_norm(*self._pairs[at], self._scale, 1e-6, pdl=True)
@@ -246,17 +244,14 @@ class _Product:
         found = torch.nn.functional.linear(self._norm(at), self.weights[at])
         return gated.silu_mul(found, pdl=True) if self.both else found
 
-    def small(self, cut: SmallLinear, at: int) -> Tensor:
-        """By `small_linear`."""
-        run = small_gated if self.both else small_linear
-        return run(self._norm(at), self.weights[at], None, cut, pdl=True)
+    def small(self, cut: GemvConfig, at: int) -> Tensor:
+        """By `gemv`."""
+        return gemv(self._norm(at), self.weights[at], None, cut, gated=self.both, pdl=True)
 
-    def mid(self, cut: MidLinear, at: int) -> Tensor:
-        """By `mid_linear`."""
+    def mid(self, cut: SkinnyConfig, at: int) -> Tensor:
+        """By `skinny_gemm`."""
         x, weight = self._norm(at), self.weights[at]
-        if self.both:
-            return mid_gated(x, weight, None, cut, pdl=True)
-        return mid_linear(x, weight, None, cut, self._counters, pdl=True)
+        return skinny_gemm(x, weight, None, cut, self._counters, gated=self.both, pdl=True)
 
 
 def linears() -> Iterator[Row]:
@@ -267,11 +262,11 @@ def linears() -> Iterator[Row]:
         one = _Product(outputs, size, both, rows)
         us = microseconds([partial(one.library, at) for at in range(one.sets)])
         yield Row("norm, cuBLAS", case, us, moved)
-        rule_cut, found = small_linear_config(rows, one.weights[0], both), []
+        rule_cut, found = gemv_config(rows, one.weights[0], both), []
         for cut in LINEAR_CUTS:
             us = microseconds([partial(one.small, cut, at) for at in range(one.sets)])
             said = f"{cut.columns}/{cut.warps}{' rule' * (cut == rule_cut)}"
-            found.append(Row("norm, small_linear", case, us, moved, 0.0, said))
+            found.append(Row("norm, gemv", case, us, moved, 0.0, said))
         yield from sorted(found, key=lambda row: row.us)[:2]
 
 
@@ -280,19 +275,19 @@ def some_linears() -> Iterator[Row]:
     for (name, (outputs, size, both)), rows in product(LINEARS.items(), (4, 8, 16, 24, 32, 48, 64)):
         case, moved = f"{name} x {rows}", 2.0 * outputs * size
         one = _Product(outputs, size, both, rows)
-        cut = mid_linear_config(rows, one.weights[0], both)
-        used = cut or mid_linear_config(32, one.weights[0], both)
+        cut = skinny_config(rows, one.weights[0], both)
+        used = cut or skinny_config(32, one.weights[0], both)
         if used is None:
             continue
         us = microseconds([partial(one.library, at) for at in range(one.sets)])
         yield Row("norm, cuBLAS", case, us, moved)
         us = microseconds([partial(one.mid, used, at) for at in range(one.sets)])
         yield Row(
-            "norm, mid_linear", case, us, moved, 0.0, "/".join(map(str, used)) + " rule" * (cut == used)
+            "norm, skinny_gemm", case, us, moved, 0.0, "/".join(map(str, used)) + " rule" * (cut == used)
         )
 
 
-LINEAR_CUTS = tuple(SmallLinear(*cut) for cut in ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4)))
+LINEAR_CUTS = tuple(GemvConfig(*cut) for cut in ((1, 4), (1, 8), (2, 4), (2, 8), (4, 4)))
 
 
 def routing() -> Iterator[Row]:

@@ -32,7 +32,7 @@ from gpu.attention.registry import PhasedAttention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
-from gpu.kernels.gemm.skinny import mid_counters
+from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
@@ -71,11 +71,11 @@ class Share:
         return work
 
 
-def _library_product(x: Tensor, weight: Tensor, *others: object) -> Tensor:
+def _cublas_gemm(x: Tensor, weight: Tensor, *others: object) -> Tensor:
     return x.new_empty(len(x), len(weight))
 
 
-def _scaled_product(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -> Tensor:
+def _cublas_fp8_gemm(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -> Tensor:
     """Behind its quantised rows."""
     dtype = others[-1]
     assert isinstance(dtype, torch.dtype)
@@ -92,8 +92,8 @@ def _no_products() -> Iterator[None]:
     with (
         mock.patch.object(Linear, "seal", lambda self: None),  # a GPU's weights are not packed
         mock.patch.object(Linear, "wide", _wide),
-        mock.patch("gpu.ops.fused.library_product", _library_product),
-        mock.patch("gpu.ops.fp8.scaled_product", _scaled_product),
+        mock.patch("gpu.ops.fused.cublas_gemm", _cublas_gemm),
+        mock.patch("gpu.ops.fp8.cublas_fp8_gemm", _cublas_fp8_gemm),
     ):
         yield
 
@@ -134,7 +134,7 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
         moe = MoeConfigs(MoeShape(*sizes, weight_name(held, spec.dtype), DEVICE))
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
-        counters = mid_counters(CPU) if options.pdl else None
+        counters = split_k_counters(CPU) if options.pdl else None
         kernels = Kernels(attention, pool.caches(), moe, options.pdl, facts.kv_scales, counters)
         return lambda view: TritonOps(view, kernels)
 

@@ -48,6 +48,11 @@ def options(warps: int, stages: int = 3, pdl: bool = False) -> dict[str, Any]:
     return found
 
 
+def launch_options(pdl: bool, warps: int, stages: int = 3) -> dict[str, Any]:
+    """`options` of a kernel that starts with `begin`, and its `PDL`."""
+    return {"PDL": pdl, **options(warps, stages, pdl)}
+
+
 def pow2(n: int) -> int:
     """The least power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, jit, options, padding, pow2
+from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
 
 
 @jit
@@ -47,7 +47,7 @@ def _launch(
     block = pow2(width)
     warps = min(max(block // 512, 1), 8)
     _rms_norm[(rows,)](
-        x, residual, weight, out, num_rows, eps, WIDTH=width, BLOCK=block, PDL=pdl, **options(warps, pdl=pdl)
+        x, residual, weight, out, num_rows, eps, WIDTH=width, BLOCK=block, **launch_options(pdl, warps)
     )
     return out
 

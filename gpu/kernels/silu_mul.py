@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
 
 BLOCK = 1024
 """Columns per program: 8 of 16-bit elements per thread of four warps, one 16-byte load each side."""
@@ -41,6 +41,6 @@ def silu_mul(both: Tensor, *, num_rows: Tensor | None = None, pdl: bool = False)
     out = both.new_empty(rows, width)
     span = min(BLOCK, pow2(width))
     _silu_mul[(rows, cdiv(width, span))](
-        both, out, num_rows, WIDTH=width, SPAN=span, PDL=pdl, **options(4, pdl=pdl)
+        both, out, num_rows, WIDTH=width, SPAN=span, **launch_options(pdl, 4)
     )
     return out

@@ -1,7 +1,7 @@
 """Products of FP8 weights over a captured step: who multiplies what.
 
-Few rows are `linear_mid`'s (up to 64, of some sizes scaled by rows up to 128), at the speed at which the
-weights come; more are cuBLAS's, scaled by rows, or `linear_block`'s, by blocks. What all of them take:
+Few rows are `skinny_gemm`'s (up to 64, of some sizes scaled by rows up to 128), at the speed at which the
+weights come; more are cuBLAS's, scaled by rows, or `block_gemm`'s, by blocks. What all of them take:
 `bench/results/fp8-h200.json`.
 """
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from core.models.quant import BLOCK
-from gpu.kernels.gemm.fp8_block import block_linear, block_linear_config
+from gpu.kernels.gemm.fp8_block import block_gemm, block_gemm_config
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.kernels.gemm.skinny import Scales, mid_fp8_config, mid_gated, mid_linear
+from gpu.kernels.gemm.skinny import Scales, skinny_fp8_config, skinny_gemm
 from gpu.kernels.silu_mul import silu_mul
 
 
@@ -41,21 +41,21 @@ def fp8_linear(
     weight, scale, bias = by
     by_block = scale.dim() == 2
     numbers, rows = quantise_rows(x, group=BLOCK if by_block else 0, num_rows=num_rows, pdl=pdl)
-    cut = None if counters is None else mid_fp8_config(len(x), weight, by_block, gated)
+    cut = None if counters is None else skinny_fp8_config(len(x), weight, by_block, gated)
     if counters is not None and cut is not None:
-        scales = Scales(rows, scale)
-        if gated:
-            return mid_gated(numbers, weight, bias, cut, scales=scales, dtype=x.dtype, pdl=pdl)
-        return mid_linear(numbers, weight, bias, cut, counters, scales=scales, dtype=x.dtype, pdl=pdl)
+        by_both = Scales(rows, scale)
+        return skinny_gemm(
+            numbers, weight, bias, cut, counters, gated=gated, scales=by_both, dtype=x.dtype, pdl=pdl
+        )
     if by_block:
-        config = block_linear_config(len(x), len(weight))
-        out = block_linear(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
+        config = block_gemm_config(len(x), len(weight))
+        out = block_gemm(numbers, rows, weight, scale, bias, x.dtype, config, pdl=pdl)
     else:
-        out = scaled_product(numbers, rows, weight, scale, bias, x.dtype)
+        out = cublas_fp8_gemm(numbers, rows, weight, scale, bias, x.dtype)
     return silu_mul(out, num_rows=num_rows, pdl=pdl) if gated else out
 
 
-def scaled_product(
+def cublas_fp8_gemm(
     x: Tensor, rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """x Wᵀ + b of e4m3 `x` [n, inputs] and `weight` [outputs, inputs], scaled by `rows` [n] and `scale`

@@ -15,11 +15,11 @@ Launches per layer on a GPU, by plain torch and here, a matrix product counted a
                               expert hit, and a wait        10     up to 64 rows
                                                             11     above
 
-Products of up to 2 or 4 rows, and a router's of up to 32, are `linear_small`'s, others of large weights
-`linear_mid`'s at 3 to 64 rows, and the rest cuBLAS's: it splits K at few rows and sums the parts in a
+Products of up to 2 or 4 rows, and a router's of up to 32, are `gemv`'s, others of large weights
+`skinny_gemm`'s at 3 to 64 rows, and the rest cuBLAS's: it splits K at few rows and sums the parts in a
 launch more, and no kernel of its own begins before the last has ended. (Some run by an algorithm that was
 measured to be quicker, or of thousands of rows to take less power: `gpu.kernels.gemm.cublaslt`.) On an H200 a
-layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `linear_mid`, 139 and 121 at 8 rows,
+layer of Qwen3-8B over 1,024 keys a row took, in µs by cuBLAS and by `skinny_gemm`, 139 and 121 at 8 rows,
 159 and 147 at 32, 193 and 186 at 64; of Qwen3-30B-A3B, without experts, 34 and 30, 47 and 43, 61 and 60.
 
 With FP8 weights each product (`gpu.ops.fp8`) is preceded by a launch that quantises its rows: 4 more in a
@@ -45,8 +45,8 @@ from gpu.attention.backend import AttentionBackend
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.cublaslt import Products
-from gpu.kernels.gemm.gemv import small_gated, small_linear, small_linear_config
-from gpu.kernels.gemm.skinny import mid_gated, mid_linear, mid_linear_config
+from gpu.kernels.gemm.gemv import gemv, gemv_config
+from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import add_rms_norm, rms_norm
@@ -64,7 +64,7 @@ class Kernels(NamedTuple):
     moe       tile sizes of the experts' shape; None for a dense model
     pdl       programmatic dependent launch: the device has compute capability 9.0
     scales    per layer what K and V are divided by before a float8 page takes them; empty: by 1
-    counters  of `mid_linear`; None where a multiprocessor has no room for what it holds
+    counters  of `skinny_gemm`; None where a multiprocessor has no room for what it holds
     many      products of thousands of rows; None: cuBLAS's own
     """
 
@@ -150,16 +150,7 @@ class TritonOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """See `Ops.linear`."""
-        if scale is not None:
-            return self._fp8(x, Fp8Weight(weight, scale, bias))
-        few = small_linear_config(len(x), weight)
-        if few is not None:
-            return small_linear(x, weight, bias, few, pdl=self._kernels.pdl)
-        counters = self._kernels.counters
-        some = None if counters is None else mid_linear_config(len(x), weight)
-        if counters is None or some is None:
-            return library_product(x, weight, bias, self._kernels.many)
-        return mid_linear(x, weight, bias, some, counters, pdl=self._kernels.pdl)
+        return self._linear(x, weight, bias, scale, gated=False)
 
     def gated_linear(
         self,
@@ -172,25 +163,29 @@ class TritonOps:
         """See `Ops.gated_linear`; up to 64 rows in one kernel."""
         if activation != "silu":
             return self.gated(self.linear(x, weight, bias, scale), activation)
+        return self._linear(x, weight, bias, scale, gated=True)
+
+    def _linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, gated: bool
+    ) -> Tensor:
+        kernels, pdl = self._kernels, self._kernels.pdl
         if scale is not None:
-            return self._fp8(x, Fp8Weight(weight, scale, bias), gated=True)
-        few = small_linear_config(len(x), weight, gated=True)
-        if few is not None:
-            return small_gated(x, weight, bias, few, pdl=self._kernels.pdl)
-        some = None if self._kernels.counters is None else mid_linear_config(len(x), weight, gated=True)
-        if some is not None:
-            return mid_gated(x, weight, bias, some, pdl=self._kernels.pdl)
-        return self.gated(self.linear(x, weight, bias), activation)
+            by = Fp8Weight(weight, scale, bias)
+            return fp8_linear(x, by, kernels.counters, gated=gated, num_rows=self._rows, pdl=pdl)
+        if (few := gemv_config(len(x), weight, gated)) is not None:
+            return gemv(x, weight, bias, few, gated=gated, pdl=pdl)
+        skinny = skinny_config(len(x), weight, gated)
+        if kernels.counters is not None and skinny is not None:
+            return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
+        if gated:
+            return self.gated(self.linear(x, weight, bias), "silu")
+        return cublas_gemm(x, weight, bias, kernels.many)
 
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""
         if activation != "silu":
             return gate(both, ACTIVATIONS[activation])
         return silu_mul(both, num_rows=self._rows, pdl=self._kernels.pdl)
-
-    def _fp8(self, x: Tensor, by: Fp8Weight, gated: bool = False) -> Tensor:
-        counters, pdl = self._kernels.counters, self._kernels.pdl
-        return fp8_linear(x, by, counters, gated=gated, num_rows=self._rows, pdl=pdl)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`. Raises `ModelError` for an activation the grouped kernels do not have."""
@@ -204,7 +199,7 @@ class TritonOps:
         return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
 
 
-def library_product(x: Tensor, weight: Tensor, bias: Tensor | None, many: Products | None = None) -> Tensor:
+def cublas_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, many: Products | None = None) -> Tensor:
     """x Wᵀ + b by cuBLAS."""
     found = many.run(x, weight) if many is not None and bias is None else None
     return F.linear(x, weight, bias) if found is None else found

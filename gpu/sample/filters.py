@@ -41,14 +41,6 @@ class Rule(NamedTuple):
     min_p: float
 
 
-class Filters(NamedTuple):
-    """Per slot: top_k int32 (0: off), top_p float32 (1: off), min_p float32 (0: off), all [max_slots]."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-
 class Field(NamedTuple):
     """The tokens that may be drawn: `ids` int32 [m] ascending, `weights` float32 [m], not normalised."""
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attention.online_softmax import find_pages, fold
-from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, pow2
 
 
 class PrefixConfig(NamedTuple):
@@ -181,7 +181,6 @@ def prefix_attention(
         PARTS=config.parts,
         BLOCK_Q=config.queries,
         BLOCK_D=pow2(dim),
-        PDL=pdl,
-        **options(config.warps, config.stages, pdl),
+        **launch_options(pdl, config.warps, config.stages),
     )
     return found

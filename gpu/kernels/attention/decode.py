@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gpu.kernels.attention.online_softmax import KEPT, find_pages, fold
 from gpu.kernels.attention.split_kv import leave, merge_parts
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per segment: one sector."""
@@ -254,8 +254,7 @@ def plan_decode(
         LEAST=config.least,
         BLOCK=block,
         SPAN=span,
-        PDL=pdl,
-        **options(4, pdl=pdl),
+        **launch_options(pdl, 4),
     )
     return plan
 
@@ -456,8 +455,7 @@ def paged_decode(
         BLOCK_G=block_g,
         BLOCK_D=wide,
         UNROLL=min(max(MERGED * config.warps // (block_g * wide), 2), MOST_MERGED),
-        PDL=pdl,
-        **options(config.warps, config.stages, pdl),
+        **launch_options(pdl, config.warps, config.stages),
         **({"maxnreg": config.registers} if config.registers and pdl else {}),
     )
     return out

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, plan_prefill
-from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, pow2
 
 ARRAYS = 7
 """Of the list: tile, first row, first page-table entry or packed key, queries, keys, head, chunk."""
@@ -148,8 +148,7 @@ def schedule_fa3(
         BLOCKS=pow2(blocks),
         SPAN=span,
         LANES=pow2(programs + 1),
-        PDL=pdl,
-        **options(4, pdl=pdl),
+        **launch_options(pdl, 4),
     )
     at = [4 * room * i for i in range(ARRAYS + 1)]
     tile, row, keys_at, queries, keys, head, chunk, runs = at

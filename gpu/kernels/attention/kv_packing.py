@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, pow2
 
 SPAN = 16
 """Tokens per program; divides the tile."""
@@ -78,8 +78,7 @@ def plan_packing(
         room,
         TILE=tile,
         BLOCK=pow2(len(starts)),
-        PDL=pdl,
-        **options(4, pdl=pdl),
+        **launch_options(pdl, 4),
     )
     return packed
 
@@ -170,6 +169,5 @@ def pack(
         SPAN=SPAN,
         BLOCK=pow2(len(packed)),
         COLUMNS=pow2(width),
-        PDL=pdl,
-        **options(8, pdl=pdl),
+        **launch_options(pdl, 8),
     )

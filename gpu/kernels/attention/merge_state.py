@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit_loose, options, padding, pow2
+from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, padding, pow2
 
 HEADS = 8
 
@@ -84,7 +84,6 @@ def merge_state(
         PARTS=parts.numel() // out.numel(),
         SPAN=HEADS,
         BLOCK_D=pow2(dim),
-        PDL=pdl,
-        **options(4, pdl=pdl),
+        **launch_options(pdl, 4),
     )
     return out

@@ -30,7 +30,7 @@ from torch import Tensor
 from gpu.kernels.attention.online_softmax import LOG2E
 from gpu.kernels.attention.prefill_merge import PrefillSpace, join_parts
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
-from gpu.kernels.jit import begin, jit, options, pow2
+from gpu.kernels.jit import begin, jit, launch_options, pow2
 
 
 @jit
@@ -255,8 +255,7 @@ def paged_prefill(
         BLOCK_D=pow2(dim),
         AHEAD=config.ahead,
         LEAST=config.least,
-        PDL=pdl,
-        **options(config.warps, config.stages, pdl),
+        **launch_options(pdl, config.warps, config.stages),
     )
     if space is not None:
         join_parts(plan, space, config, out, heads // kv_heads, window=window, pdl=pdl)

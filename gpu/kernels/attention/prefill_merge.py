@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
-from gpu.kernels.jit import begin, jit, options, pow2
+from gpu.kernels.jit import begin, jit, launch_options, pow2
 
 ROWS = 8
 """Queries that a program merges at once."""
@@ -143,6 +143,5 @@ def join_parts(
         BLOCK_D=pow2(dim),
         ROWS=ROWS,
         PARTS=PARTS,
-        PDL=pdl,
-        **options(4, pdl=pdl),
+        **launch_options(pdl, 4),
     )

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per entry of the work list: one sector."""
@@ -199,8 +199,7 @@ def plan_prefill(
         LEAST=config.least,
         BLOCK=pow2(len(slots)),
         SPAN=span,
-        PDL=pdl,
-        **options(4, pdl=pdl),
+        **launch_options(pdl, 4),
     )
     return PrefillPlan(items)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
 
 FP8_MAX = tl.constexpr(448.0)
 """The largest e4m3: what is beyond stays there, for the format has no infinity, only NaN."""
@@ -198,7 +198,6 @@ def norm_rope_store(
         SPAN=HEADS,
         BLOCK=pow2(cos.shape[-1] // 2),
         REST=pow2(max(dim - cos.shape[-1], 1)),
-        PDL=pdl,
-        **options(WARPS, pdl=pdl),
+        **launch_options(pdl, WARPS),
     )
     return target[:, : q_heads * dim].view(n, q_heads, dim)

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, jit, options, padding, pow2
+from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
 
 
 @jit
@@ -55,7 +55,7 @@ def rope_rows(
     n, half = len(positions), len(frequencies)
     cos, sin = (torch.empty(n, 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
     _rope_rows[(n,)](
-        positions, frequencies, cos, sin, num_rows, scale, HALF=half, BLOCK=pow2(half), PDL=pdl,
-        **options(1, pdl=pdl),
+        positions, frequencies, cos, sin, num_rows, scale, HALF=half, BLOCK=pow2(half),
+        **launch_options(pdl, 1),
     )  # fmt: skip
     return cos, sin

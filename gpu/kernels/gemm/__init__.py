@@ -1,1 +1,1 @@
-"""Matrix products: of few rows, of up to 64, and of FP8 weights."""
+"""Matrix products: gemv, skinny GEMM, FP8 GEMM and cuBLASLt."""

@@ -3,7 +3,7 @@
 `x` comes with a scale for each row and 128 inputs, the weights with one for each 128 x 128. A step over K is
 128 inputs: its products are summed by the tensor cores, scaled, and added to float32 sums, so that no sum of
 more than 128 products is rounded as Hopper's e4m3 products are (to 14 bits: DeepSeek-V3's report, 3.3.2).
-Up to 64 rows are `linear_mid`'s where it takes them.
+Up to 64 rows are `skinny_gemm`'s where it takes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.skinny import PROCESSORS
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -25,7 +25,7 @@ TOGETHER: tl.constexpr = tl.constexpr(16)
 """Tiles of rows whose programs run side by side over one tile of weights: what they share comes from L2."""
 
 
-class BlockLinear(NamedTuple):
+class BlockGemmConfig(NamedTuple):
     """How a product is cut: rows and outputs of a program."""
 
     block_m: int
@@ -48,7 +48,7 @@ def _find(
 
 
 @jit_loose("rows")
-def _linear_block(
+def _block_gemm(
     x: tl.tensor,
     x_scales: tl.tensor,
     w: tl.tensor,
@@ -81,7 +81,7 @@ def _linear_block(
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[:, None])
 
 
-def block_linear_config(rows: int, outputs: int) -> BlockLinear:
+def block_gemm_config(rows: int, outputs: int) -> BlockGemmConfig:
     """For a product of so many rows, on a device with 132 multiprocessors. Measured on an H200 at 6,144
     outputs of 4,096 inputs, us, the best of eight cuts and cuBLAS in bfloat16: 14.2 and 16.7 (128 rows), 32
     and 36 (512), 223 and 261 (4,096).
@@ -93,20 +93,20 @@ def block_linear_config(rows: int, outputs: int) -> BlockLinear:
     for."""
     tiles = cdiv(rows, 128) * cdiv(outputs, 128)
     if rows <= 128:
-        return BlockLinear(64, 128, 4, 3 if tiles > PROCESSORS else 5)
+        return BlockGemmConfig(64, 128, 4, 3 if tiles > PROCESSORS else 5)
     if PROCESSORS < tiles <= 3 * PROCESSORS // 2:
-        return BlockLinear(64, 128, 4, 3)
-    return BlockLinear(128, 128, 8, 4)
+        return BlockGemmConfig(64, 128, 4, 3)
+    return BlockGemmConfig(128, 128, 8, 4)
 
 
-def block_linear(
+def block_gemm(
     x: Tensor,
     x_scales: Tensor,
     weight: Tensor,
     scale: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
-    config: BlockLinear,
+    config: BlockGemmConfig,
     *,
     pdl: bool = False,
 ) -> Tensor:
@@ -116,7 +116,7 @@ def block_linear(
     outputs = len(weight)
     assert not (outputs % BLOCK or size % BLOCK or BLOCK % config.block_n)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
-    _linear_block[(cdiv(rows, config.block_m) * cdiv(outputs, config.block_n),)](
+    _block_gemm[(cdiv(rows, config.block_m) * cdiv(outputs, config.block_n),)](
         TensorDescriptor.from_tensor(x, [config.block_m, BLOCK]),
         x_scales,
         TensorDescriptor.from_tensor(weight, [config.block_n, BLOCK]),
@@ -128,7 +128,6 @@ def block_linear(
         K=size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        PDL=pdl,
-        **options(config.warps, config.stages, pdl),
+        **launch_options(pdl, config.warps, config.stages),
     )
     return out

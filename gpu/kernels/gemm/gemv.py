@@ -21,7 +21,7 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, pow2, pow2_divisor
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, pow2, pow2_divisor
 
 WIDE: tl.constexpr = tl.constexpr(8)
 """Elements of a row that a thread holds side by side: 16 bytes of 16-bit weights, one load."""
@@ -37,7 +37,7 @@ FEW_ROWS = 32
 """Rows up to which such a weight, a router, is multiplied here."""
 
 
-class SmallLinear(NamedTuple):
+class GemvConfig(NamedTuple):
     """Outputs per program (gate and up count as one) and warps."""
 
     columns: int
@@ -105,7 +105,7 @@ def _products(
 
 
 @jit
-def _linear(
+def _gemv(
     x: tl.tensor,
     w: tl.tensor,
     bias: tl.tensor,
@@ -146,15 +146,25 @@ def chunk(k: int, most: int) -> int:
     return max(min(fitting if fitting >= 256 else pow2(k), most), 8)
 
 
-def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, config: SmallLinear, pdl: bool
+def gemv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: GemvConfig,
+    *,
+    gated: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
+    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 8 or a multiple of 8, `weight` contiguous [outputs,
+    inputs], `bias` [outputs]: a new [n, outputs] in x's dtype. Up to 8, each number of rows compiles a kernel
+    of its own. `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new
+    [n, outputs / 2]. `config` from `gemv_config`."""
     rows, size = x.shape
     width = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(rows, width)
     group = min(rows, GROUP)
     assert rows % group == 0 and x.is_contiguous()
-    _linear[(cdiv(width, config.columns), rows // group)](
+    _gemv[(cdiv(width, config.columns), rows // group)](
         x,
         weight,
         bias,
@@ -165,27 +175,9 @@ def _launch(
         GATED=gated,
         SPAN=config.columns,
         BLOCK_K=chunk(size, 4096),
-        PDL=pdl,
-        **options(config.warps, pdl=pdl),
+        **launch_options(pdl, config.warps),
     )
     return out
-
-
-def small_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: SmallLinear, *, pdl: bool = False
-) -> Tensor:
-    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 8 or a multiple of 8, `weight` contiguous [outputs,
-    inputs], `bias` [outputs]: a new [n, outputs] in x's dtype. Up to 8, a number of rows is a kernel of its
-    own. `config` from `small_linear_config`."""
-    return _launch(x, weight, bias, False, config, pdl)
-
-
-def small_gated(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: SmallLinear, *, pdl: bool = False
-) -> Tensor:
-    """silu(g) · u with g and u the halves of `small_linear`, which are not rounded between: a new
-    [n, outputs / 2]."""
-    return _launch(x, weight, bias, True, config, pdl)
 
 
 def most_rows(outputs: int, inputs: int, gated: bool) -> int:
@@ -195,7 +187,7 @@ def most_rows(outputs: int, inputs: int, gated: bool) -> int:
     return 2 if gated or max(outputs, inputs) > 4096 else 4
 
 
-def small_linear_config(rows: int, weight: Tensor, gated: bool = False) -> SmallLinear | None:
+def gemv_config(rows: int, weight: Tensor, gated: bool = False) -> GemvConfig | None:
     """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows; None where cuBLAS is faster, where
     the registers do not hold what a program asks for at once, and for float32, which nobody serves."""
     outputs, inputs = weight.shape
@@ -205,4 +197,4 @@ def small_linear_config(rows: int, weight: Tensor, gated: bool = False) -> Small
     # Four warps where a thread has little to load, or has products with several rows to keep apart.
     warps = 4 if rows <= 4 and (inputs <= 2048 or rows > (1 if gated else 2)) else 8
     held = (1 + gated) * columns * inputs // (64 * warps)  # registers of a thread
-    return SmallLinear(columns, warps) if held <= 64 else None
+    return GemvConfig(columns, warps) if held <= 64 else None

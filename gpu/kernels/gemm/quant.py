@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, jit, options, padding, pow2
+from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
 from gpu.quant import FP8, LEAST, TOP
 
 _TOP, _LEAST = tl.constexpr(TOP), tl.constexpr(LEAST)
@@ -56,5 +56,5 @@ def quantise_rows(
     size = group or block
     warps = min(max(block // 1024, 1), 16)
     cut = {"WIDTH": width, "GROUP": size, "GROUPS": block // size}
-    _quantise[(rows,)](x, numbers, scales, num_rows, **cut, PER=per, PDL=pdl, **options(warps, pdl=pdl))
+    _quantise[(rows,)](x, numbers, scales, num_rows, **cut, PER=per, **launch_options(pdl, warps))
     return numbers, scales

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core.models.quant import BLOCK
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -56,7 +56,7 @@ FILLED = 90
 """Programs that draw all of the memory's bandwidth."""
 
 
-class MidLinear(NamedTuple):
+class SkinnyConfig(NamedTuple):
     """How a product is cut.
 
     block_n  outputs of a program; of a gated product as many pairs
@@ -81,8 +81,8 @@ class Scales(NamedTuple):
     weight: Tensor
 
 
-def mid_counters(device: torch.device) -> Tensor:
-    """What `mid_linear` counts arrivals in, for all products of a stream: zero, and zero after each."""
+def split_k_counters(device: torch.device) -> Tensor:
+    """What `skinny_gemm` counts arrivals in, for all products of a stream: zero, and zero after each."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
@@ -146,7 +146,7 @@ def _whole(parts: tl.tensor, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M
 
 
 @jit_loose("rows")
-def _linear_mid(
+def _skinny(
     x: tl.tensor,
     w: tl.tensor,
     bias: tl.tensor,
@@ -221,17 +221,23 @@ def _linear_mid(
     tl.store(out + m[:, None] * N + cols[None, :], result, mask=inside[:, None] & (cols < N)[None, :])
 
 
-def _launch(
+def skinny_gemm(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    gated: bool,
-    config: MidLinear,
-    counters: Tensor | None,
-    scales: Scales | None,
-    dtype: torch.dtype | None,
-    pdl: bool,
+    config: SkinnyConfig,
+    counters: Tensor,
+    *,
+    gated: bool = False,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+    pdl: bool = False,
 ) -> Tensor:
+    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, or 128 for e4m3 rows scaled by row, `weight`
+    contiguous [outputs, inputs], both of 16 bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs]
+    of `dtype`, or x's. `gated`: silu(g) · u of the halves g and u, which are not rounded in between: a new
+    [n, outputs / 2]. One kernel serves up to 16, 32, 64 or 128 rows. `config` from `skinny_config` or
+    `skinny_fp8_config`, `counters` from `split_k_counters`."""
     rows, size = x.shape
     width = len(weight) // 2 if gated else len(weight)
     block_m, tiles = max(pow2(rows), 16), cdiv(width, config.block_n)
@@ -241,9 +247,9 @@ def _launch(
     out = x.new_empty(rows, width, dtype=dtype or x.dtype)
     parts = None
     if config.split > 1:
-        assert not gated and counters is not None and tiles <= len(counters)
+        assert not gated and tiles <= len(counters)
         parts = x.new_empty(tiles * config.split * config.block_n * block_m, dtype=torch.float32)
-    _linear_mid[(tiles * config.split,)](
+    _skinny[(tiles * config.split,)](
         x,
         weight,
         bias,
@@ -260,64 +266,30 @@ def _launch(
         BLOCK_M=block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        PDL=pdl,
-        **options(config.warps, config.stages, pdl),
+        **launch_options(pdl, config.warps, config.stages),
     )
     return out
 
 
-def mid_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: MidLinear,
-    counters: Tensor,
-    *,
-    scales: Scales | None = None,
-    dtype: torch.dtype | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """x Wᵀ + b of `x` contiguous [n, inputs], n up to 64, or 128 where e4m3 rows have the scales, `weight`
-    contiguous [outputs, inputs], both of 16 bits or e4m3 with `scales`, `bias` [outputs]: a new [n, outputs]
-    of `dtype`, or x's. A kernel serves 16, 32, 64 or 128 rows and fewer. `config` from `mid_linear_config` or
-    `mid_fp8_config`, `counters` from `mid_counters`."""
-    return _launch(x, weight, bias, False, config, counters, scales, dtype, pdl)
-
-
-def mid_gated(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: MidLinear,
-    *,
-    scales: Scales | None = None,
-    dtype: torch.dtype | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """silu(g) · u with g and u the halves of `mid_linear`, which are not rounded between: a new
-    [n, outputs / 2]."""
-    return _launch(x, weight, bias, True, config, None, scales, dtype, pdl)
-
-
-def _cut(rows: int, outputs: int, inputs: int) -> MidLinear | None:
+def _cut(rows: int, outputs: int, inputs: int) -> SkinnyConfig | None:
     tiles = cdiv(outputs, 64)
     split = next((parts for parts in (1, 2, 4) if tiles * parts >= FILLED), 0)
     programs = tiles * split
     if split == 0 or inputs // split < 512:
         return None
     if programs <= PROCESSORS:
-        return MidLinear(64, 128, split, 4, 6)
+        return SkinnyConfig(64, 128, split, 4, 6)
     # Two a multiprocessor. At more rows than 32 cuBLAS was faster: 1.6 µs at 5120 x 2048 and 64 rows.
-    return MidLinear(64, 64, split, 4, 6) if programs <= 2 * PROCESSORS and rows <= 32 else None
+    return SkinnyConfig(64, 64, split, 4, 6) if programs <= 2 * PROCESSORS and rows <= 32 else None
 
 
-def _gated_cut(rows: int, pairs: int) -> MidLinear | None:
+def _gated_cut(rows: int, pairs: int) -> SkinnyConfig | None:
     if rows <= 32 and FILLED <= cdiv(pairs, 128) <= PROCESSORS:
-        return MidLinear(128, 128, 1, 8, 3)
-    return MidLinear(64, 64, 1, 4, 4) if FILLED <= cdiv(pairs, 64) <= 2 * PROCESSORS else None
+        return SkinnyConfig(128, 128, 1, 8, 3)
+    return SkinnyConfig(64, 64, 1, 4, 4) if FILLED <= cdiv(pairs, 64) <= 2 * PROCESSORS else None
 
 
-def mid_linear_config(rows: int, weight: Tensor, gated: bool = False) -> MidLinear | None:
+def skinny_config(rows: int, weight: Tensor, gated: bool = False) -> SkinnyConfig | None:
     """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows, on a device with 132 multiprocessors
     of 228 KiB; None where cuBLAS is as fast (the largest weights: a head of 152,000 tokens comes at 98 % of
     the bandwidth) or faster, or where nobody measured."""
@@ -329,7 +301,7 @@ def mid_linear_config(rows: int, weight: Tensor, gated: bool = False) -> MidLine
     return _gated_cut(rows, outputs // 2) if gated else _cut(rows, outputs, inputs)
 
 
-def mid_fp8_config(rows: int, weight: Tensor, by_block: bool, gated: bool = False) -> MidLinear | None:
+def skinny_fp8_config(rows: int, weight: Tensor, by_block: bool, gated: bool = False) -> SkinnyConfig | None:
     """The same for `weight` of e4m3, scaled by blocks or by rows: the quickest of 8 to 24 cuts on an H200,
     but for 0.3 us, at 1, 8, 32 and 64 rows of Qwen3-8B's products. us by rows, by blocks and of bfloat16:
     qkv 9, 11 and 15 (1 row), 11, 15 and 16 (64), o 7, 9 and 13, down 15, 17 and 32 (1 row), 17, 26 and 31
@@ -340,12 +312,12 @@ def mid_fp8_config(rows: int, weight: Tensor, by_block: bool, gated: bool = Fals
     if inputs % BLOCK or (by_block and gated and outputs // 2 % BLOCK):
         return None
     if gated:
-        cut = MidLinear(64, 128, 1, 4, 4) if rows <= MOST_ROWS else MidLinear(128, 128, 1, 8, 4)
+        cut = SkinnyConfig(64, 128, 1, 4, 4) if rows <= MOST_ROWS else SkinnyConfig(128, 128, 1, 8, 4)
         return cut if FILLED <= cdiv(outputs // 2, cut.block_n) <= 2 * PROCESSORS else None
     return _fp8_cut(rows, outputs, inputs, by_block)
 
 
-def _fp8_cut(rows: int, outputs: int, inputs: int, by_block: bool) -> MidLinear | None:
+def _fp8_cut(rows: int, outputs: int, inputs: int, by_block: bool) -> SkinnyConfig | None:
     # What scales each sum is done between two tiles: of blocks two programs hide it from each other.
     wanted = 2 * FILLED if by_block and rows <= 32 else FILLED
     tiles = cdiv(outputs, 64)
@@ -354,4 +326,4 @@ def _fp8_cut(rows: int, outputs: int, inputs: int, by_block: bool) -> MidLinear 
         return None
     if rows > MOST_ROWS and split == 1:
         return None
-    return MidLinear(64, 128, split, 4, 12 if split > 1 and rows <= 32 and not by_block else 8)
+    return SkinnyConfig(64, 128, split, 4, 12 if split > 1 and rows <= 32 and not by_block else 8)

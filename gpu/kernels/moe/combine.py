@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, jit, options, padding, pow2
+from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
 from gpu.kernels.moe.route import Routing
 
 
@@ -79,7 +79,6 @@ def moe_sum_add_norm(
         WIDTH=width,
         TOP_K=top_k,
         BLOCK=block,
-        PDL=pdl,
-        **options(min(max(block // 512, 1), 8), pdl=pdl),
+        **launch_options(pdl, min(max(block // 512, 1), 8)),
     )
     return out

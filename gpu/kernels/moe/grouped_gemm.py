@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options
 from gpu.kernels.moe.grouped_gemm_tma import TALL, tall_gemm
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import await_count, finish, have_come, release, tell
@@ -315,8 +315,7 @@ def _launch(
         TMA=config.tma,
         BLOCKS=blocks,
         AFTER=after,
-        PDL=pdl,
-        **options(config.warps, config.stages, pdl),
+        **launch_options(pdl, config.warps, config.stages),
     )
     return out
 

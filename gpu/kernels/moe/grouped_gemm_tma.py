@@ -42,7 +42,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import await_count, finish, have_come, release, tell
 
@@ -271,7 +271,6 @@ def tall_gemm(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         AFTER=after,
-        PDL=pdl,
-        **options(warps, stages, pdl),
+        **launch_options(pdl, warps, stages),
     )
     return out

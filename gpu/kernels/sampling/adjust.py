@@ -9,10 +9,13 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, jit, options, padding, pow2
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
 from gpu.sample.kernels import MaskRows
 from gpu.sample.rows import Rows
 from gpu.sample.token_tables import TokenTables
+
+BLOCK = 4096
+"""Tokens of a program."""
 
 WORDS = 2048
 """Words of a mask looked at at a time."""
@@ -49,10 +52,10 @@ def mask_rows(logits: Tensor, masks: MaskRows, live: Tensor, *, pdl: bool = Fals
     """Make what constrained rows may not take impossible. `logits` float [rows, vocab], in place, of which
     `live` int32 [1] on the device are true."""
     rows, vocab = logits.shape
-    block = min(4096, 1 << (vocab - 1).bit_length())
-    _mask[(rows, -(-vocab // block))](
-        logits, *masks, live, logits.stride(0), masks.bits.shape[1], vocab, BLOCK=block, PDL=pdl,
-        **options(4, pdl=pdl),
+    block = min(BLOCK, pow2(vocab))
+    _mask[(rows, cdiv(vocab, block))](
+        logits, *masks, live, logits.stride(0), masks.bits.shape[1], vocab, BLOCK=block,
+        **launch_options(pdl, 4),
     )  # fmt: skip
 
 
@@ -124,6 +127,5 @@ def adjust(logits: Tensor, rows: Rows, tokens: TokenTables, masks: MaskRows, *, 
     _adjust[(len(logits),)](
         logits, rows.slots, rows.positions, tables.num_bias, tables.num_stops, tables.stop_from, *tokens,
         *masks, rows.live, logits.stride(0), masks.bits.shape[1], BIASES=tokens.bias_ids.shape[1],
-        STOPS=tokens.stop_ids.shape[1], WORDS=min(WORDS, pow2(masks.bits.shape[1])), PDL=pdl,
-        **options(4, pdl=pdl),
+        STOPS=tokens.stop_ids.shape[1], WORDS=min(WORDS, pow2(masks.bits.shape[1])), **launch_options(pdl, 4),
     )  # fmt: skip

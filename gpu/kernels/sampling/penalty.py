@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, padding, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, options, padding, pow2
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import Rows
 from gpu.state.entry import MARK, NEW, EntryRing
@@ -134,7 +134,7 @@ def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -
     block = min(BLOCK, pow2(vocab))
     _penalise[(len(logits), cdiv(vocab, block))](
         logits, rows.slots, tables.count_row, tables.repetition, tables.frequency, tables.presence,
-        generated, seen, rows.live, logits.stride(0), vocab, BLOCK=block, PDL=pdl, **options(4, pdl=pdl),
+        generated, seen, rows.live, logits.stride(0), vocab, BLOCK=block, **launch_options(pdl, 4),
     )  # fmt: skip
 
 
@@ -172,5 +172,5 @@ def count_tokens(tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = Fals
     span = pow2(len(count_row) - 1)  # of all slots, not of the step: one kernel for all sizes
     _count[(1,)](
         tokens, rows.slots, count_row, generated, seen, rows.live, generated.shape[1],
-        len(tokens), SPAN=span, PDL=pdl, **options(min(max(span // 32, 1), 8), pdl=pdl),
+        len(tokens), SPAN=span, **launch_options(pdl, min(max(span // 32, 1), 8)),
     )  # fmt: skip

@@ -18,12 +18,13 @@ Only top_k and top_p together need the mass of the k largest first: a search ove
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, options, padding, pow2
-from gpu.sample.filters import Filters
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
 from gpu.sample.rows import Rows
 
 BLOCK = 1024
@@ -32,6 +33,39 @@ RUN = 4
 
 FILTER_BLOCK = 8192
 """Logits a row's one filtering program looks at at a time: 16 for each of 512 threads."""
+
+
+class _Columns(NamedTuple):
+    """Columns of `SlotTables`, by slot."""
+
+    temperature: Tensor
+    seed: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    last_token: Tensor
+
+
+class _Runs(NamedTuple):
+    """What a program finds in its run of a row, all [rows, runs].
+
+    score  float32: the best logit or, of a row that draws, the best of logit / temperature + noise
+    token  int32: whose it is
+    high   float32: the largest logit, NaN and +inf as +inf
+    mass   float32: sum of exp((logit - high) / temperature)
+    """
+
+    score: Tensor
+    token: Tensor
+    high: Tensor
+    mass: Tensor
+
+
+class _Totals(NamedTuple):
+    """The same of whole rows: float32 [rows]."""
+
+    high: Tensor
+    mass: Tensor
 
 
 # The multipliers and starts of gpu/sample/noise.py, where they are explained.
@@ -47,6 +81,13 @@ def _mix(x: tl.tensor) -> tl.tensor:
     x = (x ^ (x >> 16)) * tl.full([], _M1, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full([], _M2, tl.uint32)
     return x ^ (x >> 16)
+
+
+@jit
+def _keys(seeds: tl.tensor, positions: tl.tensor, slot: tl.tensor, row: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Both keys of a row's noise."""
+    seed, position = tl.load(seeds + slot).to(tl.int64), tl.load(positions + row).to(tl.int64)
+    return _key(tl.full([], _A, tl.uint32), seed, position), _key(tl.full([], _B, tl.uint32), seed, position)
 
 
 @jit
@@ -91,16 +132,12 @@ def _look(
     logits: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
-    temperatures: tl.tensor,
-    seeds: tl.tensor,
+    columns: _Columns,
     num_rows: tl.tensor,
-    best: tl.tensor,
-    index: tl.tensor,
-    peak: tl.tensor,
-    masses: tl.tensor,
+    runs: _Runs,
     stride: int,
     vocab: int,
-    runs: int,
+    count: int,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     PDL: tl.constexpr,
@@ -111,12 +148,9 @@ def _look(
     if padding(row, num_rows):
         return
     slot = tl.load(slots + row)
-    heat = tl.load(temperatures + slot)
+    heat = tl.load(columns.temperature + slot)
     draws = heat > 0
-    seed = tl.load(seeds + slot).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int64)
-    key0 = _key(tl.full([], _A, tl.uint32), seed, position)
-    key1 = _key(tl.full([], _B, tl.uint32), seed, position)
+    key0, key1 = _keys(columns.seed, positions, slot, row)
     cool = _cool(heat)
     mass = tl.full([], 0.0, tl.float32)  # of exp(logit / t), relative to exp(high / t)
     top = tl.full([], float("-inf"), tl.float32)
@@ -142,27 +176,22 @@ def _look(
         better = found > top  # blocks ascend, so an equal one later has the higher id
         top = tl.where(better, found, top)
         where = tl.where(better, at, where)
-    out = row * runs + run
-    tl.store(best + out, top)
-    tl.store(index + out, where)
-    tl.store(peak + out, high)
-    tl.store(masses + out, mass)
+    out = row * count + run
+    tl.store(runs.score + out, top)
+    tl.store(runs.token + out, where)
+    tl.store(runs.high + out, high)
+    tl.store(runs.mass + out, mass)
 
 
 @jit
 def _choose(
-    best: tl.tensor,
-    index: tl.tensor,
-    peak: tl.tensor,
-    masses: tl.tensor,
+    runs: _Runs,
     slots: tl.tensor,
-    temperatures: tl.tensor,
-    cells: tl.tensor,
+    columns: _Columns,
     tokens: tl.tensor,
-    highs: tl.tensor,
-    totals: tl.tensor,
+    totals: _Totals | None,
     num_rows: tl.tensor,
-    runs: int,
+    count: int,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -171,24 +200,22 @@ def _choose(
     begin(PDL)
     if padding(row, num_rows):
         return
-    inside = r < runs
-    x = tl.load(best + row * runs + r, mask=inside, other=float("-inf"))
-    ids = tl.load(index + row * runs + r, mask=inside, other=2147483647)
-    peaks = tl.load(peak + row * runs + r, mask=inside, other=float("-inf"))
+    inside = r < count
+    x = tl.load(runs.score + row * count + r, mask=inside, other=float("-inf"))
+    ids = tl.load(runs.token + row * count + r, mask=inside, other=2147483647)
+    peaks = tl.load(runs.high + row * count + r, mask=inside, other=float("-inf"))
     high = tl.max(peaks, 0)
     token = tl.min(tl.where(x == tl.max(x, 0), ids, 2147483647), 0)
     finite = (high > float("-inf")) & (high < float("inf"))
-    tl.store(tokens + row, tl.where(finite, token, -1).to(tokens.dtype.element_ty))
+    tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
     if totals is not None:
-        cool = _cool(tl.load(temperatures + tl.load(slots + row)))
-        mass = tl.load(masses + row * runs + r, mask=inside, other=0.0)
+        cool = _cool(tl.load(columns.temperature + tl.load(slots + row)))
+        mass = tl.load(runs.mass + row * count + r, mask=inside, other=0.0)
         level = tl.where(finite, high, 0.0)
-        tl.store(totals + row, tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * cool), 0))
-        tl.store(highs + row, level)
-    if cells is not None:
-        # The next step embeds the cell, so it must name a row of the table.
-        cell = cells + tl.load(slots + row)
-        tl.store(cell, tl.where(finite, token, 0).to(cells.dtype.element_ty))
+        tl.store(totals.mass + row, tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * cool), 0))
+        tl.store(totals.high + row, level)
+    # The next step embeds the cell, so it must name a row of the table.
+    tl.store(columns.last_token + tl.load(slots + row), tl.where(finite, token, 0))
 
 
 @jit
@@ -251,16 +278,10 @@ def _filter(
     logits: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
-    temperatures: tl.tensor,
-    seeds: tl.tensor,
-    top_ks: tl.tensor,
-    top_ps: tl.tensor,
-    min_ps: tl.tensor,
+    columns: _Columns,
     num_rows: tl.tensor,
     tokens: tl.tensor,
-    highs: tl.tensor,
-    totals: tl.tensor,
-    cells: tl.tensor,
+    totals: _Totals,
     stride: int,
     vocab: int,
     BLOCK: tl.constexpr,
@@ -271,18 +292,17 @@ def _filter(
     if padding(row, num_rows):
         return
     slot = tl.load(slots + row)
-    heat = tl.load(temperatures + slot)
-    k, p, least = tl.load(top_ks + slot), tl.load(top_ps + slot), tl.load(min_ps + slot)
+    heat = tl.load(columns.temperature + slot)
+    k, p = tl.load(columns.top_k + slot), tl.load(columns.top_p + slot)
+    least = tl.load(columns.min_p + slot)
     token = tl.load(tokens + row).to(tl.int32)
     if (heat <= 0) | (token < 0) | ((k <= 0) & (p >= 1.0) & (least <= 0.0)):
         return
     own = logits + row.to(tl.int64) * stride
-    seed, position = tl.load(seeds + slot).to(tl.int64), tl.load(positions + row).to(tl.int64)
-    key0 = _key(tl.full([], _A, tl.uint32), seed, position)
-    key1 = _key(tl.full([], _B, tl.uint32), seed, position)
-    high, cool = tl.load(highs + row), _cool(heat)
+    key0, key1 = _keys(columns.seed, positions, slot, row)
+    high, cool = tl.load(totals.high + row), _cool(heat)
     k = tl.where((k <= 0) | (k > vocab), vocab, k)
-    total = tl.load(totals + row).to(tl.float64)
+    total = tl.load(totals.mass + row).to(tl.float64)
     if (k < vocab) & (p < 1.0):
         total = _mass_of_largest(own, k, high, cool, vocab, BLOCK)
     # The slack of gpu/sample/filters.py. No top_p: no mass is too much.
@@ -311,66 +331,35 @@ def _filter(
         open_ = (stays == 0) & (count > 0)
         token = tl.where(open_, winner, token)
         mark = tl.load(own + token).to(tl.float32)
-    tl.store(tokens + row, token.to(tokens.dtype.element_ty))
-    if cells is not None:
-        tl.store(cells + slot, token.to(cells.dtype.element_ty))
-
-
-def sample(
-    logits: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    *,
-    filters: Filters | None = None,
-    cells: Tensor | None = None,
-    out: Tensor | None = None,
-    num_rows: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """A token per row: the argmax where the slot's temperature is 0 (lowest id on ties), else drawn.
-
-    logits        float [rows, vocab], rows may be strided
-    slots         integer [rows]
-    positions     integer [rows]: of the token to choose
-    temperatures  float32 [max_slots]
-    seeds         int64 [max_slots], in [0, 2**63)
-    filters       of all slots; None where no row has one: a launch less
-    cells         integer [max_slots] that get the slots' tokens too, 0 for -1
-    returns       int64 [rows] (`out` where there is one), -1 where a logit is NaN or +inf or all are -inf;
-                  rows from `num_rows` (int32 [1], device) on are not written
-    """
-    rows, vocab = logits.shape
-    runs = cdiv(vocab, BLOCK * RUN)
-    device = logits.device
-    best, peak, masses = (torch.empty(rows, runs, dtype=torch.float32, device=device) for _ in range(3))
-    highs, totals = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    index = torch.empty(rows, runs, dtype=torch.int32, device=device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
-    _look[(rows, runs)](
-        logits, slots, positions, temperatures, seeds, num_rows, best, index, peak, masses,
-        logits.stride(0), vocab, runs, BLOCK=BLOCK, RUN=RUN, PDL=pdl, **options(4, pdl=pdl),
-    )  # fmt: skip
-    _choose[(rows,)](
-        best, index, peak, masses, slots, temperatures, cells, tokens, highs,
-        None if filters is None else totals,
-        num_rows, runs, BLOCK=pow2(runs), PDL=pdl, **options(1, pdl=pdl),
-    )  # fmt: skip
-    if filters is not None:
-        _filter[(rows,)](
-            logits, slots, positions, temperatures, seeds, *filters, num_rows, tokens, highs, totals, cells,
-            logits.stride(0), vocab, BLOCK=min(FILTER_BLOCK, pow2(vocab)), PDL=pdl,
-            **options(16, pdl=pdl),
-        )  # fmt: skip
-    return tokens
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(columns.last_token + slot, token)
 
 
 def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False) -> None:
-    """`sample` by the slots' tables, into `tokens` int64 [rows] and the slots' cells."""
-    tables = rows.tables
-    sample(
-        logits, rows.slots, rows.positions, tables.temperature, tables.seed,
-        filters=Filters(tables.top_k, tables.top_p, tables.min_p) if filtered else None,
-        cells=tables.last_token, out=tokens, num_rows=rows.live, pdl=pdl,
+    """A token per row of `logits` float [rows, vocab], which may be strided: the argmax where the slot's
+    temperature is 0 (lowest id on ties), else drawn. Written to `tokens` int64 [rows], -1 where a logit is
+    NaN or +inf or all are -inf, and to the slot's `last_token`, there 0. Without `filtered` no row has top_k,
+    top_p or min_p: a launch less."""
+    vocab, tables = logits.shape[1], rows.tables
+    count = cdiv(vocab, BLOCK * RUN)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    shape = len(logits), count
+    runs = _Runs(empty(*shape), empty(*shape, dtype=torch.int32), empty(*shape), empty(*shape))
+    totals = _Totals(empty(len(logits)), empty(len(logits))) if filtered else None
+    columns = _Columns(*(getattr(tables, name) for name in _Columns._fields))
+    _look[shape](
+        logits, rows.slots, rows.positions, columns, rows.live, runs, logits.stride(0), vocab, count,
+        BLOCK=BLOCK, RUN=RUN, **launch_options(pdl, 4),
     )  # fmt: skip
+    _choose[(len(logits),)](
+        runs, rows.slots, columns, tokens, totals, rows.live, count, BLOCK=pow2(count),
+        **launch_options(pdl, 1),
+    )  # fmt: skip
+    if filtered:
+        _filter[(len(logits),)](
+            logits, rows.slots, rows.positions, columns, rows.live, tokens, totals, logits.stride(0), vocab,
+            BLOCK=min(FILTER_BLOCK, pow2(vocab)), **launch_options(pdl, 16),
+        )  # fmt: skip

@@ -8,13 +8,12 @@ import torch.nn.functional as F
 
 from bench.kernels.inputs import LINEARS, error, linear
 from gpu.kernels.gemm.skinny import (
-    MidLinear,
     Scales,
-    mid_counters,
-    mid_fp8_config,
-    mid_gated,
-    mid_linear,
-    mid_linear_config,
+    SkinnyConfig,
+    skinny_config,
+    skinny_fp8_config,
+    skinny_gemm,
+    split_k_counters,
 )
 from gpu.ops.plain import product
 from gpu.quant import quantise, quantise_blocks, quantise_groups
@@ -22,11 +21,11 @@ from gpu.quant import quantise, quantise_blocks, quantise_groups
 # (rows, outputs, inputs, cut): outputs that a tile does not divide and that end within one, inputs in one
 # part and in several, parts of unequal length, rows that fill what they are padded to and that do not
 SHAPES = [
-    (5, 96, 256, MidLinear(64, 64, 1, 4, 3)),
-    (16, 64, 128, MidLinear(64, 128, 1, 4, 2)),
-    (24, 130, 448, MidLinear(64, 64, 2, 4, 3)),
-    (33, 128, 768, MidLinear(128, 64, 4, 8, 3)),
-    (64, 70, 512, MidLinear(64, 128, 2, 4, 6)),
+    (5, 96, 256, SkinnyConfig(64, 64, 1, 4, 3)),
+    (16, 64, 128, SkinnyConfig(64, 128, 1, 4, 2)),
+    (24, 130, 448, SkinnyConfig(64, 64, 2, 4, 3)),
+    (33, 128, 768, SkinnyConfig(128, 64, 4, 8, 3)),
+    (64, 70, 512, SkinnyConfig(64, 128, 2, 4, 6)),
 ]
 SPLIT = SHAPES[2]
 
@@ -36,17 +35,17 @@ def test_linear(
     rows: int,
     outputs: int,
     inputs: int,
-    cut: MidLinear,
+    cut: SkinnyConfig,
     device: torch.device,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
     x, weight, bias = linear(rows, outputs, inputs, device, dtype)
-    counters = mid_counters(device)
-    found = mid_linear(x, weight, bias, cut, counters)
+    counters = split_k_counters(device)
+    found = skinny_gemm(x, weight, bias, cut, counters)
     assert found.dtype == dtype
     assert error(found, F.linear(x.double(), weight.double(), bias.double())) < tolerance
-    plain = mid_linear(x, weight, None, cut, counters)
+    plain = skinny_gemm(x, weight, None, cut, counters)
     assert error(plain, F.linear(x.double(), weight.double())) < tolerance
     assert not counters.any()  # as the next product wants them
 
@@ -56,25 +55,26 @@ def test_gated(
     rows: int,
     outputs: int,
     inputs: int,
-    cut: MidLinear,
+    cut: SkinnyConfig,
     device: torch.device,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
     x, weight, bias = linear(rows, outputs, inputs, device, dtype)
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=1)
-    found = mid_gated(x, weight, bias, cut._replace(split=1, stages=min(cut.stages, 3)))  # twice the weights
+    whole = cut._replace(split=1, stages=min(cut.stages, 3))  # twice the weights
+    found = skinny_gemm(x, weight, bias, whole, split_k_counters(device), gated=True)
     assert found.shape == (rows, outputs // 2)
     assert error(found, F.silu(gate) * up) < tolerance
 
 
 # As SHAPES, the sides whole blocks; a tile ends at every 128 inputs where blocks have the scales
 FP8_SHAPES = [
-    (1, 128, 256, MidLinear(64, 128, 1, 4, 3)),
-    (13, 256, 768, MidLinear(128, 128, 2, 4, 3)),
-    (33, 384, 1024, MidLinear(64, 128, 4, 4, 3)),
-    (64, 256, 512, MidLinear(64, 256, 1, 4, 2)),
-    (100, 128, 256, MidLinear(64, 128, 1, 4, 2)),
+    (1, 128, 256, SkinnyConfig(64, 128, 1, 4, 3)),
+    (13, 256, 768, SkinnyConfig(128, 128, 2, 4, 3)),
+    (33, 384, 1024, SkinnyConfig(64, 128, 4, 4, 3)),
+    (64, 256, 512, SkinnyConfig(64, 256, 1, 4, 2)),
+    (100, 128, 256, SkinnyConfig(64, 128, 1, 4, 2)),
 ]
 
 
@@ -84,7 +84,7 @@ def test_scaled(
     rows: int,
     outputs: int,
     inputs: int,
-    cut: MidLinear,
+    cut: SkinnyConfig,
     by_block: bool,
     device: torch.device,
     dtype: torch.dtype,
@@ -94,17 +94,18 @@ def test_scaled(
     made[128:, :128] *= 8.0  # blocks that differ
     weight, scale = (quantise_blocks if by_block else quantise)(made)
     numbers, of_rows = (quantise_groups if by_block else quantise)(x)
-    scales, counters = Scales(of_rows, scale), mid_counters(device)
+    scales, counters = Scales(of_rows, scale), split_k_counters(device)
     if by_block:
         cut = cut._replace(block_k=128)
     for b in (bias, None):
-        found = mid_linear(numbers, weight, b, cut, counters, scales=scales, dtype=dtype)
+        found = skinny_gemm(numbers, weight, b, cut, counters, scales=scales, dtype=dtype)
         expected = product(x.double(), weight, scale, None if b is None else b.double())
         assert (found.dtype, found.shape) == (dtype, (rows, outputs))
         assert error(found, expected) < tolerance
         if outputs // 2 % 128 == 0 or not by_block:
             gate, up = expected.chunk(2, dim=1)
-            found = mid_gated(numbers, weight, b, cut._replace(split=1), scales=scales, dtype=dtype)
+            whole = cut._replace(split=1)
+            found = skinny_gemm(numbers, weight, b, whole, counters, gated=True, scales=scales, dtype=dtype)
             assert error(found, F.silu(gate) * up) < tolerance
     assert not counters.any()
 
@@ -114,34 +115,34 @@ def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
     rows, outputs, inputs, cut = SPLIT
     x, weight, bias = linear(32, outputs, inputs, device, dtype)
     x[rows:] = float("nan")
-    counters = mid_counters(device)
-    expected = mid_linear(x[:rows], weight, bias, cut, counters)
+    counters = split_k_counters(device)
+    expected = skinny_gemm(x[:rows], weight, bias, cut, counters)
     assert expected.isfinite().all()
-    assert torch.equal(mid_linear(x, weight, bias, cut, counters)[:rows], expected)
+    assert torch.equal(skinny_gemm(x, weight, bias, cut, counters)[:rows], expected)
     x[rows - 1] = float("nan")
-    assert torch.equal(mid_linear(x[:rows], weight, bias, cut, counters)[:-1], expected[:-1])
+    assert torch.equal(skinny_gemm(x[:rows], weight, bias, cut, counters)[:-1], expected[:-1])
 
 
 @pytest.mark.parametrize(
     ("name", "rows", "cut"),
     [
         ("8B qkv", 2, None),  # another's
-        ("8B qkv", 8, MidLinear(64, 128, 1, 4, 6)),
-        ("8B o", 32, MidLinear(64, 128, 2, 4, 6)),
-        ("8B down", 64, MidLinear(64, 128, 2, 4, 6)),
+        ("8B qkv", 8, SkinnyConfig(64, 128, 1, 4, 6)),
+        ("8B o", 32, SkinnyConfig(64, 128, 2, 4, 6)),
+        ("8B down", 64, SkinnyConfig(64, 128, 2, 4, 6)),
         ("8B down", 65, None),
-        ("8B gate_up", 32, MidLinear(128, 128, 1, 8, 3)),
-        ("8B gate_up", 40, MidLinear(64, 64, 1, 4, 4)),
-        ("30B-A3B qkv", 32, MidLinear(64, 64, 2, 4, 6)),
+        ("8B gate_up", 32, SkinnyConfig(128, 128, 1, 8, 3)),
+        ("8B gate_up", 40, SkinnyConfig(64, 64, 1, 4, 4)),
+        ("30B-A3B qkv", 32, SkinnyConfig(64, 64, 2, 4, 6)),
         ("30B-A3B qkv", 40, None),
-        ("30B-A3B o", 64, MidLinear(64, 128, 4, 4, 6)),
+        ("30B-A3B o", 64, SkinnyConfig(64, 128, 4, 4, 6)),
         ("30B-A3B router", 32, None),
     ],
 )
-def test_cut(name: str, rows: int, cut: MidLinear | None) -> None:
+def test_cut(name: str, rows: int, cut: SkinnyConfig | None) -> None:
     outputs, inputs, gated = LINEARS[name]
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
-    assert mid_linear_config(rows, weight, gated) == cut
+    assert skinny_config(rows, weight, gated) == cut
 
 
 @pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
@@ -149,7 +150,7 @@ def test_cuts_of_scaled_weights(by_block: bool) -> None:
     """Every program has whole tiles, and of blocks none has two in a tile."""
     for name, (outputs, inputs, gated) in LINEARS.items():
         weight = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn, device="meta")
-        cuts = [mid_fp8_config(rows, weight, by_block, gated) for rows in (1, 16, 17, 32, 64, 65, 128)]
+        cuts = [skinny_fp8_config(rows, weight, by_block, gated) for rows in (1, 16, 17, 32, 64, 65, 128)]
         if name.endswith("router"):
             assert not any(cuts)
             continue
@@ -157,9 +158,9 @@ def test_cuts_of_scaled_weights(by_block: bool) -> None:
         for cut in filter(None, cuts):
             assert inputs // cut.block_k >= cut.split and not (gated and cut.split > 1)
             assert not by_block or (cut.block_k == 128 and 128 % cut.block_n == 0)
-        assert mid_fp8_config(65 if by_block else 129, weight, by_block, gated) is None
+        assert skinny_fp8_config(65 if by_block else 129, weight, by_block, gated) is None
     odd = torch.empty(2 * 12_224, 4096, dtype=torch.float8_e4m3fn, device="meta")
-    assert (mid_fp8_config(8, odd, by_block, gated=True) is None) == by_block
+    assert (skinny_fp8_config(8, odd, by_block, gated=True) is None) == by_block
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,6 @@ def test_cuts_of_scaled_weights(by_block: bool) -> None:
 @pytest.mark.parametrize("rows", [8, 64])
 def test_library_has_the_rest(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
-    assert mid_linear_config(rows, weight, gated) is None
+    assert skinny_config(rows, weight, gated) is None
     small = torch.empty(4096, 4096, dtype=torch.float32, device="meta")
-    assert mid_linear_config(rows, small) is None
+    assert skinny_config(rows, small) is None

@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels.inputs import error, linear
-from gpu.kernels.gemm.gemv import SmallLinear, small_gated, small_linear, small_linear_config
+from gpu.kernels.gemm.gemv import GemvConfig, gemv, gemv_config
 
 # (rows, outputs, inputs, cut): outputs that the columns do not divide, inputs in one piece, in several and
 # with a rest, rows that one program takes together and rows that two share
 SHAPES = [
-    (1, 10, 96, SmallLinear(2, 4)),
-    (2, 14, 1024, SmallLinear(4, 4)),
-    (3, 24, 2304, SmallLinear(1, 8)),
-    (4, 6, 640, SmallLinear(2, 4)),
-    (16, 6, 48, SmallLinear(2, 8)),
+    (1, 10, 96, GemvConfig(2, 4)),
+    (2, 14, 1024, GemvConfig(4, 4)),
+    (3, 24, 2304, GemvConfig(1, 8)),
+    (4, 6, 640, GemvConfig(2, 4)),
+    (16, 6, 48, GemvConfig(2, 8)),
 ]
 
 
@@ -25,16 +25,16 @@ def test_linear(
     rows: int,
     outputs: int,
     inputs: int,
-    cut: SmallLinear,
+    cut: GemvConfig,
     device: torch.device,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
     x, weight, bias = linear(rows, outputs, inputs, device, dtype)
-    found = small_linear(x, weight, bias, cut)
+    found = gemv(x, weight, bias, cut)
     assert found.dtype == dtype
     assert error(found, F.linear(x.double(), weight.double(), bias.double())) < tolerance
-    assert error(small_linear(x, weight, None, cut), F.linear(x.double(), weight.double())) < tolerance
+    assert error(gemv(x, weight, None, cut), F.linear(x.double(), weight.double())) < tolerance
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "cut"), SHAPES)
@@ -42,14 +42,14 @@ def test_gated(
     rows: int,
     outputs: int,
     inputs: int,
-    cut: SmallLinear,
+    cut: GemvConfig,
     device: torch.device,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
     x, weight, bias = linear(rows, outputs, inputs, device, dtype)
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=1)
-    found = small_gated(x, weight, bias, cut)
+    found = gemv(x, weight, bias, cut, gated=True)
     assert found.shape == (rows, outputs // 2)
     assert error(found, F.silu(gate) * up) < tolerance
 
@@ -57,10 +57,10 @@ def test_gated(
 def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
     """Padded rows may hold anything; and a second run gives the same bits."""
     x, weight, bias = linear(3, 8, 512, device, dtype)
-    cut = SmallLinear(2, 4)
-    expected = small_linear(x, weight, bias, cut)
+    cut = GemvConfig(2, 4)
+    expected = gemv(x, weight, bias, cut)
     x[2] = float("nan")
-    assert torch.equal(small_linear(x, weight, bias, cut)[:2], expected[:2])
+    assert torch.equal(gemv(x, weight, bias, cut)[:2], expected[:2])
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,6 @@ def test_a_row_is_its_own(device: torch.device, dtype: torch.dtype) -> None:
 )
 def test_rows_up_to_which(outputs: int, inputs: int, gated: bool, most: int) -> None:
     weight = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta")
-    taken = [n for n in (1, 2, 3, 4, 5, 8, 12, 16, 32, 40) if small_linear_config(n, weight, gated)]
+    taken = [n for n in (1, 2, 3, 4, 5, 8, 12, 16, 32, 40) if gemv_config(n, weight, gated)]
     assert max(taken, default=0) == most
     assert 12 not in taken  # neither few nor a multiple of the rows of a program

@@ -21,8 +21,8 @@ from core.types import NO_TOKENS
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.context import ForwardContext
-from gpu.kernels.gemm.gemv import SmallLinear
-from gpu.kernels.gemm.skinny import MidLinear, mid_counters
+from gpu.kernels.gemm.gemv import GemvConfig
+from gpu.kernels.gemm.skinny import SkinnyConfig, split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
@@ -186,7 +186,7 @@ def test_hidden_states_and_pages(variant: str, tmp_path: Path) -> None:
 
 def test_products_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels of their own, which float32 is not given: here it is, in wide cuts for the interpreter."""
-    monkeypatch.setattr("gpu.ops.fused.small_linear_config", lambda *_, **__: SmallLinear(32, 4))
+    monkeypatch.setattr("gpu.ops.fused.gemv_config", lambda *_, **__: GemvConfig(32, 4))
     both = Both("qwen2", tmp_path)
     both.step(begins(1, 1, 2), 2)
     both.step(StepPlan(2, ints([1])), 1)
@@ -195,12 +195,12 @@ def test_products_of_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_products_of_some_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Likewise."""
 
-    def cut(rows: int, weight: torch.Tensor, gated: bool = False) -> MidLinear:
-        return MidLinear(64, 16, 1 if gated else 2, 4, 2)
+    def cut(rows: int, weight: torch.Tensor, gated: bool = False) -> SkinnyConfig:
+        return SkinnyConfig(64, 16, 1 if gated else 2, 4, 2)
 
-    monkeypatch.setattr("gpu.ops.fused.mid_linear_config", cut)
+    monkeypatch.setattr("gpu.ops.fused.skinny_config", cut)
     both = Both("qwen2", tmp_path)
-    counters = mid_counters(CPU)
+    counters = split_k_counters(CPU)
     both.kernels = both.kernels._replace(counters=counters)
     both.step(begins(1, 1, 6), 8)
     assert not counters.any()

@@ -7,7 +7,7 @@ import torch
 
 from bench.kernels.inputs import error, scalar
 from gpu.kernels.gemm.quant import quantise_rows
-from gpu.ops.fp8 import scaled_product
+from gpu.ops.fp8 import cublas_fp8_gemm
 from gpu.ops.plain import product
 from gpu.quant import TOP, quantise, restore
 
@@ -51,7 +51,7 @@ def test_products_of_rows(biased: bool, device: torch.device, dtype: torch.dtype
     x, weight = exact(5, 64).to(device, dtype), exact(32, 64).to(device).to(torch.float8_e4m3fn)
     scale = torch.rand(32, device=device) + 0.5
     bias = torch.randn(32, device=device).to(dtype) if biased else None
-    found = scaled_product(*quantise_rows(x), weight, scale, bias, dtype)
+    found = cublas_fp8_gemm(*quantise_rows(x), weight, scale, bias, dtype)
     assert found.dtype == dtype
     assert error(found, product(x, weight, scale, bias)) < tolerance
 

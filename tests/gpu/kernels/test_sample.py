@@ -8,10 +8,10 @@ import torch
 import triton.language as tl
 
 from bench.kernels import reference
-from bench.kernels.inputs import scalar
+from bench.kernels.inputs import choose_tokens, sampling_rows
 from gpu.kernels.jit import jit
-from gpu.kernels.sampling.sample import _A, _B, _bits, _key, sample
-from gpu.sample.filters import Filters, Rule, survivors
+from gpu.kernels.sampling.sample import _bits, _keys
+from gpu.sample.filters import Rule, survivors
 from gpu.sample.noise import bits, exponential, row_keys
 
 LAST = 2**63 - 1
@@ -20,9 +20,7 @@ LAST = 2**63 - 1
 @jit
 def _words(seeds: tl.tensor, positions: tl.tensor, out: tl.tensor, N: tl.constexpr) -> None:
     row = tl.program_id(0)
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
-    key0 = _key(tl.full([], _A, tl.uint32), seed, position)
-    key1 = _key(tl.full([], _B, tl.uint32), seed, position)
+    key0, key1 = _keys(seeds, positions, row, row)
     tokens = tl.arange(0, N)
     tl.store(out + row * N + tokens, _bits(key0, key1, tokens))
 
@@ -47,13 +45,15 @@ def test_tokens(device: torch.device) -> None:
     heat[[2, 7, 5]] = torch.tensor([1.0, 0.6, 1.7], device=device)
     seeds = torch.arange(8, device=device) * 1_000_003 + LAST // 2
     cells = torch.full((8,), 77, device=device)
-    found = sample(logits, slots, positions, heat, seeds, cells=cells, num_rows=scalar(live, device))
+    drawn = sampling_rows(slots, positions, live, temperature=heat, seed=seeds, last_token=cells)
+    found = choose_tokens(logits, drawn)
+    cells = drawn.tables.last_token
     keys = row_keys(seeds[slots].cpu().numpy(), positions.cpu().numpy())
     noise = bits(keys, torch.arange(vocab, dtype=torch.int32))
     scores = reference.race(logits.cpu(), noise, heat[slots].cpu())
     assert found[:live].tolist() == scores[:live].argmax(-1).tolist()
     assert int(found[0]) == 17
-    assert torch.equal(cells[slots[:live]], found[:live])
+    assert torch.equal(cells[slots[:live]].long(), found[:live])
     assert int(cells[3]) == 77
 
 
@@ -82,15 +82,17 @@ def test_filters(spread: float, device: torch.device) -> None:
     seeds, positions = torch.arange(rows) + LAST // 3, torch.arange(rows) * 7
     columns = list(zip(*rules, strict=True))
     heat, top_p, min_p = (torch.tensor(columns[i], device=device) for i in (0, 2, 3))
-    filters = Filters(torch.tensor(columns[1], dtype=torch.int32, device=device), top_p, min_p)
+    top_k = torch.tensor(columns[1], device=device)
     slots = torch.arange(rows, device=device)
-    cells = torch.zeros(rows, dtype=torch.int64, device=device)
-    args = (slots, positions.to(device), heat, seeds.to(device))
-    found = sample(logits.to(device), *args, filters=filters, cells=cells)
-    words = bits(row_keys(seeds.numpy(), positions.numpy()), torch.arange(vocab, dtype=torch.int32))
+    positions, seeds = positions.to(device), seeds.to(device)
+    cut = sampling_rows(slots, positions, temperature=heat, seed=seeds, top_k=top_k, top_p=top_p, min_p=min_p)
+    found = choose_tokens(logits.to(device), cut, filtered=True)
+    words = bits(
+        row_keys(seeds.cpu().numpy(), positions.cpu().numpy()), torch.arange(vocab, dtype=torch.int32)
+    )
     expected = [by_the_cpu(logits[i].clone(), words[i], rule) for i, rule in enumerate(rules)]
     assert found.tolist() == expected
-    assert cells.tolist() == expected
+    assert cut.tables.last_token[:rows].tolist() == expected
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -103,5 +105,6 @@ def test_a_row_that_is_not_finite_has_no_token(bad: float, heat: float, device: 
     one = torch.arange(3, device=device)
     cells = torch.full((3,), 5, device=device)
     heats = torch.full((3,), heat, device=device)
-    assert sample(logits, one, one, heats, one, cells=cells).tolist() == [-1, -1, 0]
-    assert cells.tolist() == [0, 0, 0]
+    rows = sampling_rows(one, one, temperature=heats, seed=one, last_token=cells)
+    assert choose_tokens(logits, rows).tolist() == [-1, -1, 0]
+    assert rows.tables.last_token[:3].tolist() == [0, 0, 0]
