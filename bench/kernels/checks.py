@@ -20,10 +20,11 @@ from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import gemv, skinny
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe import route
-from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
 from gpu.sample.noise import bits, row_keys
 
@@ -222,15 +223,14 @@ def attention() -> Iterator[Check]:
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)
         scale = heads.dim**-0.5
-        cache = kept.k, kept.v
-        args = (q, cache, kept.table, plan, space, config)
+        cache, layer = (kept.k, kept.v), kept.layer(page, scale, cap)
         table = kept.table[kept.slots]
         expected, sums = reference.decode_attention(
             q, cache, table, lengths[:live], page, scale, cap=cap, window=window, skip=skip
         )
         worst = 0.0
         for _ in range(3):
-            found = decode.paged_decode(*args, page_size=page, scale=scale, cap=cap, lse=lse)
+            found = decode.paged_decode(q, layer, plan, space, config, lse=lse)
             worst = max(
                 worst, error(found.view_as(q)[:live], expected[:live]), error(lse[:live], sums[:live])
             )
@@ -273,8 +273,8 @@ def chunks() -> Iterator[Check]:
         out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=DEVICE)
         stored = [(side / scale).to(kind) for side, scale in zip((kept.k, kept.v), scales, strict=True)]
         args = {"page_size": page, "scale": heads.dim**-0.5, "window": window, "cap": cap}
-        cache = (stored[0], stored[1])
-        prefill.paged_prefill(q, cache, kept.table, plan, config, out=out, scales=scales, **args)
+        layer = Pages(stored[0], stored[1], kept.table, page, heads.dim**-0.5, cap, scales)
+        prefill.paged_prefill(q, layer, plan, config, window=window, out=out)
         whole = [side.float() * scale for side, scale in zip(stored, scales, strict=True)]
         own = kept.table[kept.slots]
         expected = reference.prefill_attention(q, (whole[0], whole[1]), own, cut.true, **args)
@@ -378,13 +378,10 @@ def shared_prefix() -> Iterator[Check]:
         plan = decode.plan_decode(kept.slots, kept.lengths[kept.slots], config, skip=shared)
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         lse = torch.zeros(rows, heads.q, device=DEVICE)
-        out = decode.paged_decode(
-            q, cache, kept.table, plan, space, config, page_size=16, scale=scale, lse=lse
-        ).view_as(q)
+        layer = kept.layer(16, scale)
+        out = decode.paged_decode(q, layer, plan, space, config, lse=lse).view_as(q)
         use = cascade.prefix_config(heads.dim)
-        prefix = cascade.prefix_attention(
-            q, cache, kept.table, kept.slots, shared, use, page_size=16, scale=scale
-        )
+        prefix = cascade.prefix_attention(q, layer, kept.slots, shared, use)
         merge.merge_state(out, lse, *prefix)
         table = kept.table[kept.slots]
         expected, sums = reference.decode_attention(q, cache, table, lengths, 16, scale)

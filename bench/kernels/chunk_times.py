@@ -21,6 +21,7 @@ from gpu.attention.backend import AttentionFacts, AttentionOptions, PhaseAttenti
 from gpu.attention.flashinfer_fa3 import FlashInferPrefill
 from gpu.attention.triton_paged import TritonPrefill
 from gpu.kernels.attention import prefill, prefill_plan
+from gpu.kernels.attention.pages import Pages
 from gpu.state.view import StepView
 
 CHUNK_CUTS = (
@@ -75,12 +76,11 @@ def _chunk_row(
     plan = prefill_plan.plan_prefill(slots, starts, firsts, count, rows, heads.q // heads.kv, config)
     args = (
         torch.randn(rows, heads.q, heads.dim, device=DEVICE).to(DTYPE),
-        (kept.k, kept.v),
-        kept.table,
+        kept.layer(page, heads.dim**-0.5),
         plan,
         config,
     )
-    us = microseconds([partial(prefill.paged_prefill, *args, page_size=page, scale=heads.dim**-0.5)])
+    us = microseconds([partial(prefill.paged_prefill, *args)])
     keys = sum(start + tokens for start, tokens in sizes)
     moved = 2 * heads.dim * (2 * keys * heads.kv + 2 * rows * heads.q)
     told = f"t{config.queries}x{config.tile} w{config.warps} s{config.stages}{' ahead' * config.ahead}"
@@ -199,5 +199,5 @@ def compile_chunks(cut: tuple[int, int, int, int, bool]) -> None:
     ints = torch.empty(65, dtype=torch.int32)
     with compiling():
         plan = prefill_plan.plan_prefill(ints[:64], ints[:64], ints, ints[:1], 2048, 8, config)
-        cache = both[:, 0], both[:, 1]
-        prefill.paged_prefill(q, cache, table, plan, config, page_size=16, scale=heads.dim**-0.5)
+        layer = Pages(both[:, 0], both[:, 1], table, 16, heads.dim**-0.5)
+        prefill.paged_prefill(q, layer, plan, config)

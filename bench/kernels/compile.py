@@ -34,9 +34,10 @@ from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
 from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import prefill_merge as prefill_join
 from gpu.kernels.attention import qk_norm_rope_store as qkv
+from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import fp8_block, gemv, skinny
 from gpu.kernels.moe import fused as moe
-from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.quant import FP8, scale_shape
@@ -75,9 +76,9 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         both = empty(64, 2, size.kv, size.dim)
         plan = decode.plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
-        cache = both[:, 0], both[:, 1]
         q = empty(256, size.q, size.dim)
-        decode.paged_decode(q, cache, table, plan, space, config, page_size=page, scale=0.1, pdl=pdl)
+        layer = Pages(both[:, 0], both[:, 1], table, page, 0.1)
+        decode.paged_decode(q, layer, plan, space, config, pdl=pdl)
 
     def chunks(page: int, size: Heads, dtype: torch.dtype = DTYPE, window: int = 0) -> None:
         config = prefill_plan.prefill_config(size.dim, DTYPE, size.kv, 132)
@@ -86,16 +87,14 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim, dtype=dtype)
         plan = prefill_plan.plan_prefill(slots, slots, firsts, n, 2048, size.q // size.kv, config, pdl=pdl)
-        q, cache = empty(2048, size.q, size.dim), (both[:, 0], both[:, 1])
-        prefill.paged_prefill(
-            q, cache, table, plan, config, space, page_size=page, scale=0.1, window=window, pdl=pdl
-        )
+        q, layer = empty(2048, size.q, size.dim), Pages(both[:, 0], both[:, 1], table, page, 0.1)
+        prefill.paged_prefill(q, layer, plan, config, space, window=window, pdl=pdl)
 
     def prefix(config: cascade.PrefixConfig) -> None:
         slots, table = torch.zeros(128, dtype=torch.int64), torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, heads.kv, heads.dim)
-        q, cache = empty(128, heads.q, heads.dim), (both[:, 0], both[:, 1])
-        cascade.prefix_attention(q, cache, table, slots, n, config, page_size=16, scale=0.1, pdl=pdl)
+        q, layer = empty(128, heads.q, heads.dim), Pages(both[:, 0], both[:, 1], table, 16, 0.1)
+        cascade.prefix_attention(q, layer, slots, n, config, pdl=pdl)
 
     def experts(tokens: int, config: MoeConfig | None = None, fp8: Fp8 = "") -> None:
         name = weight_name(fp8, "bfloat16")

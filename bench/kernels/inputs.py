@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.kernels.attention import pages as pages_of
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.sampling.sample import choose
@@ -59,6 +60,10 @@ class Pages(NamedTuple):
     table: Tensor
     slots: Tensor
     lengths: Tensor
+
+    def layer(self, page_size: int, scale: float, cap: float = 0.0) -> pages_of.Pages:
+        """As kernels take them."""
+        return pages_of.Pages(self.k, self.v, self.table, page_size, scale, cap)
 
 
 def moe_weights(size: MoeSize, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,8 @@ from core.models.quant import BLOCK
 from gpu.attention.flashinfer_fa3 import KEYS_PER_TOKEN, PACK_TILE, PAIRS_PER_KEY
 from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.attention.kv_packing import pack, plan_packing
-from gpu.kernels.attention.prefill_merge import join_parts, prefill_space
+from gpu.kernels.attention.pages import kernel_args
+from gpu.kernels.attention.prefill_merge import merge_blocks, prefill_space
 from gpu.kernels.attention.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.quant import quantise_rows
@@ -95,7 +96,7 @@ def _packings() -> Iterator[Row]:
 
 def _join_bytes(plan: PrefillPlan, config: PrefillConfig, heads: Heads) -> float:
     """float32 results and a log-sum-exp of each query from each part that its block has, then one result.
-    How many parts that are is `prefill_plan.reach`."""
+    How many parts that are is `prefill_plan.read_entry`."""
     group = heads.q // heads.kv
     _, _, start, tokens, at, _, part, parts = plan.items.long().unbind(1)
     end = start + torch.minimum((at + config.queries - 1) // group + 1, tokens)
@@ -120,9 +121,10 @@ def _joins() -> Iterator[Row]:
             space.found.normal_()
             space.lse.normal_()
             out = torch.empty(rows, heads.q * heads.dim, dtype=DTYPE, device=DEVICE)
-            calls.append(partial(join_parts, plan, space, config, out, group))
+            _, shape = kernel_args(_randn(rows, heads.q, heads.dim), kept.layer(16, 0.1))
+            calls.append(partial(merge_blocks, plan, space, config, out, shape))
         moved = _join_bytes(plan, config, heads)
-        yield Row("join_parts", f"{name}, {heads.q}/{heads.kv}/{heads.dim}", microseconds(calls), moved)
+        yield Row("merge_blocks", f"{name}, {heads.q}/{heads.kv}/{heads.dim}", microseconds(calls), moved)
 
 
 def _sums() -> Iterator[Row]:

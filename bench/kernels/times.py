@@ -70,19 +70,7 @@ def _decode_calls(
         space = decode.decode_workspace(rows, heads.q, heads.kv, heads.dim, config, DEVICE)
         q = _randn(rows, heads.q, heads.dim)
 
-        calls.append(
-            partial(
-                decode.paged_decode,
-                q,
-                (kept.k, kept.v),
-                kept.table,
-                plan,
-                space,
-                config,
-                page_size=page,
-                scale=heads.dim**-0.5,
-            )
-        )
+        calls.append(partial(decode.paged_decode, q, kept.layer(page, heads.dim**-0.5), plan, space, config))
     return calls
 
 
@@ -149,8 +137,7 @@ def compile_decode(cut: tuple[int, int, int, int]) -> None:
     with compiling():
         plan = decode.plan_decode(kept.slots, kept.slots, config)
         space = decode.decode_workspace(256, heads.q, heads.kv, heads.dim, config, q.device)
-        cache = kept.k, kept.v
-        decode.paged_decode(q, cache, kept.table, plan, space, config, page_size=16, scale=heads.dim**-0.5)
+        decode.paged_decode(q, kept.layer(16, heads.dim**-0.5), plan, space, config)
 
 
 def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
@@ -158,8 +145,8 @@ def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
     heads, common = Heads(), torch.empty(1, dtype=torch.int32)
     kept, q = _blank(heads, 128), torch.empty(128, heads.q, heads.dim, dtype=DTYPE)
     with compiling():
-        args = q, (kept.k, kept.v), kept.table, kept.slots, common, cascade.PrefixConfig(*cut)
-        cascade.prefix_attention(*args, page_size=16, scale=0.09)
+        layer, config = kept.layer(16, 0.09), cascade.PrefixConfig(*cut)
+        cascade.prefix_attention(q, layer, kept.slots, common, config)
 
 
 def compile_small(config: SmallConfig) -> None:
@@ -194,14 +181,12 @@ def shared_prefix() -> Iterator[Row]:
     found = []
     for cut in PREFIX_CUTS:
         config = cascade.PrefixConfig(*cut)
-        args = q, (kept.k, kept.v), kept.table, kept.slots, shared, config
-        call = partial(cascade.prefix_attention, *args, page_size=16, scale=0.09)
+        call = partial(cascade.prefix_attention, q, kept.layer(16, 0.09), kept.slots, shared, config)
         found.append(Row("prefix", f"{rows} x {common}", microseconds([call]), 0.0, flops, str(cut)))
     yield from sorted(found, key=lambda row: row.us)[:4]
     out, lse = _randn(rows, heads.q, heads.dim), torch.randn(rows, heads.q, device=DEVICE)
-    prefix = cascade.prefix_attention(
-        q, (kept.k, kept.v), kept.table, kept.slots, shared, cascade.PrefixConfig(), page_size=16, scale=0.09
-    )
+    layer = kept.layer(16, 0.09)
+    prefix = cascade.prefix_attention(q, layer, kept.slots, shared, cascade.PrefixConfig())
     us = microseconds([partial(merge.merge_state, out, lse, *prefix)])
     yield Row("merge_state", f"{rows} x 32 x 128, 4 parts", us, rows * 32 * 128 * (4 * 4 + 2 * 2))
 

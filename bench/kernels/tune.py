@@ -28,7 +28,8 @@ from bench.kernels.compile import compiling
 from bench.kernels.inputs import MoeSize, distinct_experts, moe_after, moe_weights
 from bench.kernels.timing import Row, microseconds
 from gpu.kernels.moe.fused import fused_moe_add_norm
-from gpu.kernels.moe.grouped_gemm import TileConfig, down, gate_up
+from gpu.kernels.moe.gemm_config import TileConfig
+from gpu.kernels.moe.grouped_gemm import down, gate_up
 from gpu.kernels.moe.grouped_gemm_tma import TALL
 from gpu.kernels.moe.route import Tiles, max_blocks, route
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule

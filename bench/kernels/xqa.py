@@ -63,8 +63,7 @@ def ours(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
     config = decode_config(heads.dim, heads.kv, processors, len(q), group=heads.q // heads.kv)
     plan = plan_decode(kept.slots, kept.lengths[kept.slots], config)
     space = decode_workspace(len(q), heads.q, heads.kv, heads.dim, config, q.device)
-    sizes = {"page_size": PAGE, "scale": heads.dim**-0.5}
-    return partial(paged_decode, q, (kept.k, kept.v), kept.table, plan, space, config, **sizes)
+    return partial(paged_decode, q, kept.layer(PAGE, heads.dim**-0.5), plan, space, config)
 
 
 def measure(heads: Heads, lengths: list[int]) -> dict[str, float]:

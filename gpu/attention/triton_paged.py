@@ -17,6 +17,7 @@ from gpu.kernels.attention.decode import (
     plan_decode,
 )
 from gpu.kernels.attention.merge_state import merge_state
+from gpu.kernels.attention.pages import Pages
 from gpu.kernels.attention.prefill import paged_prefill
 from gpu.kernels.attention.prefill_merge import prefill_space
 from gpu.kernels.attention.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
@@ -54,6 +55,12 @@ def _processors(device: torch.device) -> int:
 def _has_room(device: torch.device) -> bool:
     """Whether a multiprocessor has the 228 KiB of shared memory that compute capability 9.0 brought."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _pages(facts: AttentionFacts, caches: Caches, layer: int, view: StepView) -> Pages:
+    return Pages(
+        *caches[layer], view.page_table, facts.page_size, facts.scale, facts.cap, facts.scales(layer)
+    )
 
 
 class TritonDecode:
@@ -118,45 +125,36 @@ class TritonDecode:
         q, out = q[:rows], out[:rows]
         cascades = self._cascades(window, view)
         lse = self._lse[:rows] if cascades and self._lse is not None else None
+        pages = _pages(facts, self._caches, layer, view)
         paged_decode(
             q,
-            self._caches[layer],
-            view.page_table,
+            pages,
             self._plans[window],
             self._space,
             self._cut(rows, cascades),
-            page_size=facts.page_size,
-            scale=facts.scale,
-            cap=facts.cap,
-            scales=facts.scales(layer),
             out=out,
             lse=lse,
             pdl=self._options.pdl,
         )
         if lse is not None:
-            self._add_shared(layer, q, view, out.view(q.shape), lse)
+            self._add_shared(pages, q, view, out.view(q.shape), lse)
 
     def _cascades(self, window: int, view: StepView) -> bool:
         """A window may begin behind what is shared: its layers go without."""
         return view.shared and window == 0 and self._shared is not None
 
-    def _add_shared(self, layer: int, q: Tensor, view: StepView, out: Tensor, lse: Tensor) -> None:
+    def _add_shared(self, pages: Pages, q: Tensor, view: StepView, out: Tensor, lse: Tensor) -> None:
         """Merge what the rows share into what they found in the rest."""
         assert self._shared is not None
-        facts, (rows, heads, dim), n = self._facts, q.shape, self._prefix.parts * len(q)
+        (rows, heads, dim), n = q.shape, self._prefix.parts * len(q)
         parts = self._shared.parts.view(-1, heads, dim)[:n].view(-1, rows, heads, dim)
         found = Prefix(parts, self._shared.lse.view(-1, heads)[:n].view(-1, rows, heads))
         prefix_attention(
             q,
-            self._caches[layer],
-            view.page_table,
+            pages,
             view.decode_slots,
             view.common,
             self._prefix,
-            page_size=facts.page_size,
-            scale=facts.scale,
-            cap=facts.cap,
-            scales=facts.scales(layer),
             num_rows=view.num_decode,
             found=found,
             pdl=self._options.pdl,
@@ -210,16 +208,11 @@ class TritonPrefill:
         facts, config = self._facts, self._cut(view)
         paged_prefill(
             q,
-            self._caches[layer],
-            view.page_table,
+            _pages(facts, self._caches, layer, view),
             self._plan,
             config,
             self._space if config.programs else None,
-            page_size=facts.page_size,
-            scale=facts.scale,
             window=facts.windows[layer],
-            cap=facts.cap,
-            scales=facts.scales(layer),
             out=out,
             pdl=self._options.pdl,
         )

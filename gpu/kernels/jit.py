@@ -40,6 +40,15 @@ def padding(row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
     return row < 0 if num_rows is None else row >= tl.load(num_rows)
 
 
+@jit
+def true_rows(num_rows: tl.tensor, rows: int) -> tl.tensor:
+    """How many of `rows` rows are true, by `num_rows` as in `padding`."""
+    n = rows
+    if num_rows is not None:
+        n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
+    return n
+
+
 def options(warps: int, stages: int = 3, pdl: bool = False) -> dict[str, Any]:
     """Launch options. The interpreter knows no PDL, so it is named only when it is wanted."""
     found: dict[str, Any] = {"num_warps": warps, "num_stages": stages}

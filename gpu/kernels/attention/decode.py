@@ -30,9 +30,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.online_softmax import KEPT, find_pages, fold
-from gpu.kernels.attention.split_kv import leave, merge_parts
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
+from gpu.kernels.attention.online_softmax import KEPT, attend_tile, load_pages
+from gpu.kernels.attention.pages import Keys, Pages, kernel_args
+from gpu.kernels.attention.split_kv import merge_parts, store_segment
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2, true_rows
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per segment: one sector."""
@@ -140,14 +141,36 @@ def _pick(own: tl.tensor, values: tl.tensor) -> tl.tensor:
     return tl.sum(tl.where(own, values[None, :], 0), 1)
 
 
+@jit
+def _write(
+    at: tl.tensor,
+    mask: tl.tensor,
+    row: tl.tensor,
+    slot: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    place: tl.tensor,
+    count: tl.tensor,
+) -> None:
+    tl.store(at, row, mask=mask)
+    tl.store(at + 1, slot, mask=mask)
+    tl.store(at + 2, first, mask=mask)
+    tl.store(at + 3, last, mask=mask)
+    tl.store(at + 4, start, mask=mask)
+    tl.store(at + 5, end, mask=mask)
+    tl.store(at + 6, place, mask=mask)
+    tl.store(at + 7, count, mask=mask)
+
+
 @jit_loose("rows", "programs")
 def _plan(
     slots: tl.tensor,
     lengths: tl.tensor,
     num_rows: tl.tensor,
     skip: tl.tensor,
-    runs: tl.tensor,
-    segments: tl.tensor,
+    plan: DecodePlan,
     rows: int,
     programs: int,
     WINDOW: tl.constexpr,
@@ -160,10 +183,7 @@ def _plan(
     r = tl.arange(0, BLOCK)
     p = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     begin(PDL)
-    n = rows
-    if num_rows is not None:
-        n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
-    live = r < n
+    live = r < true_rows(num_rows, rows)
     slot = tl.load(slots + r, mask=live, other=0).to(tl.int32)
     end = tl.load(lengths + r, mask=live, other=0).to(tl.int32)
     start = tl.zeros([BLOCK], tl.int32)
@@ -190,28 +210,15 @@ def _plan(
     shift = _pick(own, start // TILE - first)
     own_row, own_slot = _pick(own, r), _pick(own, slot)
     own_start, own_end = _pick(own, start), _pick(own, end)
-    at = segments + p * FIELDS
-    tl.store(at, own_row, mask=known)
-    tl.store(at + 1, own_slot, mask=known)
-    tl.store(at + 2, own_first + shift, mask=known)
-    tl.store(at + 3, own_last + shift, mask=known)
-    tl.store(at + 4, own_start, mask=known)
-    tl.store(at + 5, own_end, mask=known)
-    tl.store(at + 6, _pick(own, head), mask=known)
-    tl.store(at + 7, _pick(own, tail - head + 1), mask=known)
+    low, high = own_first + shift, own_last + shift
+    at, count = plan.segments + p * FIELDS, _pick(own, tail - head + 1)
+    _write(at, known, own_row, own_slot, low, high, own_start, own_end, _pick(own, head), count)
     # Whoever lists a program's first segment writes its run; programs without work are told so apart.
     leads = known & (own_first == c * each)
-    at = runs + c * FIELDS
-    tl.store(at, own_row, mask=leads)
-    tl.store(at + 1, own_slot, mask=leads)
-    tl.store(at + 2, own_first + shift, mask=leads)
-    tl.store(at + 3, own_last + shift, mask=leads)
-    tl.store(at + 4, own_start, mask=leads)
-    tl.store(at + 5, own_end, mask=leads)
-    tl.store(at + 6, p, mask=leads)
-    tl.store(at + 7, tl.minimum(each, total - c * each), mask=leads)
+    at, count = plan.runs + c * FIELDS, tl.minimum(each, total - c * each)
+    _write(at, leads, own_row, own_slot, low, high, own_start, own_end, p, count)
     idle = (p < programs) & (p * each >= total)
-    tl.store(runs + p * FIELDS + 7, tl.zeros([SPAN], tl.int32), mask=idle)
+    tl.store(plan.runs + p * FIELDS + 7, tl.zeros([SPAN], tl.int32), mask=idle)
 
 
 def plan_decode(
@@ -246,7 +253,7 @@ def plan_decode(
         lengths,
         num_rows,
         skip,
-        *plan,
+        plan,
         rows,
         config.programs,
         WINDOW=window,
@@ -290,48 +297,36 @@ def _advance(
 @jit
 def _decode(
     q: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    table: tl.tensor,
-    runs: tl.tensor,
-    segments: tl.tensor,
-    parts: tl.tensor,
-    parts_lse: tl.tensor,
-    counters: tl.tensor,
+    keys: Keys,
+    plan: DecodePlan,
+    space: Workspace,
     out: tl.tensor,
     lse: tl.tensor,
     q_stride: int,
-    stride: int,
-    table_stride: int,
-    scale: float,
-    v_scale: float,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    SHAPE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
     c = tl.program_id(1)
-    heads: tl.constexpr = KV * GROUP
+    dim: tl.constexpr = SHAPE.dim
+    block_d: tl.constexpr = SHAPE.block_d
+    group: tl.constexpr = SHAPE.group
+    heads: tl.constexpr = SHAPE.kv * group
     h = tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, block_d)
     # Heads past the group get a number past all heads: one comparison masks them everywhere.
-    head = tl.where(h < GROUP, kv_head * GROUP + h, heads)
-    inside = (head < heads)[:, None] & (d < DIM)[None, :]
-    k_cache += kv_head * DIM
-    v_cache += kv_head * DIM
+    head = tl.where(h < group, kv_head * group + h, heads)
+    inside = (head < heads)[:, None] & (d < dim)[None, :]
+    k_cache = keys.k + kv_head * dim
+    v_cache = keys.v + kv_head * dim
     # The kernel before made the queries and stored this step's keys and values, and may run still. The plan
     # is older: the kernel before released us behind its own wait, so whatever came earlier has ended. It is
     # read past L1, where another step's may lie.
-    run = runs + c * FIELDS
+    run, segments = plan.runs + c * FIELDS, plan.segments
     count = tl.load(run + 7, cache_modifier=".cg")
     if count == 0:
         begin(PDL)
@@ -349,21 +344,23 @@ def _decode(
     begin(PDL)
     high = tl.zeros([BLOCK_H], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_H, block_d], tl.float32)
     for i in range(count):
         # Anew for each tile: so they come as the keys do, and no row waits for its queries.
-        q_at = q + row.to(tl.int64) * q_stride + head[:, None] * DIM + d[None, :]
+        q_at = q + row.to(tl.int64) * q_stride + head[:, None] * dim + d[None, :]
         queries = tl.load(q_at, mask=inside, other=0.0)
-        page = find_pages(table + slot.to(tl.int64) * table_stride, tile, end, PAGE, TILE)
-        high, total, acc = fold(
-            queries, k_cache, v_cache, page, tile, start, end, high, total, acc, stride, scale,
-            DIM, PAGE, CAP, WIDE, TILE, BLOCK_D,
+        table = keys.table + slot.to(tl.int64) * keys.table_stride
+        page = load_pages(table, tile, end, SHAPE.page, TILE)
+        high, total, acc = attend_tile(
+            queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride, keys.scale,
+            SHAPE, TILE,
         )  # fmt: skip
         ends = tile + 1 == last
         if ends:
-            leave(
-                acc, high, total, row, segment, pieces, parts, parts_lse, out, lse, head, v_scale, heads, DIM
-            )
+            store_segment(
+                acc, high, total, row, segment, pieces, space.out, space.lse, out, lse, head, keys.v_scale,
+                heads, dim,
+            )  # fmt: skip
         high = tl.where(ends, float("-inf"), high)
         total = tl.where(ends, 0.0, total)
         acc = tl.where(ends, 0.0, acc)
@@ -376,85 +373,61 @@ def _decode(
     two = tl.arange(0, 2)
     whole = tl.where(two == 0, lead_pieces, pieces)
     told = tl.where((two == 0) | (segment > lead), whole, 1) > 1
-    counter = counters + tl.where(two == 0, lead_row, row) * KV + kv_head
+    counter = space.counters + tl.where(two == 0, lead_row, row) * SHAPE.kv + kv_head
     tl.debug_barrier()  # all threads' partials, before the one thread that says so
     arrived = tl.atomic_add(counter, 1, mask=told, sem="acq_rel", scope="gpu")
     due = tl.where(told & (arrived + 1 == whole), 1, 0)
     tl.store(counter, 0, mask=due > 0)
     g = tl.arange(0, BLOCK_G)
-    group = tl.where(g < GROUP, kv_head * GROUP + g, heads)
+    head = tl.where(g < group, kv_head * group + g, heads)
     for side in range(2):
         if tl.sum(tl.where(two == side, due, 0), 0) > 0:
             whose = tl.where(side == 0, lead_row, row)
             base, n = tl.where(side == 0, lead_first, first), tl.where(side == 0, lead_pieces, pieces)
-            merged, sums = merge_parts(parts, parts_lse, base, n, group, d, heads, DIM, UNROLL)
-            within = (group < heads)[:, None] & (d < DIM)[None, :]
-            out_at = out + (whose * heads + group)[:, None] * DIM + d[None, :]
+            merged, sums = merge_parts(space.out, space.lse, base, n, head, d, heads, dim, UNROLL)
+            within = (head < heads)[:, None] & (d < dim)[None, :]
+            out_at = out + (whose * heads + head)[:, None] * dim + d[None, :]
             tl.store(out_at, merged.to(out.dtype.element_ty), mask=within)
             if lse is not None:
-                tl.store(lse + whose * heads + group, sums, mask=group < heads)
+                tl.store(lse + whose * heads + head, sums, mask=head < heads)
 
 
 def paged_decode(
     q: Tensor,
-    cache: tuple[Tensor, Tensor],
-    page_table: Tensor,
+    pages: Pages,
     plan: DecodePlan,
     workspace: Workspace,
     config: DecodeConfig,
     *,
-    page_size: int,
-    scale: float,
-    cap: float = 0.0,
-    scales: tuple[float, float] = (1.0, 1.0),
     out: Tensor | None = None,
     lse: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """One query per row over its keys, grouped heads.
 
-    q           [rows, heads, dim], heads and dim contiguous
-    cache       K and V, each [tokens, kv_heads, dim] with (kv_heads, dim) contiguous and equal strides:
-                views of a layer's pages flattened to tokens; K of this step already stored
-    page_table  integer [max_slots, pages]; entries past a slot's length are not read as keys
-    plan        of `plan_decode` with the same `config`
-    cap         scores s become cap · tanh(s / cap); 0 for none
-    scales      what K and V of a cache in float8 are multiplied by
-    lse         float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
-    returns     [rows, heads * dim] (`out`, or new); padded rows are not written
+    q        [rows, heads, dim], heads and dim contiguous
+    plan     of `plan_decode` with the same `config`
+    lse      float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
+    returns  [rows, heads * dim] (`out`, or new); padded rows are not written
     """
-    k, v = cache
     rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    group = heads // kv_heads
+    keys, shape = kernel_args(q, pages)
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    wide, block_g = pow2(dim), pow2(group)
-    _decode[(kv_heads, config.programs)](
+    block_g = pow2(shape.group)
+    _decode[(shape.kv, config.programs)](
         q,
-        k,
-        v,
-        page_table,
-        *plan,
-        *workspace,
+        keys,
+        plan,
+        workspace,
         out,
         lse,
         q.stride(0),
-        k.stride(0),
-        page_table.stride(0),
-        scale * scales[0],
-        scales[1],
-        KV=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        PAGE=page_size,
-        CAP=cap,
-        WIDE=len(k) * k.stride(0) >= 2**31,  # 64-bit places cost 18 to 38 registers a thread
+        SHAPE=shape,
         TILE=config.tile,
         BLOCK_H=max(block_g, 8),
         BLOCK_G=block_g,
-        BLOCK_D=wide,
-        UNROLL=min(max(MERGED * config.warps // (block_g * wide), 2), MOST_MERGED),
+        UNROLL=min(max(MERGED * config.warps // (block_g * shape.block_d), 2), MOST_MERGED),
         **launch_options(pdl, config.warps, config.stages),
         **({"maxnreg": config.registers} if config.registers and pdl else {}),
     )

@@ -13,12 +13,8 @@ KEPT: tl.constexpr = tl.constexpr("evict_last")
 
 
 @jit
-def find_pages(
-    table: tl.tensor,
-    tile: tl.tensor,
-    end: tl.tensor,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
+def load_pages(
+    table: tl.tensor, tile: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
     """The pages of a tile's keys, [TILE], or one for all. Those behind `end` are page 0."""
     if PAGE % TILE == 0:
@@ -31,7 +27,7 @@ def find_pages(
 
 
 @jit
-def fold(
+def attend_tile(
     q: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
@@ -44,32 +40,28 @@ def fold(
     acc: tl.tensor,
     stride: int,
     scale: float,
-    DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    CAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    SHAPE: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a tile of keys, `start` to `end` of them seen and not none, to what queries [n, BLOCK_D] found:
-    greatest score in powers of two, their sum relative to it [n], weighted values [n, BLOCK_D]."""
-    d = tl.arange(0, BLOCK_D)
+    """A step of the online softmax of queries [n, block_d] over a tile of keys, `start` to `end` of which
+    are seen, at least one: the greatest score in powers of two `high` [n], the sum `total` [n] relative to
+    it, and the weighted values `acc` [n, block_d]. SHAPE is a `Shape`."""
+    d = tl.arange(0, SHAPE.block_d)
     at = tile * TILE + tl.arange(0, TILE)
     seen = (at >= start) & (at < end)
-    token = page.to(tl.int64 if WIDE else tl.int32) * PAGE + at % PAGE
+    token = page.to(tl.int64 if SHAPE.wide else tl.int32) * SHAPE.page + at % SHAPE.page
     place = token[:, None] * stride + d[None, :]
     # What lies in pages past the length is arbitrary. A bad key's score is replaced; a bad value
     # must not be loaded, since 0 × NaN is NaN.
-    if DIM == BLOCK_D:
-        k = tl.load(k_cache + place, mask=seen[:, None], other=0.0)
-        v = tl.load(v_cache + place, mask=seen[:, None], other=0.0)
-    else:
-        k = tl.load(k_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
-        v = tl.load(v_cache + place, mask=seen[:, None] & (d < DIM)[None, :], other=0.0)
+    mask = seen[:, None]
+    if SHAPE.dim != SHAPE.block_d:
+        mask = mask & (d < SHAPE.dim)[None, :]
+    k = tl.load(k_cache + place, mask=mask, other=0.0)
+    v = tl.load(v_cache + place, mask=mask, other=0.0)
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
-    if CAP > 0:
+    if SHAPE.cap > 0:
         # tanh from a sigmoid: there is no other in both the compiler and the interpreter
-        s = CAP * (2 * tl.sigmoid(2 * s / CAP) - 1)
+        s = SHAPE.cap * (2 * tl.sigmoid(2 * s / SHAPE.cap) - 1)
     s = tl.where(seen[None, :], s * LOG2E, float("-inf"))
     top = tl.maximum(high, tl.max(s, 1))
     p = tl.exp2(s - top[:, None])

@@ -14,8 +14,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, reach
-from gpu.kernels.jit import begin, jit, launch_options, pow2
+from gpu.kernels.attention.pages import Shape
+from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, read_entry
+from gpu.kernels.jit import begin, jit, launch_options
 
 ROWS = 8
 """Queries that a program merges at once."""
@@ -51,19 +52,13 @@ def prefill_space(
 
 
 @jit
-def _join(
+def _merge(
     items: tl.tensor,
-    parts: tl.tensor,
-    parts_lse: tl.tensor,
+    space: PrefillSpace,
     out: tl.tensor,
-    KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
+    SHAPE: tl.constexpr,
     WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CONFIG: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -72,75 +67,65 @@ def _join(
     entry = tl.program_id(2)
     r = tl.arange(0, ROWS)
     p = tl.arange(0, PARTS)
-    d = tl.arange(0, BLOCK_D)
-    item = items + entry * FIELDS
+    dim: tl.constexpr = SHAPE.dim
+    group: tl.constexpr = SHAPE.group
+    d = tl.arange(0, SHAPE.block_d)
     # Older than the kernel before, which has waited for it: so nothing here has to. Past L1, which may hold
     # the last step's.
-    row = tl.load(item + 1, cache_modifier=".cg").to(tl.int64)
-    start = tl.load(item + 2, cache_modifier=".cg")
-    tokens = tl.load(item + 3, cache_modifier=".cg")
-    at = tl.load(item + 4, cache_modifier=".cg")
-    part = tl.load(item + 6, cache_modifier=".cg")
-    whole = tl.load(item + 7, cache_modifier=".cg")
-    pieces, _, _, _ = reach(start, tokens, at, part, whole, GROUP, WINDOW, QUERIES, TILE, LEAST)
+    row, _, tokens, at, part, pieces, _, _, _ = read_entry(
+        items + entry * FIELDS, group, WINDOW, CONFIG, ".cg"
+    )
     begin(PDL)
     if (tokens == 0) | (part >= pieces) | (pieces == 1):
         return
-    last = tl.minimum(QUERIES, tokens * GROUP - at)
+    last = tl.minimum(CONFIG.queries, tokens * group - at)
     step = pieces * ROWS
     for i in range((tl.program_id(0) * pieces + part) * ROWS, last, tl.num_programs(0) * step):
         query = i + r
-        inside = (query < last)[:, None] & (d < DIM)[None, :]
+        inside = (query < last)[:, None] & (d < dim)[None, :]
         high = tl.zeros([ROWS], tl.float32) - float("inf")
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        acc = tl.zeros([ROWS, SHAPE.block_d], tl.float32)
         for j in range(0, pieces, PARTS):
             known = (query < last)[:, None] & (j + p < pieces)[None, :]
-            place = ((entry - part + j + p)[None, :] * KV + kv_head) * QUERIES + query[:, None]
-            found_at = parts + place[:, :, None] * DIM + d[None, None, :]
-            found = tl.load(found_at, mask=known[:, :, None] & (d < DIM)[None, None, :], other=0.0)
-            lse = tl.load(parts_lse + place, mask=known, other=float("-inf"))
+            place = ((entry - part + j + p)[None, :] * SHAPE.kv + kv_head) * CONFIG.queries + query[:, None]
+            found_at = space.found + place[:, :, None] * dim + d[None, None, :]
+            found = tl.load(found_at, mask=known[:, :, None] & (d < dim)[None, None, :], other=0.0)
+            lse = tl.load(space.lse + place, mask=known, other=float("-inf"))
             top = tl.maximum(high, tl.max(lse, 1))
             level = tl.where(top > float("-inf"), top, 0.0)  # of rows behind the last nothing is known
             weight, shrink = tl.exp2(lse - level[:, None]), tl.exp2(high - level)
             total = total * shrink + tl.sum(weight, 1)
             acc = acc * shrink[:, None] + tl.sum(found * weight[:, :, None], 1)
             high = top
-        token, head = (at + query) // GROUP, kv_head * GROUP + (at + query) % GROUP
-        out_at = out + (row + token)[:, None] * (KV * GROUP * DIM) + head[:, None] * DIM + d[None, :]
+        token, head = (at + query) // group, kv_head * group + (at + query) % group
+        out_at = out + (row + token)[:, None] * (SHAPE.kv * group * dim) + head[:, None] * dim + d[None, :]
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
 
 
-def join_parts(
+def merge_blocks(
     plan: PrefillPlan,
     space: PrefillSpace,
     config: PrefillConfig,
     out: Tensor,
-    group: int,
+    shape: Shape,
     *,
     window: int = 0,
     pdl: bool = False,
 ) -> None:
     """Merge into `out` [n, heads * head_dim] the blocks that have several parts, and leave the rest.
 
-    plan    of `plan_prefill` with the same `config`; written before the kernel before this one
-    space   what the parts left
-    group   query heads per KV head
+    plan   of `plan_prefill` with the same `config`; written before the kernel before this one
+    space  the results of the parts
     """
-    programs, kv_heads, queries, dim = space.found.shape
-    _join[(LANES, kv_heads, programs)](
+    _merge[(LANES, shape.kv, config.programs)](
         plan.items,
-        *space,
+        space,
         out,
-        KV=kv_heads,
-        GROUP=group,
-        DIM=dim,
+        SHAPE=shape,
         WINDOW=window,
-        QUERIES=queries,
-        TILE=config.tile,
-        LEAST=config.least,
-        BLOCK_D=pow2(dim),
+        CONFIG=config,
         ROWS=ROWS,
         PARTS=PARTS,
         **launch_options(pdl, 4),

@@ -10,7 +10,7 @@ the device holds programs, their keys are cut too, and each part has a program o
 
 All parts are as long as they must be for all to fit: the least number of tiles of which all chunks together
 make no more entries than there are programs. Chunks of fewer tiles stay whole. A block's parts divide its
-tiles evenly, and by what a layer's window leaves of them (`reach`).
+tiles evenly, and by what a layer's window leaves of them (`read_entry`).
 """
 
 from __future__ import annotations
@@ -205,25 +205,27 @@ def plan_prefill(
 
 
 @jit
-def reach(
-    start: tl.tensor,
-    tokens: tl.tensor,
-    at: tl.tensor,
-    part: tl.tensor,
-    parts: tl.tensor,
-    GROUP: tl.constexpr,
-    WINDOW: tl.constexpr,
-    QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    LEAST: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """How many parts an entry's block has, the part's first tile of keys, the tile behind its last, and the
-    position behind the block's last key. A window, or a chunk's first block, may have fewer tiles than the
-    parts were counted for: then there are fewer, and entries behind them have nothing to do."""
-    end = start + tl.minimum((at + QUERIES - 1) // GROUP + 1, tokens)
+def read_entry(
+    item: tl.tensor, GROUP: tl.constexpr, WINDOW: tl.constexpr, CONFIG: tl.constexpr, CACHE: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """An entry of the list that was made by `PrefillConfig` CONFIG, loaded with the cache modifier CACHE: row
+    of the chunk's first token, its position, tokens of the chunk, the block's first query, part, how many
+    parts the block has, the part's first tile of keys, the tile behind its last, and the position behind the
+    block's last key.
+
+    A window, or a chunk's first block, may have fewer tiles than the parts were counted for: then there are
+    fewer parts, and entries behind them have nothing to do."""
+    row = tl.load(item + 1, cache_modifier=CACHE).to(tl.int64)
+    start = tl.load(item + 2, cache_modifier=CACHE)
+    tokens = tl.load(item + 3, cache_modifier=CACHE)
+    at = tl.load(item + 4, cache_modifier=CACHE)
+    part = tl.load(item + 6, cache_modifier=CACHE)
+    parts = tl.load(item + 7, cache_modifier=CACHE)
+    end = start + tl.minimum((at + CONFIG.queries - 1) // GROUP + 1, tokens)
     first = at * 0
     if WINDOW > 0:
-        first = tl.maximum(start + at // GROUP + 1 - WINDOW, 0) // TILE
-    tiles = (end + TILE - 1) // TILE - first
-    parts = tl.maximum(tl.minimum(parts, tiles // LEAST), 1)
-    return parts, first + tiles * part // parts, first + tiles * (part + 1) // parts, end
+        first = tl.maximum(start + at // GROUP + 1 - WINDOW, 0) // CONFIG.tile
+    tiles = (end + CONFIG.tile - 1) // CONFIG.tile - first
+    parts = tl.maximum(tl.minimum(parts, tiles // CONFIG.least), 1)
+    low, high = first + tiles * part // parts, first + tiles * (part + 1) // parts
+    return row, start, tokens, at, part, parts, low, high, end

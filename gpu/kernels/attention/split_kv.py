@@ -13,7 +13,7 @@ from gpu.kernels.jit import jit
 
 
 @jit
-def leave(
+def store_segment(
     acc: tl.tensor,
     high: tl.tensor,
     total: tl.tensor,
@@ -29,7 +29,7 @@ def leave(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> None:
-    """A segment's result: the row's, or a part of it."""
+    """Store the result of a segment: the row's own where it is the only one, else a part of it."""
     d = tl.arange(0, acc.shape[1])
     inside = (head < HEADS)[:, None] & (d < DIM)[None, :]
     found, sums = acc * (v_scale / total)[:, None], high + tl.log2(total)

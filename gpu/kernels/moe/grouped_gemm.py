@@ -25,7 +25,7 @@ meet the sums of each step over K.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -33,24 +33,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options
+from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
+from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL, tall_gemm
 from gpu.kernels.moe.route import Tiles
-from gpu.kernels.moe.tile_dependency import await_count, finish, have_come, release, tell
-
-
-class TileConfig(NamedTuple):
-    """How one grouped GEMM is cut. `block_n` is the width of the output; `gate_up` reads twice that. 16 rows
-    are the least that a tensor core takes, at half the height too."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    swap: bool
-    half: bool = False
-    tma: bool = False
-
+from gpu.kernels.moe.tile_dependency import await_count, finish, take_tile, tell
 
 Scales = tuple[Tensor, Tensor]
 """float32 scales of e4m3 rows [n] and of weights [experts, outputs], or of their groups [n, inputs / 128] and
@@ -65,24 +52,22 @@ def _weight_tile(
     row: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    TMA: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, BLOCK_K] from rows `row + n` on of the weights seen as one matrix with rows of K. Columns
+    """[block_n, block_k] from rows `row + n` on of the weights seen as one matrix with rows of K. Columns
     past N are not stored; a descriptor takes what lies there, or zeros behind the last expert, and a
     pointer must not leave the allocation, so it stays on row N - 1."""
-    if TMA:
+    N: tl.constexpr = SHAPE.n
+    K: tl.constexpr = SHAPE.k
+    if CONFIG.tma:
         tile = w.load([row + n, k])
     else:
-        column = n + tl.arange(0, BLOCK_N)
-        column = column if N % BLOCK_N == 0 else tl.minimum(column, N - 1)
+        column = n + tl.arange(0, CONFIG.block_n)
+        column = column if N % CONFIG.block_n == 0 else tl.minimum(column, N - 1)
         at = w + row.to(tl.int64) * K + k + column[:, None] * K
-        d = tl.arange(0, BLOCK_K)[None, :]
-        tile = tl.load(at + d) if EVEN else tl.load(at + d, mask=k + d < K, other=0.0)
+        d = tl.arange(0, CONFIG.block_k)[None, :]
+        tile = tl.load(at + d) if K % CONFIG.block_k == 0 else tl.load(at + d, mask=k + d < K, other=0.0)
     return tile
 
 
@@ -103,14 +88,13 @@ def _scaled(
     by_row: tl.tensor,
     by_column: tl.tensor,
     n: tl.tensor,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> tl.tensor:
-    """`acc` times the scales of its rows and of the outputs `n` to n + BLOCK_N, at `by_column`."""
-    cols = n + tl.arange(0, BLOCK_N)
-    scale = tl.load(by_column + cols, mask=cols < N, other=0.0)
-    return acc * scale[:, None] * by_row[None, :] if SWAP else acc * by_row[:, None] * scale[None, :]
+    """`acc` times the scales of its rows and of the outputs `n` to n + block_n, at `by_column`."""
+    cols = n + tl.arange(0, CONFIG.block_n)
+    scale = tl.load(by_column + cols, mask=cols < SHAPE.n, other=0.0)
+    return acc * scale[:, None] * by_row[None, :] if CONFIG.swap else acc * by_row[:, None] * scale[None, :]
 
 
 @jit
@@ -144,60 +128,56 @@ def _tile(
     count: tl.tensor,
     n: tl.tensor,
     last_place: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
-    SWAP: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> None:
+    N: tl.constexpr = SHAPE.n
+    K: tl.constexpr = SHAPE.k
+    BLOCK_N: tl.constexpr = CONFIG.block_n
+    BLOCK_K: tl.constexpr = CONFIG.block_k
     m = tl.arange(0, BLOCK_M)
     inside = m < count
     # Rows behind `count` are computed on somebody else's row and dropped: cheaper than masking.
     place = tl.minimum(first + m, last_place)
-    row = tl.load(pairs + place, mask=inside, other=0) // TOP_K if GATED else place
+    row = tl.load(pairs + place, mask=inside, other=0) // SHAPE.top_k if SHAPE.gated else place
     d = tl.arange(0, BLOCK_K)
     a_at = a + row.to(tl.int64)[:, None] * K + d[None, :]
-    w_row = expert * (2 * N if GATED else N)
-    if SWAP:
+    w_row = expert * (2 * N if SHAPE.gated else N)
+    if CONFIG.swap:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        x = tl.load(a_at + k) if EVEN else tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
-        tile = _weight_tile(w, w_row, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA)
-        if BLOCKS:
+        x = tl.load(a_at + k) if K % BLOCK_K == 0 else tl.load(a_at + k, mask=(k + d < K)[None, :], other=0.0)
+        tile = _weight_tile(w, w_row, n, k, SHAPE, CONFIG)
+        if SHAPE.by_block:
             by_group = tl.load(a_scales + row * (K // _BLOCK) + k // _BLOCK)
             at = w_scales + (w_row + n) // _BLOCK * (K // _BLOCK) + k // _BLOCK
-            acc = _add_scaled(acc, x, tile, by_group, tl.load(at), SWAP)
+            acc = _add_scaled(acc, x, tile, by_group, tl.load(at), CONFIG.swap)
         else:
-            acc = _multiply(x, tile, acc, SWAP)
-        if GATED:
-            tile = _weight_tile(w, w_row + N, n, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA)
-            if BLOCKS:
+            acc = _multiply(x, tile, acc, CONFIG.swap)
+        if SHAPE.gated:
+            tile = _weight_tile(w, w_row + N, n, k, SHAPE, CONFIG)
+            if SHAPE.by_block:
                 by_block = tl.load(at + N // _BLOCK * (K // _BLOCK))
-                up = _add_scaled(up, x, tile, by_group, by_block, SWAP)
+                up = _add_scaled(up, x, tile, by_group, by_block, CONFIG.swap)
             else:
-                up = _multiply(x, tile, up, SWAP)
-    if a_scales is not None and not BLOCKS:
+                up = _multiply(x, tile, up, CONFIG.swap)
+    if a_scales is not None and not SHAPE.by_block:
         by_row = tl.load(a_scales + row)
-        acc = _scaled(acc, by_row, w_scales + w_row, n, N, BLOCK_N, SWAP)
-        if GATED:
-            up = _scaled(up, by_row, w_scales + w_row + N, n, N, BLOCK_N, SWAP)
-    if GATED:
+        acc = _scaled(acc, by_row, w_scales + w_row, n, SHAPE, CONFIG)
+        if SHAPE.gated:
+            up = _scaled(up, by_row, w_scales + w_row + N, n, SHAPE, CONFIG)
+    if SHAPE.gated:
         acc = acc * tl.sigmoid(acc) * up
         target = place
     else:
         target = tl.load(pairs + place, mask=inside, other=0)
     result = acc.to(out.dtype.element_ty)
-    if SWAP:
+    if CONFIG.swap:
         result = tl.trans(result)
     cols = n + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * N + cols[None, :]
@@ -211,55 +191,34 @@ def _grouped(
     out: tl.tensor,
     a_scales: tl.tensor,
     w_scales: tl.tensor,
-    pairs: tl.tensor,
-    blocks: tl.tensor,
+    tiles: Tiles,
     total: int,
     places: int,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    HALF: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
     AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     # Tiles of one block of rows follow each other, so that an expert's weights are read by programs
     # that run at the same time: what two blocks of it share comes from L2.
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    even: tl.constexpr = K % BLOCK_K == 0
+    tiles_n: tl.constexpr = (SHAPE.n + CONFIG.block_n - 1) // CONFIG.block_n
     block = tl.program_id(0) // tiles_n
-    n = tl.program_id(0) % tiles_n * BLOCK_N
-    if AFTER > 0:
-        release(PDL)
-    else:
-        begin(PDL)
-    count = tl.load(blocks + 2 * total + block, cache_modifier=".cg")
-    expert = tl.load(blocks + block, cache_modifier=".cg")
-    first = tl.load(blocks + total + block, cache_modifier=".cg")
-    done = blocks + 3 * total + block
-    if AFTER > 0:
-        come = have_come(done)
+    n = tl.program_id(0) % tiles_n * CONFIG.block_n
+    expert, first, count, done, come = take_tile(tiles.blocks, total, block, AFTER, PDL)
     if count == 0:
         if AFTER > 0:
             finish(PDL)
         return
-    end = places - 1
+    pairs, end = tiles.pairs, places - 1
     half: tl.constexpr = BLOCK_M // 2
     if AFTER > 0:
         await_count(done, come, AFTER, False)
-    if HALF and count <= half:
-        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-              half, BLOCK_N, BLOCK_K, even, SWAP, TMA, BLOCKS)  # fmt: skip
+    if CONFIG.half and count <= half:
+        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, half, SHAPE, CONFIG)
     else:
-        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, N, K, TOP_K, GATED,
-              BLOCK_M, BLOCK_N, BLOCK_K, even, SWAP, TMA, BLOCKS)  # fmt: skip
-    if GATED:
+        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, BLOCK_M, SHAPE, CONFIG)
+    if SHAPE.gated:
         tell(done)
     if AFTER > 0:
         finish(PDL)
@@ -271,49 +230,37 @@ def _launch(
     out: Tensor,
     tiles: Tiles,
     block_m: int,
-    top_k: int,
     gated: bool,
     config: TileConfig,
     scales: Scales | None,
     pdl: bool,
     after: int = 0,
 ) -> Tensor:
+    n, k = out.shape[1], w.shape[2]
+    a_scales, w_scales = scales if scales is not None else (None, None)
+    by_block = w_scales is not None and w_scales.dim() == w.dim()
+    shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block)
     if block_m == TALL:
         assert scales is None, "rows in e4m3 come in lower tiles"
-        cut = {"block_n": config.block_n, "block_k": config.block_k}
-        flow = {"warps": config.warps, "stages": config.stages}
-        return tall_gemm(a, w, out, tiles, **cut, **flow, gated=gated, after=after, pdl=pdl)
-    experts, rows, k = w.shape
-    n = out.shape[1]
-    a_scales, w_scales = scales if scales is not None else (None, None)
-    blocks = w_scales is not None and w_scales.dim() == w.dim()
-    if blocks:  # a tile lies within blocks, and a step over K in one
+        return tall_gemm(a, w, out, tiles, shape, config, after=after, pdl=pdl)
+    if by_block:  # a tile lies within blocks, and a step over K in one
         assert config.block_k == BLOCK and BLOCK % config.block_n == 0 and not (n % BLOCK or k % BLOCK)
     total = tiles.blocks.shape[1]
     weights: Any = w
     if config.tma:
-        weights = TensorDescriptor.from_tensor(w.view(experts * rows, k), [config.block_n, config.block_k])
+        weights = TensorDescriptor.from_tensor(w.view(-1, k), [config.block_n, config.block_k])
     _grouped[(total * cdiv(n, config.block_n),)](
         a,
         weights,
         out,
         a_scales,
         w_scales,
-        tiles.pairs,
-        tiles.blocks,
+        tiles,
         total,
         len(tiles.pairs),
-        N=n,
-        K=k,
-        TOP_K=top_k,
-        GATED=gated,
         BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SWAP=config.swap,
-        HALF=config.half,
-        TMA=config.tma,
-        BLOCKS=blocks,
+        SHAPE=shape,
+        CONFIG=config,
         AFTER=after,
         **launch_options(pdl, config.warps, config.stages),
     )
@@ -340,9 +287,8 @@ def gate_up(
     returns  [T * k, width] in `dtype`, None for x's; places behind the last pair are not written
     """
     width = w13.shape[1] // 2
-    pairs = len(tiles.pairs)
-    out = x.new_empty(pairs, width, dtype=dtype or x.dtype)
-    return _launch(x, w13, out, tiles, block_m, pairs // len(x), True, config, scales, pdl)
+    out = x.new_empty(len(tiles.pairs), width, dtype=dtype or x.dtype)
+    return _launch(x, w13, out, tiles, block_m, True, config, scales, pdl)
 
 
 def down(
@@ -366,4 +312,4 @@ def down(
     """
     out = hidden.new_empty(len(hidden), w2.shape[1], dtype=dtype or hidden.dtype)
     parts = cdiv(hidden.shape[1], after.block_n) if after is not None else 0
-    return _launch(hidden, w2, out, tiles, block_m, 1, False, config, scales, pdl, parts)
+    return _launch(hidden, w2, out, tiles, block_m, False, config, scales, pdl, parts)

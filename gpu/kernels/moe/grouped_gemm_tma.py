@@ -42,9 +42,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options
+from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
+from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.route import Tiles
-from gpu.kernels.moe.tile_dependency import await_count, finish, have_come, release, tell
+from gpu.kernels.moe.tile_dependency import await_count, finish, take_tile, tell
 
 TALL = 192
 """Rows of a tile: what `route` cuts for these kernels."""
@@ -57,18 +58,17 @@ def _finish(
     target: tl.tensor,
     inside: tl.tensor,
     n: tl.tensor,
-    N: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> None:
-    if GATED:
+    if SHAPE.gated:
         # A thread has gate and up of a row in its registers: nothing moves.
         rows: tl.constexpr = acc.shape[0]
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [rows, 2, BLOCK_N]), [0, 2, 1]))
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [rows, 2, CONFIG.block_n]), [0, 2, 1]))
         acc = gate * tl.sigmoid(gate) * up
-    cols = n + tl.arange(0, BLOCK_N)
-    at = out + target.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (cols < N)[None, :])
+    cols = n + tl.arange(0, CONFIG.block_n)
+    at = out + target.to(tl.int64)[:, None] * SHAPE.n + cols[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (cols < SHAPE.n)[None, :])
 
 
 @jit
@@ -79,10 +79,8 @@ def _rows(
     count: tl.tensor,
     OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Of ROWS rows of a tile from OFFSET on: which there are, where their results go, and, where they are
     gathered, where they lie. What is computed on those behind `count` is dropped."""
@@ -90,8 +88,9 @@ def _rows(
     inside = m < count
     place = first + m
     pair = tl.load(pairs + place, mask=inside, other=0)
-    if GATED:
-        at = a + (pair // TOP_K).to(tl.int64)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    if SHAPE.gated:
+        row = (pair // SHAPE.top_k).to(tl.int64)
+        at = a + row[:, None] * SHAPE.k + tl.arange(0, CONFIG.block_k)[None, :]
         target = place
     else:
         at = place
@@ -106,18 +105,18 @@ def _some(
     inside: tl.tensor,
     first: tl.tensor,
     k: tl.tensor,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> tl.tensor:
     """A step over K of the rows: gathered from `at`, zeros where not `inside`, or, whosever they are, those
     from `first` on of the descriptor `a`."""
-    if not GATED:
+    if not SHAPE.gated:
         x = a.load([first, k])
-    elif K % BLOCK_K == 0:
-        x = tl.load(at + k, mask=inside[:, None], other=0.0)
     else:
-        x = tl.load(at + k, mask=inside[:, None] & (k + tl.arange(0, BLOCK_K) < K)[None, :], other=0.0)
+        mask = inside[:, None]
+        if SHAPE.k % CONFIG.block_k != 0:
+            mask = mask & (k + tl.arange(0, CONFIG.block_k) < SHAPE.k)[None, :]
+        x = tl.load(at + k, mask=mask, other=0.0)
     return x
 
 
@@ -127,16 +126,14 @@ def _outputs(
     expert: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
-    N: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> tl.tensor:
-    """A step over K of BLOCK_N outputs' weights, transposed; of gates and, behind them, ups."""
-    if GATED:
-        some = tl.reshape(w.load([2 * expert, n, k]), [2 * BLOCK_N, BLOCK_K])
+    """A step over K of block_n outputs' weights, transposed; of gates and, behind them, ups."""
+    if SHAPE.gated:
+        some = tl.reshape(w.load([2 * expert, n, k]), [2 * CONFIG.block_n, CONFIG.block_k])
     else:
-        some = w.load([expert * N + n, k])
+        some = w.load([expert * SHAPE.n + n, k])
     return tl.trans(some)
 
 
@@ -151,33 +148,29 @@ def _tile(
     first: tl.tensor,
     count: tl.tensor,
     n: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     MORE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ) -> None:
-    """ROWS rows, and with MORE 64 behind them, by BLOCK_N outputs."""
-    width: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    inside, target, at = _rows(a, pairs, first, count, 0, ROWS, K, TOP_K, GATED, BLOCK_K)
+    """ROWS rows, and with MORE 64 behind them, by block_n outputs."""
+    width: tl.constexpr = 2 * CONFIG.block_n if SHAPE.gated else CONFIG.block_n
+    inside, target, at = _rows(a, pairs, first, count, 0, ROWS, SHAPE, CONFIG)
     acc = tl.zeros([ROWS, width], tl.float32)
     if MORE:
-        inside_low, target_low, at_low = _rows(a, pairs, first, count, ROWS, 64, K, TOP_K, GATED, BLOCK_K)
+        inside_low, target_low, at_low = _rows(a, pairs, first, count, ROWS, 64, SHAPE, CONFIG)
         acc_low = tl.zeros([64, width], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = _some(a, at, inside, first, k, K, GATED, BLOCK_K)
+    for k in range(0, SHAPE.k, CONFIG.block_k):
+        x = _some(a, at, inside, first, k, SHAPE, CONFIG)
         if MORE:
-            x_low = _some(a_low, at_low, inside_low, first + ROWS, k, K, GATED, BLOCK_K)
-        weights = _outputs(w, expert, n, k, N, GATED, BLOCK_N, BLOCK_K)
+            x_low = _some(a_low, at_low, inside_low, first + ROWS, k, SHAPE, CONFIG)
+        weights = _outputs(w, expert, n, k, SHAPE, CONFIG)
         acc = tl.dot(x, weights, acc, input_precision="ieee")
         if MORE:
             acc_low = tl.dot(x_low, weights, acc_low, input_precision="ieee")
-    _finish(acc, out, target, inside, n, N, GATED, BLOCK_N)
+    _finish(acc, out, target, inside, n, SHAPE, CONFIG)
     if MORE:
-        _finish(acc_low, out, target_low, inside_low, n, N, GATED, BLOCK_N)
+        _finish(acc_low, out, target_low, inside_low, n, SHAPE, CONFIG)
 
 
 @jit_loose("total")
@@ -186,43 +179,27 @@ def _tall(
     a_low: tl.tensor,
     w: tl.tensor,
     out: tl.tensor,
-    pairs: tl.tensor,
-    blocks: tl.tensor,
+    tiles: Tiles,
     total: int,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
     AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    tiles_n: tl.constexpr = (SHAPE.n + CONFIG.block_n - 1) // CONFIG.block_n
     block = tl.program_id(0) // tiles_n
-    n = tl.program_id(0) % tiles_n * BLOCK_N
-    if AFTER > 0:
-        release(PDL)
-    else:
-        begin(PDL)
-    count = tl.load(blocks + 2 * total + block, cache_modifier=".cg")
-    expert = tl.load(blocks + block, cache_modifier=".cg")
-    first = tl.load(blocks + total + block, cache_modifier=".cg")
-    done = blocks + 3 * total + block
-    if AFTER > 0:
-        come = have_come(done)
+    n = tl.program_id(0) % tiles_n * CONFIG.block_n
+    expert, first, count, done, come = take_tile(tiles.blocks, total, block, AFTER, PDL)
+    if AFTER > 0:  # noqa: SIM102 - decided while compiling, the next while running
         if count > 0:
             await_count(done, come, AFTER, PDL)
     if count > 128:
-        _tile(a, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
-              128, True, BLOCK_N, BLOCK_K)  # fmt: skip
+        _tile(a, a_low, w, out, tiles.pairs, expert, first, count, n, 128, True, SHAPE, CONFIG)
     elif count > 64:
-        _tile(a, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
-              128, False, BLOCK_N, BLOCK_K)  # fmt: skip
+        _tile(a, a_low, w, out, tiles.pairs, expert, first, count, n, 128, False, SHAPE, CONFIG)
     elif count > 0:
-        _tile(a_low, a_low, w, out, pairs, expert, first, count, n, N, K, TOP_K, GATED,
-              64, False, BLOCK_N, BLOCK_K)  # fmt: skip
-    if GATED and count > 0:
+        _tile(a_low, a_low, w, out, tiles.pairs, expert, first, count, n, 64, False, SHAPE, CONFIG)
+    if SHAPE.gated and count > 0:
         tell(done)
     if AFTER > 0:
         finish(PDL)
@@ -233,44 +210,34 @@ def tall_gemm(
     w: Tensor,
     out: Tensor,
     tiles: Tiles,
+    shape: GemmShape,
+    config: TileConfig,
     *,
-    block_n: int,
-    block_k: int,
-    warps: int,
-    stages: int,
-    gated: bool,
     after: int = 0,
     pdl: bool = False,
 ) -> Tensor:
-    """`gate_up` (`gated`) or `down` of `gpu.kernels.moe.grouped_gemm`, whose arguments these are, `tiles` cut
-    with
-    TALL rows. Rows of `w`, and for `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each.
-    `after` is how many programs of `gate_up` a tile of `down` waits for; 0: for the kernels before.
+    """`gate_up` or `down` of `gpu.kernels.moe.grouped_gemm`, whose arguments these are, `tiles` cut with TALL
+    rows. Rows of `w`, and for `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each. `after`
+    is how many programs of `gate_up` a tile of `down` waits for; 0: for the kernels before.
     """
-    experts, rows, k = w.shape
-    n = out.shape[1]
+    n, k, block_n, block_k = shape.n, shape.k, config.block_n, config.block_k
     total = tiles.blocks.shape[1]
-    if gated:
-        weights = TensorDescriptor.from_tensor(w.view(2 * experts, n, k), [2, block_n, block_k])
+    if shape.gated:
+        weights = TensorDescriptor.from_tensor(w.view(-1, n, k), [2, block_n, block_k])
         high = low = a
     else:
-        weights = TensorDescriptor.from_tensor(w.view(experts * rows, k), [block_n, block_k])
+        weights = TensorDescriptor.from_tensor(w.view(-1, k), [block_n, block_k])
         high, low = (TensorDescriptor.from_tensor(a, [height, block_k]) for height in (128, 64))
     _tall[(total * cdiv(n, block_n),)](
         high,
         low,
         weights,
         out,
-        tiles.pairs,
-        tiles.blocks,
+        tiles,
         total,
-        N=n,
-        K=k,
-        TOP_K=len(tiles.pairs) // len(a),
-        GATED=gated,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        SHAPE=shape,
+        CONFIG=config,
         AFTER=after,
-        **launch_options(pdl, warps, stages),
+        **launch_options(pdl, config.warps, config.stages),
     )
     return out

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gpu.kernels.jit import jit
+from gpu.kernels.jit import begin, jit
 
 
 @jit
@@ -61,6 +61,27 @@ def await_count(counter: tl.tensor, come: tl.tensor, least: tl.constexpr, TMA: t
         tl.inline_asm_elementwise(
             "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@jit
+def take_tile(
+    blocks: tl.tensor, total: int, block: tl.tensor, AFTER: tl.constexpr, PDL: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """First line of either grouped GEMM: the expert, the first place and the rows of tile `block` of `total`
+    in the table of `Tiles`, its counter, and what that counted. AFTER is how many programs a tile of the
+    second kernel waits for, 0 in the first."""
+    if AFTER > 0:
+        release(PDL)
+    else:
+        begin(PDL)
+    count = tl.load(blocks + 2 * total + block, cache_modifier=".cg")
+    expert = tl.load(blocks + block, cache_modifier=".cg")
+    first = tl.load(blocks + total + block, cache_modifier=".cg")
+    done = blocks + 3 * total + block
+    come = count
+    if AFTER > 0:
+        come = have_come(done)
+    return expert, first, count, done, come
 
 
 @jit

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from core.models import Fp8
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.cublaslt import FOLDER
-from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL
 from gpu.quant import FP8
 

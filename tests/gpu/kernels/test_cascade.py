@@ -21,15 +21,15 @@ def test_cascade(common: int, cap: float, device: torch.device, dtype: torch.dty
     kept = pages(LENGTHS, 16, heads, dtype, device)
     kept.table[kept.slots, : common // 16] = kept.table[kept.slots[0], : common // 16].clone()
     q = torch.randn(len(LENGTHS), heads.q, heads.dim, device=device).to(dtype)
+    layer = kept.layer(16, scale, cap)
     cache, count, shared = (kept.k, kept.v), scalar(live, device), scalar(common, device)
     config = DecodeConfig(tile=32, warps=4, stages=2, programs=3)
     plan = plan_decode(kept.slots, kept.lengths[kept.slots], config, num_rows=count, skip=shared)
     space = decode_workspace(len(LENGTHS), heads.q, heads.kv, heads.dim, config, device)
     lse = torch.zeros(len(LENGTHS), heads.q, device=device)
-    args = {"page_size": 16, "scale": scale, "cap": cap}
-    out = paged_decode(q, cache, kept.table, plan, space, config, lse=lse, **args)
+    out = paged_decode(q, layer, plan, space, config, lse=lse)
     use = PrefixConfig(queries=16, tile=16, parts=2)
-    prefix = prefix_attention(q, cache, kept.table, kept.slots, shared, use, num_rows=count, **args)
+    prefix = prefix_attention(q, layer, kept.slots, shared, use, num_rows=count)
     merge_state(out.view_as(q), lse, prefix.parts, prefix.lse, num_rows=count)
     table = kept.table[kept.slots]
     expected, sums = reference.decode_attention(q, cache, table, LENGTHS[:live], 16, scale, cap=cap)

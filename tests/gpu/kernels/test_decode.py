@@ -9,6 +9,7 @@ from torch import Tensor
 from bench.kernels import reference
 from bench.kernels.inputs import Heads, error, pages, rope, scalar
 from gpu.kernels.attention.decode import DecodeConfig, decode_workspace, paged_decode, plan_decode
+from gpu.kernels.attention.pages import Pages
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 
 WIDE = [5, 1, 130, 64, 2]
@@ -65,18 +66,7 @@ def test_paged_decode(
         skip=skip,
     )
     for _ in range(2):  # a second layer finds the counters as the first did
-        found = paged_decode(
-            q,
-            (kept.k, kept.v),
-            kept.table,
-            plan,
-            space,
-            config,
-            page_size=page_size,
-            scale=scale,
-            cap=cap,
-            lse=lse,
-        )
+        found = paged_decode(q, kept.layer(page_size, scale, cap), plan, space, config, lse=lse)
         assert error(found.view_as(q)[:live], expected[:live]) < tolerance
         assert error(lse[:live], sums[:live]) < tolerance
         assert not lse[live:].any()  # padded rows are left alone
@@ -123,7 +113,7 @@ def test_a_row_gone_wrong_stays_alone(device: torch.device, dtype: torch.dtype, 
     plan = plan_decode(kept.slots, kept.lengths[kept.slots], config)
     space = decode_workspace(3, heads.q, heads.kv, heads.dim, config, device)
     cache, scale = (kept.k, kept.v), heads.dim**-0.5
-    found = paged_decode(q, cache, kept.table, plan, space, config, page_size=16, scale=scale).view_as(q)
+    found = paged_decode(q, kept.layer(16, scale), plan, space, config).view_as(q)
     expected, _ = reference.decode_attention(q, cache, kept.table[kept.slots], lengths, 16, scale)
     assert found[1].isnan().all()
     assert error(found[::2], expected[::2]) < tolerance
@@ -150,8 +140,8 @@ def test_a_dependent_launch_sees_what_the_one_before_stored(lengths: list[int], 
     def layer(i: int, pdl: bool) -> tuple[Tensor, Tensor]:
         into = torch.empty(rows, heads.q * heads.dim, dtype=dtype, device=device)
         q = norm_rope_store(fused[i], caches[i], where, turn, q_out=into, pdl=pdl)
-        more = {"page_size": page, "scale": scale, "pdl": pdl}
-        return q, paged_decode(q, caches[i], kept.table, plan, space, config, **more)
+        own = Pages(*caches[i], kept.table, page, scale)
+        return q, paged_decode(q, own, plan, space, config, pdl=pdl)
 
     layer(0, True)
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
 from gpu.kernels.moe.few_rows import SmallConfig, small_moe
 from gpu.kernels.moe.fused import fused_moe_add_norm
-from gpu.kernels.moe.grouped_gemm import TileConfig
+from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.quant import quantise, quantise_blocks
 

@@ -56,14 +56,13 @@ def test_paged_prefill(
     count = scalar(len(sizes), device)
     plan = plan_prefill(*cut[:3], count, rows, heads.q // heads.kv, config)
     scale = heads.dim**-0.5
-    args = {"page_size": page_size, "scale": scale, "window": window, "cap": cap}
     space = prefill_space(config, heads.kv, heads.dim, device)
     if space is not None:
         space.found.fill_(float("nan"))  # what another step left there
-    cache, found = (kept.k, kept.v), []
+    layer, found = kept.layer(page_size, scale, cap), []
     for _ in range(2):
         out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=device)
-        paged_prefill(q, cache, kept.table, plan, config, space, out=out, **args)
+        paged_prefill(q, layer, plan, config, space, window=window, out=out)
         found.append(out)
     assert torch.equal(found[0], found[1])
     own = kept.table[kept.slots]
