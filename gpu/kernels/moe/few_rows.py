@@ -22,8 +22,8 @@ from torch import Tensor
 
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.gemv import WIDE, chunk, dots, tiles
-from gpu.kernels.jit import begin, cdiv, jit, options, pow2
-from gpu.kernels.moe.route import Routing
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, pow2
+from gpu.kernels.moe.route import Routing, add_pairs, router
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -58,16 +58,16 @@ UP_REGISTERS = 128
 def _find(
     logits: tl.tensor,
     count: tl.tensor,
-    TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    ROUTER: tl.constexpr,
     WARPS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The best of the first `count` of a row's logits, lowest expert first on ties: the logits as float32
-    and 1 at the best ones [WARPS, BLOCK_E]; the best ones and their logits [WARPS, BLOCK_J].
+    and 1 at the best ones [WARPS, block_e]; the best ones and their logits [WARPS, block_k].
 
     Every warp finds them, with a row of the tile to itself: what is reduced then never leaves a warp.
     """
+    BLOCK_E: tl.constexpr = ROUTER.block_e
+    BLOCK_J: tl.constexpr = ROUTER.block_k
     e = tl.arange(0, BLOCK_E)[None, :] + tl.zeros([WARPS, 1], tl.int32)
     j = tl.arange(0, BLOCK_J)[None, :]
     x = tl.load(logits + e, mask=e < count, other=float("-inf"), cache_modifier=".cg").to(tl.float32) + 0.0
@@ -79,7 +79,7 @@ def _find(
     expert = tl.zeros([WARPS, BLOCK_J], tl.int32)
     order = tl.zeros([WARPS, BLOCK_J], tl.int32)
     taken = tl.zeros([WARPS, BLOCK_E], tl.int32)
-    for i in tl.static_range(TOP_K):
+    for i in tl.static_range(ROUTER.top_k):
         top = tl.max(left, 1)[:, None]
         index = tl.min(tl.where(left == top, e, BLOCK_E), 1)[:, None]
         expert = tl.where(j == i, index, expert)
@@ -110,49 +110,38 @@ def _by_block(
 
 
 @jit
-def _both(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    return a + c, b + d
-
-
-@jit
 def _small_up(
     x: tl.tensor,
     logits: tl.tensor,
     w13: tl.tensor,
     s13: tl.tensor,
-    weights: tl.tensor,
-    experts: tl.tensor,
+    routing: Routing,
     hidden: tl.tensor,
     num_rows: tl.tensor,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORM: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     WARPS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_J: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROUTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    E: tl.constexpr = ROUTER.experts
     pair = tl.program_id(1)
-    row = pair // TOP_K
+    row = pair // ROUTER.top_k
     begin(PDL)
     live = row >= 0
     if num_rows is not None:
         live = row < tl.load(num_rows)
-    score, taken, expert, value = _find(
-        logits + row * E, tl.where(live, E, 0), TOP_K, BLOCK_E, BLOCK_J, WARPS
-    )
-    mine = tl.arange(0, BLOCK_J)[None, :] == pair % TOP_K
+    score, taken, expert, value = _find(logits + row * E, tl.where(live, E, 0), ROUTER, WARPS)
+    mine = tl.arange(0, ROUTER.block_k)[None, :] == pair % ROUTER.top_k
     chosen = tl.max(tl.max(tl.where(mine, expert, 0), 1), 0)
     if not live:
         if tl.program_id(0) == 0:
-            tl.store(experts + pair, -1)
-            tl.store(weights + pair, 0.0)
+            tl.store(routing.experts + pair, -1)
+            tl.store(routing.weights + pair, 0.0)
         return
     if KEEP:
         held = _row(x + row * K, K, WARPS, BLOCK_K)
@@ -177,7 +166,7 @@ def _small_up(
                 by_up *= _by_block(s13, w_row + N, k, there, K)
             gate += by_gate
             up += by_up
-        gate, up = tl.reduce((gate, up), 1, _both)
+        gate, up = tl.reduce((gate, up), 1, add_pairs)
         if s13 is not None and not BLOCKS:
             scale = s13 + chosen * (2 * N) + cols
             gate *= tl.load(scale, mask=cols < N, other=0.0)
@@ -187,10 +176,10 @@ def _small_up(
     if tl.program_id(0) == 0:  # last: nothing here waits for it
         top = tl.max(value, 1)[:, None]
         share = tl.exp(score - top)
-        counted = tl.where(taken > 0, share, 0.0) if RENORM else share
+        counted = tl.where(taken > 0, share, 0.0) if ROUTER.renormalise else share
         own = tl.sum(tl.where(mine, tl.exp(value - top), 0.0), 1) / tl.sum(counted, 1)
-        tl.store(experts + pair, chosen)
-        tl.store(weights + pair, tl.max(own, 0))
+        tl.store(routing.experts + pair, chosen)
+        tl.store(routing.weights + pair, tl.max(own, 0))
 
 
 @jit
@@ -202,23 +191,23 @@ def _small_down(
     weights: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_J: tl.constexpr,
     WARPS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    ROUTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    E: tl.constexpr = ROUTER.experts
+    TOP_K: tl.constexpr = ROUTER.top_k
+    BLOCK_J: tl.constexpr = ROUTER.block_k
     row = tl.program_id(1)
     live = row >= 0
     if num_rows is not None:
         live = row < tl.load(num_rows, cache_modifier=".cg")
-    _, _, few, _ = _find(logits + row * E, tl.where(live, E, 0), TOP_K, BLOCK_E, BLOCK_J, WARPS)
+    _, _, few, _ = _find(logits + row * E, tl.where(live, E, 0), ROUTER, WARPS)
     expert = tl.max(few, 0)
     j = tl.arange(0, BLOCK_J)
     cols = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
@@ -287,13 +276,14 @@ def small_moe(
     use = config or small_config(w2, top_k)
     s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape
-    experts = logits.shape[1]
     width = w2.shape[2]
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
-    found = torch.empty(rows, top_k, dtype=torch.int32, device=x.device)
+    routing = Routing(
+        torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
+        torch.empty(rows, top_k, dtype=torch.int32, device=x.device),
+    )
     hidden = x.new_empty(rows * top_k, width)
     out = torch.empty_like(x)
-    blocks = {"BLOCK_E": max(pow2(experts), 16), "BLOCK_J": max(pow2(top_k), 2)}
+    chosen_by = router(logits.shape[1], top_k, renormalise)
     blocked = s13 is not None and s13.dim() == w13.dim()
     keep = size * x.element_size() <= 4096  # 32 registers
     _small_up[(cdiv(width, use.up_warps * use.up_steps), rows * top_k)](
@@ -301,13 +291,9 @@ def small_moe(
         logits,
         w13,
         s13,
-        weights,
-        found,
+        routing,
         hidden,
         num_rows,
-        E=experts,
-        TOP_K=top_k,
-        RENORM=renormalise,
         N=width,
         K=size,
         WARPS=use.up_warps,
@@ -315,9 +301,8 @@ def small_moe(
         BLOCK_K=chunk(size, 256),
         KEEP=keep,
         BLOCKS=blocked,
-        PDL=pdl,
-        **blocks,
-        **options(use.up_warps, pdl=pdl),
+        ROUTER=chosen_by,
+        **launch_options(pdl, use.up_warps),
         **({"maxnreg": UP_REGISTERS} if keep and pdl else {}),
     )
     _small_down[(cdiv(size, use.down_columns), rows)](
@@ -325,19 +310,16 @@ def small_moe(
         logits,
         w2,
         s2,
-        weights,
+        routing.weights,
         out,
         num_rows,
-        E=experts,
-        TOP_K=top_k,
         N=size,
         K=width,
         SPAN=use.down_columns,
-        BLOCK_K=chunk(width, 256 * max(use.down_warps // blocks["BLOCK_J"], 1)),
+        BLOCK_K=chunk(width, 256 * max(use.down_warps // chosen_by.block_k, 1)),
         WARPS=use.down_warps,
         BLOCKS=blocked,
-        PDL=pdl,
-        **blocks,
-        **options(use.down_warps, pdl=pdl),
+        ROUTER=chosen_by,
+        **launch_options(pdl, use.down_warps),
     )
-    return out, Routing(weights, found)
+    return out, routing

@@ -173,6 +173,15 @@ def _tile(
         _finish(acc_low, out, target_low, inside_low, n, SHAPE, CONFIG)
 
 
+@jit
+def _await(
+    done: tl.tensor, come: tl.tensor, count: tl.tensor, AFTER: tl.constexpr, TMA: tl.constexpr
+) -> None:
+    """A tile without rows waits for nothing."""
+    if count > 0:
+        await_count(done, come, AFTER, TMA)
+
+
 @jit_loose("total")
 def _tall(
     a: tl.tensor,
@@ -190,9 +199,8 @@ def _tall(
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * CONFIG.block_n
     expert, first, count, done, come = take_tile(tiles.blocks, total, block, AFTER, PDL)
-    if AFTER > 0:  # noqa: SIM102 - decided while compiling, the next while running
-        if count > 0:
-            await_count(done, come, AFTER, PDL)
+    if AFTER > 0:
+        _await(done, come, count, AFTER, PDL)
     if count > 128:
         _tile(a, a_low, w, out, tiles.pairs, expert, first, count, n, 128, True, SHAPE, CONFIG)
     elif count > 64:

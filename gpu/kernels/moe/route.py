@@ -26,7 +26,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, options, pow2, true_rows
 
 SMALL = 128
 """Rows up to which pairs are sorted by comparing each with all: 3.4 µs at 128, where chunks took 8.7."""
@@ -51,6 +51,22 @@ class Routing(NamedTuple):
     experts: Tensor
 
 
+class Router(NamedTuple):
+    """Constants of a kernel that routes. `renormalise` makes a row's weights sum to 1; the blocks are
+    powers of two of at least `experts` and `top_k`."""
+
+    experts: int
+    top_k: int
+    renormalise: bool
+    block_e: int
+    block_k: int
+
+
+def router(experts: int, top_k: int, renormalise: bool) -> Router:
+    """With the blocks that its sizes need."""
+    return Router(experts, top_k, renormalise, max(pow2(experts), 16), max(pow2(top_k), 2))
+
+
 class Tiles(NamedTuple):
     """The pairs of a routing in the order in which the GEMMs take them.
 
@@ -68,13 +84,13 @@ def _best(
     logits: tl.tensor,
     rows: tl.tensor,
     live: tl.tensor,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    RENORM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROUTER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Weights and experts [rows, BLOCK_K], and which experts were taken, bool [rows, BLOCK_E]."""
+    """Weights and experts [rows, block_k], and which experts were taken, bool [rows, block_e]."""
+    E: tl.constexpr = ROUTER.experts
+    K: tl.constexpr = ROUTER.top_k
+    BLOCK_E: tl.constexpr = ROUTER.block_e
+    BLOCK_K: tl.constexpr = ROUTER.block_k
     e = tl.arange(0, BLOCK_E)[None, :]
     j = tl.arange(0, BLOCK_K)[None, :]
     packed: tl.constexpr = logits.dtype.element_ty == tl.bfloat16
@@ -103,7 +119,7 @@ def _best(
     top = tl.max(value, 1)[:, None]
     share = tl.where(j < K, tl.exp(value - top), 0.0)
     total = tl.sum(share, 1)[:, None]
-    if not RENORM:
+    if not ROUTER.renormalise:
         total = tl.sum(tl.where(e < E, tl.exp(x - top), 0.0), 1)[:, None]
     weight = tl.where(live[:, None], share / total, 0.0)
     expert = tl.where(live[:, None] & (j < K), expert, -1)
@@ -120,33 +136,46 @@ def _bits(word: tl.tensor) -> tl.tensor:
 
 
 @jit
+def _route_rows(
+    logits: tl.tensor,
+    routing: Routing,
+    rows: tl.tensor,
+    last: tl.tensor,
+    n: tl.tensor,
+    ROUTER: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Route `rows`, of which those up to `last` are stored, those up to `n` being true. Returns experts and
+    which were taken, as `_best`."""
+    K: tl.constexpr = ROUTER.top_k
+    j = tl.arange(0, ROUTER.block_k)[None, :]
+    weight, expert, taken = _best(logits, rows, rows < tl.minimum(n, last), ROUTER)
+    at = rows[:, None] * K + j
+    inside = (rows < last)[:, None] & (j < K)
+    tl.store(routing.weights + at, weight, mask=inside)
+    tl.store(routing.experts + at, expert, mask=inside)
+    return expert, taken
+
+
+@jit
 def _span(
     logits: tl.tensor,
-    weights: tl.tensor,
-    experts: tl.tensor,
+    routing: Routing,
     first: tl.tensor,
     last: tl.tensor,
     n: tl.tensor,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    RENORM: tl.constexpr,
     SPAN: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROUTER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Route SPAN rows from `first` on, stored up to `last`. Returns for each of SPAN * BLOCK_K places of a
+    """Route SPAN rows from `first` on, stored up to `last`. Returns for each of SPAN * block_k places of a
     pair its number (-1: none), expert and rank within the span, and how many pairs each expert got.
 
     Ranks come from words: bit r of an expert's is set where row r of the span chose it, so the rows before
     one are a mask and a count of bits. A scan over rows would cost a trip through shared memory a warp.
     """
+    K: tl.constexpr = ROUTER.top_k
+    BLOCK_K: tl.constexpr = ROUTER.block_k
     rows = first + tl.arange(0, SPAN)
-    j = tl.arange(0, BLOCK_K)[None, :]
-    weight, expert, taken = _best(logits, rows, rows < tl.minimum(n, last), E, K, RENORM, BLOCK_E, BLOCK_K)
-    at = rows[:, None] * K + j
-    inside = (rows < last)[:, None] & (j < K)
-    tl.store(weights + at, weight, mask=inside)
-    tl.store(experts + at, expert, mask=inside)
+    expert, taken = _route_rows(logits, routing, rows, last, n, ROUTER)
     bit = tl.full([SPAN], 1, tl.uint64) << tl.arange(0, SPAN).to(tl.uint64)
     words = tl.sum(tl.where(taken, bit[:, None], 0), 0)
     flat = tl.reshape(expert, [SPAN * BLOCK_K])
@@ -199,36 +228,22 @@ def _write_blocks(
 @jit_loose("rows")
 def _choose(
     logits: tl.tensor,
-    weights: tl.tensor,
-    experts: tl.tensor,
+    routing: Routing,
     num_rows: tl.tensor,
     rows: int,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    RENORM: tl.constexpr,
     SPAN: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROUTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     begin(PDL)
-    n = rows
-    if num_rows is not None:
-        n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
     row = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
-    weight, expert, _ = _best(logits, row, row < n, E, K, RENORM, BLOCK_E, BLOCK_K)
-    j = tl.arange(0, BLOCK_K)[None, :]
-    at = row[:, None] * K + j
-    inside = (row < rows)[:, None] & (j < K)
-    tl.store(weights + at, weight, mask=inside)
-    tl.store(experts + at, expert, mask=inside)
+    _route_rows(logits, routing, row, rows, true_rows(num_rows, rows), ROUTER)
 
 
 @jit_loose("count", "total")
 def _sort(
     experts: tl.tensor,
-    pairs: tl.tensor,
-    blocks: tl.tensor,
+    tiles: Tiles,
     count: int,
     total: int,
     BLOCK_M: tl.constexpr,
@@ -246,52 +261,44 @@ def _sort(
         own = tl.load(experts + p, mask=p < count, other=-1)
         before = (other * BLOCK_P + q)[None, :] < (own * BLOCK_P + p)[:, None]
         place = tl.sum(before.to(tl.int32), 1)
-        tl.store(pairs + place, p, mask=own >= 0)
+        tl.store(tiles.pairs + place, p, mask=own >= 0)
     else:
         # Pairs of padded rows are counted behind the last expert.
         counts = tl.histogram(other, 2 * BLOCK_E)
         counts = tl.where(tl.arange(0, 2 * BLOCK_E) < BLOCK_E, counts, 0)
         firsts = tl.cumsum(counts, 0) - counts
-        _write_blocks(counts, firsts, blocks, total, 0, 1, BLOCK_M, 2 * BLOCK_E)
+        _write_blocks(counts, firsts, tiles.blocks, total, 0, 1, BLOCK_M, 2 * BLOCK_E)
 
 
 @jit_loose("rows", "chunk")
 def _route(
     logits: tl.tensor,
-    weights: tl.tensor,
-    experts: tl.tensor,
+    routing: Routing,
     ranks: tl.tensor,
     hist: tl.tensor,
     num_rows: tl.tensor,
     rows: int,
     chunk: int,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    RENORM: tl.constexpr,
     SPAN: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROUTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     begin(PDL)
-    n = rows
-    if num_rows is not None:
-        n = tl.minimum(tl.load(num_rows).to(tl.int32), rows)
+    n = true_rows(num_rows, rows)
     g = tl.program_id(0)
     last = tl.minimum((g + 1) * chunk, rows)
-    seen = tl.zeros([BLOCK_E], tl.int32)
+    seen = tl.zeros([ROUTER.block_e], tl.int32)
     for first in range(g * chunk, last, SPAN):
-        pair, expert, rank, counts = _span(
-            logits, weights, experts, first, last, n, E, K, RENORM, SPAN, BLOCK_E, BLOCK_K
-        )
+        pair, expert, rank, counts = _span(logits, routing, first, last, n, SPAN, ROUTER)
         rank += tl.gather(seen, tl.maximum(expert, 0), 0)
         tl.store(ranks + pair, rank, mask=pair >= 0)
         seen += counts
-    tl.store(hist + g * BLOCK_E + tl.arange(0, BLOCK_E), seen.to(hist.dtype.element_ty))
+    tl.store(hist + g * ROUTER.block_e + tl.arange(0, ROUTER.block_e), seen.to(hist.dtype.element_ty))
 
 
 @jit
-def _add(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def add_pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Of `tl.reduce`: sums of two tensors at once."""
     return a + c, b + d
 
 
@@ -300,8 +307,7 @@ def _scatter(
     experts: tl.tensor,
     ranks: tl.tensor,
     hist: tl.tensor,
-    pairs: tl.tensor,
-    blocks: tl.tensor,
+    tiles: Tiles,
     rows: int,
     chunk: int,
     chunks: int,
@@ -318,7 +324,7 @@ def _scatter(
     c = tl.arange(0, BLOCK_C)[:, None]
     at = hist + c * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
     h = tl.load(at, mask=c < chunks, other=0).to(tl.int32)
-    counts, before = tl.reduce((h, tl.where(c < g, h, 0)), 0, _add)
+    counts, before = tl.reduce((h, tl.where(c < g, h, 0)), 0, add_pairs)
     firsts = tl.cumsum(counts, 0) - counts
     base = firsts + before
     last = tl.minimum((g + 1) * chunk, rows) * K
@@ -327,8 +333,8 @@ def _scatter(
         expert = tl.load(experts + pair, mask=pair < last, other=-1)
         rank = tl.load(ranks + pair, mask=expert >= 0, other=0)
         place = tl.gather(base, tl.maximum(expert, 0), 0) + rank
-        tl.store(pairs + place, pair, mask=expert >= 0)
-    _write_blocks(counts, firsts, blocks, total, g, chunks, BLOCK_M, BLOCK_E)
+        tl.store(tiles.pairs + place, pair, mask=expert >= 0)
+    _write_blocks(counts, firsts, tiles.blocks, total, g, chunks, BLOCK_M, BLOCK_E)
 
 
 def max_blocks(rows: int, experts: int, top_k: int, block_m: int) -> int:
@@ -352,67 +358,65 @@ def route(
     sum to 1. `num_rows` int32 [1] on the device: rows from there on go to expert -1 and into no tile.
     """
     rows, experts = logits.shape
-    sizes = {"BLOCK_E": max(pow2(experts), 16), "PDL": pdl}
+    use = router(experts, top_k, renormalise)
     total = max_blocks(rows, experts, top_k, block_m)
-    device = logits.device
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
-    found = torch.empty(rows, top_k, dtype=torch.int32, device=device)
-    pairs = torch.empty(rows * top_k, dtype=torch.int32, device=device)
-    blocks = torch.empty(4, total, dtype=torch.int32, device=device)
-    best = {"E": experts, "K": top_k, "RENORM": renormalise, "BLOCK_K": max(pow2(top_k), 2)} | sizes
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    routing = Routing(empty(rows, top_k, dtype=torch.float32), empty(rows, top_k))
+    tiles = Tiles(empty(rows * top_k), empty(4, total))
     if rows <= SMALL:
         _choose[(cdiv(rows, 4),)](
-            logits, weights, found, num_rows, rows, SPAN=4, **best, **options(4, pdl=pdl)
+            logits, routing, num_rows, rows, SPAN=4, ROUTER=use, **launch_options(pdl, 4)
         )
-        block_p, span = pow2(rows * top_k), 16
+        span = 16
         _sort[(cdiv(rows * top_k, span) + 1,)](
-            found,
-            pairs,
-            blocks,
+            routing.experts,
+            tiles,
             rows * top_k,
             total,
             BLOCK_M=block_m,
-            BLOCK_P=block_p,
+            BLOCK_E=use.block_e,
+            BLOCK_P=pow2(rows * top_k),
             SPAN=span,
-            **sizes,
-            **options(4, pdl=pdl),
+            **launch_options(pdl, 4),
         )
-        return Routing(weights, found), Tiles(pairs, blocks)
+        return routing, tiles
     span = min(max(16, pow2(cdiv(rows, CHUNKS))), WORD)
     chunk = span * cdiv(rows, span * CHUNKS)
     chunks = cdiv(rows, chunk)
-    ranks = torch.empty(rows, top_k, dtype=torch.int32, device=device)
-    hist = torch.empty(chunks, sizes["BLOCK_E"], dtype=torch.int16, device=device)
+    ranks, hist = empty(rows, top_k), empty(chunks, use.block_e, dtype=torch.int16)
     _route[(chunks,)](
         logits,
-        weights,
-        found,
+        routing,
         ranks,
         hist,
         num_rows,
         rows,
         chunk,
         SPAN=span,
-        **best,
-        **options(span // 4, pdl=pdl),
+        ROUTER=use,
+        **launch_options(pdl, span // 4),
     )
+    # Launched early it took 26 µs instead of 15 at 8,192 rows: its programs crowd, it seems, onto the few
+    # multiprocessors that `route` leaves free.
+    early = pdl and rows < 1024
     _scatter[(chunks,)](
-        found,
+        routing.experts,
         ranks,
         hist,
-        pairs,
-        blocks,
+        tiles,
         rows,
         chunk,
         chunks,
         total,
         K=top_k,
         BLOCK_M=block_m,
+        BLOCK_E=use.block_e,
         BLOCK_C=pow2(chunks),
         SPAN=pow2(span * top_k),
-        **sizes,
-        # Launched early it took 26 µs instead of 15 at 8,192 rows: its programs crowd, it seems, onto the few
-        # multiprocessors that `route` leaves free.
-        **options(4, pdl=pdl and rows < 1024),
+        PDL=pdl,
+        **options(4, pdl=early),
     )
-    return Routing(weights, found), Tiles(pairs, blocks)
+    return routing, tiles
