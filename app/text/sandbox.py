@@ -231,7 +231,7 @@ class _Turns:
 
     __slots__ = ("_budget", "_items")
 
-    def __init__(self, items: Iterable[Any], budget: Budget) -> None:
+    def __init__(self, items: Any, budget: Budget) -> None:
         self._items = items
         self._budget = budget
 
@@ -242,7 +242,7 @@ class _Turns:
             yield item
 
     def __len__(self) -> int:
-        return len(self._items)  # type: ignore[arg-type]  # TypeError is what Jinja2 expects then
+        return len(self._items)  # TypeError is what Jinja2 expects of what has no length
 
 
 class _Generation(Extension):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import gguf
@@ -33,6 +34,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -47,6 +52,16 @@ def gguf_name(name: str) -> str:
 def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """What llama.cpp's converter does to q and k of the llama architecture."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A state with gate and up of the experts apart, their names as those of other matrices."""
+    for name, tensor in state.items():
+        if name.endswith("gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up", part) + ".weight", half
+        else:
+            yield name + ".weight" if name.endswith("experts.down_proj") else name, tensor
 
 
 def write(path: Path, arch: str, reference: PreTrainedModel, quantise: bool = False) -> Path:
@@ -66,7 +81,11 @@ def write(path: Path, arch: str, reference: PreTrainedModel, quantise: bool = Fa
     writer.add_token_scores([0.5] * 300)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, tensor in reference.state_dict().items():
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for name, tensor in apart(reference.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if arch == "llama" and "q_proj" in name:
@@ -86,7 +105,10 @@ def write(path: Path, arch: str, reference: PreTrainedModel, quantise: bool = Fa
     return path
 
 
-@pytest.mark.parametrize(("arch", "variant"), [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")])
+@pytest.mark.parametrize(
+    ("arch", "variant"),
+    [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3"), ("qwen3moe", "qwen3-moe")],
+)
 def test_a_gguf_is_the_model_it_was_made_from(arch: str, variant: str, tmp_path: Path) -> None:
     tiny = tiny_model.build(variant, tmp_path / "hf")
     file = write(tmp_path / "tiny.gguf", arch, tiny.reference)
@@ -123,7 +145,7 @@ def test_unpermute_undoes_permute() -> None:
 
 def test_names() -> None:
     assert hf_name("blk.12.ffn_gate.weight") == "model.layers.12.mlp.gate_proj.weight"
-    assert hf_name("rope_freqs.weight") is None
+    assert hf_name("output.weight") == "lm_head.weight"
     assert hf_name("blk.0.ssm_a") == "blk.0.ssm_a"
 
 
@@ -132,7 +154,7 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"mamba is not supported. Supported: llama, qwen2, qwen3"):
+    with pytest.raises(ModelError, match=r"'mamba' is not supported; supported are llama, qwen2, qwen3"):
         spec_of(tmp_path / "m.gguf")
 
 

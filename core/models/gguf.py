@@ -1,0 +1,93 @@
+"""Metadata of a .gguf file as a Hugging Face config, so that one reader knows every format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core.errors import ModelError
+
+_ARCHITECTURES: Mapping[str, tuple[str, str]] = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+
+
+def gguf_config(
+    fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rope_factor: float = 1.0
+) -> dict[str, Any]:
+    """config.json of a .gguf file from its metadata and tensor shapes. Raises `ModelError`."""
+    kind = str(fields.get("general.architecture", ""))
+    if kind not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"the .gguf architecture {kind!r} is not supported; supported are {known}.")
+
+    def want(name: str) -> Any:
+        value = fields.get(f"{kind}.{name}")
+        if value is None:
+            raise ModelError(f"the .gguf file lacks the field {kind}.{name}.")
+        return value
+
+    heads, hidden = want("attention.head_count"), want("embedding_length")
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
+    architecture, model_type = _ARCHITECTURES[kind]
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "vocab_size": embedding[-1],
+        "hidden_size": hidden,
+        "intermediate_size": want("feed_forward_length"),
+        "num_hidden_layers": want("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get(f"{kind}.attention.head_count_kv", heads),
+        "head_dim": fields.get(f"{kind}.attention.key_length") or hidden // heads,
+        "max_position_embeddings": want("context_length"),
+        # float32 in the file: 9.999999747e-06 is meant as 1e-05.
+        "rms_norm_eps": float(f"{want('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": float(fields.get(f"{kind}.rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(fields, kind, rope_factor),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    if kind == "qwen3moe":
+        config |= {
+            "num_experts": want("expert_count"),
+            "num_experts_per_tok": want("expert_used_count"),
+            "moe_intermediate_size": want("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    for name in ("bos", "eos"):
+        if (token := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            config[f"{name}_token_id"] = token
+    return config
+
+
+def _rope_scaling(fields: Mapping[str, Any], kind: str, rope_factor: float) -> dict[str, Any] | None:
+    prefix = f"{kind}.rope.scaling."
+    name, factor = fields.get(prefix + "type"), fields.get(prefix + "factor")
+    original = fields.get(prefix + "original_context_length")
+    if name in ("linear", "yarn") and factor:
+        scaling: dict[str, Any] = {"rope_type": name, "factor": float(factor)}
+        if original:
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+    if rope_factor > 1.0:
+        # Llama 3.1 and later: the file holds the factor per frequency, whose largest is the
+        # configured one; the other three values are the same in every released model.
+        return {
+            "rope_type": "llama3",
+            "factor": rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original or 8192,
+        }
+    return None
