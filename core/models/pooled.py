@@ -9,7 +9,7 @@ import msgspec
 
 from core.models.fields import Config, Fields
 from core.models.read import activation_of, architecture_of, dtype_of, refuse_quantised
-from core.models.spec import Activation, EncoderSpec, ModelSpec, PoolingSpec
+from core.models.spec import Activation, EncoderSpec, ModelSpec, Pooling, PoolingSpec
 
 Reader = Callable[[Fields], ModelSpec]
 
@@ -37,45 +37,27 @@ def embedder(read: Reader) -> Reader:
     return reader
 
 
-def classifier(read: Reader) -> Reader:
-    """A decoder with a linear head, without bias, on the last token."""
+def classifier(read: Reader, of: Pooling = "last") -> Reader:
+    """A model with a head for classes on one token: a decoder's last, an encoder's first."""
 
     def reader(fields: Fields) -> ModelSpec:
-        return msgspec.structs.replace(
-            read(fields), task="classify", tied=False, pooling=_classes(fields, PoolingSpec(kind="last"))
-        )
+        pooling = _classes(fields, PoolingSpec(kind=of))
+        return msgspec.structs.replace(read(fields), task="classify", tied=False, pooling=pooling)
 
     return reader
 
 
 def bert(fields: Fields) -> ModelSpec:
     """BertModel. Without a word on pooling the mean, as sentence-transformers does."""
-    return _encoder(fields, EncoderSpec(token_types=fields.size("type_vocab_size", 2)), 512, 1e-12)
+    return _encoder(fields, first_position=0)
 
 
 def roberta(fields: Fields) -> ModelSpec:
     """RobertaModel and XLMRobertaModel: positions are counted from behind the padding id."""
-    pad = fields.count("pad_token_id", 1)
-    facts = EncoderSpec(token_types=fields.size("type_vocab_size", 2), first_position=pad + 1)
-    return _encoder(fields, facts, 512, 1e-12)
+    return _encoder(fields, first_position=fields.count("pad_token_id", 1) + 1)
 
 
-def bert_classifier(fields: Fields) -> ModelSpec:
-    """BertForSequenceClassification."""
-    return _classifying(fields, bert(fields))
-
-
-def roberta_classifier(fields: Fields) -> ModelSpec:
-    """RobertaForSequenceClassification and XLM-RoBERTa's."""
-    return _classifying(fields, roberta(fields))
-
-
-def _classifying(fields: Fields, spec: ModelSpec) -> ModelSpec:
-    pooling = _classes(fields, PoolingSpec(kind="first"))
-    return msgspec.structs.replace(spec, task="classify", pooling=pooling)
-
-
-def _encoder(fields: Fields, facts: EncoderSpec, positions: int, eps: float) -> ModelSpec:
+def _encoder(fields: Fields, first_position: int) -> ModelSpec:
     refuse_quantised(fields)
     if fields.text("position_embedding_type", "absolute") != "absolute":
         raise fields.wrong("position_embedding_type", "absolute")
@@ -84,9 +66,9 @@ def _encoder(fields: Fields, facts: EncoderSpec, positions: int, eps: float) -> 
     hidden, heads = fields.size("hidden_size", 768), fields.size("num_attention_heads", 12)
     if hidden % heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
-    rows = fields.size("max_position_embeddings", positions)
-    if rows <= facts.first_position:
-        raise fields.wrong("max_position_embeddings", f"more than {facts.first_position}")
+    rows = fields.size("max_position_embeddings", 512)
+    if rows <= first_position:
+        raise fields.wrong("max_position_embeddings", f"more than {first_position}")
     return ModelSpec(
         architecture=architecture_of(fields),
         vocab_size=fields.size("vocab_size"),
@@ -97,14 +79,14 @@ def _encoder(fields: Fields, facts: EncoderSpec, positions: int, eps: float) -> 
         head_dim=hidden // heads,
         intermediate=fields.size("intermediate_size", 3072),
         activation=activation_of(fields, "gelu"),
-        norm_eps=fields.number("layer_norm_eps", eps),
+        norm_eps=fields.number("layer_norm_eps", 1e-12),
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        encoder=facts,
+        encoder=EncoderSpec(token_types=fields.size("type_vocab_size", 2), first_position=first_position),
         task="embed",
         pooling=PoolingSpec(kind="mean"),
-        max_position=rows - facts.first_position,
+        max_position=rows - first_position,
         dtype=dtype_of(fields),
     )
 

@@ -1,4 +1,4 @@
-"""Which architectures are served: how to read their config and which class runs them."""
+"""Which architectures are served: how to read their config and their tensors' names."""
 
 from __future__ import annotations
 
@@ -13,48 +13,34 @@ from core.models.spec import ModelSpec, PoolingSpec
 
 
 class Family(msgspec.Struct, frozen=True):
-    """`model` is the dotted path `module:class` of the executing class; `core` never imports it."""
+    """How a config is read, and what may stand beside the tensors of its model."""
 
     read: Callable[[Fields], ModelSpec]
-    model: str
     base: str = "model."
     """Prefix of the base model's tensors. A checkpoint that was saved without a head leaves it out."""
     unused: tuple[str, ...] = ()
     """Prefixes of tensors that checkpoints carry and that nothing here needs."""
 
 
-_BERT = "gpu.models.bert:Bert"
+_CLASSIFIES = "ForSequenceClassification"
+_DECODERS = {"Llama": read.llama, "Mistral": read.mistral, "Qwen2": read.qwen2, "Qwen3": read.qwen3}
+_ENCODERS = {
+    "Bert": (pooled.bert, "bert.", ()),
+    "Roberta": (pooled.roberta, "roberta.", ("roberta.pooler.",)),
+    "XLMRoberta": (pooled.roberta, "roberta.", ("roberta.pooler.",)),
+}
 _POOLERS = ("pooler.", "bert.pooler.", "roberta.pooler.", "cls.", "lm_head.")
 
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(read.llama, "gpu.models.llama:Llama"),
-    "MistralForCausalLM": Family(read.mistral, "gpu.models.llama:Llama"),
-    "Qwen2ForCausalLM": Family(read.qwen2, "gpu.models.qwen:Qwen"),
-    "Qwen3ForCausalLM": Family(read.qwen3, "gpu.models.qwen:Qwen"),
-    "Qwen3MoeForCausalLM": Family(read.qwen3_moe, "gpu.models.qwen_moe:QwenMoe"),
+    "Qwen3MoeForCausalLM": Family(read.qwen3_moe),
+    **{name + "ForCausalLM": Family(reader) for name, reader in _DECODERS.items()},
+    **{name + "Model": Family(pooled.embedder(reader)) for name, reader in _DECODERS.items()},
+    **{name + _CLASSIFIES: Family(pooled.classifier(reader)) for name, reader in _DECODERS.items()},
+    **{name + "Model": Family(reader, base, _POOLERS) for name, (reader, base, _) in _ENCODERS.items()},
     **{
-        name + suffix: Family(task(reader), f"gpu.models.heads:{model}")
-        for name, reader in (
-            ("Llama", read.llama),
-            ("Mistral", read.mistral),
-            ("Qwen2", read.qwen2),
-            ("Qwen3", read.qwen3),
-        )
-        for suffix, task, model in (
-            ("Model", pooled.embedder, "Embedder"),
-            ("ForSequenceClassification", pooled.classifier, "Classifier"),
-        )
+        name + _CLASSIFIES: Family(pooled.classifier(reader, "first"), base, unused)
+        for name, (reader, base, unused) in _ENCODERS.items()
     },
-    "BertModel": Family(pooled.bert, _BERT, "bert.", _POOLERS),
-    "RobertaModel": Family(pooled.roberta, _BERT, "roberta.", _POOLERS),
-    "XLMRobertaModel": Family(pooled.roberta, _BERT, "roberta.", _POOLERS),
-    "BertForSequenceClassification": Family(pooled.bert_classifier, _BERT, "bert."),
-    "RobertaForSequenceClassification": Family(
-        pooled.roberta_classifier, _BERT, "roberta.", ("roberta.pooler.",)
-    ),
-    "XLMRobertaForSequenceClassification": Family(
-        pooled.roberta_classifier, _BERT, "roberta.", ("roberta.pooler.",)
-    ),
 }
 
 

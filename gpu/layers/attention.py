@@ -6,7 +6,7 @@ import torch
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
-from gpu.layers.linear import Linear, Places
+from gpu.layers.parameters import Parameters
 from gpu.ops.base import HeadNorms, Rotation
 
 
@@ -20,15 +20,16 @@ class Attention:
 
     __slots__ = ("_heads", "_layer", "_norms", "_out", "_qkv")
 
-    def __init__(self, spec: ModelSpec, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, prefix: str, parameters: Parameters) -> None:
         self._layer = layer
         self._heads = (spec.heads, spec.kv_heads)
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        self._qkv = Linear(spec.hidden, parts, dtype, device, spec.qkv_bias, spec.fp8)
-        self._out = Linear(spec.q_size, {"o_proj": spec.hidden}, dtype, device, spec.out_bias, spec.fp8)
+        self._qkv = parameters.linear(prefix, spec.hidden, parts, spec.qkv_bias, spec.fp8)
+        out = {"o_proj": spec.hidden}
+        self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.fp8)
         self._norms: HeadNorms | None = None
         if spec.qk_norm:
-            q, k = (torch.empty(spec.head_dim, dtype=dtype, device=device) for _ in range(2))
+            q, k = (parameters.tensor(f"{prefix}{of}_norm.weight", spec.head_dim) for of in "qk")
             self._norms = (q, k, spec.norm_eps)
 
     def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
@@ -39,13 +40,3 @@ class Attention:
     def project(self, ctx: ForwardContext, found: torch.Tensor) -> torch.Tensor:
         """What attention adds, [n, hidden], of what its heads found."""
         return self._out(found, ctx.ops)
-
-    def seal(self) -> None:
-        self._qkv.seal()
-        self._out.seal()
-
-    def places(self, prefix: str) -> Places:
-        found = self._qkv.places(prefix) | self._out.places(prefix)
-        if self._norms is not None:
-            found |= {f"{prefix}q_norm.weight": self._norms[0], f"{prefix}k_norm.weight": self._norms[1]}
-        return found

@@ -72,7 +72,7 @@ class Linear:
         return self(x).float()
 
     def seal(self) -> None:
-        """The weights are final: lay them out for the device. `places` is void from here on.
+        """The weights are final: lay them out for the device. What `places` gave is void from here on.
 
         A GPU takes them as they are: cuBLAS reads rows of 16-bit weights. On a CPU in float32 that is
         oneDNN's blocked layout, the one torch's own compiler packs into; F.linear calls MKL on plain
@@ -80,7 +80,9 @@ class Linear:
         1 row, 1.7 to 2.3 times at 8, 1.1 times at 336.
         """
         plain = self.weight.device.type != "cpu" or self.weight.dtype != torch.float32
-        if plain or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # built without oneDNN
+        if (
+            plain or not self._parts or not hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        ):  # built without oneDNN
             return
         self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
         self._packed = True

@@ -6,7 +6,7 @@ import torch
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
-from gpu.layers.linear import Linear, Places
+from gpu.layers.parameters import Parameters
 
 
 class Mlp:
@@ -14,20 +14,13 @@ class Mlp:
 
     __slots__ = ("_activation", "_down", "_gate_up")
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, prefix: str, parameters: Parameters) -> None:
         self._activation = spec.activation
-        parts = {"gate_proj": spec.intermediate, "up_proj": spec.intermediate}
-        self._gate_up = Linear(spec.hidden, parts, dtype, device, spec.mlp_bias, spec.fp8)
+        up = {"gate_proj": spec.intermediate, "up_proj": spec.intermediate}
         down = {"down_proj": spec.hidden}
-        self._down = Linear(spec.intermediate, down, dtype, device, spec.mlp_bias, spec.fp8)
+        self._gate_up = parameters.linear(prefix, spec.hidden, up, spec.mlp_bias, spec.fp8)
+        self._down = parameters.linear(prefix, spec.intermediate, down, spec.mlp_bias, spec.fp8)
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
         """[n, hidden] to [n, hidden]."""
         return self._down(self._gate_up.gated(x, ctx.ops, self._activation), ctx.ops)
-
-    def seal(self) -> None:
-        self._gate_up.seal()
-        self._down.seal()
-
-    def places(self, prefix: str) -> Places:
-        return self._gate_up.places(prefix) | self._down.places(prefix)

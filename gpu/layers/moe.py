@@ -6,7 +6,7 @@ import torch
 
 from core.models import ModelSpec, MoeSpec
 from gpu.context import ForwardContext
-from gpu.layers.linear import Linear, Places
+from gpu.layers.parameters import Parameters
 from gpu.ops.base import Experts, Part
 from gpu.quant import FP8, scale_shape
 
@@ -26,21 +26,33 @@ class SparseMlp:
 
     __slots__ = ("_experts", "_router")
 
-    def __init__(self, spec: ModelSpec, moe: MoeSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._router = Linear(spec.hidden, {"gate": moe.experts}, dtype, device)
-        width = moe.intermediate
-        kind, scales = dtype, None
+    def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
+        # Plain also once the weights are final: packing 3 × experts small matrices a layer would lose the
+        # one tensor that grouped kernels want.
+        self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts})
+        width, device = moe.intermediate, parameters.device
+        kind, scales = parameters.dtype, None
         if shapes := expert_scales(spec, moe):
             s13, s2 = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
             kind, scales = FP8, (s13, s2)
+        w13 = torch.empty(moe.experts, 2 * width, spec.hidden, dtype=kind, device=device)
+        w2 = torch.empty(moe.experts, spec.hidden, width, dtype=kind, device=device)
         self._experts = Experts(
-            w13=torch.empty(moe.experts, 2 * width, spec.hidden, dtype=kind, device=device),
-            w2=torch.empty(moe.experts, spec.hidden, width, dtype=kind, device=device),
+            w13=w13,
+            w2=w2,
             top_k=moe.per_token,
             renormalise=moe.norm_topk,
             activation=spec.activation,
             scales=scales,
         )
+        for expert in range(moe.experts):
+            name = f"{prefix}experts.{expert}."
+            found = {"gate": w13[expert, :width], "up": w13[expert, width:], "down": w2[expert]}
+            parameters.places |= {f"{name}{part}_proj.weight": view for part, view in found.items()}
+            if scales is not None:
+                half = s13.shape[1] // 2
+                found = {"gate": s13[expert, :half], "up": s13[expert, half:], "down": s2[expert]}
+                parameters.places |= {f"{name}{part}_proj.weight_scale": view for part, view in found.items()}
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
         """[n, hidden] to [n, hidden], or to what the next norm makes it of."""
@@ -48,25 +60,3 @@ class SparseMlp:
         if ctx.routes is not None:
             ctx.routes.append(ctx.ops.routes(logits, self._experts))
         return ctx.ops.experts(x, logits, self._experts)
-
-    def seal(self) -> None:
-        """The experts stay plain: packing 3 × experts small matrices a layer would lose the one
-        tensor that grouped kernels want."""
-        self._router.seal()
-
-    def places(self, prefix: str) -> Places:
-        found = self._router.places(prefix)
-        w13, w2 = self._experts.w13, self._experts.w2
-        width = w2.shape[2]
-        for expert in range(len(w2)):
-            name = f"{prefix}experts.{expert}."
-            found[f"{name}gate_proj.weight"] = w13[expert, :width]
-            found[f"{name}up_proj.weight"] = w13[expert, width:]
-            found[f"{name}down_proj.weight"] = w2[expert]
-            if self._experts.scales is not None:
-                s13, s2 = self._experts.scales
-                half = s13.shape[1] // 2
-                found[f"{name}gate_proj.weight_scale"] = s13[expert, :half]
-                found[f"{name}up_proj.weight_scale"] = s13[expert, half:]
-                found[f"{name}down_proj.weight_scale"] = s2[expert]
-        return found

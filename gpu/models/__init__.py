@@ -1,1 +1,1 @@
-"""Models as executed: one decoder, one small file per family."""
+"""Models as executed: one decoder and one encoder, whose families differ in facts of their specs."""

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
+from gpu.layers import Parameters
 from gpu.layers.linear import Places
 
 
-class CausalModel(Protocol):
-    """A decoder-only model on one device."""
+class CausalModel(ABC):
+    """A language model on one device. Weights are uninitialised until filled.
 
-    spec: ModelSpec
+    Owner: launch thread, once built.
+    """
 
+    __slots__ = ("_parameters", "spec")
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self._parameters = Parameters(dtype, device)
+
+    @abstractmethod
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """Hidden states [n, hidden] after the last norm, of token ids [n]; [s, hidden] where
         `ctx.wanted` names s rows."""
-        ...
 
+    @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, vocab_size] of hidden states [n, hidden]."""
-        ...
+        """float32 [n, vocab_size] of hidden states [n, hidden], [n, classes] of a classifier's."""
 
     def seal(self) -> None:
         """Called once, after filling and before the first forward: the weights are final and may
-        be laid out for the device. `places` is void from here on."""
-        ...
+        be laid out for the device. A tied head becomes a copy where that changes the layout."""
+        for linear in self._parameters.linears:
+            linear.seal()
+        self._parameters.places.clear()  # they would keep the former layout alive
 
     def places(self) -> Places:
-        """Every checkpoint name the model wants and the view it fills."""
-        ...
+        """Every checkpoint name the model wants and the view it fills; none once it is sealed. A tied head
+        has no name of its own."""
+        return dict(self._parameters.places)

@@ -1,7 +1,6 @@
 """The decoder that all families share: embedding, layers, norm, head.
 
-Which facts differ between families stands in `ModelSpec`; a family's class overrides what is not a
-number or a switch.
+Which facts differ between families stands in `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import torch
 
 from core.models import ModelSpec
 from gpu.context import ForwardContext
-from gpu.layers import Attention, Linear, Mlp, RmsNorm, Rope, SparseMlp
-from gpu.layers.linear import Places
+from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp
+from gpu.models.base import CausalModel
 from gpu.ops.base import Part, Rotation
 
 
@@ -25,20 +24,20 @@ class Layer:
     made: add and norm are one kernel where a device has one.
     """
 
-    __slots__ = ("_after", "_attention", "_before", "mlp")
+    __slots__ = ("_after", "_attention", "_before", "_mlp", "kind")
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layer: int,
-        mlp: Mlp | SparseMlp,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._before = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
-        self._attention = Attention(spec, layer, dtype, device)
-        self._after = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
-        self.mlp = mlp
+    def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters) -> None:
+        prefix = f"model.layers.{layer}."
+        self._before = RmsNorm(spec, f"{prefix}input_layernorm", parameters)
+        self._attention = Attention(spec, layer, f"{prefix}self_attn.", parameters)
+        self._after = RmsNorm(spec, f"{prefix}post_attention_layernorm", parameters)
+        self._mlp: Mlp | SparseMlp
+        if spec.moe is not None and layer in spec.moe.layers:
+            self._mlp = SparseMlp(spec, spec.moe, f"{prefix}mlp.", parameters)
+        else:
+            self._mlp = Mlp(spec, f"{prefix}mlp.", parameters)
+        self.kind = (spec.window(layer), type(self._mlp))
+        """Layers of a kind launch the same kernels."""
 
     def attend(
         self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: torch.Tensor
@@ -52,19 +51,7 @@ class Layer:
         """What the MLP adds to `residual` [n, hidden], which is updated in place by what attention makes of
         what its heads `found`."""
         x = self._attention.project(ctx, found)
-        return self.mlp(ctx, self._after.add(ctx, x, residual))
-
-    def seal(self) -> None:
-        self._attention.seal()
-        self.mlp.seal()
-
-    def places(self, prefix: str) -> Places:
-        return (
-            self._before.places(f"{prefix}input_layernorm")
-            | self._attention.places(f"{prefix}self_attn.")
-            | self._after.places(f"{prefix}post_attention_layernorm")
-            | self.mlp.places(f"{prefix}mlp.")
-        )
+        return self._mlp(ctx, self._after.add(ctx, x, residual))
 
 
 def unlike(kinds: Sequence[Hashable]) -> list[int]:
@@ -74,32 +61,28 @@ def unlike(kinds: Sequence[Hashable]) -> list[int]:
     return sorted({0, len(kinds) - 1} | {i + step for i in first.values() for step in (0, 1)})
 
 
-class Decoder:
-    """`CausalModel` of the Llama lineage. Weights are uninitialised until filled.
+class Decoder(CausalModel):
+    """The Llama lineage: models that generate, those below their head, and those with one for classes."""
 
-    Owner: launch thread, once built.
-    """
-
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "_unlike", "spec")
+    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "_unlike")
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec = spec
-        self._embedding = torch.empty(spec.vocab_size, spec.hidden, dtype=dtype, device=device)
-        self._layers = [
-            Layer(spec, layer, self.make_mlp(layer, dtype, device), dtype, device)
-            for layer in range(spec.layers)
-        ]
-        kinds = [(spec.window(i), type(layer.mlp)) for i, layer in enumerate(self._layers)]
-        self._unlike = [self._layers[i] for i in unlike(kinds)]
-        self._norm = RmsNorm(spec.hidden, spec.norm_eps, dtype, device)
-        self._head = Linear(spec.hidden, {"lm_head": spec.vocab_size}, dtype, device)
+        super().__init__(spec, dtype, device)
+        parameters = self._parameters
+        self._embedding = parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+        self._norm = RmsNorm(spec, "model.norm", parameters)
+        self._layers = [Layer(spec, layer, parameters) for layer in range(spec.layers)]
+        self._unlike = [self._layers[i] for i in unlike([layer.kind for layer in self._layers])]
+        heads = {
+            "generate": {"lm_head": spec.vocab_size},
+            "classify": {"score": len(spec.pooling.labels)},
+            "embed": {},
+        }
+        self._head = parameters.linear("", spec.hidden, heads[spec.task])
         if spec.tied:
             self._head.weight = self._embedding
+            del parameters.places["lm_head.weight"]
         self._rope = Rope(spec.rope, spec.head_dim, dtype, device)
-
-    def make_mlp(self, layer: int, dtype: torch.dtype, device: torch.device) -> Mlp | SparseMlp:
-        """The MLP of one layer."""
-        return Mlp(self.spec, dtype, device)
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
@@ -121,16 +104,3 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`."""
         return self._head.wide(hidden)
-
-    def seal(self) -> None:
-        """See `CausalModel.seal`. A tied head becomes a copy where sealing changes the layout."""
-        for layer in self._layers:
-            layer.seal()
-        self._head.seal()
-
-    def places(self) -> Places:
-        """See `CausalModel.places`. A tied head has no name of its own."""
-        found = {"model.embed_tokens.weight": self._embedding} | self._norm.places("model.norm")
-        for index, layer in enumerate(self._layers):
-            found |= layer.places(f"model.layers.{index}.")
-        return found if self.spec.tied else found | self._head.places("")

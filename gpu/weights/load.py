@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from core.models import ModelSpec, family_of
 from gpu.models.base import CausalModel
+from gpu.models.bert import Bert
+from gpu.models.decoder import Decoder
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
 from gpu.weights.files import Progress, fill_from_safetensors
@@ -30,9 +31,8 @@ def load_model(
     """Build the model of `spec` and fill it from `source`: a Hugging Face directory, a .gguf file,
     or None for random weights. Raises `ModelError`; nothing is half filled."""
     family = family_of(spec.architecture)
-    module, _, name = family.model.partition(":")
     with device_thread(device):
-        model: CausalModel = getattr(import_module(module), name)(spec, dtype, device)
+        model = (Bert if spec.encoder else Decoder)(spec, dtype, device)
         places = model.places()
         if source is None:
             fill_dummy(places, device)
