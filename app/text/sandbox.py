@@ -27,13 +27,12 @@ from functools import wraps
 from itertools import chain
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes, pass_eval_context
+from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_indent
-from jinja2.nodes import EvalContext
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -253,11 +252,7 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_show"), [], [], body).set_lineno(line)
-
-    @pass_eval_context
-    def _show(self, context: EvalContext, caller: Macro) -> str:
-        return str(caller())
+        return nodes.Scope(body, lineno=line)
 
 
 class _Names(Namespace):

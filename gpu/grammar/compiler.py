@@ -19,7 +19,7 @@ from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.structural_tag_lark import Unwritten
 from gpu.grammar.token_rules import Ruled, RuleStepper
-from gpu.grammar.trial import Trials
+from gpu.grammar.trial import trial_task
 from gpu.grammar.xgrammar_backend import XgrBackend
 
 SECONDS = 5.0
@@ -73,7 +73,7 @@ class Compiler:
         self._cache = GrammarCache(cache_bytes)
         self._rules = RuleStepper(table.width)
         self._helper, self._seconds = helper, helper_seconds
-        self._trials = Trials(table)
+        self._trials = {tags: trial_task(table, tags) for tags in (False, True)}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         self._pending: dict[Key, _Shared] = {}
 
@@ -170,9 +170,8 @@ class Compiler:
     async def _try(self, key: Key) -> None:
         """Compile in the helper. Raises `Refused` for what it answers or when it passes its limits."""
         try:
-            refusal = await self._helper.run(
-                self._trials.task(key.kind), msgspec.msgpack.encode(key), self._seconds
-            )
+            task = self._trials[key.kind == "structural_tag"]
+            refusal = await self._helper.run(task, msgspec.msgpack.encode(key), self._seconds)
         except Exceeded as error:
             raise Refused(f"The constraint {error} to compile.") from error
         if refusal:

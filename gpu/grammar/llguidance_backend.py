@@ -7,7 +7,6 @@ millisecond, and added tokens never match as text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from core.grammar import TokenTable
 from gpu.grammar.formats import respell_formats
 from gpu.grammar.normal import normalise, writes_controls
-from gpu.grammar.regex import ascii_classes
+from gpu.grammar.regex import ascii_classes, literal
 from gpu.grammar.schema import Json, Refused, check_schema, decode, loosen
 from gpu.grammar.stepper import Bits, Grammar
 from gpu.grammar.structural_tag_lark import SchemaPart, Unwritten, lark_of, marks_of
@@ -179,28 +178,22 @@ LENIENT = frozenset(("lenient_schema", "lenient_lark"))
 
 def _source(kind: str, text: str) -> Loose:
     """llguidance's own notation. Raises `Refused` for what it cannot say."""
-    if kind in ("json_schema", "lenient_schema"):
-        return _schema(text, kind in LENIENT)
-    return Loose(_exact(kind, text))
-
-
-def _exact(kind: str, text: str) -> str:
-    if kind == "json_object":
-        return _schema('{"type":"object"}', lenient=False).text
-    if kind in ("lark", "lenient_lark"):
-        return text
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(ascii_classes(text))
-    if kind == "choice":
-        # An alternation, not grammar rules: those are tried one by one at every token.
-        return LLMatcher.grammar_from_regex("|".join(_SPECIAL.sub(r"\\\g<0>", one) for one in choices(text)))
+    match kind:
+        case "json_object":
+            return _schema('{"type":"object"}', lenient=False)
+        case "json_schema" | "lenient_schema":
+            return _schema(text, kind in LENIENT)
+        case "lark" | "lenient_lark":
+            return Loose(text)
+        case "regex":
+            return Loose(LLMatcher.grammar_from_regex(ascii_classes(text)))
+        case "choice":
+            # An alternation, not grammar rules: those are tried one by one at every token.
+            return Loose(LLMatcher.grammar_from_regex("|".join(map(literal, choices(text)))))
     try:
-        return grammar_from("ebnf", text)
+        return Loose(grammar_from("ebnf", text))
     except (ValueError, RecursionError) as error:
         raise Refused(str(error)) from error
-
-
-_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
 def _schema(text: str, lenient: bool) -> Loose:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from gpu.grammar.schema import Json, refuse, subschemas
+from gpu.grammar.schema import Json, refuse, subschemas, values
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAY_CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\x7f|\\\\[xucv0ae]")
@@ -63,17 +62,7 @@ def _has_control(schema: Json) -> bool:
         return False
     patterns = [schema.get("pattern"), *(schema.get("patternProperties") or ())]
     return any(isinstance(one, str) and _PATTERN_CONTROL.search(one) for one in patterns) or any(
-        _CONTROL.search(word) for word in _strings([schema.get("const"), schema.get("enum")])
+        # Keys of constants are written as they are.
+        isinstance(one, str) and _CONTROL.search(one)
+        for one in values([schema.get("const"), schema.get("enum")])
     )
-
-
-def _strings(value: Json) -> Iterator[str]:
-    ahead = [value]
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, str):
-            yield node
-        elif isinstance(node, dict):
-            ahead += node.values()  # keys are written as they are
-        elif isinstance(node, list):
-            ahead += node

@@ -12,6 +12,7 @@ _ASCII = {
     r"\s": r"[\t\n\x0B\f\r\x20]",
     r"\S": r"[^\t\n\x0B\f\r\x20]",
 }
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
@@ -20,3 +21,8 @@ def ascii_classes(pattern: str) -> str:
     reader of a number expects: llguidance would write any Unicode digit. Inside brackets too, where a
     class may hold another."""
     return _ESCAPED.sub(lambda found: _ASCII.get(found[0], found[0]), pattern)
+
+
+def literal(text: str) -> str:
+    """A pattern for `text` itself."""
+    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", r"\n")

@@ -108,6 +108,18 @@ def _children(value: Json) -> Iterator[Json]:
     return iter(value if isinstance(value, list) else ())
 
 
+def values(root: Json, skipped: str = "") -> Iterator[Json]:
+    """Every value in `root`, itself first; without those of members named `skipped`."""
+    ahead = [root]
+    while ahead:
+        node = ahead.pop()
+        yield node
+        if isinstance(node, Mapping):
+            ahead += [inner for key, inner in node.items() if key != skipped]
+        elif isinstance(node, list):
+            ahead += node
+
+
 def subschemas(root: Json) -> Iterator[Place]:
     """Every subschema, the root first. Draft 4 to 2020-12 positions."""
     ahead = [Place(root, "#")]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from core.grammar import TokenTable
-from gpu.grammar.regex import ascii_classes
+from gpu.grammar.regex import ascii_classes, literal
 from gpu.grammar.schema import Json
 
 
@@ -47,7 +47,6 @@ _KEYS: Mapping[str, frozenset[str]] = {
 """Formats that can be written, and the keys of theirs that are honoured."""
 
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
-_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
 class Unwritten(Exception):
@@ -259,7 +258,7 @@ def _text(excludes: Iterable[str]) -> str:
     first = marks[0][0]
     if all(mark.rfind(first) == 0 for mark in marks):
         return f"/{_beside(first, marks)}/"
-    return f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(_literal, marks))})(?s:.*)/"
+    return f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(literal, marks))})(?s:.*)/"
 
 
 def _beside(first: str, marks: list[str]) -> str:
@@ -273,17 +272,13 @@ def _beside(first: str, marks: list[str]) -> str:
     away = []
     for part in begun:
         nexts = {rest[len(part)] for rest in rests if rest.startswith(part) and len(rest) > len(part)}
-        away.append(_literal(part) + _other({first, *nexts}))
+        away.append(literal(part) + _other({first, *nexts}))
     run = f"{_other({first})}*"
-    return f"(?s:{run}({_literal(first)}({'|'.join(map(_literal, begun))}|({'|'.join(away)}){run}))*)"
+    return f"(?s:{run}({literal(first)}({'|'.join(map(literal, begun))}|({'|'.join(away)}){run}))*)"
 
 
 def _other(signs: Iterable[str]) -> str:
     return "[^" + "".join(rf"\x{{{ord(sign):x}}}" for sign in sorted(signs)) + "]"
-
-
-def _literal(text: str) -> str:
-    return _META.sub(r"\\\g<0>", text).replace("\n", r"\n")
 
 
 def _slash(found: re.Match[str]) -> str:

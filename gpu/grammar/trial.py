@@ -18,26 +18,18 @@ STACK = 4 * 2**20
 overflow theirs, which would end the server."""
 
 
-class Trials:
-    """The helper's tasks for one vocabulary."""
-
-    __slots__ = ("_rest", "_tags")
-
-    def __init__(self, table: TokenTable) -> None:
-        state = msgspec.msgpack.encode(table)
-        self._tags = Task(f"{__name__}:{TagTrial.__name__}", state)
-        self._rest = Task(f"{__name__}:{Trial.__name__}", state)
-
-    def task(self, kind: str) -> Task:
-        """Its payload is the msgpack of (kind, text), its answer the refusal, or nothing."""
-        return self._tags if kind == "structural_tag" else self._rest
+def trial_task(table: TokenTable, tags: bool) -> Task:
+    """The helper's task for structural tags, or for all other constraints, over one vocabulary. Its payload
+    is the msgpack of (kind, text), its answer the refusal, or nothing."""
+    return Task(f"{__name__}:{Trial.__name__}", msgspec.msgpack.encode((table, tags)))
 
 
 class Trial:
-    """What llguidance makes of a constraint: `core.helper.Worker`."""
+    """What a library makes of a constraint: `core.helper.Worker`."""
 
     def __init__(self, state: bytes) -> None:
-        self._backend = self._load(msgspec.msgpack.decode(state, type=TokenTable))
+        table, tags = msgspec.msgpack.decode(state, type=tuple[TokenTable, bool])
+        self._backend = (XgrBackend if tags else LlgBackend)(table, 1)
         threading.stack_size(STACK)
         self._thread = ThreadPoolExecutor(1)
 
@@ -52,15 +44,3 @@ class Trial:
         except Refused as error:
             return str(error).encode()
         return b""
-
-    @staticmethod
-    def _load(table: TokenTable) -> LlgBackend | XgrBackend:
-        return LlgBackend(table, 1)
-
-
-class TagTrial(Trial):
-    """What xgrammar makes of a structural tag."""
-
-    @staticmethod
-    def _load(table: TokenTable) -> LlgBackend | XgrBackend:
-        return XgrBackend(table, 1)

@@ -7,10 +7,8 @@ knows every format of a tag, and reads letters and JSON that begin alike: it has
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -18,7 +16,7 @@ import numpy as np
 
 from core.grammar import TokenTable
 from gpu.grammar.normal import normalise
-from gpu.grammar.schema import Json, Refused, decode
+from gpu.grammar.schema import Json, Refused, decode, values
 from gpu.grammar.stepper import Bits, Grammar
 from gpu.grammar.structural_tag_lark import marks_of
 from gpu.grammar.xgrammar_schema import check_strict, narrow
@@ -44,7 +42,7 @@ _FORMATS = frozenset(
 class XgrBackend:
     """Compiles on any thread; is its own stepper on the launch thread."""
 
-    __slots__ = ("_batch", "_infos", "_library", "_lock", "_names", "_table", "words")
+    __slots__ = ("_batch", "_info", "_library", "_names", "_table", "words")
 
     def __init__(self, table: TokenTable, threads: int) -> None:
         """Imports the library (1 s) and reads the vocabulary (0.1 s): call it before serving."""
@@ -53,10 +51,9 @@ class XgrBackend:
         self._library: Any = xgrammar
         self._table = table
         self._names = marks_of(table)
-        self._infos: OrderedDict[frozenset[int], Any] = OrderedDict()
-        self._lock = threading.Lock()
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
         self.words = -(-table.width // 32)
+        self._info = lru_cache(MAX_VOCABULARIES)(self._make_info)
         self._info(frozenset())
 
     # -- compiling ---------------------------------------------------------------------------------
@@ -81,29 +78,21 @@ class XgrBackend:
 
     def _named(self, tag: Json) -> frozenset[int]:
         """Control tokens that the tag spells or gives by id: only these may match."""
-        words = list(_words(tag))
+        words = list(values(tag, skipped="json_schema"))
         spelled = "\n".join(word for word in words if isinstance(word, str))
         by_id = self._table.control.intersection(word for word in words if isinstance(word, int))
         return by_id | {token for name, token in self._names.items() if name in spelled}
 
-    def _info(self, named: frozenset[int]) -> Any:
-        with self._lock:  # 0.1 s, by threads that compile; the launch thread never comes here
-            if named in self._infos:
-                self._infos.move_to_end(named)
-                return self._infos[named]
-            raw = list(self._table.raw)
-            for token in self._table.control - named:
-                raw[token] = b""
-            info = self._library.TokenizerInfo(
-                raw,
-                self._library.VocabType.RAW,
-                vocab_size=self._table.width,
-                stop_token_ids=sorted(self._table.stops),
-            )
-            self._infos[named] = info
-            if len(self._infos) > MAX_VOCABULARIES:
-                self._infos.popitem(last=False)
-            return info
+    def _make_info(self, named: frozenset[int]) -> Any:
+        raw = list(self._table.raw)
+        for token in self._table.control - named:
+            raw[token] = b""
+        return self._library.TokenizerInfo(
+            raw,
+            self._library.VocabType.RAW,
+            vocab_size=self._table.width,
+            stop_token_ids=sorted(self._table.stops),
+        )
 
     def _probe(self, state: Any) -> None:
         bits = np.zeros((1, self.words), np.int32)
@@ -168,10 +157,8 @@ def check_tag(text: str) -> Json:
 def light(tag: Json) -> bool:
     """Whether a tag is small and has nothing that was seen to compile for seconds: repetition,
     patterns, numeric ranges, or objects with many optional properties."""
-    ahead: list[Json] = [tag]
     nodes = 0
-    while ahead:
-        node = ahead.pop()
+    for node in values(tag):
         nodes += 1
         if isinstance(node, Mapping):
             kind = node.get("type")  # in a schema it may be a list
@@ -179,9 +166,6 @@ def light(tag: Json) -> bool:
                 return False
             if len(node) > MAX_OPTIONAL:
                 return False
-            ahead += node.values()
-        elif isinstance(node, list):
-            ahead += node
     return nodes <= MAX_LIGHT
 
 
@@ -208,19 +192,6 @@ def _formats(root: Json) -> Iterator[Mapping[str, Json]]:
                 ahead.append(inner)
             elif isinstance(inner, list):
                 ahead += [one[-1] if isinstance(one, list) and one else one for one in inner]
-
-
-def _words(value: Json) -> Iterator[str | int]:
-    """Strings and numbers of a tag, those of its schemas left out."""
-    ahead = [value]
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, str | int):
-            yield node
-        elif isinstance(node, Mapping):
-            ahead += [inner for key, inner in node.items() if key != "json_schema"]
-        elif isinstance(node, list):
-            ahead += node
 
 
 def _reason(error: str) -> str:

@@ -13,28 +13,6 @@ from typing import Any
 
 from gpu.grammar.schema import Json, Refused, check_schema, refuse, subschemas
 
-_ANNOTATIONS = frozenset(
-    (
-        "$anchor",
-        "$comment",
-        "$defs",
-        "$id",
-        "$schema",
-        "default",
-        "definitions",
-        "deprecated",
-        "description",
-        "example",
-        "examples",
-        "id",
-        "nullable",
-        "readOnly",
-        "strict",
-        "title",
-        "uniqueItems",  # false: `check_schema` has seen to that
-        "writeOnly",
-    )
-)
 _FORMATS = frozenset(
     ("time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference", "uuid", "json-pointer")
 )
@@ -89,7 +67,7 @@ def narrow(root: Json) -> None:
 
 
 def _check_node(schema: Mapping[str, Json], path: str) -> None:
-    keys = set(schema) - _ANNOTATIONS
+    keys = set(schema) & _KNOWN
     first = next((key for key in _FIRST if key in schema), None)
     if first is not None:
         _check_first(first, schema, keys, path)
@@ -105,14 +83,13 @@ def _check_node(schema: Mapping[str, Json], path: str) -> None:
             refuse("type", path, f"has the unknown value {kind!r:.40}")
     allowed = frozenset().union(*(_KEYS[kind] for kind in listed)) | {"type"}
     for key in sorted(keys - allowed):
-        if key in _KNOWN:
-            refuse(key, path, _INSIDE)
+        refuse(key, path, _INSIDE)
     _check_values(schema, path)
 
 
 def _check_first(first: str, schema: Mapping[str, Json], keys: set[str], path: str) -> None:
     """A keyword that makes xgrammar ignore the ones beside it."""
-    beside = (keys - {first}) & _KNOWN
+    beside = keys - {first}
     if first in ("const", "enum"):
         values = [schema[first]] if first == "const" else schema[first]
         if not isinstance(values, list) or not values:
