@@ -8,7 +8,7 @@ string can begin with it any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import re2
 
@@ -84,24 +84,28 @@ def compile_pattern(pattern: str) -> Any:
     return compiled
 
 
+class _Found(NamedTuple):
+    """A match at held[start:end]; what comes before `held` has been given out. The least wins: the first
+    to be complete, of equal ends the longest."""
+
+    end: int
+    start: int
+    name: str
+
+
 class StopScanner:
     """Holds text back while it could still become a stop. Owner: event loop.
 
-    Linear in the text: one step of Knuth, Morris and Pratt (1977) per character and stop that is
-    begun; stops that are not begun cost a look at a dict.
+    A stop that is not begun costs one look for its first character.
     """
 
-    __slots__ = ("_begun", "_firsts", "_held", "_include", "_patterns", "_stops")
+    __slots__ = ("_held", "_include", "_patterns", "_stops")
 
     def __init__(
         self, stops: Sequence[str], patterns: Sequence[str] = (), include_stop: bool = False
     ) -> None:
         """Both as `check_stops` lets them pass; `include_stop` leaves the stop in the text."""
-        self._stops = [_Prefixes(stop) for stop in stops]
-        self._firsts: dict[str, list[_Prefixes]] = {}
-        for stop in self._stops:
-            self._firsts.setdefault(stop.text[0], []).append(stop)
-        self._begun: list[_Prefixes] = []
+        self._stops = [_Stop(stop) for stop in stops]
         self._patterns = _Patterns(patterns) if patterns else None
         self._include = include_stop
         self._held = ""
@@ -110,20 +114,23 @@ class StopScanner:
         """More text. Returns what may be given out and, when a stop is complete, which one (a
         pattern's source for a pattern): the text then ends before or, if included, after it, and
         nothing may be fed any more."""
-        if self._patterns is None and not self._begun and not self._may_begin(text):
+        begun = [stop for stop in self._stops if stop.begin >= 0 or stop.first in text]
+        if not begun and self._patterns is None:
             return text, None
         before = len(self._held)
         held = self._held + text
-        found = self._find(held, before)
+        found = [at for stop in begun if (at := stop.seek(held, before)) is not None]
+        keep = max((len(held) - stop.begin for stop in begun if stop.begin >= 0), default=0)
         if self._patterns is not None:
-            found = self._first_of(found, before, text)
-        if found is not None:
-            self._held = ""
-            return held[: found.end if self._include else found.start], found.name
-        keep = max((stop.matched for stop in self._begun), default=0)
-        if self._patterns is not None:
+            found += self._patterns.feed(held, before, min(found)[0] if found else len(held))
             keep = max(keep, PATTERN_HOLD)
+        if found:
+            first = min(found)
+            self._held = ""
+            return held[: first.end if self._include else max(first.start, 0)], first.name
         cut = max(len(held) - keep, 0)
+        for stop in begun:
+            stop.begin -= cut
         self._held = held[cut:]
         return held[:cut], None
 
@@ -132,89 +139,29 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _first_of(self, found: _Found | None, before: int, text: str) -> _Found | None:
-        """`found` or the pattern that ends earlier, at equal ends begins earlier."""
-        assert self._patterns is not None
-        match = self._patterns.feed(text, found.end - before if found else None)
-        if match is None:
-            return found
-        start, end = before + match.start, before + match.end
-        if found is None or (end, start) < (found.end, found.start):
-            return _Found(max(start, 0), end, match.name)
-        return found
 
-    def _may_begin(self, text: str) -> bool:
-        return any(first in text for first in self._firsts)
+class _Stop:
+    """A stop string. `begin` is the first place in the held text where it may have begun; negative: none."""
 
-    def _find(self, held: str, start: int) -> _Found | None:
-        """The stop string that is complete first when held[start:] follows what was seen."""
-        begun = self._begun
-        for index in range(start, len(held)):
-            character = held[index]
-            still: list[_Prefixes] = []
-            longest: _Prefixes | None = None
-            for stop in begun:
-                if stop.step(character):
-                    still.append(stop)
-                    if stop.matched == len(stop.text) and (longest is None or stop.matched > longest.matched):
-                        longest = stop
-            for stop in self._firsts.get(character, ()):
-                if not stop.matched:
-                    stop.matched = 1
-                    still.append(stop)
-                    if len(stop.text) == 1 and longest is None:
-                        longest = stop
-            begun = still
-            if longest is not None:
-                return _Found(index + 1 - longest.matched, index + 1, longest.text)
-        self._begun = begun
-        return None
-
-
-class _Found:
-    """A match at held[start:end]."""
-
-    __slots__ = ("end", "name", "start")
-
-    def __init__(self, start: int, end: int, name: str) -> None:
-        self.start = start
-        self.end = end
-        self.name = name
-
-
-class _Prefixes:
-    """One stop string and how much of it the text ends with (`matched`).
-
-    `_back[k]` is the longest proper prefix of text[:k] that is also its suffix. It is extended only
-    as far as the text has come, so a long stop that never begins costs nothing.
-    """
-
-    __slots__ = ("_back", "matched", "text")
+    __slots__ = ("begin", "first", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0
-        self._back = [0, 0]
+        self.first = text[0]
+        self.begin = -1
 
-    def step(self, character: str) -> bool:
-        """Account for one more character; False when no prefix is matched any more."""
-        text, back, k = self.text, self._back, self.matched
-        while k and text[k] != character:
-            k = back[k]
-        if text[k] == character:
-            k += 1
-        if k == len(back):
-            self._extend()
-        self.matched = k
-        return k > 0
-
-    def _extend(self) -> None:
-        text, back = self.text, self._back
-        k = len(back) - 1
-        j = back[k]
-        while j and text[j] != text[k]:
-            j = back[j]
-        back.append(j + 1 if text[j] == text[k] else 0)
+    def seek(self, held: str, before: int) -> _Found | None:
+        """Where it stands in `held`, of which only what follows held[:before] is new. No place is looked
+        at twice once it is ruled out."""
+        text, begin = self.text, self.begin
+        if begin < 0:
+            begin = held.find(self.first, before)
+        elif not text.startswith(held[before : begin + len(text)], before - begin):
+            begin = held.find(self.first, begin + 1)
+        while begin >= 0 and not text.startswith(held[begin : begin + len(text)]):
+            begin = held.find(self.first, begin + 1)
+        self.begin = begin
+        return _Found(begin + len(text), begin, text) if 0 <= begin <= len(held) - len(text) else None
 
 
 class _Patterns:
@@ -233,24 +180,20 @@ class _Patterns:
         self._stepwise = any(sign in pattern for pattern in patterns for sign in _CONTEXT_SIGNS)
         self._seen = ""
 
-    def feed(self, text: str, limit: int | None) -> _Found | None:
-        """First match that ends in text[:limit], as positions in `text` (the start may be negative:
-        in what was seen before)."""
-        seen, base = self._seen, len(self._seen)
-        whole = seen + text
-        end = base + (len(text) if limit is None else min(limit, len(text)))
+    def feed(self, held: str, before: int, limit: int) -> list[_Found]:
+        """The first match that ends in held[before:limit], if there is one; held[before:] is new. It may
+        begin before `held`, in what was seen."""
+        base = len(self._seen)
+        whole = self._seen + held[before:]
+        end, shift = base + limit - before, before - base
         self._seen = whole[-WINDOW - 1 :]
         if not self._stepwise and not any(_search(c, whole, 0, end) for _, c in self._compiled):
-            return None
+            return []
         for stop in range(base + 1, end + 1):
-            best: _Found | None = None
-            for name, compiled in self._compiled:
-                span = _search(compiled, whole, max(stop - WINDOW, 0), stop)
-                if span and (best is None or span[0] < best.start):
-                    best = _Found(*span, name)
-            if best is not None:
-                return _Found(best.start - base, best.end - base, best.name)
-        return None
+            spans = [(_search(c, whole, max(stop - WINDOW, 0), stop), name) for name, c in self._compiled]
+            if found := [_Found(span[1] + shift, span[0] + shift, name) for span, name in spans if span]:
+                return [min(found, key=lambda at: at.start)]
+        return []
 
 
 def _search(compiled: Any, text: str, start: int, end: int) -> tuple[int, int] | None:
