@@ -7,8 +7,8 @@ a thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -26,14 +26,11 @@ KEPT = 16
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """One rendering: the arguments of `ChatTemplate.render`."""
+    """One rendering: a template, and the arguments of `ChatTemplate.render`."""
 
     source: str
     messages: Sequence[Any]
-    tools: Sequence[Any] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    arguments: dict[str, Any]
+    options: dict[str, Any]
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -63,17 +60,9 @@ class SentTemplate:
         """See `ChatTemplate.shows_tools`; known once it was rendered."""
         self._task = Task(f"{__name__}:{Renderer.__name__}", msgspec.msgpack.encode(dict(special_tokens)))
 
-    async def render_async(
-        self,
-        messages: Sequence[Message],
-        /,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **arguments: Any,
-    ) -> str:
+    async def render_async(self, messages: Sequence[Message], /, **options: Any) -> str:
         """See `ChatTemplate.render`. Raises `RequestError` naming `chat_template` too, and `Overloaded`."""
-        call = _Call(self._source, messages, tools, add_generation_prompt, continue_final_message, arguments)
+        call = _Call(self._source, messages, options)
         try:
             payload = msgspec.msgpack.encode(call)
         except OverflowError:
@@ -93,34 +82,18 @@ class Renderer:
     """Runs in the helper process: `core.helper.Worker`."""
 
     def __init__(self, state: bytes) -> None:
-        self._special: dict[str, str] = msgspec.msgpack.decode(state)
-        self._kept: OrderedDict[str, ChatTemplate] = OrderedDict()
+        special = msgspec.msgpack.decode(state, type=dict[str, str])
+        self._template = lru_cache(KEPT)(lambda source: ChatTemplate(source, special))
 
     def __call__(self, payload: bytes) -> bytes:
         """The msgpack of a `_Said` for that of a `_Call`."""
         call = msgspec.msgpack.decode(payload, type=_Call)
         try:
             template = self._template(call.source)
-            said = _Said(text=_render(template, call), shows_tools=template.shows_tools)
+            text = template.render(call.messages, **call.options)
+            said = _Said(text=text, shows_tools=template.shows_tools)
         except RequestError as error:
             said = _Said(wrong=error.message, param=error.param)
         except ModelError as error:
             said = _Said(wrong=f"'chat_template': {error}", param="chat_template")
         return msgspec.msgpack.encode(said)
-
-    def _template(self, source: str) -> ChatTemplate:
-        kept = self._kept.pop(source, None) or ChatTemplate(source, self._special)
-        self._kept[source] = kept
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return kept
-
-
-def _render(template: ChatTemplate, call: _Call) -> str:
-    return template.render(
-        call.messages,
-        tools=call.tools,
-        add_generation_prompt=call.add_generation_prompt,
-        continue_final_message=call.continue_final_message,
-        **call.arguments,
-    )
