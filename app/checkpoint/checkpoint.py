@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -42,7 +42,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What clients call it; the first is what answers carry."""
     path: Path
     """Directory with the weights, or the .gguf file."""
-    kind: Literal["hf", "gguf", "dummy"]
     config: dict[str, Any]
     """config.json; made from the metadata for a .gguf file."""
     eos_ids: tuple[int, ...]
@@ -60,12 +59,6 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the files with the weights."""
         files = [self.path] if self.path.is_file() else self.path.glob("*.safetensors")
         return sum(file.stat().st_size for file in files)
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding; may exceed the tokenizer's vocabulary."""
-        text: Mapping[str, Any] = self.config.get("text_config") or {}
-        return int(self.config.get("vocab_size") or text.get("vocab_size") or 0)
 
 
 def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
@@ -102,20 +95,9 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
         raise ModelError(f"{path} has no config.json, so it is no Hugging Face model directory.{hint}")
     # First: nobody should download 200 GB, or look for a missing file, of a model that cannot be served.
     _check_supported(path, facts)
-    dummy = config.load_format == "dummy"
-    if not dummy:
+    if config.load_format != "dummy":
         _check_weights(path)
-    return Checkpoint(
-        names=tuple(filter(None, config.served_model_name)) or (name,),
-        path=path,
-        kind="dummy" if dummy else "hf",
-        config=facts,
-        eos_ids=_eos_ids(path, facts),
-        bos_id=facts.get("bos_token_id"),
-        tokenizer=_tokenizer(path, config, progress),
-        chat_template=_chat_template(config),
-        sampling=_sampling(path, facts, config),
-    )
+    return _checkpoint(path, path, facts, name, config, progress)
 
 
 def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
@@ -129,15 +111,27 @@ def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -
     facts = _read_json(converted / "config.json")
     if facts is None:
         raise ModelError(f"{converted} is damaged. Remove it and start again.")
+    return _checkpoint(path, converted, facts, name, config, progress)
+
+
+def _checkpoint(
+    path: Path,
+    directory: Path,
+    facts: dict[str, Any],
+    name: str,
+    config: ModelConfig,
+    progress: Progress,
+) -> Checkpoint:
+    """The weights at `path` with what `directory` says of them."""
     return Checkpoint(
         names=tuple(filter(None, config.served_model_name)) or (name,),
         path=path,
-        kind="dummy" if config.load_format == "dummy" else "gguf",
         config=facts,
-        eos_ids=_eos_ids(converted, facts),
+        eos_ids=_eos_ids(directory, facts),
         bos_id=facts.get("bos_token_id"),
-        tokenizer=_tokenizer(converted, config, progress),
+        tokenizer=_tokenizer(directory, config, progress),
         chat_template=_chat_template(config),
+        sampling=_sampling(directory, facts, config),
     )
 
 
@@ -228,8 +222,8 @@ def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> Samp
     """Raises `ModelError` for a value that no request could have."""
     if config.generation_config == "none":
         return SamplingParams()
-    told = _read_json(path / "generation_config.json") or {}
-    given = {name: told[name] for name in _SAMPLING if told.get(name) is not None}
+    requested = _read_json(path / "generation_config.json") or {}
+    given = {name: requested[name] for name in _SAMPLING if requested.get(name) is not None}
     try:
         params = msgspec.convert(given, SamplingParams)
         check(params, int(facts.get("vocab_size") or 0))

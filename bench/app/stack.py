@@ -43,7 +43,9 @@ def capabilities(rows: int, vocab_size: int) -> Capabilities:
 def load_tokenizer() -> Tokenizer:
     """The default model's."""
     checkpoint = resolve(ModelConfig(), print)
-    return Tokenizer.load(checkpoint.tokenizer, checkpoint.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
+    return Tokenizer.load(
+        checkpoint.tokenizer, checkpoint.config["vocab_size"], checkpoint.eos_ids, checkpoint.bos_id
+    )
 
 
 class Stack:

@@ -1,10 +1,8 @@
 """Facts about models: sizes and switches read from a checkpoint's config, never a tensor."""
 
-from core.models.registry import FAMILIES, Family, check_supported, family_of, read_spec
+from core.models.registry import check_supported, family_of, read_spec
 from core.models.sentence import sentence_pooling
 from core.models.spec import (
-    Activation,
-    EncoderSpec,
     Fp8,
     ModelSpec,
     MoeSpec,
@@ -15,10 +13,6 @@ from core.models.spec import (
 )
 
 __all__ = [
-    "FAMILIES",
-    "Activation",
-    "EncoderSpec",
-    "Family",
     "Fp8",
     "ModelSpec",
     "MoeSpec",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from core.errors import ModelError
 
@@ -32,45 +33,38 @@ class Fields:
         """Written down as null, which for a few fields is not the same as absent."""
         return name in self._config and self._config[name] is None
 
+    def _value(self, name: str, kind: Any, want: str, default: Any) -> Any:
+        """The field, which must be of `kind`, or the default; without one it must be there."""
+        value = self._config.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(name, want)
+        return value
+
     def count(self, name: str, default: int) -> int:
         """A non-negative integer."""
         return 0 if self._config.get(name) == 0 else self.size(name, default)
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer; without a default it must be there."""
-        value = self._config.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        value: int = self._value(name, int, "a positive integer", default)
+        if value <= 0 and value != default:  # `count` has 0 as a default
             raise self.wrong(name, "a positive integer")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number; without a default it must be there."""
-        value = self._config.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, "a positive number")
+        value = float(self._value(name, int | float, "a positive number", default))
         if not (math.isfinite(value) and value > 0):
             raise self.wrong(name, "a positive number")
-        return float(value)
+        return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._config.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
+        return bool(self._value(name, bool, "true or false", default))
 
     def text(self, name: str, default: str) -> str:
-        value = self._config.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string")
-        return value
+        return str(self._value(name, str, "a string", default))
 
     def ids(self, name: str) -> tuple[int, ...]:
         """One token id or several; none when absent."""
@@ -86,18 +80,9 @@ class Fields:
 
     def group(self, name: str) -> Config:
         """A nested object; empty when absent."""
-        value = self._config.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            raise self.wrong(name, "an object")
-        return value
+        found: Config = self._value(name, Mapping, "an object", {})
+        return found
 
     def array(self, name: str) -> list[object]:
         """A list; empty when absent."""
-        value = self._config.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            raise self.wrong(name, "a list")
-        return value
+        return list(self._value(name, list, "a list", []))

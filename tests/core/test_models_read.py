@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.errors import ModelError
-from core.models import FAMILIES, ModelSpec, read_spec
+from core.models import ModelSpec, read_spec
+from core.models.registry import FAMILIES
 from tests.rigs.model_config import BASE
 
 
