@@ -15,7 +15,7 @@ from app.engine.output import RepetitionStream, Stream
 from app.engine.run import LiveRun
 from app.engine.timeline import JobKey, Timelines, Waits
 from app.text.detokenizer import Detokenizer
-from app.text.infill import Words, encode_suffix, find_marks
+from app.text.infill import encode_suffix, find_marks
 from app.text.repetition import RepetitionScanner
 from app.text.stops import StopScanner, check_stops
 from app.text.tokenizer import Tokenizer
@@ -341,7 +341,7 @@ def _shortened(prompt: Ints, most: int, end: bool) -> Ints:
     return prompt[:most] if end else prompt[len(prompt) - most :]
 
 
-async def encoded(job: Job, words: Words, context: int = 0) -> Ints:
+async def encoded(job: Job, words: Tokenizer, context: int = 0) -> Ints:
     """A job's text, and its suffix where it has one, as ids. Raises `RequestError` where there are no
     marks, and for a text of far more than `context` tokens (0: none is too long) that is not to be cut."""
     assert isinstance(job.prompt, str)

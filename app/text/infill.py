@@ -8,20 +8,12 @@ same names.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from app.text.tokenizer import Tokenizer
 from core.types import Ints
-
-
-class Words(Protocol):
-    """What is needed of a tokenizer."""
-
-    def token_id(self, text: str) -> int | None: ...
-    async def encode_async(
-        self, text: str, add_special: bool = True, param: str = "prompt", most: int = 0
-    ) -> Ints: ...
 
 
 class Family(NamedTuple):
@@ -67,23 +59,23 @@ class Marks(NamedTuple):
     ends: frozenset[int]
 
 
-def find_marks(words: Words) -> Marks | None:
+def find_marks(tokenizer: Tokenizer) -> Marks | None:
     """The marks that a vocabulary has."""
     for family in FAMILIES:
-        prefix, suffix = words.token_id(family.prefix), words.token_id(family.suffix)
-        middle = words.token_id(family.middle) if family.middle else None
+        prefix, suffix = tokenizer.token_id(family.prefix), tokenizer.token_id(family.suffix)
+        middle = tokenizer.token_id(family.middle) if family.middle else None
         if prefix is None or suffix is None or (family.middle and middle is None):
             continue
-        ends = {words.token_id(name) for name in family.ends} | {prefix, suffix, middle}
+        ends = {tokenizer.token_id(name) for name in family.ends} | {prefix, suffix, middle}
         return Marks(family, prefix, suffix, middle, frozenset(id for id in ends if id is not None))
     return None
 
 
-async def encode_suffix(text: str, family: Family, words: Words, most: int) -> Ints:
+async def encode_suffix(text: str, family: Family, tokenizer: Tokenizer, most: int) -> Ints:
     """The ids of a suffix; `most` tokens are not too long (0: none is)."""
     if family.glued:
-        glue = await words.encode_async(_GLUE, False)
-        ids = await words.encode_async(_GLUE + text, False, "suffix", most)
+        glue = await tokenizer.encode_async(_GLUE, False)
+        ids = await tokenizer.encode_async(_GLUE + text, False, "suffix", most)
         if np.array_equal(ids[: len(glue)], glue):
             return ids[len(glue) :]
-    return await words.encode_async(text, False, "suffix", most)
+    return await tokenizer.encode_async(text, False, "suffix", most)
