@@ -61,7 +61,8 @@ class SentTemplate:
         self._task = Task(f"{__name__}:{Renderer.__name__}", msgspec.msgpack.encode(dict(special_tokens)))
 
     async def render_async(self, messages: Sequence[Message], /, **options: Any) -> str:
-        """See `ChatTemplate.render`. Raises `RequestError` naming `chat_template` too, and `Overloaded`."""
+        """See `ChatTemplate.render`. Raises `Overloaded` too, and
+        `RequestError` naming `chat_template`."""
         call = _Call(self._source, messages, options)
         try:
             payload = msgspec.msgpack.encode(call)

@@ -90,25 +90,20 @@ class Tokenizer:
         """`bos_token`, `eos_token` and so on to their text, as chat templates know them."""
         own = self._id_of("bos_token")
         self.bos_id = own if own is not None else bos_id
-        ends = (core.token_to_id(text) for text in _TURN_ENDS)
-        self.eos_ids = frozenset(eos_ids) | {token for token in ends if token in special}
+        eos = self._id_of("eos_token")
+        turn_ends = special.intersection(map(core.token_to_id, _TURN_ENDS))
+        self.eos_ids = frozenset(eos_ids) | turn_ends | ({eos} if eos is not None else set())
         """Any of them ends a generation that does not ignore them."""
-        if (eos := self._id_of("eos_token")) is not None:
-            self.eos_ids |= {eos}
         # Older files leave BOS to the class that `tokenizer_config.json` names instead of writing
         # it into tokenizer.json (DeepSeek-V3 does).
         probe = core.encode_batch_fast(["a"], add_special_tokens=True)[0].ids
-        wanted = [self.bos_id] if settings.get("add_bos_token") is True and self.bos_id is not None else []
-        self._added_bos = wanted if probe[:1] != wanted else []
-        self.added_eos = self._missing_eos(settings, probe)
+        bos = [self.bos_id] if settings.get("add_bos_token") is True and self.bos_id is not None else []
+        self._added_bos = bos if probe[:1] != bos else []
+        ends = [eos] if settings.get("add_eos_token") is True and eos is not None else []
+        self.added_eos = ends if probe[-1:] != ends else []
         """What `tokenizer_config.json` puts behind a text and tokenizer.json does not. A prompt that is to
         go on must not end so, a text that is to be embedded must (e5-mistral's vectors are of that
         token)."""
-
-    def _missing_eos(self, settings: Mapping[str, Any], probe: list[int]) -> list[int]:
-        eos = self._id_of("eos_token")
-        wanted = [eos] if settings.get("add_eos_token") is True and eos is not None else []
-        return wanted if probe[-1:] != wanted else []
 
     @classmethod
     def load(
@@ -176,40 +171,39 @@ class Tokenizer:
         """
         if len(text) <= INLINE_CHARS:
             return self.encode(text, add_special, param)
-        return await self._apart(len(text), lambda: self._encode_apart(text, add_special, param, most))
 
-    async def _apart(self, length: int, work: Callable[[], T]) -> T:
+        def work(core: tokenizers.Tokenizer) -> Ints:
+            check_text(text, param)
+            if most:
+                _check_beginning(core, text, param, most)
+            return self._encode(core, text, add_special)
+
+        return await self._apart(len(text), work)
+
+    async def _apart(self, length: int, work: Callable[[tokenizers.Tokenizer], T]) -> T:
+        """`work` over a text of `length` characters: here, or in a pool thread when it is long."""
+        if length <= INLINE_CHARS:
+            return work(self._core)
         pool = self._pool if length <= HUGE_CHARS else self._huge
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await asyncio.get_running_loop().run_in_executor(pool, lambda: work(self._own_core()))
 
     async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
         """Where in `text` each of its tokens stands, (first character, one past the last); (0, 0) for
         those that were added. Aligned with `encode`; in a pool thread when long."""
-        if len(text) <= INLINE_CHARS:
-            return self._offsets(self._core, text, add_special)
-        return await self._apart(len(text), lambda: self._offsets(self._own_core(), text, add_special))
 
-    def _offsets(self, core: tokenizers.Tokenizer, text: str, add_special: bool) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = core.encode_batch([text], add_special_tokens=add_special)[0].offsets
-        return [(0, 0)] * (len(self._added_bos) if add_special else 0) + found
+        def work(core: tokenizers.Tokenizer) -> list[tuple[int, int]]:
+            (found,) = core.encode_batch([text], add_special_tokens=add_special)
+            return [(0, 0)] * (len(self._added_bos) if add_special else 0) + list(found.offsets)
+
+        return await self._apart(len(text), work)
 
     async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
         """Ids of two texts as the model's own template joins them, special tokens included, and the
         position where the second begins. `params` name them in errors."""
         for text, param in zip(texts, params, strict=True):
             check_text(text, param)
-        if (length := len(texts[0]) + len(texts[1])) <= INLINE_CHARS:
-            ids, second = _pair(self._core, texts)
-        else:
-            ids, second = await self._apart(length, lambda: _pair(self._own_core(), texts))
+        ids, second = await self._apart(len(texts[0]) + len(texts[1]), lambda core: _pair(core, texts))
         return np.array([*self._added_bos, *ids], np.int32), second + len(self._added_bos)
-
-    def _encode_apart(self, text: str, add_special: bool, param: str, most: int) -> Ints:
-        check_text(text, param)
-        core = self._own_core()
-        if most:
-            _check_beginning(core, text, param, most)
-        return self._encode(core, text, add_special)
 
     def _own_core(self) -> tokenizers.Tokenizer:
         """The calling thread's."""

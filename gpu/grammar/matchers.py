@@ -6,8 +6,8 @@ slot has a new owner; there are never more than slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,8 +78,8 @@ class Matchers:
         for i, slot in enumerate(owners):
             if isinstance(self._by_slot[slot], Failed):
                 masks.bits[i] = 0
-        for stepper, indices in self._grouped(range(len(rows)), owners).items():
-            stepper.fill([self._state(owners[i]) for i in indices], indices, masks.bits)
+        for stepper, group in self._grouped(enumerate(owners)).items():
+            stepper.fill([matcher.state for _, matcher in group], [i for i, _ in group], masks.bits)
         return masks
 
     def accept(self, masks: Masks, tokens: Sequence[int]) -> dict[int, str]:
@@ -91,17 +91,18 @@ class Matchers:
             if isinstance(entry, Failed):
                 failed[row] = entry.reason
             elif tokens[row] != NAN_TOKEN:
-                moving.append(i)
+                moving.append((i, slot))
             elif not masks.bits[i].any():
                 failed[row] = "nothing can follow here"
-        for stepper, indices in self._grouped(moving, masks.slots).items():
-            states = [self._state(masks.slots[i]) for i in indices]
-            reasons = stepper.accept(states, [tokens[masks.rows[i]] for i in indices])
-            for i, state, reason in zip(indices, states, reasons, strict=True):
+        for stepper, group in self._grouped(moving).items():
+            taken = [tokens[masks.rows[i]] for i, _ in group]
+            reasons = stepper.accept([matcher.state for _, matcher in group], taken)
+            for (i, matcher), token, reason in zip(group, taken, reasons, strict=True):
                 if reason is not None:
                     failed[masks.rows[i]] = reason
-                    self._tell(masks.slots[i])
-                elif stepper.ended(state, tokens[masks.rows[i]]):
+                    if matcher.grammar is not None:
+                        matcher.grammar.broken = True
+                elif stepper.ended(matcher.state, token):
                     # With overlap one more step of this row is on its way: it runs free, and nobody
                     # reads its token.
                     del self._by_slot[masks.slots[i]]
@@ -110,24 +111,14 @@ class Matchers:
                 self._by_slot.pop(slot, None)
         return {row: f"{BROKEN}: {why}." for row, why in failed.items()}
 
-    def _tell(self, slot: int) -> None:
-        entry = self._by_slot[slot]
-        if isinstance(entry, Matcher) and entry.grammar is not None:
-            entry.grammar.broken = True
-
-    def _grouped(self, indices: Iterable[int], slots: Sequence[int]) -> Mapping[Stepper, list[int]]:
-        """Indices of live matchers by library: one native call each."""
-        groups: dict[Stepper, list[int]] = {}
-        for i in indices:
-            entry = self._by_slot[slots[i]]
+    def _grouped(self, rows: Iterable[tuple[int, int]]) -> dict[Stepper, list[tuple[int, Matcher]]]:
+        """Live matchers of rows (index, slot) by library, with their indices: one native call each."""
+        groups: dict[Stepper, list[tuple[int, Matcher]]] = {}
+        for i, slot in rows:
+            entry = self._by_slot[slot]
             if isinstance(entry, Matcher):
-                groups.setdefault(entry.stepper, []).append(i)
+                groups.setdefault(entry.stepper, []).append((i, entry))
         return groups
-
-    def _state(self, slot: int) -> Any:
-        entry = self._by_slot[slot]
-        assert isinstance(entry, Matcher)
-        return entry.state
 
 
 def _replay(matcher: Matcher, output: NDArray[np.int32]) -> str | None:

@@ -104,26 +104,7 @@ class _Writer:
     def element(self, node: Json) -> Part:
         """One format."""
         kind = node.get("type") if isinstance(node, Mapping) else None
-        if not isinstance(kind, str) or kind not in _KEYS or set(node) - _KEYS[kind] - {"type"}:
-            raise Unwritten
-        match kind:
-            case "const_string" | "json_schema" | "any_text" | "regex":
-                return self._leaf(kind, node)
-            case "sequence":
-                return _row([self.element(each) for each in _list(node, "elements")])
-            case "or":
-                return self._either([self.element(each) for each in _list(node, "elements")])
-            case "optional" | "plus" | "star":
-                return _repeated(self.element(node.get("content")), _SIGNS[kind])
-            case "tag":
-                return self._tag(node, _string(node, "begin"))
-            case "triggered_tags":
-                return self._triggered(node)
-        return self._separated(node)
-
-    # -- leaves ------------------------------------------------------------------------------------
-
-    def _leaf(self, kind: str, node: Mapping[str, Json]) -> Part:
+        _check_keys(node, kind)
         match kind:
             case "const_string":
                 return self._spelled(_string(node, "value"))
@@ -131,7 +112,21 @@ class _Writer:
                 return self._letters(_text(_strings(node, "excludes")))
             case "regex":
                 return self._letters(f"/{_ESCAPED.sub(_slash, ascii_classes(_string(node, 'pattern')))}/")
-        return self._json(node)
+            case "json_schema":
+                return self._json(node)
+            case "sequence":
+                return _row([self.element(each) for each in _list(node, "elements")])
+            case "or":
+                return self._either([self.element(each) for each in _list(node, "elements")])
+            case "tag":
+                return self._tag(node, _string(node, "begin"))
+            case "triggered_tags":
+                return self._triggered(node)
+            case "tags_with_separator":
+                return self._separated(node)
+        return _repeated(self.element(node.get("content")), _SIGNS[str(kind)])
+
+    # -- leaves ------------------------------------------------------------------------------------
 
     def _spelled(self, text: str) -> Part:
         """Tokens where the text names them, letters elsewhere."""
@@ -174,14 +169,12 @@ class _Writer:
 
     def _tag(self, node: Json, begin: str) -> Part:
         """A tag whose beginning, as far as it has not been read, is `begin`."""
-        if not isinstance(node, Mapping) or set(node) - _KEYS["tag"] - {"type"}:
-            raise Unwritten
+        _check_keys(node, "tag")
         content, end = node.get("content"), _string(node, "end")
         letters = self._marks.split(end)[0]
         if not letters or not isinstance(content, Mapping) or content.get("type") != "any_text":
             return _row([self._spelled(begin), self.element(content), self._spelled(end)])
-        if set(content) - _KEYS["any_text"] - {"type"}:
-            raise Unwritten
+        _check_keys(content, "any_text")
         others = [mark for mark in _strings(content, "excludes") if mark not in end]
         text = self._until(_text(others), letters)
         return _row([self._spelled(begin), text, self._spelled(end[len(letters) :])])
@@ -283,6 +276,12 @@ def _other(signs: Iterable[str]) -> str:
 
 def _slash(found: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+
+
+def _check_keys(node: Json, kind: Json) -> None:
+    known = _KEYS.get(kind) if isinstance(kind, str) else None
+    if known is None or not isinstance(node, Mapping) or set(node) - known - {"type"}:
+        raise Unwritten
 
 
 def _string(node: Json, key: str) -> str:

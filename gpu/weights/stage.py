@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from queue import SimpleQueue
 
 import torch
 
@@ -22,7 +22,7 @@ class Stage:
     A copy to the device straight from mapped memory goes through one buffer of the driver and waits for
     it: a quarter of what the bus can do. On a CPU the buffers are plain memory, and only tests use them.
 
-    Owner: one reading thread at a time.
+    Owner: one reading thread.
     """
 
     __slots__ = ("_buffers", "_events", "_next")
@@ -57,37 +57,27 @@ class Stage:
                 self._events[which].record()
 
 
-class Stages:
-    """A stage for each reading thread, lent for one tensor at a time.
-
-    Owner: whoever loads; `copy` from any thread.
-    """
-
-    __slots__ = ("_free",)
-
-    def __init__(self, device: torch.device, count: int, size: int = STAGE_BYTES) -> None:
-        self._free: SimpleQueue[Stage] = SimpleQueue()
-        for _ in range(count):
-            self._free.put(Stage(device, size))
-
-    def copy(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """See `Stage.copy`. At most `count` threads at once; another waits."""
-        stage = self._free.get()
-        try:
-            stage.copy(place, tensor)
-        finally:
-            self._free.put(stage)
-
-
 def readers(device: torch.device) -> int:
     """Threads that read for a device: page faults of one overlap copies of another. On a CPU more gave
     nothing on two cores; a GPU's bus takes what eight can copy."""
     return 8 if device.type == "cuda" else 4
 
 
+def staged(device: torch.device, size: int = STAGE_BYTES) -> Copy:
+    """Copies from any thread, each through a stage of its own."""
+    local = threading.local()
+
+    def copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
+        if not hasattr(local, "stage"):
+            local.stage = Stage(device, size)
+        local.stage.copy(place, tensor)
+
+    return copy
+
+
 def copier(device: torch.device) -> Copy:
     """How weights get to `device`. Done for a GPU once it is synchronised."""
-    return Stages(device, readers(device)).copy if device.type == "cuda" else _direct
+    return staged(device) if device.type == "cuda" else _direct
 
 
 def _direct(place: torch.Tensor, tensor: torch.Tensor) -> None:
