@@ -7,11 +7,11 @@ from typing import Any
 
 from core.errors import ModelError
 
-_ARCHITECTURES: Mapping[str, tuple[str, str]] = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+_ARCHITECTURES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -34,10 +34,8 @@ def gguf_config(
     embedding = shapes.get("token_embd.weight")
     if embedding is None:
         raise ModelError("the .gguf file lacks the tensor token_embd.weight.")
-    architecture, model_type = _ARCHITECTURES[kind]
     config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": model_type,
+        "architectures": [_ARCHITECTURES[kind]],
         "vocab_size": embedding[-1],
         "hidden_size": hidden,
         "intermediate_size": want("feed_forward_length"),
@@ -52,9 +50,6 @@ def gguf_config(
         "rope_scaling": _rope_scaling(fields, kind, rope_factor),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
     }
     if kind == "qwen3moe":
         config |= {
@@ -62,8 +57,6 @@ def gguf_config(
             "num_experts_per_tok": want("expert_used_count"),
             "moe_intermediate_size": want("expert_feed_forward_length"),
             "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
         }
     for name in ("bos", "eos"):
         if (token := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:

@@ -6,7 +6,7 @@ host name begins with "xn--", which stands for letters out of the tables of IDNA
 
 from __future__ import annotations
 
-from gpu.grammar.schema import Json, subschemas
+from gpu.grammar.schema import Json, objects
 
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)-02-29"
 _LONG = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -33,8 +33,8 @@ _PARTS = {"iri": "uri", "idn-email": "email", "idn-hostname": "hostname"}
 
 def respell_formats(root: Json) -> None:
     """Put patterns and known formats in place of others, in place."""
-    for schema, _ in list(subschemas(root)):
-        name = schema.get("format") if isinstance(schema, dict) else None
+    for schema, _ in list(objects(root)):
+        name = schema.get("format")
         if not isinstance(name, str):
             continue
         if name in _PARTS:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from gpu.grammar.schema import Json, refuse, subschemas, values
+from gpu.grammar.schema import Json, objects, refuse, values
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _MAY_CONTROL = re.compile(r"\\u00[01]|\\u007[fF]|\x7f|\\\\[xucv0ae]")
@@ -15,27 +14,16 @@ _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _PATTERN_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\[xucv0ae]")
 
 
-def normalise(root: Json) -> bool:
-    """Respell `root` in place. Whether anything was changed."""
-    changed = False
-    for schema, _ in subschemas(root):
-        if not isinstance(schema, dict):
-            continue
+def normalise(root: Json) -> None:
+    """Respell `root` in place: counts as integers, and without keywords that ask for nothing."""
+    for schema, _ in objects(root):
         for key in _COUNTS:
             if isinstance(count := schema.get(key), float) and count.is_integer():
                 schema[key] = int(count)
-                changed = True
-        for key in [key for key in ("uniqueItems", "propertyNames") if key in schema and _idle(key, schema)]:
-            del schema[key]
-            changed = True
-    return changed
-
-
-def _idle(key: str, schema: dict[str, Any]) -> bool:
-    """Whether the keyword asks for nothing: every name is a string."""
-    if key == "uniqueItems":
-        return schema[key] is False
-    return schema[key] in (True, {}, {"type": "string"})
+        if schema.get("uniqueItems") is False:
+            del schema["uniqueItems"]
+        if schema.get("propertyNames") in (True, {}, {"type": "string"}):  # every name is a string
+            del schema["propertyNames"]
 
 
 def writes_controls(root: Json, text: str) -> bool:
@@ -43,10 +31,10 @@ def writes_controls(root: Json, text: str) -> bool:
     write \\u escapes. If so, objects are respelled in place: with those escapes, "\\u0061" would be a name
     of its own beside a declared "a", except under a pattern of names. Raises `Refused` for an object that
     cannot be respelled."""
-    if not _MAY_CONTROL.search(text) or not any(map(_has_control, (place[0] for place in subschemas(root)))):
+    if not _MAY_CONTROL.search(text) or not any(_has_control(schema) for schema, _ in objects(root)):
         return False
-    for schema, path in subschemas(root):
-        if not isinstance(schema, dict) or not (schema.get("properties") or schema.get("patternProperties")):
+    for schema, path in objects(root):
+        if not (schema.get("properties") or schema.get("patternProperties")):
             continue
         further = schema.get("additionalProperties", True)
         if further is False:
@@ -57,9 +45,7 @@ def writes_controls(root: Json, text: str) -> bool:
     return True
 
 
-def _has_control(schema: Json) -> bool:
-    if not isinstance(schema, dict):
-        return False
+def _has_control(schema: dict[str, Json]) -> bool:
     patterns = [schema.get("pattern"), *(schema.get("patternProperties") or ())]
     return any(isinstance(one, str) and _PATTERN_CONTROL.search(one) for one in patterns) or any(
         # Keys of constants are written as they are.

@@ -140,6 +140,11 @@ def subschemas(root: Json) -> Iterator[Place]:
                 ahead.append(Place(found, f"{path}/{key}"))
 
 
+def objects(root: Json) -> Iterator[tuple[dict[str, Json], str]]:
+    """Every subschema that is an object, with its place."""
+    return ((schema, path) for schema, path in subschemas(root) if isinstance(schema, dict))
+
+
 class Fault(NamedTuple):
     """A keyword that no backend carries out."""
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpu.grammar.schema import Json, Refused, check_schema, refuse, subschemas
+from gpu.grammar.schema import Json, Refused, check_schema, objects, refuse
 
 _FORMATS = frozenset(
     ("time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uri-reference", "uuid", "json-pointer")
@@ -53,16 +53,15 @@ def check_strict(root: Json) -> None:
     check_schema(root)
     if root is False:
         raise Refused("The schema false allows nothing.")
-    for schema, path in subschemas(root):
-        if isinstance(schema, Mapping):
-            _check_node(schema, path)
+    for schema, path in objects(root):
+        _check_node(schema, path)
 
 
 def narrow(root: Json) -> None:
     """Close objects that declare properties, in place: xgrammar would let an escaped key ("\\u0061" is
     "a") past the declared one's schema. What remains is a part of what was asked for."""
-    for schema, _ in subschemas(root):
-        if isinstance(schema, dict) and schema.get("properties"):
+    for schema, _ in objects(root):
+        if schema.get("properties"):
             schema["additionalProperties"] = False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,10 +32,13 @@ def fill_from_safetensors(filler: Filler, directory: Path, device: torch.device,
     """Fill from a Hugging Face directory. Raises `ModelError` naming the file that is missing,
     truncated or not in the format."""
     files = _names_by_file(directory)
-    tasks = list(_tasks(files))
-    total = sum(len(names) for _, names in tasks)
     holders = {name: path for path, names in files.items() for name in names}
-    run_tasks([_reader(filler, path, names, holders) for path, names in tasks], total, device, progress)
+    tasks = [
+        _reader(filler, path, names[first : first + _RUN], holders)
+        for path, names in files.items()
+        for first in range(0, len(names), _RUN)
+    ]
+    run_tasks(tasks, sum(map(len, files.values())), device, progress)
 
 
 def run_tasks(
@@ -146,9 +149,3 @@ def _names_by_file(directory: Path) -> dict[Path, list[str]]:
             f"{directory} lacks {', '.join(sorted(gone))}, named by {index.name}: fetch it again."
         )
     return files
-
-
-def _tasks(files: dict[Path, list[str]]) -> Iterator[tuple[Path, list[str]]]:
-    for path, names in files.items():
-        for first in range(0, len(names), _RUN):
-            yield path, names[first : first + _RUN]
