@@ -101,12 +101,6 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
 
 
 def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelError(
-                f"{path} is not a .gguf file. --model takes a directory with config.json, "
-                "a .gguf file or a hub id like org/name."
-            )
     converted = from_gguf(path, progress)
     facts = _read_json(converted / "config.json")
     if facts is None:

@@ -119,7 +119,10 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]], 
         factors = next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)
         factor = float(factors.data.max()) if factors is not None else 1.0
     except (ValueError, IndexError, KeyError, OSError, OverflowError) as error:
-        raise ModelError(f"{path} is not a readable .gguf file: {error}.") from error
+        raise ModelError(
+            f"{path} is not a readable .gguf file ({error}). --model takes a directory with config.json, "
+            "a .gguf file or a hub id like org/name."
+        ) from error
     if fields.get("split.count", 1) > 1:
         raise ModelError(
             f"{path.name} is one part of a split .gguf. Join the parts with `gguf-split --merge`."

@@ -64,18 +64,19 @@ def _called(message: Mapping[str, Any]) -> dict[str, Any]:
     parts = [text] if (text := _text(message.get("content"))) else []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
-        said = {"name": function.get("name"), "arguments": _object(function.get("arguments"))}
+        said = {"name": function.get("name"), "arguments": parsed_arguments(function.get("arguments"))}
         parts.append(f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>")
     return {key: value for key, value in message.items() if key != "tool_calls"} | {
         "content": "\n".join(parts)
     }
 
 
-def _object(arguments: object) -> object:
+def parsed_arguments(arguments: object) -> object:
+    """A call's arguments as what their text says, where they are text that is JSON."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        return json.loads(arguments or "{}")
+        return json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -122,12 +122,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.filters[name]
         del self.globals["lipsum"]
         self.filters |= {"tojson": _to_json, "indent": _indent}
-        filters: dict[str, Any] = {**self.filters}
-        tests: dict[str, Any] = {**self.tests}
-        self.filters = {name: self._guarded(name, call) for name, call in filters.items()}
-        self.tests = {name: self._guarded(name, call) for name, call in tests.items()}
+        tables: tuple[dict[str, Any], ...] = (self.filters, self.tests)
+        for table in tables:
+            table |= {name: self._guarded(name, call) for name, call in table.items()}
         self.filters |= {
-            _TURNS: self._turns,
+            _TURNS: partial(_Turns, self.budget),
             _JOIN: self._join_values,
             _BOUNDED: _bounded,
             _MADE: self.budget.spend,
@@ -175,15 +174,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return guarded
 
     def _joined(self, parts: Iterable[str]) -> str:
-        text: str = self.budget.spend(_concat(parts))
+        """Joins the output of a template, macro or block."""
+        pieces: list[str] = []
+        total = 0
+        for part in parts:
+            total += len(part)
+            if total > MAX_CHARS:
+                _refuse("the output")
+            pieces.append(part)
+        text: str = self.budget.spend("".join(pieces))
         return text
 
     def _join_values(self, values: list[Any]) -> str:
         """The `~` operator."""
         return self._joined(str(_bounded(value)) for value in values)
-
-    def _turns(self, items: Iterable[Any]) -> _Turns:
-        return _Turns(items, self.budget)
 
 
 _TURNS, _JOIN, _BOUNDED, _MADE = "loom turns", "loom join", "loom bounded", "loom made"
@@ -230,9 +234,9 @@ class _Turns:
 
     __slots__ = ("_budget", "_items")
 
-    def __init__(self, items: Any, budget: Budget) -> None:
-        self._items = items
+    def __init__(self, budget: Budget, items: Any) -> None:
         self._budget = budget
+        self._items = items
 
     def __iter__(self) -> Iterator[Any]:
         tick = self._budget.tick
@@ -394,18 +398,6 @@ def _bounded(value: Any, per_item: int = 0) -> Any:
         if seen > MAX_ITEMS or len(ahead) > 1_000:
             _refuse("a value")
     return value
-
-
-def _concat(parts: Iterable[str]) -> str:
-    """Joins the output of a template, macro or block."""
-    pieces: list[str] = []
-    total = 0
-    for part in parts:
-        total += len(part)
-        if total > MAX_CHARS:
-            _refuse("the output")
-        pieces.append(part)
-    return "".join(pieces)
 
 
 # -- names that chat templates know ----------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
-from app.text.hermes import in_messages
+from app.text.hermes import in_messages, parsed_arguments
 from app.text.sandbox import OutOfTime, Sandbox
 from core.errors import ModelError, RequestError
 
@@ -367,10 +367,7 @@ def _with_arguments(call: object, as_object: bool) -> object:
     if isinstance(arguments, Mapping) and not as_object:
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif isinstance(arguments, str) and as_object:
-        try:
-            parsed = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            return call
+        parsed = parsed_arguments(arguments)
         arguments = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": {**function, "arguments": arguments}}
 
