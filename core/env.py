@@ -1,10 +1,17 @@
-"""Every environment variable the program reads. A name that is not here is not read."""
+"""What the program reads of its surroundings: environment variables, and JSON files of models.
+
+A variable that is not named here is not read.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from core.errors import ModelError
 
 VARIABLES: Mapping[str, str] = {
     "LOOM_CACHE": "where fetched models are kept; default: $XDG_CACHE_HOME/loom or ~/.cache/loom",
@@ -26,3 +33,21 @@ def cache_dir() -> Path:
         return Path(own)
     base = read("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "loom"
+
+
+def read_json(path: Path) -> Any:
+    """Content of a file; None without it. Raises `ModelError` for what is not JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """An object from a file; None without it. Raises `ModelError` for anything else."""
+    content = read_json(path)
+    if content is not None and not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object.")
+    return content

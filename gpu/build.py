@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import msgspec
 import torch
 
 from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig
+from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
 from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
@@ -56,39 +56,19 @@ def spec_of(source: Path) -> ModelSpec:
     """Read the spec of a Hugging Face directory or a .gguf file. Raises `ModelError`."""
     if source.suffix == ".gguf":
         return read_spec(config_from_gguf(source))
-    config = source / "config.json"
-    if not config.is_file():
+    config = read_object(source / "config.json")
+    if config is None:
         raise ModelError(
             f"{source} has no config.json: --model takes a Hugging Face directory or a .gguf file."
         )
-    generation = source / "generation_config.json"
-    told = _load(generation) if generation.is_file() else None
-    return read_spec(_load(config), told, pooling_of(source))
+    generation = read_object(source / "generation_config.json")
+    return read_spec(config, generation, pooling_of(source))
 
 
 def pooling_of(source: Path) -> PoolingSpec | None:
     """What a sentence-transformers directory says of pooling; None for any other source. Raises
     `ModelError`."""
-
-    def read(place: str) -> object:
-        path = source / place
-        return _read(path) if path.is_file() else None
-
-    return sentence_pooling(read)
-
-
-def _read(path: Path) -> object:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}.") from error
-
-
-def _load(path: Path) -> dict[str, object]:
-    found = _read(path)
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} must hold a JSON object.")
-    return found
+    return sentence_pooling(lambda place: read_json(source / place))
 
 
 def build_executor(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import msgspec
 from app.checkpoint.convert import from_gguf, from_slow
 from app.checkpoint.fetch import DEFAULT, Progress, default_model
 from core.config import ModelConfig
-from core.env import read
+from core.env import read, read_object
 from core.errors import ConfigError, ModelError, RequestError
 from core.models import check_supported
 from core.request import SamplingParams
@@ -88,7 +87,7 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
 
 
 def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
-    facts = _read_json(path / "config.json")
+    facts = read_object(path / "config.json")
     if facts is None:
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f" Name the file: --model {path / ggufs[0]}." if ggufs else ""
@@ -102,7 +101,7 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
 
 def _from_gguf(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:
     converted = from_gguf(path, progress)
-    facts = _read_json(converted / "config.json")
+    facts = read_object(converted / "config.json")
     if facts is None:
         raise ModelError(f"{converted} is damaged. Remove it and start again.")
     return _checkpoint(path, converted, facts, name, config, progress)
@@ -135,7 +134,7 @@ def _from_hub(name: str, offline: bool, progress: Progress, dummy: bool) -> Path
     if not offline:
         progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
     found = _download(name, offline, _HUB_CONFIG)
-    if (facts := _read_json(found / "config.json")) is not None:
+    if (facts := read_object(found / "config.json")) is not None:
         _check_supported(found, facts)
     wanted = [pattern for pattern in _HUB_FILES if not (dummy and pattern == _HUB_WEIGHTS)]
     return _download(name, offline, wanted)
@@ -170,7 +169,7 @@ def _check_supported(path: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_weights(path: Path) -> None:
     """All the safetensors files that should be there are there."""
-    index = _read_json(path / "model.safetensors.index.json")
+    index = read_object(path / "model.safetensors.index.json")
     if index is not None:
         names = set(map(str, (index.get("weight_map") or {}).values()))
         if missing := sorted(name for name in names if not (path / name).is_file()):
@@ -216,7 +215,7 @@ def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> Samp
     """Raises `ModelError` for a value that no request could have."""
     if config.generation_config == "none":
         return SamplingParams()
-    requested = _read_json(path / "generation_config.json") or {}
+    requested = read_object(path / "generation_config.json") or {}
     given = {name: requested[name] for name in _SAMPLING if requested.get(name) is not None}
     try:
         params = msgspec.convert(given, SamplingParams)
@@ -232,20 +231,7 @@ def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> Samp
 
 
 def _eos_ids(path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = _read_json(path / "generation_config.json") or {}
+    generation = read_object(path / "generation_config.json") or {}
     named = generation.get("eos_token_id")
     ids = facts.get("eos_token_id") if named is None else named
     return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """An object from a file; None without the file. Raises `ModelError` when it is something else."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object.")
-    return content

@@ -22,6 +22,7 @@ import numpy as np
 import tokenizers
 
 from app.text.vocab import BYTE_ALPHABET, Family, Vocabulary
+from core.env import read_object
 from core.errors import ContextExceeded, ModelError, RequestError
 from core.grammar import TokenTable
 from core.types import Ints
@@ -317,13 +318,7 @@ def _settings(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json, completed from special_tokens_map.json."""
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
-        try:
-            content = json.loads(path.read_bytes()) if path.is_file() else {}
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read: {error}.") from error
-        if not isinstance(content, dict):
-            raise ModelError(f"{path} must hold a JSON object.")
+        content = read_object(directory / name) or {}
         settings |= {key: value for key, value in content.items() if value is not None}
     return settings
 

@@ -166,7 +166,7 @@ def test_a_directory_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="JSON object"):
         spec_of(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="readable JSON"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         spec_of(tmp_path)
 
 
