@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.env import cache_dir
+from core.env import cache_dir, read_object
 from core.errors import ModelError
 from core.models.gguf import gguf_config
 
@@ -68,9 +68,7 @@ def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
         progress(f"converting the tokenizer of {directory.name} (once)")
         tokenizer, settings = _read_tokenizer(directory, None)
         (room / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-        own = directory / "tokenizer_config.json"
-        if own.is_file():
-            settings |= json.loads(own.read_text(encoding="utf-8"))
+        settings |= read_object(directory / "tokenizer_config.json") or {}
         _write(room / "tokenizer_config.json", settings)
 
     return _cached(source, write)

@@ -16,6 +16,8 @@ class Key(NamedTuple):
 
     kind: str
     text: str
+    lenient: bool = False
+    """Its schemas may ask for more than is held, with warnings."""
 
 
 class Refusal(NamedTuple):

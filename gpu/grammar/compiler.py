@@ -84,7 +84,7 @@ class Compiler:
 
     async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """See `core.grammar.GrammarCompiler.compile`."""
-        key = Key("lenient_schema" if spec.lenient else spec.kind, spec.text)
+        key = Key(spec.kind, spec.text, spec.lenient)
         found = self._cache.get(key)
         if found is None:
             found = await self._join(key)
@@ -135,7 +135,7 @@ class Compiler:
         refused: Refused | None = None
         try:
             loose = await self._in_thread(lambda: self._written(key))
-            made = await self._made(Key("lenient_lark" if loose.lenient else "lark", loose.text))
+            made = await self._made(Key("lark", loose.text, loose.lenient))
             made.warnings = loose.dropped + made.warnings
             return made
         except Unwritten:
@@ -148,7 +148,7 @@ class Compiler:
             raise refused or error from None
 
     def _written(self, key: Key) -> Loose:
-        check_text(*key)
+        check_text(key.kind, key.text)
         return self._llguidance.written(key.text)
 
     async def _made(self, key: Key) -> Grammar:
@@ -165,7 +165,7 @@ class Compiler:
 
     def _compiled(self, key: Key) -> Grammar:
         backend = self._xgrammar if key.kind == "structural_tag" else self._llguidance
-        return backend.compile(key.kind, key.text)
+        return backend.compile(*key)
 
     async def _try(self, key: Key) -> None:
         """Compile in the helper. Raises `Refused` for what it answers or when it passes its limits."""

@@ -25,10 +25,8 @@ SIZES = {
     "ebnf": Size(64 * 1024, 8 * 1024),
     "choice": Size(256 * 1024, 64 * 1024),
     "structural_tag": Size(256 * 1024, 4 * 1024),
-    "lenient_schema": Size(512 * 1024, 512 * 1024),
     # A structural tag as llguidance reads it: 300 bytes of options come with each schema.
     "lark": Size(2**20, 512 * 1024),
-    "lenient_lark": Size(2**20, 512 * 1024),
 }
 
 
@@ -60,13 +58,9 @@ def runs_away(kind: str, text: str) -> bool:
         return not light(check_tag(text)) or len(text) > SIZES[kind].direct
     if len(text) > SIZES[kind].direct:
         return True
-    if kind in ("lark", "lenient_lark"):
+    if kind == "lark":
         return _lark_runs_away(text)
-    return (
-        kind in ("json_schema", "lenient_schema")
-        and len(text) > SHORT
-        and schema_cost(decode(text)) > MAX_COST
-    )
+    return kind == "json_schema" and len(text) > SHORT and schema_cost(decode(text)) > MAX_COST
 
 
 def _lark_runs_away(text: str) -> bool:

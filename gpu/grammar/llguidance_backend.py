@@ -103,13 +103,13 @@ class LlgBackend:
         text = lark_of(tag, self._marks, schema_text)
         return Loose(text, tuple(dropped), lenient)
 
-    def compile(self, kind: str, text: str) -> Grammar:
+    def compile(self, kind: str, text: str, lenient: bool = False) -> Grammar:
         """Raises `Refused` with the reason. Bounded by the library's fuel, not by time."""
-        source = _source(kind, text)
+        source = _source(kind, text, lenient)
         prototype = LLMatcher(self._tokenizer, source.text, log_level=0, limits=self._limits)
         _check(prototype)
         warnings = prototype.get_grammar_warnings()
-        if warnings and kind not in LENIENT:
+        if warnings and not lenient:
             raise Refused(f"Part of the constraint would be ignored: {warnings[0]}")
         self._probe(prototype)
         # Above what was measured over MaskBench: 35 KB of state and automaton, 5 bytes per byte of text.
@@ -172,18 +172,14 @@ class Loose(NamedTuple):
     lenient: bool = False
 
 
-LENIENT = frozenset(("lenient_schema", "lenient_lark"))
-"""Kinds whose schemas may ask for more than is held, with warnings."""
-
-
-def _source(kind: str, text: str) -> Loose:
+def _source(kind: str, text: str, lenient: bool) -> Loose:
     """llguidance's own notation. Raises `Refused` for what it cannot say."""
     match kind:
         case "json_object":
             return _schema('{"type":"object"}', lenient=False)
-        case "json_schema" | "lenient_schema":
-            return _schema(text, kind in LENIENT)
-        case "lark" | "lenient_lark":
+        case "json_schema":
+            return _schema(text, lenient)
+        case "lark":
             return Loose(text)
         case "regex":
             return Loose(LLMatcher.grammar_from_regex(ascii_classes(text)))

@@ -9,6 +9,7 @@ import msgspec
 
 from core.grammar import TokenTable
 from core.helper import Task
+from gpu.grammar.cache import Key
 from gpu.grammar.llguidance_backend import LlgBackend
 from gpu.grammar.schema import Refused
 from gpu.grammar.xgrammar_backend import XgrBackend
@@ -20,7 +21,7 @@ overflow theirs, which would end the server."""
 
 def trial_task(table: TokenTable, tags: bool) -> Task:
     """The helper's task for structural tags, or for all other constraints, over one vocabulary. Its payload
-    is the msgpack of (kind, text), its answer the refusal, or nothing."""
+    is the msgpack of a `Key`, its answer the refusal, or nothing."""
     return Task(f"{__name__}:{Trial.__name__}", msgspec.msgpack.encode((table, tags)))
 
 
@@ -38,9 +39,8 @@ class Trial:
         return self._thread.submit(self._refusal, payload).result()
 
     def _refusal(self, payload: bytes) -> bytes:
-        kind, text = msgspec.msgpack.decode(payload, type=tuple[str, str])
         try:
-            self._backend.compile(kind, text)
+            self._backend.compile(*msgspec.msgpack.decode(payload, type=Key))
         except Refused as error:
             return str(error).encode()
         return b""

@@ -58,7 +58,7 @@ class XgrBackend:
 
     # -- compiling ---------------------------------------------------------------------------------
 
-    def compile(self, kind: str, text: str) -> Grammar:
+    def compile(self, kind: str, text: str, lenient: bool = False) -> Grammar:
         """Raises `Refused` with the reason. May run for minutes and take gigabytes: sources that can
         are tried in a helper process first."""
         tag = check_tag(text)
