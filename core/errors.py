@@ -48,6 +48,17 @@ class RequestError(LoomError):
         self.code = code
 
 
+def field_error(param: str, what: str, code: str | None = None) -> RequestError:
+    """A `RequestError` whose message is the field's name and `what` is wrong with it."""
+    return RequestError(f"'{param}' {what}.", param, code)
+
+
+def unsupported(param: str, reason: str, beside: str = "") -> RequestError:
+    """The error for a field that this server cannot honour, or not together with the field `beside`."""
+    together = f" with '{beside}'" if beside else ""
+    return field_error(param, f"is not supported{together}: {reason}", "unsupported")
+
+
 class ContextExceeded(RequestError):
     """The prompt plus the requested output is longer than the model's context. `counted` False: the prompt
     has at least so many tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -34,13 +34,15 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True):
     calls: Format
     """Reads what follows one of `markers`."""
     bare: Format | None = None
-    """Reads an answer that begins with calls without a marker, and those that `begins` find."""
+    """Reads calls without a marker: an answer of nothing else, or what `begins` find in one."""
     begins: tuple[str, ...] = ()
-    """How a call without a marker begins amid text."""
+    """How a call without a marker begins amid text, `%s` its function's name."""
     lead: str = ""
-    """What the family's template puts between text and the first call: it is no content."""
-    forced: bool = False
-    """A grammar lets through calls alone: what is cut off is one, too."""
+    """What the template puts between text and the first call: it is no content."""
+
+    def begun(self, names: Iterable[str]) -> tuple[str, ...]:
+        """`begins` with these functions' names."""
+        return tuple({begin.replace("%s", name): None for begin in self.begins for name in sorted(names)})
 
 
 class CallParser:
@@ -55,6 +57,7 @@ class CallParser:
         "_after",
         "_dropped",
         "_events",
+        "_forced",
         "_fresh",
         "_name",
         "_names",
@@ -74,10 +77,13 @@ class CallParser:
         syntax: Syntax,
         names: frozenset[str],
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        forced: bool = False,
     ) -> None:
-        """`names` are the functions that may be called, `schemas` those of their arguments."""
+        """`names` are the functions that may be called, `schemas` those of their arguments. `forced`: a
+        grammar lets through calls alone, so that what is cut off is one, too."""
         self.cursor = Cursor()
         self._syntax = syntax
+        self._forced = forced
         self._names = names
         self._schemas = schemas or {}
         self._events: list[Event] = []
@@ -185,7 +191,7 @@ class CallParser:
 
     def _answer(self) -> Steps[None]:
         syntax = self._syntax
-        begins = syntax.begins
+        begins = syntax.begun(self._names)
         # An answer that is a JSON document or a list is not searched for calls inside it.
         if syntax.bare is not None and (yield from self._attempt(syntax.bare)).lstrip()[:1] in ("{", "["):
             begins = ()
@@ -210,7 +216,7 @@ class CallParser:
                 continue
             self._content(cursor.take(len(text) - keep))
             rest = cursor.take(len(text))
-            if keep and self._syntax.forced:
+            if keep and self._forced:
                 self._cut(rest)
             elif not (keep and self._after):  # behind a call it is half a mark
                 self._content(rest)
@@ -234,7 +240,7 @@ class CallParser:
     def _cut(self, raw: str) -> None:
         """The text has ended within a call."""
         sole = next(iter(self._names)) if len(self._names) == 1 and not self._next else ""
-        if not self._open and not self._syntax.forced:
+        if not self._open and not self._forced:
             self._content(raw)
             return
         if not self._open and (name := self._name or sole):

@@ -107,11 +107,21 @@ class Cursor:
         self.take(self.at + len(wanted))
         return True
 
-    def until(self, mark: str, limit: int = NAME_CHARS) -> Steps[str]:
-        """The text before `mark`, both taken. Raises `Malformed` when it is longer than `limit`."""
+    def run(self, belongs: Callable[[str], object], limit: int = NAME_CHARS) -> Steps[str]:
+        """Take characters for as long as they belong. Raises `Malformed` for more than `limit`."""
+        taken = ""
+        while (sign := (yield from self.peek())) and belongs(sign):
+            taken += self.take(self.at + 1)
+            if len(taken) > limit:
+                raise Malformed
+        return taken
+
+    def until(self, mark: str) -> Steps[str]:
+        """The text before `mark`, both taken. Raises `Malformed` when it is longer than `NAME_CHARS`."""
         # Not beyond the limit: where every call is malformed, each would read to the text's end.
-        while (end := self.text.find(mark, self.at, self.at + limit + len(mark))) < 0:
-            if self.ended or len(self.text) - self.at >= limit + len(mark):
+        limit = NAME_CHARS + len(mark)
+        while (end := self.text.find(mark, self.at, self.at + limit)) < 0:
+            if self.ended or len(self.text) - self.at >= limit:
                 raise Malformed
             yield
         before = self.take(end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,6 +42,18 @@ def const_element(text: str) -> Element:
     return {"type": "const_string", "value": text}
 
 
+def joined(kind: Literal["sequence", "or"], elements: list[Element]) -> Element:
+    """All of the elements, or any one of them."""
+    if not elements:
+        return const_element("")
+    return elements[0] if len(elements) == 1 else {"type": kind, "elements": elements}
+
+
+def optional(element: Element) -> Element:
+    """The element or nothing."""
+    return {"type": "optional", "content": element}
+
+
 def arguments(schema: Mapping[str, Any], fields: Fields, strict: bool, loose: bool) -> Element:
     """The arguments of one function: those that are required first, then any of the others.
 
@@ -68,32 +80,23 @@ def arguments(schema: Mapping[str, Any], fields: Fields, strict: bool, loose: bo
 def _listed(first: list[Element], rest: list[Element], separator: str) -> Element:
     """All of `first`, any of `rest`, in this order."""
     if first or not separator:
-        parts = (
-            [part for each in first for part in (const_element(separator), each)][1:] if separator else first
-        )
-        return _row([*parts, *(_behind(each, separator) for each in rest)])
+        parts = first
+        if separator:
+            parts = [part for each in first for part in (const_element(separator), each)][1:]
+        return joined("sequence", [*parts, *(_behind(each, separator) for each in rest)])
     if not rest:
         return const_element("")
     if len(rest) > MAX_OPTIONAL:
         raise Unwritable(f"more than {MAX_OPTIONAL} arguments, none of them required.")
     starts = [
-        _row([each, *(_behind(later, separator) for later in rest[i + 1 :])]) for i, each in enumerate(rest)
+        joined("sequence", [each, *(_behind(later, separator) for later in rest[i + 1 :])])
+        for i, each in enumerate(rest)
     ]
-    return _optional(starts[0] if len(starts) == 1 else {"type": "or", "elements": starts})
+    return optional(joined("or", starts))
 
 
 def _behind(field: Element, separator: str) -> Element:
-    return _optional(_row([const_element(separator), field]) if separator else field)
-
-
-def _row(parts: list[Element]) -> Element:
-    if not parts:
-        return const_element("")
-    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
-
-
-def _optional(element: Element) -> Element:
-    return {"type": "optional", "content": element}
+    return optional(joined("sequence", [const_element(separator), field]) if separator else field)
 
 
 class _Writer:
@@ -114,9 +117,9 @@ class _Writer:
         begin = fields.begin % name
         content, end = self._value(schema)
         if not fields.raw:
-            return _row([const_element(begin), content])
+            return joined("sequence", [const_element(begin), content])
         tag = {"type": "tag", "begin": begin, "content": content, "end": end + fields.end}
-        return _row([tag, const_element(fields.after)]) if fields.after else tag
+        return joined("sequence", [tag, const_element(fields.after)]) if fields.after else tag
 
     def _value(self, schema: Any) -> tuple[Element, str]:
         """A value's grammar, and what stands between it and its end."""
@@ -124,7 +127,8 @@ class _Writer:
         types = types_of(schema, self._root)
         if not fields.raw:
             if types is not None and types <= _TRUTH.keys() and not set(schema) & {"enum", "const"}:
-                return _either([word for kind in sorted(types) for word in _TRUTH[kind]]), ""
+                words = [const_element(word) for kind in sorted(types) for word in _TRUTH[kind]]
+                return joined("or", words), ""
             return json_element(self._inner(schema)), ""
         if types is None or "string" in types:
             return self._text(schema, types)
@@ -135,10 +139,8 @@ class _Writer:
         fields = self._fields
         values = schema.get("enum", [schema["const"]] if "const" in schema else None) if types else None
         if isinstance(values, list) and values:
-            texts = [
-                value if isinstance(value, str) else msgspec.json.encode(value).decode() for value in values
-            ]
-            return _either(texts), fields.gap
+            texts = (each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in values)
+            return joined("or", [const_element(text) for text in texts]), fields.gap
         if self._strict and (found := _held(schema)):
             raise Unwritable(
                 f"'{found}' cannot be held to: this model writes strings without quotes. Leave '{found}' out "
@@ -165,8 +167,3 @@ def _held(schema: Any) -> str | None:
     listed = branches if isinstance(branches, list) else []
     other = next((key for key in schema if key not in ("type", "anyOf")), None)
     return other or next((found for each in listed if (found := _held(each))), None)
-
-
-def _either(texts: list[str]) -> Element:
-    consts = [const_element(text) for text in texts]
-    return consts[0] if len(consts) == 1 else {"type": "or", "elements": consts}

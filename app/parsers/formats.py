@@ -105,11 +105,8 @@ def _listed(calls: CallParser, declared: bool) -> Steps[None]:
 
 def _named(calls: CallParser) -> Steps[None]:
     cursor = calls.cursor
-    name: list[str] = []
-    while (sign := (yield from cursor.peek())) not in "[{":  # the empty string at the end is in it
-        name.append(cursor.take(cursor.at + 1))
-        if len(name) > NAME_CHARS:
-            raise Malformed
+    name = yield from cursor.run(lambda sign: sign not in "[{")
+    sign = yield from cursor.peek()
     if sign == "":
         raise Malformed
     if sign == "[":
@@ -117,7 +114,7 @@ def _named(calls: CallParser) -> Steps[None]:
             yield from cursor.until("[ARGS]")
         else:
             yield from cursor.expect("[ARGS]")
-    yield from _arguments(calls, _name("".join(name)))
+    yield from _arguments(calls, _name(name))
 
 
 def _name(name: str) -> str:
@@ -164,38 +161,28 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
 def _arguments(calls: CallParser, name: str, id: str = "") -> Steps[None]:
     """A call's arguments, told as they come."""
     calls.named(name)
+    head, signs = "", 0
+
+    def take(span: str) -> None:
+        """Report the call once its arguments begin like an object, `{"` or `{}`: what most often goes
+        wrong (`{'a': 1}`, `{a: 1}`) is seen before anything was reported."""
+        nonlocal head, signs
+        if signs >= 2:
+            calls.arguments(span)
+            return
+        head += span
+        signs += sum(map(len, span.split()))
+        if signs >= 2:
+            calls.start(name, id)
+            calls.arguments(head)
+
     if (yield from calls.cursor.spaces()) == "{":
-        yield from calls.cursor.value(_Live(calls, name, id).take)
+        yield from calls.cursor.value(take)
     else:
         text = _object((yield from _value(calls)))
         calls.start(name, id)
         calls.arguments(text)
     calls.whole()
-
-
-class _Live:
-    """Tells a call as soon as its arguments begin like an object: `{"` or `{}`. What most often goes
-    wrong (`{'a': 1}`, `{a: 1}`) is seen before anything was told. Owner: event loop."""
-
-    __slots__ = ("_calls", "_head", "_id", "_name", "_signs")
-
-    def __init__(self, calls: CallParser, name: str, id: str) -> None:
-        self._calls = calls
-        self._name = name
-        self._id = id
-        self._head: list[str] = []
-        self._signs = 0
-
-    def take(self, span: str) -> None:
-        """More of the arguments."""
-        if self._signs >= 2:
-            self._calls.arguments(span)
-            return
-        self._head.append(span)
-        self._signs += sum(map(len, span.split()))
-        if self._signs >= 2:
-            self._calls.start(self._name, self._id)
-            self._calls.arguments("".join(self._head))
 
 
 def _value(calls: CallParser) -> Steps[str]:

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.parsers.fields import Element, Unwritable, arguments, const_element, json_element
+from app.parsers.fields import Element, Unwritable, arguments, const_element, joined, json_element, optional
 from app.parsers.registry import ReasoningFamily, ToolFamily, Writing
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 from core.grammar import GrammarSpec
 
 _encode = msgspec.json.Encoder().encode
@@ -58,15 +58,11 @@ def constraint(
     if wanted.answer is not None and wanted.calls != "required":
         alternatives.insert(0, answer_element(wanted.answer))
         param = wanted.answer.param if choices is None else param
-    elements = [_one("or", alternatives)]
+    elements = [joined("or", alternatives)]
     if wanted.thinking != "none" and reasoning is not None:
         elements[:0] = _thinking(reasoning, wanted.thinking == "open", tools)
-    tag = {"type": "structural_tag", "format": _one("sequence", elements)}
+    tag = {"type": "structural_tag", "format": joined("sequence", elements)}
     return GrammarSpec("structural_tag", _encode(tag).decode(), param)
-
-
-def _one(kind: str, elements: list[Element]) -> Element:
-    return elements[0] if len(elements) == 1 else {"type": kind, "elements": elements}
 
 
 def answer_element(answer: GrammarSpec) -> Element:
@@ -81,7 +77,7 @@ def answer_element(answer: GrammarSpec) -> Element:
         case "ebnf":
             return {"type": "grammar", "grammar": answer.text}
         case "choice":
-            return {"type": "or", "elements": [const_element(text) for text in _decoded(answer)]}
+            return joined("or", [const_element(text) for text in _decoded(answer)])
         case "structural_tag":
             tag = _decoded(answer)
             if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
@@ -96,7 +92,7 @@ def _decoded(answer: GrammarSpec) -> Any:
     try:
         return msgspec.json.decode(answer.text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"'{answer.param}' is not valid JSON: {error}.", answer.param) from error
+        raise field_error(answer.param, f"is not valid JSON: {error}") from error
 
 
 def _thinking(family: ReasoningFamily, open: bool, tools: ToolFamily | None) -> list[Element]:
@@ -111,7 +107,7 @@ def _thinking(family: ReasoningFamily, open: bool, tools: ToolFamily | None) -> 
     ]
     if family.gap:
         think.append(const_element(family.gap))
-    return think if open else [{"type": "optional", "content": {"type": "sequence", "elements": think}}]
+    return think if open else [optional(joined("sequence", think))]
 
 
 def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
@@ -135,22 +131,22 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
 
 
 def _tag(tool: Tool, writing: Writing, free: bool, param: str) -> Element:
-    schema: dict[str, Any] = {"type": "object", "additionalProperties": True}
     loose = free and not tool.strict
+    schema = without_notes(tool.schema)
     if writing.fields is not None:
-        schema = without_notes(tool.schema)
         try:
             content = arguments(schema, writing.fields, tool.strict, loose)
         except Unwritable as error:
             raise RequestError(f"The function '{tool.name}': {error}", param, "unsupported") from None
-        return {"type": "tag", "begin": writing.begin % tool.name, "content": content, "end": writing.end}
-    if not loose:
+    elif loose:
+        content = json_element({"type": "object", "additionalProperties": True}, tool.lenient)
+    else:
         # Structural tags close objects that say nothing about further properties.
-        schema = {"additionalProperties": not tool.schema.get("properties"), **without_notes(tool.schema)}
-    content = json_element(schema, tool.lenient)
+        closed = {"additionalProperties": not tool.schema.get("properties"), **schema}
+        content = json_element(closed, tool.lenient)
     if writing.numbered:
         number = {"type": "regex", "pattern": "[0-9]{1,4}"}
-        content = {"type": "sequence", "elements": [number, const_element(writing.numbered), content]}
+        content = joined("sequence", [number, const_element(writing.numbered), content])
     return {"type": "tag", "begin": writing.begin % tool.name, "content": content, "end": writing.end}
 
 
@@ -198,8 +194,8 @@ def _within_text(tags: list[Element], family: ToolFamily, begins: tuple[str, ...
         sign = (writing.opening or writing.begin)[0]
         start = {"type": "regex", "pattern": rf"[^\s\{sign}]"}
         rest = {"type": "any_text", "excludes": [*family.markers, *begins]}
-        text = {"type": "optional", "content": {"type": "sequence", "elements": [start, rest]}}
-        return {"type": "or", "elements": [text, _group(tags, writing, many)]}
+        text = optional(joined("sequence", [start, rest]))
+        return joined("or", [text, _group(tags, writing, many)])
     if writing.opening:
         tags = [_group(tags, writing, many)]
     return {

@@ -7,46 +7,65 @@ split on a tag. Each character is looked at once, runs inside strings in native 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 MAX_DEPTH = 128
 """Nesting that is still followed: decoders at the other end give up at 100 to 1,000."""
 
-_SPACES = re.compile(r"[ \t\n\r]*")
 _SPECIAL = re.compile(r'["\\\x00-\x1f]')
-_LITERALS = {"t": "true", "f": "false", "n": "null"}
-_HEX = frozenset("0123456789abcdefABCDEF")
-_CLOSE = {"{": "}", "[": "]"}
-
-# What may follow in a number, by what came last: minus, leading zero, integer, point, fraction, e,
-# sign of the exponent, exponent.
+_SPACES = " \t\n\r"
 _DIGITS = "0123456789"
-_NUMBER: dict[str, dict[str, str]] = {
-    "-": {"0": "0"} | dict.fromkeys("123456789", "i"),
-    "0": {".": ".", "e": "e", "E": "e"},
-    "i": {".": ".", "e": "e", "E": "e"} | dict.fromkeys(_DIGITS, "i"),
-    ".": dict.fromkeys(_DIGITS, "f"),
-    "f": {"e": "e", "E": "e"} | dict.fromkeys(_DIGITS, "f"),
-    "e": {"+": "s", "-": "s"} | dict.fromkeys(_DIGITS, "x"),
-    "s": dict.fromkeys(_DIGITS, "x"),
-    "x": dict.fromkeys(_DIGITS, "x"),
+
+# What may come next, by state: a character to the state behind it. In a container just opened that is
+# `{ first` or `[ first`, after a value in it `{ value` or `[ value`.
+_END, _CLOSE, _DONE = "end of a value", "end of a container", "done"
+_VALUE = {
+    '"': "string",
+    **{sign: sign for sign in "{[tfn-0"},
+    **dict.fromkeys("123456789", "integer"),
+    **dict.fromkeys(_SPACES, "value"),
 }
-_WHOLE = frozenset("0ifx")
+_EXPONENT = {"e": "e", "E": "e"}
+_NEXT: dict[str, dict[str, str]] = {
+    "value": _VALUE,
+    "[ first": _VALUE | {"]": _CLOSE} | dict.fromkeys(_SPACES, "[ first"),
+    "[ value": {",": "value", "]": _CLOSE} | dict.fromkeys(_SPACES, "[ value"),
+    "{ first": {'"': "key", "}": _CLOSE} | dict.fromkeys(_SPACES, "{ first"),
+    "{ key": {":": "value"} | dict.fromkeys(_SPACES, "{ key"),
+    "{ value": {",": "{ value,", "}": _CLOSE} | dict.fromkeys(_SPACES, "{ value"),
+    "{ value,": {'"': "key"} | dict.fromkeys(_SPACES, "{ value,"),
+    "-": {"0": "0"} | dict.fromkeys("123456789", "integer"),
+    "0": {".": "."} | _EXPONENT,
+    "integer": {".": "."} | _EXPONENT | dict.fromkeys(_DIGITS, "integer"),
+    ".": dict.fromkeys(_DIGITS, "fraction"),
+    "fraction": _EXPONENT | dict.fromkeys(_DIGITS, "fraction"),
+    "e": dict.fromkeys("+-", "sign") | dict.fromkeys(_DIGITS, "exponent"),
+    "sign": dict.fromkeys(_DIGITS, "exponent"),
+    "exponent": dict.fromkeys(_DIGITS, "exponent"),
+}
+for _string, _behind in (("string", _END), ("key", "{ key")):
+    _NEXT[_string] = {'"': _behind, "\\": f"{_string} \\"}
+    _NEXT[f"{_string} \\"] = dict.fromkeys('"\\/bfnrt', _string) | {"u": f"{_string} \\u"}
+    for _read in ("u", "u0", "u00", "u000"):
+        _after = _string if _read == "u000" else f"{_string} \\{_read}0"
+        _NEXT[f"{_string} \\{_read}"] = dict.fromkeys("0123456789abcdefABCDEF", _after)
+for _literal in ("true", "false", "null"):
+    for _at in range(1, len(_literal)):
+        _NEXT[_literal[:_at]] = {_literal[_at]: _END if _at == len(_literal) - 1 else _literal[: _at + 1]}
+_STRINGS = frozenset(("string", "key"))
+_NESTING = frozenset(("{", "[", _END, _CLOSE))
+_NUMBERS = frozenset(("0", "integer", "fraction", "exponent"))
+"""States in which a number may be over."""
 
 
 class JsonScanner:
     """Accepts exactly one JSON value (RFC 8259), in pieces. Owner: event loop."""
 
-    __slots__ = ("_key", "_left", "_number", "_stack", "_step", "done", "failed")
+    __slots__ = ("_stack", "_state", "done", "failed")
 
     def __init__(self) -> None:
-        self._step: Callable[[str, int], int] = self._value
-        self._stack: list[str] = []
-        self._key = False
-        """The string being read is a key."""
-        self._left = ""
-        """Of a literal: what must still come; of `\\u`: one character a digit."""
-        self._number = ""
+        self._state = "value"
+        self._stack = [_DONE]
+        """The states behind the values that are open."""
         self.done = False
         """The value is whole. A number is only when something else follows it."""
         self.failed = False
@@ -55,153 +74,36 @@ class JsonScanner:
     def scan(self, text: str, start: int = 0) -> int:
         """Take from text[start:] what belongs to the value; returns where that ends. Before
         `len(text)` only when `done` or `failed`, then text[end] does not belong to it."""
-        at, size = start, len(text)
+        at, size, state = start, len(text), self._state
         while at < size and not (self.done or self.failed):
-            at = self._step(text, at)
-        return at
-
-    # -- each takes something at `at`, or fails there ----------------------------------------------
-
-    def _value(self, text: str, at: int) -> int:
-        at = _spaces(text, at)
-        if at == len(text):
-            return at
-        sign = text[at]
-        if sign == '"':
-            self._key = False
-            self._step = self._string
-        elif sign in "{[":
-            return self._open(sign, at)
-        elif sign in _LITERALS:
-            self._left = _LITERALS[sign][1:]
-            self._step = self._literal
-        elif sign == "-" or "0" <= sign <= "9":
-            self._number = sign if sign in "-0" else "i"
-            self._step = self._digits
-        else:
-            return self._fail(at)
-        return at + 1
-
-    def _open(self, sign: str, at: int) -> int:
-        if len(self._stack) == MAX_DEPTH:
-            return self._fail(at)
-        self._stack.append(sign)
-        self._step = self._first_key if sign == "{" else self._first_item
-        return at + 1
-
-    def _first_item(self, text: str, at: int) -> int:
-        at = _spaces(text, at)
-        if at < len(text) and text[at] == "]":
-            return self._closed(at)
-        return self._value(text, at)
-
-    def _first_key(self, text: str, at: int) -> int:
-        at = _spaces(text, at)
-        if at < len(text) and text[at] == "}":
-            return self._closed(at)
-        return self._next_key(text, at)
-
-    def _next_key(self, text: str, at: int) -> int:
-        at = _spaces(text, at)
-        if at == len(text):
-            return at
-        if text[at] != '"':
-            return self._fail(at)
-        self._key = True
-        self._step = self._string
-        return at + 1
-
-    def _colon(self, text: str, at: int) -> int:
-        at = _spaces(text, at)
-        if at == len(text):
-            return at
-        if text[at] != ":":
-            return self._fail(at)
-        self._step = self._value
-        return at + 1
-
-    def _comma(self, text: str, at: int) -> int:
-        at = _spaces(text, at)
-        if at == len(text):
-            return at
-        inside = self._stack[-1]
-        if text[at] == _CLOSE[inside]:
-            return self._closed(at)
-        if text[at] != ",":
-            return self._fail(at)
-        self._step = self._next_key if inside == "{" else self._value
-        return at + 1
-
-    def _string(self, text: str, at: int) -> int:
-        found = _SPECIAL.search(text, at)
-        if found is None:
-            return len(text)
-        at = found.start()
-        if text[at] == '"':
-            if self._key:
-                self._step = self._colon
+            if state in _STRINGS:
+                found = _SPECIAL.search(text, at)
+                if found is None:
+                    at = size
+                    break
+                at = found.start()
+            following = _NEXT[state].get(text[at])
+            if following is not None:
+                at += 1
+            elif state in _NUMBERS:  # it ended before this character
+                following = _END
             else:
-                self._ended()
-        elif text[at] == "\\":
-            self._step = self._escape
-        else:
-            return self._fail(at)
-        return at + 1
-
-    def _escape(self, text: str, at: int) -> int:
-        if text[at] == "u":
-            self._left = "0000"
-            self._step = self._hex
-        elif text[at] in '"\\/bfnrt':
-            self._step = self._string
-        else:
-            return self._fail(at)
-        return at + 1
-
-    def _hex(self, text: str, at: int) -> int:
-        if text[at] not in _HEX:
-            return self._fail(at)
-        self._left = self._left[1:]
-        if not self._left:
-            self._step = self._string
-        return at + 1
-
-    def _literal(self, text: str, at: int) -> int:
-        if text[at] != self._left[0]:
-            return self._fail(at)
-        self._left = self._left[1:]
-        if not self._left:
-            self._ended()
-        return at + 1
-
-    def _digits(self, text: str, at: int) -> int:
-        following = _NUMBER[self._number].get(text[at])
-        if following is not None:
-            self._number = following
-            return at + 1
-        if self._number not in _WHOLE:
-            return self._fail(at)
-        self._ended()
+                self.failed = True
+                break
+            state = following
+            if following in _NESTING:
+                state = self._nested(following)
+                at -= self.failed
+        self._state = state
         return at
 
-    # -- ends --------------------------------------------------------------------------------------
-
-    def _closed(self, at: int) -> int:
-        self._stack.pop()
-        self._ended()
-        return at + 1
-
-    def _ended(self) -> None:
-        if self._stack:
-            self._step = self._comma
-        else:
-            self.done = True
-
-    def _fail(self, at: int) -> int:
-        self.failed = True
-        return at
-
-
-def _spaces(text: str, at: int) -> int:
-    found = _SPACES.match(text, at)
-    return at if found is None else found.end()
+    def _nested(self, mark: str) -> str:
+        """The state behind a value, or within a container: one that is nested too deep fails."""
+        if mark in ("{", "["):
+            self.failed = len(self._stack) > MAX_DEPTH
+            self._stack.append(f"{mark} value")
+            return f"{mark} first"
+        if mark == _CLOSE:
+            self._stack.pop()
+        self.done = len(self._stack) == 1
+        return self._stack[-1]

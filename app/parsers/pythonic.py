@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from collections.abc import Callable
 
 from app.parsers.calls import CallParser
 from app.parsers.cursor import Cursor, Malformed, Steps
@@ -25,31 +25,8 @@ MAX_LITERAL = 16 * 1024
 MAX_NUMBER = 512
 """Characters of a number: longer ones no decoder takes."""
 
-
-class Told(Protocol):
-    """What reads a literal: where it stands, and who is told of it as JSON."""
-
-    cursor: Cursor
-
-    def arguments(self, text: str) -> None:
-        """More of it."""
-        ...
-
-
-class _Collected:
-    """One that is there as a whole. Owner: event loop."""
-
-    __slots__ = ("cursor", "parts")
-
-    def __init__(self, text: str) -> None:
-        self.cursor = Cursor()
-        self.cursor.push(text)
-        self.cursor.ended = True
-        self.parts: list[str] = []
-
-    def arguments(self, text: str) -> None:
-        """See `Told`."""
-        self.parts.append(text)
+_Out = Callable[[str], None]
+"""Takes what was read, as JSON."""
 
 
 def written(text: str, types: Types) -> str:
@@ -58,14 +35,15 @@ def written(text: str, types: Types) -> str:
     made = spelled(text, types)
     if made[0] != '"' or not structured or bare[:1] not in ("[", "{") or len(bare) > MAX_LITERAL:
         return made
-    told = _Collected(bare)
-    steps = _literal(told, 0)
+    cursor, parts = Cursor(), list[str]()
+    cursor.push(bare)
+    cursor.ended = True
     try:
-        next(steps)
+        next(_literal(cursor, parts.append, 0))
     except StopIteration:
         kind = "array" if bare[0] == "[" else "object"
-        if told.cursor.at == len(bare) and kind in structured:
-            return "".join(told.parts)
+        if cursor.at == len(bare) and kind in structured:
+            return "".join(parts)
     except Malformed:
         pass
     return made
@@ -78,7 +56,7 @@ def pythonic(calls: CallParser) -> Steps[None]:
     yield from cursor.expect("[")
     while True:
         yield from cursor.spaces()
-        name = yield from _identifier(calls)
+        name = yield from _identifier(cursor)
         yield from cursor.spaces()
         yield from cursor.expect("(")
         calls.declared(name)
@@ -96,13 +74,13 @@ def _arguments(calls: CallParser, function: str) -> Steps[None]:
     """Told from the first name on: what is no call (`[f(x) for x in y]`) mostly shows before."""
     cursor, before = calls.cursor, "{"
     while (yield from cursor.spaces()) != ")":
-        name = yield from _identifier(calls)
+        name = yield from _identifier(cursor)
         yield from cursor.spaces()
         yield from cursor.expect("=")
         if before == "{":
             calls.start(function)
         calls.arguments(f"{before}{quoted(name)}: ")
-        yield from _literal(calls, 0)
+        yield from _literal(cursor, calls.arguments, 0)
         before = ", "
         if (yield from cursor.spaces()) != ",":
             break
@@ -113,65 +91,52 @@ def _arguments(calls: CallParser, function: str) -> Steps[None]:
     calls.arguments("{}" if before == "{" else "}")
 
 
-def _identifier(calls: CallParser) -> Steps[str]:
-    cursor, name = calls.cursor, ""
-    while (sign := (yield from cursor.peek())).isalnum() or sign in ("_", "-", "."):
-        name += cursor.take(cursor.at + 1)
-        if len(name) > NAME_CHARS:
-            raise Malformed
+def _identifier(cursor: Cursor) -> Steps[str]:
+    name = yield from cursor.run(lambda sign: sign.isalnum() or sign in "_-.", NAME_CHARS)
     if not name:
         raise Malformed
     return name
 
 
-def _literal(calls: Told, depth: int) -> Steps[None]:
-    sign = yield from calls.cursor.spaces()
-    if depth == MAX_DEPTH:
-        raise Malformed
-    if sign == "":
+def _literal(cursor: Cursor, out: _Out, depth: int) -> Steps[None]:
+    sign = yield from cursor.spaces()
+    if depth == MAX_DEPTH or sign == "":
         raise Malformed
     if sign in "'\"":
-        calls.arguments('"')
-        yield from _string(calls)
-        calls.arguments('"')
-    elif sign == "[":
-        yield from _items(calls, "[]", depth)
-    elif sign == "{":
-        yield from _items(calls, "{}", depth)
+        out('"')
+        yield from _string(cursor, out)
+        out('"')
+    elif sign in ("[", "{"):
+        yield from _items(cursor, out, "[]" if sign == "[" else "{}", depth)
     else:
-        calls.arguments((yield from _word(calls)))
+        out((yield from _word(cursor)))
 
 
-def _items(calls: Told, brackets: str, depth: int) -> Steps[None]:
+def _items(cursor: Cursor, out: _Out, brackets: str, depth: int) -> Steps[None]:
     """A list or a dict, which is keyed by strings."""
-    cursor = calls.cursor
     yield from cursor.expect(brackets[0])
-    calls.arguments(brackets[0])
+    out(brackets[0])
     first = True
     while (sign := (yield from cursor.spaces())) != brackets[1]:
-        calls.arguments("" if first else ", ")
+        out("" if first else ", ")
         first = False
         if brackets == "{}":
             if sign not in ("'", '"'):
                 raise Malformed
-            yield from _literal(calls, depth + 1)
+            yield from _literal(cursor, out, depth + 1)
             yield from cursor.spaces()
             yield from cursor.expect(":")
-            calls.arguments(": ")
-        yield from _literal(calls, depth + 1)
+            out(": ")
+        yield from _literal(cursor, out, depth + 1)
         if (yield from cursor.spaces()) != ",":
             break
         cursor.take(cursor.at + 1)
     yield from cursor.expect(brackets[1])
-    calls.arguments(brackets[1])
+    out(brackets[1])
 
 
-def _word(calls: Told) -> Steps[str]:
-    cursor, word = calls.cursor, ""
-    while _WORD.fullmatch((yield from cursor.peek())):
-        word += cursor.take(cursor.at + 1)
-        if len(word) > MAX_NUMBER:
-            raise Malformed
+def _word(cursor: Cursor) -> Steps[str]:
+    word = yield from cursor.run(_WORD.fullmatch, MAX_NUMBER)
     if word in _WORDS:
         return _WORDS[word]
     if not _NUMBER.fullmatch(word):
@@ -179,8 +144,7 @@ def _word(calls: Told) -> Steps[str]:
     return word
 
 
-def _string(calls: Told) -> Steps[None]:
-    cursor = calls.cursor
+def _string(cursor: Cursor, out: _Out) -> Steps[None]:
     quote = cursor.take(cursor.at + 1)
     while True:
         sign = yield from cursor.peek()
@@ -191,15 +155,14 @@ def _string(calls: Told) -> Steps[None]:
             raise Malformed
         if sign == "\\":
             cursor.take(cursor.at + 1)
-            calls.arguments(inside((yield from _escape(calls))))
+            out(inside((yield from _escape(cursor))))
             continue
         run = _PLAIN.match(cursor.text, cursor.at)
         end = cursor.at + 1 if run is None else run.end()  # the other quote, a control character
-        calls.arguments(inside(cursor.take(end)))
+        out(inside(cursor.take(end)))
 
 
-def _escape(calls: Told) -> Steps[str]:
-    cursor = calls.cursor
+def _escape(cursor: Cursor) -> Steps[str]:
     sign = yield from cursor.peek()
     if sign == "":
         raise Malformed

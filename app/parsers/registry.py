@@ -5,13 +5,13 @@ A family is data: marks, the functions that read its calls, and how to write a g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from app.parsers import formats, tagged
-from app.parsers.calls import CallParser, Format, Syntax
+from app.parsers.calls import CallParser, Syntax
 from app.parsers.pythonic import MARKS, pythonic
 from app.parsers.reasoning import ReasoningParser
 
@@ -44,28 +44,15 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     """Behind `begin` comes a number, then this."""
 
 
-class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
+class ToolFamily(Syntax, frozen=True, kw_only=True):
     """One way to write calls."""
 
     name: str
-    markers: tuple[str, ...]
-    """Text that begins calls wherever it stands; it is no content."""
-    calls: Format
-    bare: Format | None = None
-    """Reads calls without a marker: an answer of nothing else, or what `begins` find in one."""
-    begins: tuple[str, ...] = ()
-    """How a call without a marker begins amid text, `%s` its function's name."""
-    lead: str = ""
-    """What the template puts between text and the first call."""
     writing: Writing
     special: bool = False
     """Markers are special tokens, which are hidden unless asked for."""
     short_ids: bool = False
     """The template takes call ids of nine characters only."""
-
-    def begun(self, names: Iterable[str]) -> tuple[str, ...]:
-        """`begins` with these functions' names."""
-        return tuple({begin.replace("%s", name): None for begin in self.begins for name in sorted(names)})
 
     def parser(
         self,
@@ -73,17 +60,8 @@ class ToolFamily(msgspec.Struct, frozen=True, kw_only=True):
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         forced: bool = False,
     ) -> CallParser:
-        """For one answer; `names` are the declared functions, `schemas` those of their arguments. `forced`:
-        a grammar lets through calls alone."""
-        syntax = Syntax(
-            markers=self.markers,
-            calls=self.calls,
-            bare=self.bare,
-            begins=self.begun(names),
-            lead=self.lead,
-            forced=forced,
-        )
-        return CallParser(syntax, names, schemas)
+        """For one answer: see `CallParser`."""
+        return CallParser(self, names, schemas, forced)
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):

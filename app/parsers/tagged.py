@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.parsers.calls import CallParser, any_of, held
-from app.parsers.cursor import NAME_CHARS, Cursor, Malformed, Steps
+from app.parsers.cursor import Cursor, Malformed, Steps
 from app.parsers.pythonic import written
 from app.parsers.typed import Types, inside, quoted
 
@@ -62,14 +62,10 @@ def glm(calls: CallParser) -> Steps[None]:
     breaks between the parts. Any text could be a name, so functions must be declared."""
     cursor = calls.cursor
     yield from cursor.expect(TOOL_CALL[0])
-    parts: list[str] = []
-    while (yield from cursor.peek()) not in "\n<":  # the empty string at the end is in it
-        parts.append(cursor.take(cursor.at + 1))
-        if len(parts) > NAME_CHARS:
-            raise Malformed
+    found = yield from cursor.run(lambda sign: sign not in "\n<")
     if not (yield from cursor.peek()):
         raise Malformed
-    name = calls.named(_name("".join(parts)))
+    name = calls.named(_name(found))
     calls.declared(name)
     calls.start(name)
     before = "{"
