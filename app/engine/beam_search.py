@@ -20,7 +20,7 @@ from app.engine.output import Stream
 from app.engine.run import LiveRun
 from app.text.detokenizer import Detokenizer
 from core.clock import Clock
-from core.errors import Overloaded, RequestError, Unavailable
+from core.errors import Overloaded, Unavailable, field_error
 from core.plan import PromptLogprobs, RowLogprobs
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import MAX_LOGPROBS
@@ -39,9 +39,9 @@ def check_width(job: Job, vocab_size: int) -> None:
     """Raise `RequestError` where a round could not be told: it takes the best 2n tokens of a beam."""
     most = min(MAX_LOGPROBS, vocab_size) // 2
     if job.n > most:
-        raise RequestError(f"'n' must be at most {most} with 'use_beam_search', got {job.n}.", "n")
+        raise field_error("n", f"must be at most {most} with 'use_beam_search', got {job.n}")
     if job.max_tokens == 0:
-        raise RequestError("'max_tokens' must be at least 1 with 'use_beam_search'.", "max_tokens")
+        raise field_error("max_tokens", "must be at least 1 with 'use_beam_search'")
 
 
 class _Ear(Stream):

@@ -21,7 +21,7 @@ from app.text.stops import StopScanner, check_stops
 from app.text.tokenizer import Tokenizer
 from app.warning import warn
 from core.clock import Clock
-from core.errors import Aborted, ContextExceeded, LoomError, RequestError, Unavailable
+from core.errors import Aborted, ContextExceeded, LoomError, RequestError, Unavailable, unsupported
 from core.grammar import CompiledGrammar, GrammarCompiler, TokenRules
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import SEED_LIMIT, check, check_starts
@@ -203,11 +203,7 @@ class Submitter:
         if param is None:
             return None
         if self._grammars is None:
-            raise RequestError(
-                f"'{param}' is not supported: this model's vocabulary cannot be constrained.",
-                param,
-                "unsupported",
-            )
+            raise unsupported(param, "this model's vocabulary cannot be constrained")
         grammar = None
         if job.grammar is not None:
             grammar = await self._grammars.compile(job.grammar)
@@ -350,11 +346,7 @@ async def encoded(job: Job, words: Tokenizer, context: int = 0) -> Ints:
         return await words.encode_async(job.prompt, job.add_special_tokens, job.prompt_param, most)
     marks = find_marks(words)
     if marks is None:
-        raise RequestError(
-            "'suffix' is not supported: this model's vocabulary has no marks for text insertion.",
-            "suffix",
-            "unsupported",
-        )
+        raise unsupported("suffix", "this model's vocabulary has no marks for text insertion")
     # Encoded apart, and the marks by id: that is how the models were trained.
     begin = await words.encode_async("", job.add_special_tokens)
     before = await words.encode_async(job.prompt, False, job.prompt_param, most)

@@ -12,7 +12,7 @@ from app.api.anthropic.schema import Block, MessagesBody
 from app.api.request.sampling import MAX_NAME
 from app.engine.job import Keep, Run
 from app.http.tenant import tenant
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 SECONDS = {"5m": 300.0, "1h": 3600.0}
 """`ttl`."""
@@ -79,7 +79,7 @@ def _seconds(mark: Any, param: str) -> float:
     if ttl is None:
         return SECONDS["5m"]
     if not isinstance(ttl, str) or ttl not in SECONDS:
-        raise RequestError(f"'{param}.ttl' must be '5m' or '1h'.", f"{param}.ttl")
+        raise field_error(f"{param}.ttl", "must be '5m' or '1h'")
     return SECONDS[ttl]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from app.api.anthropic.schema import Block, MessagesBody
+from app.api.request.messages import string_in
 from app.http.body import check_depth
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 Message = dict[str, Any]
 
@@ -24,7 +25,7 @@ over: newer clients send some of their own, and those of Anthropic's servers (`r
 def chat_messages(body: MessagesBody) -> list[Message]:
     """System prompt and messages as chat has them. Raises `RequestError` naming message and block."""
     if not body.messages:
-        raise RequestError("'messages' must have at least one message.", "messages")
+        raise field_error("messages", "must have at least one message")
     check_depth(body.messages, "messages")
     made: list[Message] = []
     if system := _system(body.system):
@@ -33,11 +34,11 @@ def chat_messages(body: MessagesBody) -> list[Message]:
         param = f"messages[{i}]"
         content, role = message.get("content"), message.get("role")
         if role not in ("user", "assistant", "system"):
-            raise RequestError(f"'{param}.role' must be 'user' or 'assistant'.", f"{param}.role")
+            raise field_error(f"{param}.role", "must be 'user' or 'assistant'")
         if isinstance(content, str):
             made.append({"role": role, "content": content})
         elif not isinstance(content, list):
-            raise RequestError(f"'{param}.content' must be a string or a list.", f"{param}.content")
+            raise field_error(f"{param}.content", "must be a string or a list")
         elif role == "assistant":
             made.append(_assistant(content, f"{param}.content"))
         else:
@@ -60,7 +61,7 @@ def _assistant(blocks: list[Block], param: str) -> Message:
     for block, where in _blocks(blocks, param):
         match block["type"]:
             case "thinking":
-                thinking.append(_string(block, "thinking", where))
+                thinking.append(string_in(block, "thinking", where))
             case "tool_use":
                 calls.append(_call(block, where))
             case _:
@@ -76,9 +77,9 @@ def _assistant(blocks: list[Block], param: str) -> Message:
 def _call(block: Block, param: str) -> Message:
     given = block.get("input")
     if not isinstance(given, dict | None):
-        raise RequestError(f"'{param}.input' must be an object.", f"{param}.input")
-    function = {"name": _string(block, "name", param), "arguments": given or {}}
-    return {"id": _string(block, "id", param), "type": "function", "function": function}
+        raise field_error(f"{param}.input", "must be an object")
+    function = {"name": string_in(block, "name", param), "arguments": given or {}}
+    return {"id": string_in(block, "id", param), "type": "function", "function": function}
 
 
 def _user(blocks: list[Block], role: str, param: str) -> Iterator[Message]:
@@ -91,7 +92,7 @@ def _user(blocks: list[Block], role: str, param: str) -> Iterator[Message]:
         if texts:
             yield {"role": role, "content": "\n".join(texts)}
             texts = []
-        id = _string(block, "tool_use_id", where)
+        id = string_in(block, "tool_use_id", where)
         yield {"role": "tool", "tool_call_id": id, "content": _result(block, f"{where}.content")}
     # A message that says nothing is one, too: an empty list of messages is nobody's turn.
     if texts or all(block["type"] != "tool_result" for block in blocks):
@@ -105,7 +106,7 @@ def _result(block: Block, param: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"'{param}' must be a string or a list.", param)
+        raise field_error(param, "must be a string or a list")
     return "\n".join(_texts(_blocks(content, param)))
 
 
@@ -122,21 +123,14 @@ def _texts(blocks: Iterable[tuple[Block, str]]) -> Iterator[str]:
     for block, param in blocks:
         kind, source = str(block.get("type")), block.get("source")
         if kind == "text":
-            yield _string(block, "text", param)
+            yield string_in(block, "text", param)
         elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-            yield _string(source, "data", f"{param}.source")
+            yield string_in(source, "data", f"{param}.source")
         elif kind == "search_result":
-            yield _string(block, "title", param)
+            yield string_in(block, "title", param)
             yield _result(block, f"{param}.content")
         elif kind == "tool_reference":
-            yield _string(block, "tool_name", param)
+            yield string_in(block, "tool_name", param)
         elif kind in _MEDIA:
             said = f"'{param}' is of type '{kind}', but this model takes text only."
             raise RequestError(said, param, "unsupported")
-
-
-def _string(block: Block, name: str, param: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
-    return value

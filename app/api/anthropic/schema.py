@@ -9,7 +9,7 @@ import msgspec
 from app.api.request.schema import ChatBody, Int
 from app.http.errors import THREAD_UNSUPPORTED
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 Block = dict[str, Any]
 
@@ -95,7 +95,7 @@ def _check_whole(body: MessagesBody) -> None:
         said = "Conversations are not held here: send all messages, without 'thread'."
         raise RequestError(said, "thread", THREAD_UNSUPPORTED)
     if body.compaction is not None:
-        raise RequestError("'compaction' is not supported.", "compaction", "unsupported")
+        raise field_error("compaction", "is not supported", "unsupported")
 
 
 def _begun(messages: list[Block]) -> bool:
@@ -127,7 +127,7 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise RequestError("'tool_choice.type' must be 'auto', 'any', 'tool' or 'none'.", "tool_choice.type")
+        raise field_error("tool_choice.type", "must be 'auto', 'any', 'tool' or 'none'")
     return _CHOICES[kind]
 
 
@@ -136,13 +136,13 @@ def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str,
     does not is no reason to refuse."""
     asked = body.thinking
     if asked is not None and asked.type not in ("enabled", "disabled", "adaptive"):
-        raise RequestError("'thinking.type' must be 'enabled', 'disabled' or 'adaptive'.", "thinking.type")
+        raise field_error("thinking.type", "must be 'enabled', 'disabled' or 'adaptive'")
     budget = asked.budget_tokens if asked is not None and asked.type == "enabled" else None
     if budget is not None:
         if budget < 1:
-            raise RequestError("'thinking.budget_tokens' must be at least 1.", "thinking.budget_tokens")
+            raise field_error("thinking.budget_tokens", "must be at least 1")
         if body.max_tokens is not None and budget >= body.max_tokens:
-            raise RequestError("'max_tokens' must be greater than 'thinking.budget_tokens'.", "max_tokens")
+            raise field_error("max_tokens", "must be greater than 'thinking.budget_tokens'")
     if loaded.reasoning is None:
         return None, None
     if asked is None:  # no thinking unless asked for, where the template leaves the choice
@@ -159,7 +159,7 @@ def _format(body: MessagesBody) -> Any:
         return None
     if wanted.get("type") != "json_schema" or "schema" not in wanted:
         where = "output_config.format"
-        raise RequestError(f"'{where}' must be of type 'json_schema' and have a 'schema'.", where)
+        raise field_error(where, "must be of type 'json_schema' and have a 'schema'")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from app.api.request.messages import check_known_role
+from app.api.request.messages import check_known_role, string_in
 from app.api.request.schema import ChatBody, Int
 from app.http.body import check_depth
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import field_error
 
 Message = dict[str, Any]
 
@@ -58,7 +58,7 @@ _CHOICES = {"REQUIRED": "required", "NONE": "none"}
 def chat_body(body: CohereBody, loaded: Loaded) -> ChatBody:
     """The same request as chat takes it."""
     if body.tool_choice is not None and body.tool_choice not in _CHOICES:
-        raise RequestError("'tool_choice' must be 'REQUIRED' or 'NONE'.", "tool_choice")
+        raise field_error("tool_choice", "must be 'REQUIRED' or 'NONE'")
     budget, arguments = _thinking(body.thinking, loaded)
     if body.safety_mode is not None:
         arguments["safety_mode"] = body.safety_mode  # which the templates of Cohere's models know
@@ -89,10 +89,10 @@ def _thinking(asked: CohereThinking | None, loaded: Loaded) -> tuple[int | None,
     if asked is None:
         return None, {}
     if asked.type not in ("enabled", "disabled"):
-        raise RequestError("'thinking.type' must be 'enabled' or 'disabled'.", "thinking.type")
+        raise field_error("thinking.type", "must be 'enabled' or 'disabled'")
     budget = asked.token_budget
     if budget is not None and budget < 1:
-        raise RequestError("'thinking.token_budget' must be at least 1.", "thinking.token_budget")
+        raise field_error("thinking.token_budget", "must be at least 1")
     if loaded.reasoning is None:
         return None, {}
     if asked.type == "disabled":
@@ -121,7 +121,7 @@ def _document(document: str | dict[str, Any], param: str) -> dict[str, Any]:
     if isinstance(data, str):
         data = {"text": data}
     if not isinstance(data, dict):
-        raise RequestError(f"'{param}.data' must be an object or a string.", f"{param}.data")
+        raise field_error(f"{param}.data", "must be an object or a string")
     named = {} if document.get("id") is None else {"id": document["id"]}
     return named | data
 
@@ -168,11 +168,11 @@ def _assistant(message: Message, param: str) -> Message:
             where = f"{param}.content[{j}]"
             kind = block.get("type") if isinstance(block, dict) else None
             if kind not in ("text", "thinking"):
-                raise RequestError(f"'{where}.type' must be 'text' or 'thinking'.", f"{where}.type")
-            (texts if kind == "text" else thinking).append(_string(block, kind, where))
+                raise field_error(f"{where}.type", "must be 'text' or 'thinking'")
+            (texts if kind == "text" else thinking).append(string_in(block, kind, where))
         content = "".join(texts)
     if message.get("tool_plan") is not None:
-        thinking.append(_string(message, "tool_plan", param))
+        thinking.append(string_in(message, "tool_plan", param))
     made = {"role": "assistant", "content": content, "tool_calls": message.get("tool_calls")}
     if thinking:
         made["reasoning_content"] = made["reasoning"] = "".join(thinking)
@@ -199,12 +199,5 @@ def _document_text(block: Message, param: str) -> str:
     if isinstance(data, dict):
         return msgspec.json.encode(data).decode()
     if not isinstance(data, str):
-        raise RequestError(f"'{param}.data' must be an object or a string.", f"{param}.data")
+        raise field_error(f"{param}.data", "must be an object or a string")
     return data
-
-
-def _string(block: Message, name: str, param: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
-    return value

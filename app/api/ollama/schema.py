@@ -8,7 +8,7 @@ import msgspec
 
 from app.api.request.schema import ChatBody, CompletionBody, Int, Text
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import field_error, unsupported
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
@@ -94,13 +94,13 @@ def check_whole(body: OllamaGenerateBody) -> None:
     """Raise `RequestError` for what cannot be done."""
     for name in ("suffix", "template", "images"):
         if getattr(body, name):
-            raise RequestError(f"'{name}' is not supported.", name, "unsupported")
+            raise field_error(name, "is not supported", "unsupported")
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
     if message.get("images"):
         param = f"messages[{index}].images"
-        raise RequestError(f"'{param}' is not supported: this model takes text only.", param, "unsupported")
+        raise unsupported(param, "this model takes text only")
     made = {**message, "reasoning": message.get("thinking")}
     return made | ({"name": message["tool_name"]} if message.get("tool_name") else {})
 
@@ -111,7 +111,7 @@ def _format(wanted: Any) -> Any:
     if wanted == "json":
         return {"type": "json_object"}
     if not isinstance(wanted, dict):
-        raise RequestError("'format' must be 'json' or a JSON schema.", "format")
+        raise field_error("format", "must be 'json' or a JSON schema")
     return {"type": "json_schema", "json_schema": {"name": "format", "schema": wanted}}
 
 

@@ -11,7 +11,7 @@ from app.batch.store import Page
 from app.http.body import decoded
 from app.http.reply import json_response
 from app.http.tenant import tenant
-from core.errors import RequestError
+from core.errors import field_error
 
 MAX_METADATA = 16
 MAX_KEY, MAX_VALUE = 64, 512
@@ -35,9 +35,9 @@ async def create(request: web.Request) -> web.StreamResponse:
     body = await decoded(request, BATCH)
     batches = request.app[BATCHES]
     if not body.input_file_id:
-        raise RequestError("'input_file_id' is missing.", "input_file_id")
+        raise field_error("input_file_id", "is missing")
     if body.endpoint not in batches.endpoints:
-        raise RequestError(f"'endpoint' must be one of {', '.join(batches.endpoints)}.", "endpoint")
+        raise field_error("endpoint", f"must be one of {', '.join(batches.endpoints)}")
     _check_metadata(body.metadata)
     window = body.completion_window or "24h"
     return json_response(
@@ -66,11 +66,9 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA:
-        raise RequestError(f"'metadata' takes at most {MAX_METADATA} pairs.", "metadata")
+        raise field_error("metadata", f"takes at most {MAX_METADATA} pairs")
     if any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in metadata.items()):
-        raise RequestError(
-            f"'metadata' takes keys of {MAX_KEY} and values of {MAX_VALUE} characters.", "metadata"
-        )
+        raise field_error("metadata", f"takes keys of {MAX_KEY} and values of {MAX_VALUE} characters")
 
 
 TABLE: tuple[tuple[str, str, Handler], ...] = (

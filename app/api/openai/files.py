@@ -23,7 +23,7 @@ from app.http.errors import HttpError
 from app.http.form import read_form
 from app.http.reply import json_response
 from app.http.tenant import tenant
-from core.errors import BodyTooLarge, RequestError
+from core.errors import BodyTooLarge, RequestError, field_error
 
 T = TypeVar("T")
 
@@ -100,9 +100,9 @@ class Upload:
         """Check what came and make it a file. Raises `RequestError`."""
         purpose = self._fields.get("purpose")
         if purpose not in PURPOSES:
-            raise RequestError(f"'purpose' must be {' or '.join(map(repr, PURPOSES))}.", "purpose")
+            raise field_error("purpose", f"must be {' or '.join(map(repr, PURPOSES))}")
         if self._name is None:
-            raise RequestError("'file' is missing.", "file")
+            raise field_error("file", "is missing")
         now = int(time.time())
         record = FileRecord(
             id=self._id,
@@ -182,7 +182,7 @@ class Upload:
         if text is None:
             return None
         if not (text.isascii() and text.isdigit() and 3600 <= int(text[:12]) <= 2592000):
-            raise RequestError("'expires_after' takes 3600 to 2592000 seconds.", "expires_after")
+            raise field_error("expires_after", "takes 3600 to 2592000 seconds")
         return now + int(text)
 
 
@@ -233,7 +233,7 @@ def page_limit(text: str | None, default: int, most: int) -> int:
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-        raise RequestError(f"'limit' must be between 1 and {most}.", "limit")
+        raise field_error("limit", f"must be between 1 and {most}")
     return int(text[:9])
 
 

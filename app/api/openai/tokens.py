@@ -16,7 +16,7 @@ from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 SLICE = 512
 """Tokens spelled in one turn of the loop: about 0.2 ms."""
@@ -25,7 +25,7 @@ SLICE = 512
 def _check_many(count: int, param: str) -> None:
     """A list is encoded item by item: 4 million in one body kept the loop for 17 s."""
     if count > MAX_CHOICES:
-        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} items, got {count}.", param)
+        raise field_error(param, f"takes at most {MAX_CHOICES} items, got {count}")
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -66,7 +66,7 @@ async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
         raise RequestError("Give exactly one of 'prompt' and 'messages'.", "prompt")
     if body.prompt is not None:
         if body.prompt == []:
-            raise RequestError("'prompt' must not be empty.", "prompt")
+            raise field_error("prompt", "must not be empty")
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         _check_many(len(texts), "prompt")
         return texts, body.add_special_tokens is not False
@@ -88,13 +88,13 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     check_model(loaded, body.model)
     tokens = body.tokens
     if tokens is None:
-        raise RequestError("'tokens' is missing.", "tokens")
+        raise field_error("tokens", "is missing")
     lists, single = split_ids(tokens, "tokens")
     _check_many(len(lists), "tokens")
     for i, ids in enumerate(lists):
         param = "tokens" if single else f"tokens[{i}]"
         if len(ids) > loaded.card.context_length:
-            raise RequestError(f"'{param}' has more ids than the model's context takes.", param)
+            raise field_error(param, "has more ids than the model's context takes")
         check_ids(ids, loaded.card.vocab_size, param)
     skip = body.skip_special_tokens is not False
     texts = []

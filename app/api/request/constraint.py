@@ -12,7 +12,7 @@ import msgspec
 
 from app.api.request.schema import ExtensionFields
 from app.http.body import check_depth
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 from core.grammar import GrammarKind, GrammarSpec
 
 _PLAIN: Mapping[str, GrammarKind] = {
@@ -106,16 +106,16 @@ def _structured(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
         return
     param = prefix + "structured_outputs"
     if not isinstance(options, dict):
-        raise RequestError(f"'{param}' must be an object.", param)
+        raise field_error(param, "must be an object")
     _check_keys(options, frozenset((*_STRUCTURED, *_WHITESPACE, "json_object")), param)
     for name in _WHITESPACE:
         if options.get(name) not in (None, False):
-            raise RequestError(f"'{param}.{name}' is not supported.", f"{param}.{name}", "unsupported")
+            raise field_error(f"{param}.{name}", "is not supported", "unsupported")
     flag = options.get("json_object")
     if not isinstance(flag, bool | None):
-        raise RequestError(f"'{param}.json_object' must be true or false.", f"{param}.json_object")
+        raise field_error(f"{param}.json_object", "must be true or false")
     if not flag and all(options.get(name) is None for name in _STRUCTURED):
-        raise RequestError(f"'{param}' is empty: give {_or(_STRUCTURED)} or json_object.", param)
+        raise field_error(param, f"is empty: give {_or(_STRUCTURED)} or json_object")
     for name, kind in _STRUCTURED.items():
         if options.get(name) is not None:
             yield _Asked(f"{param}.{name}", kind, options[name])
@@ -156,11 +156,11 @@ def _schema(wanted: Mapping[str, Any], param: str) -> _Asked:
         return _Asked(param + ".schema", "json_schema", wanted["schema"])
     where = param + ".json_schema"
     if not isinstance(inner, dict) or inner.get("schema") is None or wanted.get("schema") is not None:
-        raise RequestError(f"'{where}' must be an object with a 'schema'.", where)
+        raise field_error(where, "must be an object with a 'schema'")
     _check_keys(inner, _SCHEMA_KEYS, where)
     strict = inner.get("strict")
     if not isinstance(strict, bool | None):
-        raise RequestError(f"'{where}.strict' must be true or false.", where + ".strict")
+        raise field_error(where + ".strict", "must be true or false")
     # OpenAI's default is false, which promises nothing. Absent is true here: who says nothing is told
     # of what cannot be kept, who says false is let through with a warning.
     return _Asked(param, "json_schema", inner["schema"], strict is False)
@@ -170,7 +170,7 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], param: str) -> 
     """Refuse what nobody would look at: a client believes that it constrains."""
     if (name := next((name for name in given if name not in known), None)) is not None:
         where = f"{param}.{name[:60]}"
-        raise RequestError(f"'{where}' is not known: '{param}' takes {_or(sorted(known))}.", where)
+        raise field_error(where, f"is not known: '{param}' takes {_or(sorted(known))}")
 
 
 def _or(names: Iterable[str]) -> str:
@@ -184,18 +184,18 @@ def _text(kind: GrammarKind, value: Any, param: str) -> str:
             return ""
         case "regex" | "ebnf":
             if not isinstance(value, str):
-                raise RequestError(f"'{param}' must be a string.", param)
+                raise field_error(param, "must be a string")
         case "choice":
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-                raise RequestError(f"'{param}' must be a list of strings.", param)
+                raise field_error(param, "must be a list of strings")
     if value in ("", []):
-        raise RequestError(f"'{param}' is empty, which constrains nothing: leave it out.", param)
+        raise field_error(param, "is empty, which constrains nothing: leave it out")
     return value if isinstance(value, str) else _json(kind, value, param)
 
 
 def _json(kind: GrammarKind, value: Any, param: str) -> str:
     if not isinstance(value, dict | bool | list) or (isinstance(value, list) and kind != "choice"):
-        raise RequestError(f"'{param}' must be a JSON object, or one as a string.", param)
+        raise field_error(param, "must be a JSON object, or one as a string")
     check_depth(value, param)
     if kind == "structural_tag" and isinstance(value, dict) and "structures" in value:
         value = _triggered(value, param)
@@ -207,12 +207,12 @@ def _triggered(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
     `triggers`, after which one of them follows."""
     structures, triggers = tag["structures"], tag.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
-        raise RequestError(f"'{param}' needs lists of 'structures' and 'triggers'.", param)
+        raise field_error(param, "needs lists of 'structures' and 'triggers'")
     tags = []
     for i, one in enumerate(structures):
         if not isinstance(one, dict) or not {"begin", "end"} <= set(one):
             where = f"{param}.structures[{i}]"
-            raise RequestError(f"'{where}' must be an object with 'begin', 'schema' and 'end'.", where)
+            raise field_error(where, "must be an object with 'begin', 'schema' and 'end'")
         schema = {"type": "json_schema", "json_schema": one.get("schema", True)}
         tags.append({"type": "tag", "begin": one["begin"], "content": schema, "end": one["end"]})
     return {

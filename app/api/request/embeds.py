@@ -22,7 +22,7 @@ from app.api.request.tensor import Dense, TensorError, read_tensor
 from app.engine.job import Job
 from app.service import Loaded
 from app.text.numbers import slow_numbers
-from core.errors import ContextExceeded, RequestError
+from core.errors import ContextExceeded, field_error, unsupported
 from core.types import Floats
 
 PIECE = 2**16
@@ -53,6 +53,7 @@ def embedded(job: Job, rows: Floats, param: str) -> Job:
 
 # -- completions -----------------------------------------------------------------------------------
 
+_NO_TOKENS = "such a prompt has no tokens. Leave it out"
 _OF_TEXT = ("echo", "return_prompt_text", "prompt_logprobs", "suffix")
 """What is said of a prompt's tokens, or put behind them. vLLM refuses these with embeddings too."""
 
@@ -65,11 +66,7 @@ async def prompt_embeds(body: CompletionBody, loaded: Loaded) -> list[Floats]:
         return []
     for name in _OF_TEXT:
         if (asked := getattr(body, name)) is not None and asked is not False and asked != "":
-            raise RequestError(
-                f"'{name}' is not supported with 'prompt_embeds': such a prompt has no tokens. Leave it out.",
-                name,
-                "unsupported",
-            )
+            raise unsupported(name, _NO_TOKENS, "prompt_embeds")
     if isinstance(sent, str):
         return [await _tensor(sent, body, loaded, "prompt_embeds")]
     _check_many(len(sent), "prompt_embeds")
@@ -80,9 +77,9 @@ async def _tensor(text: str, body: CompletionBody, loaded: Loaded, param: str) -
     try:
         tensor = read_tensor(await _bytes(text))
     except (Base64Error, UnicodeEncodeError):
-        raise RequestError(f"'{param}' is not base64.", param) from None
+        raise field_error(param, "is not base64") from None
     except TensorError as error:
-        raise RequestError(f"'{param}' was not taken: {error}.", param) from None
+        raise field_error(param, f"was not taken: {error}") from None
     most = truncation(body, loaded.card.context_length) or tensor.rows
     first = 0 if body.truncation_side == "right" else max(tensor.rows - most, 0)
     rows = min(most, tensor.rows)
@@ -123,11 +120,7 @@ async def input_embeds(body: NativeBody, loaded: Loaded) -> Given | None:
         ("logprob_start_len", body.return_logprob and body.logprob_start_len not in (None, -1)),
     ):
         if asked:
-            raise RequestError(
-                f"'{name}' is not supported with '{param}': such a prompt has no tokens. Leave it out.",
-                name,
-                "unsupported",
-            )
+            raise unsupported(name, _NO_TOKENS, param)
     _check_counts(raw, loaded.card.hidden_size, param)
     await asyncio.sleep(0)
     items = _items(raw, param)
@@ -146,9 +139,8 @@ def _check_counts(raw: bytes, columns: int, param: str) -> None:
     numbers, lists = raw.count(b",") + 1, raw.count(b"[")
     rows = numbers // columns
     if rows * columns != numbers or not rows < lists <= 2 * rows + 1:
-        raise RequestError(
-            f"'{param}' has {numbers} numbers in {lists} lists; this model's embeddings have {columns} each.",
-            param,
+        raise field_error(
+            param, f"has {numbers} numbers in {lists} lists; this model's embeddings have {columns} each"
         )
 
 
@@ -159,8 +151,8 @@ def _items(raw: bytes | msgspec.Raw, param: str) -> list[msgspec.Raw]:
     except msgspec.DecodeError:
         items = []
     if not items:
-        raise RequestError(
-            f"'{param}' is not what was expected: a list of rows of numbers, or a list of such lists.", param
+        raise field_error(
+            param, "is not what was expected: a list of rows of numbers, or a list of such lists"
         )
     return items
 
@@ -182,13 +174,11 @@ async def _rows(items: list[msgspec.Raw], loaded: Loaded, param: str) -> Floats:
 def _row(text: bytes, columns: int, param: str) -> Floats:
     count = text.count(b",") + 1  # before any is read
     if count != columns:
-        raise RequestError(
-            f"'{param}' has {count} numbers; this model's embeddings have {columns} each.", param
-        )
+        raise field_error(param, f"has {count} numbers; this model's embeddings have {columns} each")
     try:
         numbers = msgspec.json.decode(text, type=list[float])
     except msgspec.DecodeError:
-        raise RequestError(f"'{param}' is not a list of {columns} finite numbers.", param) from None
+        raise field_error(param, f"is not a list of {columns} finite numbers") from None
     with np.errstate(over="ignore"):  # what float32 does not hold is refused below
         row = np.array(numbers, np.float32)
     _check_finite(row, param)
@@ -200,7 +190,7 @@ def _row(text: bytes, columns: int, param: str) -> Floats:
 
 def _check_many(count: int, param: str) -> None:
     if count > MAX_CHOICES:
-        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} prompts, got {count}.", param)
+        raise field_error(param, f"takes at most {MAX_CHOICES} prompts, got {count}")
 
 
 def _check_size(rows: int, columns: int, loaded: Loaded, param: str) -> None:
@@ -208,9 +198,8 @@ def _check_size(rows: int, columns: int, loaded: Loaded, param: str) -> None:
     card = loaded.card
     card.check_task("generate")
     if columns != card.hidden_size:
-        raise RequestError(
-            f"'{param}' has rows of {columns} numbers; this model's embeddings have {card.hidden_size} each.",
-            param,
+        raise field_error(
+            param, f"has rows of {columns} numbers; this model's embeddings have {card.hidden_size} each"
         )
     if rows > card.context_length:
         raise ContextExceeded(card.context_length, rows, 0, param)
@@ -219,7 +208,7 @@ def _check_size(rows: int, columns: int, loaded: Loaded, param: str) -> None:
 
 def _check_finite(rows: Floats, param: str) -> None:
     if not np.isfinite(rows).all():
-        raise RequestError(f"'{param}' has numbers that are not finite in float32.", param)
+        raise field_error(param, "has numbers that are not finite in float32")
 
 
 def _frozen(rows: Floats) -> Floats:

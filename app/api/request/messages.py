@@ -13,7 +13,7 @@ from app.service import Loaded
 from app.text.numbers import slow_numbers
 from app.text.sent import SentTemplate
 from app.text.template import ChatTemplate
-from core.errors import RequestError
+from core.errors import RequestError, field_error, unsupported
 
 Message = dict[str, Any]
 
@@ -29,7 +29,8 @@ MAX_ROLE = 64
 MAX_SLOW = 500
 """Numbers in a call's arguments that take long to read, at 6 µs each."""
 
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part to the field with its text."""
 
 _TEMPLATE_OWN = frozenset(
     {"chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "continue_final_message"}
@@ -43,7 +44,7 @@ def check_messages(messages: list[Message] | None) -> list[Message]:
     Raises `RequestError` naming the message and, for a part that is not text, the part.
     """
     if not messages:
-        raise RequestError("'messages' must have at least one message.", "messages")
+        raise field_error("messages", "must have at least one message")
     check_depth(messages, "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -52,13 +53,13 @@ def check_known_role(message: Message, param: str) -> None:
     """Raise `RequestError` naming `param` for a role that OpenAI's API does not have: the dialects that say
     which roles there are leave none to the model's template."""
     if message.get("role") not in _KNOWN:
-        raise RequestError(f"'{param}' must be one of {', '.join(_KNOWN)}.", param)
+        raise field_error(param, f"must be one of {', '.join(_KNOWN)}")
 
 
 def _message(message: Message, param: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE:
-        raise RequestError(f"'{param}.role' must be a text of 1 to {MAX_ROLE} characters.", f"{param}.role")
+        raise field_error(f"{param}.role", f"must be a text of 1 to {MAX_ROLE} characters")
     checked = {name: value for name, value in message.items() if value is not None}
     checked["role"] = _RENAMED.get(role, role)
     checked["content"] = _content(message.get("content"), role, bool(message.get("tool_calls")), param)
@@ -66,21 +67,25 @@ def _message(message: Message, param: str) -> Message:
         checked["tool_calls"] = _tool_calls(checked["tool_calls"], f"{param}.tool_calls")
     for name in ("reasoning_content", "reasoning", "name", "tool_call_id"):
         if name in checked and not isinstance(checked[name], str):
-            raise RequestError(f"'{param}.{name}' must be a string.", f"{param}.{name}")
+            raise field_error(f"{param}.{name}", "must be a string")
     if "reasoning" in checked:  # templates know the other name
         checked.setdefault("reasoning_content", checked["reasoning"])
     return checked
 
 
 def _content(content: object, role: str, calls: bool, param: str) -> str:
-    param = f"{param}.content"
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "\n".join(_part(part, f"{param}[{j}]") for j, part in enumerate(content))
     if content is None and (role == "assistant" or calls):
         return ""
-    raise RequestError(f"'{param}' must be a string or a list of text parts.", param)
+    return "\n".join(text_parts(content, f"{param}.content"))
+
+
+def text_parts(content: object, param: str) -> list[str]:
+    """The texts of a content, which is a string or a list of parts. Raises `RequestError` for other parts."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise field_error(param, "must be a string or a list of text parts")
+    return [_part(part, f"{param}[{j}]") for j, part in enumerate(content)]
 
 
 def _part(part: object, param: str) -> str:
@@ -88,22 +93,23 @@ def _part(part: object, param: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
-        raise RequestError(f"'{param}' must be an object with a 'type'.", param)
-    if kind == "refusal" and isinstance(part.get("refusal"), str):
-        return str(part["refusal"])
+        raise field_error(param, "must be an object with a 'type'")
     if kind not in _TEXT_PARTS:
-        raise RequestError(
-            f"'{param}' is of type '{kind[:40]}', but this model takes text only.", param, "unsupported"
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise RequestError(f"'{param}.text' must be a string.", f"{param}.text")
-    return text
+        raise field_error(param, f"is of type '{kind[:40]}', but this model takes text only", "unsupported")
+    return string_in(part, _TEXT_PARTS[kind], param)
+
+
+def string_in(block: Message, name: str, param: str) -> str:
+    """A field of an object that must be a string. Raises `RequestError` naming it."""
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise field_error(f"{param}.{name}", "must be a string")
+    return value
 
 
 def _tool_calls(calls: object, param: str) -> list[Message]:
     if not isinstance(calls, list):
-        raise RequestError(f"'{param}' must be a list.", param)
+        raise field_error(param, "must be a list")
     return [_tool_call(call, f"{param}[{j}]") for j, call in enumerate(calls)]
 
 
@@ -114,7 +120,7 @@ def _tool_call(call: object, param: str) -> Message:
         or not isinstance(function, dict)
         or not isinstance(function.get("name"), str)
     ):
-        raise RequestError(f"'{param}' must have a 'function' with a 'name'.", param)
+        raise field_error(param, "must have a 'function' with a 'name'")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # Clients send JSON in a string; templates iterate over an object.
@@ -126,7 +132,7 @@ def _tool_call(call: object, param: str) -> Message:
 def _parsed(arguments: str, param: str) -> object:
     data = arguments.encode("utf-8", "replace")
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES or slow_numbers(data) > MAX_SLOW:
-        raise RequestError(f"'{param}' has more values than the {MAX_VALUES:,} that a call may have.", param)
+        raise field_error(param, f"has more values than the {MAX_VALUES:,} that a call may have")
     try:
         parsed: object = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError):
@@ -153,14 +159,13 @@ def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate | SentTemplate
     if sent in (None, ""):
         return loaded.template
     if not loaded.trusts_templates:
-        raise RequestError(
-            "'chat_template' is not supported: the operator sets the template, and has to allow requests "
-            "their own with --trust-request-chat-template.",
+        raise unsupported(
             "chat_template",
-            "unsupported",
+            "the operator sets the template, and has to allow requests their own with "
+            "--trust-request-chat-template",
         )
     if not isinstance(sent, str):
-        raise RequestError("'chat_template' must be a string.", "chat_template")
+        raise field_error("chat_template", "must be a string")
     return SentTemplate(sent, loaded.template.special_tokens, loaded.helper)
 
 

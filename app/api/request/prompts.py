@@ -7,7 +7,7 @@ from typing import cast
 
 import numpy as np
 
-from core.errors import RequestError
+from core.errors import field_error
 from core.types import Ints
 
 Prompt = str | list[int]
@@ -23,9 +23,8 @@ def split_prompts(value: str | Sequence[str | int | list[int]], param: str) -> t
     kinds = set(map(type, value))
     if len(kinds) > 1:
         i = next(i for i, item in enumerate(value) if type(item) is not type(value[0]))
-        raise RequestError(
-            f"'{param}[{i}]' is of another type than '{param}[0]': texts, ids and lists of ids do not mix.",
-            f"{param}[{i}]",
+        raise field_error(
+            f"{param}[{i}]", f"is of another type than '{param}[0]': texts, ids and lists of ids do not mix"
         )
     if kinds <= {int}:
         return [cast(list[int], value)], True
@@ -41,7 +40,7 @@ def split_ids(value: Sequence[int | list[int]], param: str) -> tuple[list[list[i
 def check_prompt(prompt: Prompt, vocab_size: int, param: str) -> str | Ints:
     """One prompt, as a job takes it. Raises `RequestError` when empty or outside the vocabulary."""
     if not prompt:
-        raise RequestError(f"'{param}' must not be empty.", param)
+        raise field_error(param, "must not be empty")
     return prompt if isinstance(prompt, str) else check_ids(prompt, vocab_size, param)
 
 
@@ -50,9 +49,9 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> Ints:
     array = np.asarray(ids, np.int64)
     wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
     if wrong.size:
-        raise RequestError(
-            f"'{param}' has token id {array[wrong[0]]} at position {wrong[0]}; "
-            f"this model has ids 0 to {vocab_size - 1}.",
+        raise field_error(
             param,
+            f"has token id {array[wrong[0]]} at position {wrong[0]}; "
+            f"this model has ids 0 to {vocab_size - 1}",
         )
     return array.astype(np.int32)

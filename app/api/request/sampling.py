@@ -13,7 +13,7 @@ from app.http.body import check_depth
 from app.http.tenant import tenant
 from app.service import Loaded, ModelCard, Phase, Service
 from app.text.repetition import MAX_LENGTH, Repetition
-from core.errors import NotFound, RequestError, Unavailable
+from core.errors import NotFound, RequestError, Unavailable, field_error
 from core.request import SamplingParams
 from core.request.params import MAX_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from core.types import RootKey
@@ -98,7 +98,7 @@ def sampling_params(
     named = getattr(body, "logprob_token_ids", None)
     if named:
         if fields.get("logprobs", -1) == -1:
-            raise RequestError("'logprob_token_ids' needs 'logprobs'.", "logprob_token_ids")
+            raise field_error("logprob_token_ids", "needs 'logprobs'")
         _check_count(named, MAX_LOGPROBS, "logprob_token_ids")
         fields["logprob_ids"] = tuple(named)
     return msgspec.structs.replace(card.sampling, **fields)
@@ -107,7 +107,7 @@ def sampling_params(
 def _check_count(ids: list[int], most: int, param: str) -> None:
     """Before they are looked at: a million of them took 0.2 s of the loop."""
     if len(ids) > most:
-        raise RequestError(f"'{param}' takes at most {most} ids, got {len(ids)}.", param)
+        raise field_error(param, f"takes at most {most} ids, got {len(ids)}")
 
 
 _REPORTED = (("entropy", "return_entropy"), ("support", "return_sampling_mask"))
@@ -120,9 +120,7 @@ def requested_fields(body: ExtensionFields) -> dict[str, bool]:
     for name, param in _REPORTED:
         if getattr(body, param):
             if isinstance(body, Generation) and not getattr(body, "return_meta_info", None):
-                raise RequestError(
-                    f"'{param}' requires 'return_meta_info' to be true: it is reported there.", param
-                )
+                raise field_error(param, "requires 'return_meta_info' to be true: it is reported there")
             found[name] = True
     return found
 
@@ -134,9 +132,7 @@ def wants_states(body: ExtensionFields) -> bool:
         return False
     if isinstance(body, Generation) and body.stream:
         param = "return_hidden_states"
-        raise RequestError(
-            f"'{param}' is not available with 'stream' here; /generate has both.", param, "unsupported"
-        )
+        raise field_error(param, "is not available with 'stream' here; /generate has both", "unsupported")
     return True
 
 
@@ -146,9 +142,9 @@ def allowed_ids(body: ExtensionFields, vocab_size: int, prefix: str = "") -> tup
         return None
     param = prefix + "allowed_token_ids"
     if not ids:
-        raise RequestError(f"'{param}' must not be empty: nothing could be said.", param)
+        raise field_error(param, "must not be empty: nothing could be said")
     if len(ids) > vocab_size:
-        raise RequestError(f"'{param}' takes at most the {vocab_size} ids that there are.", param)
+        raise field_error(param, f"takes at most the {vocab_size} ids that there are")
     check_ids(ids, vocab_size, param)
     return tuple(ids)
 
@@ -157,9 +153,9 @@ def bad_words(body: ExtensionFields, prefix: str = "") -> tuple[str, ...]:
     """`bad_words`, checked before any is encoded."""
     words, param = body.bad_words or [], prefix + "bad_words"
     if len(words) > MAX_BAD_WORDS:
-        raise RequestError(f"'{param}' takes at most {MAX_BAD_WORDS} texts.", param)
+        raise field_error(param, f"takes at most {MAX_BAD_WORDS} texts")
     if any(not word.strip() or len(word) > MAX_NAME for word in words):
-        raise RequestError(f"'{param}' takes texts of 1 to {MAX_NAME} characters.", param)
+        raise field_error(param, f"takes texts of 1 to {MAX_NAME} characters")
     return tuple(words)
 
 
@@ -167,7 +163,7 @@ def stream_interval(body: Generation | NativeSampling, prefix: str = "") -> int:
     """Tokens of a choice that an event tells at least, but for its first and last."""
     value = body.stream_interval
     if value is not None and value < 1:
-        raise RequestError(f"'{prefix}stream_interval' must be at least 1.", prefix + "stream_interval")
+        raise field_error(prefix + "stream_interval", "must be at least 1")
     return value or 1
 
 
@@ -192,18 +188,18 @@ def processor_fields(body: ExtensionFields, prefix: str = "") -> dict[str, str]:
     check_depth(body.custom_params, param)
     params = msgspec.json.encode(body.custom_params or {}).decode()
     if len(params) > MAX_PARAMS:
-        raise RequestError(f"'{param}' is longer than {MAX_PARAMS} characters of JSON.", param)
+        raise field_error(param, f"is longer than {MAX_PARAMS} characters of JSON")
     return {"processor": body.custom_logit_processor, "processor_params": params}
 
 
 def _bias(bias: Mapping[str, float], prefix: str) -> tuple[tuple[int, float], ...]:
     param = prefix + "logit_bias"
     if len(bias) > MAX_BIAS:  # before they are read: 2 million keys took 1.6 s of the loop
-        raise RequestError(f"'{param}' takes at most {MAX_BIAS} entries.", param)
+        raise field_error(param, f"takes at most {MAX_BIAS} entries")
     pairs: dict[int, float] = {}
     for key, value in bias.items():
         if len(key) > 10 or not key.isascii() or not key.isdigit():
-            raise RequestError(f"'{param}' has key '{key[:20]}', which is not a token id.", param)
+            raise field_error(param, f"has key '{key[:20]}', which is not a token id")
         pairs[int(key)] = value
     return tuple(pairs.items())
 
@@ -233,7 +229,7 @@ def _repetition(asked: RepetitionDetection | None) -> Repetition | None:
             f"{param}.max_pattern_size",
         )
     if count < 2:
-        raise RequestError(f"'{param}.min_count' must be at least 2.", f"{param}.min_count")
+        raise field_error(f"{param}.min_count", "must be at least 2")
     return Repetition(shortest, longest, count)
 
 
@@ -247,7 +243,7 @@ def root_key(cache_salt: str | None, extra_key: str | None) -> RootKey:
     """What keeps prefixes apart: those of different tenants, and within one those of different salts."""
     for param, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
         if value is not None and len(value) > MAX_NAME:
-            raise RequestError(f"'{param}' is longer than {MAX_NAME} characters.", param)
+            raise field_error(param, f"is longer than {MAX_NAME} characters")
     # A pair of strings without a separator would let one salt spell another's pair.
     salt = f"{len(cache_salt or '')}:{cache_salt or ''}{extra_key or ''}" if cache_salt or extra_key else ""
     return RootKey(tenant=tenant(), salt=salt)
@@ -257,13 +253,11 @@ def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
     """What `prompt_cache_key` and `prompt_cache_retention` ask for: the prompt is to be found again. It
     counts against the share of its tenant, which an API key tells, else a salt, else `prompt_cache_key`."""
     if retention is not None and retention not in RETENTION:
-        raise RequestError(
-            f"'prompt_cache_retention' must be one of {', '.join(RETENTION)}.", "prompt_cache_retention"
-        )
+        raise field_error("prompt_cache_retention", f"must be one of {', '.join(RETENTION)}")
     if not key and retention is None:
         return None
     if key is not None and len(key) > MAX_NAME:
-        raise RequestError(f"'prompt_cache_key' is longer than {MAX_NAME} characters.", "prompt_cache_key")
+        raise field_error("prompt_cache_key", f"is longer than {MAX_NAME} characters")
     seconds = RETENTION["in_memory" if retention is None else retention]
     return Keep(owner=root.tenant or root.salt or key or "", marks=((None, seconds),))
 
@@ -273,7 +267,7 @@ def priority(value: int | None) -> int:
     if value is None:
         return 0
     if not -PRIORITY_LIMIT <= value < PRIORITY_LIMIT:
-        raise RequestError("'priority' must fit 32 bits.", "priority")
+        raise field_error("priority", "must fit 32 bits")
     return value
 
 
@@ -282,19 +276,19 @@ def job_id(sent: str | None, made: str, param: str = "rid") -> str:
     if not sent:
         return made
     if len(sent) > MAX_NAME:
-        raise RequestError(f"'{param}' is longer than {MAX_NAME} characters.", param)
+        raise field_error(param, f"is longer than {MAX_NAME} characters")
     return sent
 
 
 def truncation(body: Generation, context_length: int) -> int | None:
     """How many of the prompt's tokens to keep; -1 means what the model can hold."""
     if body.truncation_side not in (None, "left", "right"):
-        raise RequestError("'truncation_side' must be 'left' or 'right'.", "truncation_side")
+        raise field_error("truncation_side", "must be 'left' or 'right'")
     value = body.truncate_prompt_tokens
     if value is None:
         return None
     if value == -1:
         return context_length
     if value < 1:
-        raise RequestError("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
+        raise field_error("truncate_prompt_tokens", "must be at least 1, or -1")
     return value

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from core.errors import RequestError
+from core.errors import unsupported
 from core.types import LogprobsMode
 
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -293,4 +293,4 @@ def refuse_unsupported(body: ExtensionFields, prefix: str = "", takes: Collectio
     route knows."""
     for name, reason in _FIELDS.items():
         if name not in takes and getattr(body, name) not in _UNSET:
-            raise RequestError(f"'{prefix}{name}' is not supported: {reason}.", prefix + name, "unsupported")
+            raise unsupported(prefix + name, reason)

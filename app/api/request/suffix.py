@@ -10,7 +10,7 @@ from app.api.request.schema import CompletionBody
 from app.engine.job import Job
 from app.service import Loaded
 from app.text.infill import find_marks
-from core.errors import RequestError
+from core.errors import field_error, unsupported
 
 _BESIDE = {
     "truncate_prompt_tokens": "a cut would take the marks around the text",
@@ -27,16 +27,12 @@ def inserting(job: Job, body: CompletionBody, prompts: Sequence[object], loaded:
         return job
     marks = find_marks(loaded.tokenizer)
     if marks is None or max(marks.ends) >= loaded.card.vocab_size:  # some tokenizers know more than the model
-        raise RequestError(
-            "'suffix' is not supported: this model's vocabulary has no marks for text insertion.",
-            "suffix",
-            "unsupported",
-        )
+        raise unsupported("suffix", "this model's vocabulary has no marks for text insertion")
     for name, reason in _BESIDE.items():
         if getattr(body, name) is not None:
-            raise RequestError(f"'{name}' is not supported with 'suffix': {reason}.", name, "unsupported")
+            raise unsupported(name, reason, "suffix")
     if not all(isinstance(prompt, str) for prompt in prompts):
-        raise RequestError("'suffix' needs a 'prompt' that is text, not token ids.", "suffix")
+        raise field_error("suffix", "needs a 'prompt' that is text, not token ids")
     stops = job.sampling.stop_ids if job.ignore_eos else job.sampling.stop_ids | marks.ends
     sampling = msgspec.structs.replace(job.sampling, stop_ids=stops)
     return msgspec.structs.replace(job, suffix=body.suffix, sampling=sampling)

@@ -12,7 +12,7 @@ from app.http.body import check_depth
 from app.parsers.grammar import Tool
 from app.parsers.registry import TOOLS, ToolFamily
 from app.warning import warn
-from core.errors import RequestError
+from core.errors import field_error, unsupported
 
 MAX_TOOLS = 128
 """OpenAI's."""
@@ -38,13 +38,13 @@ def check_tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
     if not tools:
         return []
     if len(tools) > MAX_TOOLS:
-        raise RequestError(f"'tools' takes at most {MAX_TOOLS} functions, got {len(tools)}.", "tools")
+        raise field_error("tools", f"takes at most {MAX_TOOLS} functions, got {len(tools)}")
     check_depth(tools, "tools")
     checked = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     seen: set[str] = set()
     for i, tool in enumerate(checked):
         if tool.name in seen:
-            raise _wrong(f"tools[{i}].function.name", f"'{tool.name}' is declared twice")
+            raise field_error(f"tools[{i}].function.name", f"'{tool.name}' is declared twice")
         seen.add(tool.name)
     return checked
 
@@ -53,7 +53,7 @@ def chosen_tools(body: ChatBody) -> Tools:
     """Tools, `tool_choice` and `parallel_tool_calls` together. Raises `RequestError`."""
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, name) not in (None, [], {}, "none"):
-            raise RequestError(f"'{name}' is not supported: use '{instead}'.", name, "unsupported")
+            raise unsupported(name, f"use '{instead}'")
     tools = check_tools(body.tools)
     many = body.parallel_tool_calls is not False
     choice = body.tool_choice
@@ -63,11 +63,9 @@ def chosen_tools(body: ChatBody) -> Tools:
         return Tools()
     if isinstance(choice, str):
         if choice not in ("auto", "required"):
-            raise RequestError(
-                "'tool_choice' must be 'none', 'auto', 'required' or an object.", "tool_choice"
-            )
+            raise field_error("tool_choice", "must be 'none', 'auto', 'required' or an object")
         if choice == "required" and not tools:
-            raise RequestError("'tool_choice' is 'required', but there are no 'tools'.", "tool_choice")
+            raise field_error("tool_choice", "is 'required', but there are no 'tools'")
         calls: Calls = "required" if choice == "required" else "auto"
         return Tools(body.tools or None, tuple(tools), calls if tools else "none", many)
     return _object(body, choice, tools, many)
@@ -93,18 +91,18 @@ def _object(body: ChatBody, choice: dict[str, Any], tools: list[Tool], many: boo
             return Tools(body.tools, _among([name], tools, "tool_choice.function.name"), "required", False)
         case "allowed_tools":
             return _allowed(body, choice.get("allowed_tools", choice), tools, many)
-    raise RequestError("'tool_choice.type' must be 'function' or 'allowed_tools'.", "tool_choice.type")
+    raise field_error("tool_choice.type", "must be 'function' or 'allowed_tools'")
 
 
 def _allowed(body: ChatBody, allowed: object, tools: list[Tool], many: bool) -> Tools:
     param = "tool_choice.allowed_tools"
     if not isinstance(allowed, dict):
-        raise _wrong(param, "must be an object")
+        raise field_error(param, "must be an object")
     mode, listed = allowed.get("mode", "auto"), allowed.get("tools")
     if mode not in ("auto", "required"):
-        raise _wrong(f"{param}.mode", "must be 'auto' or 'required'")
+        raise field_error(f"{param}.mode", "must be 'auto' or 'required'")
     if not isinstance(listed, list) or not listed or len(listed) > MAX_TOOLS:
-        raise _wrong(f"{param}.tools", "must be a list of functions")
+        raise field_error(f"{param}.tools", "must be a list of functions")
     names = [_named(item, f"{param}.tools[{i}]") for i, item in enumerate(listed)]
     some = _among(names, tools, f"{param}.tools")
     shown = body.tools
@@ -117,11 +115,11 @@ def _allowed(body: ChatBody, allowed: object, tools: list[Tool], many: bool) -> 
 
 def _among(names: list[str], tools: list[Tool], param: str) -> tuple[Tool, ...]:
     if not tools:
-        raise RequestError("'tool_choice' names a function, but there are no 'tools'.", "tool_choice")
+        raise field_error("tool_choice", "names a function, but there are no 'tools'")
     declared = {tool.name for tool in tools}
     for name in names:
         if name not in declared:
-            raise _wrong(param, f"'{name[:64]}' is not among 'tools'")
+            raise field_error(param, f"'{name[:64]}' is not among 'tools'")
     return tuple(tool for tool in tools if tool.name in names)
 
 
@@ -129,32 +127,28 @@ def _named(item: object, param: str) -> str:
     function = item.get("function", item) if isinstance(item, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise _wrong(f"{param}.function.name", "must be a string")
+        raise field_error(f"{param}.function.name", "must be a string")
     return name
 
 
 def _tool(tool: dict[str, Any], param: str) -> Tool:
     if tool.get("type", "function") != "function":
-        raise RequestError(f"'{param}.type' must be 'function'.", f"{param}.type", "unsupported")
+        raise field_error(f"{param}.type", "must be 'function'", "unsupported")
     function = tool.get("function")
     param = f"{param}.function"
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{param}.name", "must be 1 to 64 letters, digits, '_' or '-'")
+        raise field_error(f"{param}.name", "must be 1 to 64 letters, digits, '_' or '-'")
     if not isinstance(function.get("description"), str | None):
-        raise _wrong(f"{param}.description", "must be a string")
+        raise field_error(f"{param}.description", "must be a string")
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
-        raise _wrong(f"{param}.strict", "must be true or false")
+        raise field_error(f"{param}.strict", "must be true or false")
     schema = function.get("parameters")
     if schema is None:
         schema = {"type": "object", "properties": {}}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
-        raise _wrong(f"{param}.parameters", "must be a JSON schema of type 'object'")
+        raise field_error(f"{param}.parameters", "must be a JSON schema of type 'object'")
     if not isinstance(schema.get("properties", {}), dict):
-        raise _wrong(f"{param}.parameters.properties", "must be an object")
+        raise field_error(f"{param}.parameters.properties", "must be an object")
     return Tool(name, {"type": "object", **schema}, strict is True, strict is False)
-
-
-def _wrong(param: str, what: str) -> RequestError:
-    return RequestError(f"'{param}' {what}.", param)

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from app.api.request.messages import check_known_role
+from app.api.request.messages import check_known_role, text_parts
 from app.api.responses import Store
 from app.api.responses.schema import Item
 from app.http.body import check_depth
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 Message = dict[str, Any]
 
@@ -28,7 +28,6 @@ _CALLS = {"function_call": "arguments", "custom_tool_call": "input", "local_shel
 
 _OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_TEXTS = frozenset({"input_text", "output_text", "text"})
 _RULES = ("system", "developer")
 SLICE = 1_000
 """Items that are looked at in one turn of the loop."""
@@ -51,7 +50,7 @@ def own_items(sent: str | list[Item] | None, response: str) -> list[Item]:
     if isinstance(sent, str):
         sent = [{"role": "user", "content": sent}]
     if not sent:
-        raise RequestError("'input' must be a string or a list with at least one item.", "input")
+        raise field_error("input", "must be a string or a list with at least one item")
     check_depth(sent, "input")
     return [_item(item, response, i) for i, item in enumerate(sent)]
 
@@ -73,11 +72,11 @@ def _item(item: Item, response: str, index: int) -> Item:
 
 def _check_call(item: Item, kind: str, param: str) -> None:
     if not isinstance(item.get("call_id") or item.get("id"), str):
-        raise RequestError(f"'{param}.call_id' must be a string.", f"{param}.call_id")
+        raise field_error(f"{param}.call_id", "must be a string")
     if kind == "function_call" and not isinstance(item.get("name"), str):
-        raise RequestError(f"'{param}.name' must be a string.", f"{param}.name")
+        raise field_error(f"{param}.name", "must be a string")
     if kind in _OUTPUTS:
-        _texts(item.get("output"), f"{param}.output")
+        text_parts(item.get("output"), f"{param}.output")
 
 
 def _parts(item: Item, param: str) -> list[Item]:
@@ -85,35 +84,10 @@ def _parts(item: Item, param: str) -> list[Item]:
     if isinstance(content, str):
         kind = "output_text" if item.get("role") == "assistant" else "input_text"
         return [{"type": kind, "text": content}]
-    _texts(content, param)
+    text_parts(content, param)
     return [
         part if isinstance(part, dict) else {"type": "input_text", "text": part} for part in content or ()
     ]
-
-
-def _texts(content: object, param: str) -> list[str]:
-    """Texts of a content or an output. Raises `RequestError` for a part that is no text."""
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
-        raise RequestError(f"'{param}' must be a string or a list of text parts.", param)
-    return [_text(part, f"{param}[{j}]") for j, part in enumerate(content)]
-
-
-def _text(part: object, param: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str):
-        raise RequestError(f"'{param}' must be an object with a 'type'.", param)
-    text = part.get("refusal") if kind == "refusal" else part.get("text")
-    if kind not in _TEXTS and kind != "refusal":
-        raise RequestError(
-            f"'{param}' is of type '{kind[:40]}', but this model takes text only.", param, "unsupported"
-        )
-    if not isinstance(text, str):
-        raise RequestError(f"'{param}.text' must be a string.", f"{param}.text")
-    return text
 
 
 async def resolve(items: list[Item], owner: str, store: Store) -> list[Item]:
@@ -142,7 +116,7 @@ def messages(items: Iterable[Item], instructions: str | None) -> list[Message]:
         if kind == "reasoning":
             thinking = _thinking(item)
         elif kind == "message":
-            content = "".join(_texts(item["content"], "input"))
+            content = "".join(text_parts(item["content"], "input"))
             message: Message = {"role": item.get("role"), "content": content}
             if message["role"] == "assistant":
                 _think(message, thinking)
@@ -154,7 +128,7 @@ def messages(items: Iterable[Item], instructions: str | None) -> list[Message]:
             last.setdefault("tool_calls", []).append(_call(item, kind))
         elif kind in _OUTPUTS:
             thinking = ""
-            content = "\n".join(_texts(item.get("output"), "input"))
+            content = "\n".join(text_parts(item.get("output"), "input"))
             made.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
     return made
 

@@ -10,7 +10,7 @@ import msgspec
 
 from app.api.request.field_names import fields_named
 from app.api.request.schema import ChatBody, Generation, Int
-from core.errors import RequestError
+from core.errors import RequestError, field_error, unsupported
 
 Item = dict[str, Any]
 
@@ -74,25 +74,21 @@ def check_body(body: ResponsesBody) -> None:
     """Raise `RequestError` for what cannot be done, whatever the input."""
     for name in ("prompt", "conversation"):
         if getattr(body, name) not in (None, "", {}):
-            raise RequestError(f"'{name}' is not supported: send 'input'.", name, "unsupported")
+            raise unsupported(name, "send 'input'")
     for name in ("return_hidden_states", "return_entropy", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name):
-            raise RequestError(f"'{name}' is not supported here: /generate has it.", name, "unsupported")
+            raise field_error(name, "is not supported here: /generate has it", "unsupported")
     if body.use_beam_search:
         name = "use_beam_search"
-        raise RequestError(
-            f"'{name}' is not supported here; /v1/chat/completions has it.", name, "unsupported"
-        )
+        raise field_error(name, "is not supported here; /v1/chat/completions has it", "unsupported")
     if body.response_format not in (None, {"type": "text"}):
-        raise RequestError(
-            "'response_format' is not supported: send 'text.format'.", "response_format", "unsupported"
-        )
+        raise unsupported("response_format", "send 'text.format'")
     if body.truncation not in (None, "auto", "disabled"):
-        raise RequestError("'truncation' must be 'auto' or 'disabled'.", "truncation")
+        raise field_error("truncation", "must be 'auto' or 'disabled'")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        raise RequestError("'max_output_tokens' must be at least 1.", "max_output_tokens")
+        raise field_error("max_output_tokens", "must be at least 1")
     if body.background and body.store is False:
-        raise RequestError("'background' needs 'store': the answer could not be fetched.", "background")
+        raise field_error("background", "needs 'store': the answer could not be fetched")
 
 
 def chat_body(body: ResponsesBody, messages: list[Item], id: str) -> ChatBody:

@@ -18,7 +18,7 @@ from app.http.reply import json_response
 from app.parsers.base import Event, Message, assemble
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING, TOOLS
-from core.errors import RequestError
+from core.errors import field_error
 
 MAX_TEXT = 2**19
 """Characters of a text: no answer is longer, and 10,000 calls are put together in 25 ms."""
@@ -88,19 +88,19 @@ def _family(
 ) -> Family:
     if name is None:
         if own is None:
-            raise RequestError(f"'{param}' is missing, and this model's own is not known.", param)
+            raise field_error(param, "is missing, and this model's own is not known")
         return own
     found = families.get(aliases.get(name, name))
     if found is None:
-        raise RequestError(f"'{param}' must be one of {', '.join(families)}.", param)
+        raise field_error(param, f"must be one of {', '.join(families)}")
     return found
 
 
 async def _read(text: str | None, reading: Reading) -> Message:
     if text is None:
-        raise RequestError("'text' is missing.", "text")
+        raise field_error("text", "is missing")
     if len(text) > MAX_TEXT:
-        raise RequestError(f"'text' takes at most {MAX_TEXT} characters, got {len(text)}.", "text")
+        raise field_error("text", f"takes at most {MAX_TEXT} characters, got {len(text)}")
     answer = reading.answer()
     events: list[Event] = []
     for start in range(0, len(text), SLICE):

@@ -9,7 +9,7 @@ import numpy as np
 
 from app.api.request.schema import SessionParams
 from core.clock import Clock
-from core.errors import NotFound, Overloaded, RequestError
+from core.errors import NotFound, Overloaded, RequestError, field_error
 from core.types import Ints
 
 MAX_SESSIONS = 128
@@ -68,7 +68,7 @@ class Sessions:
         if id and id in self._by_id:
             raise RequestError("A session with this id is open.", "session_id", "session_exists")
         if timeout is not None and not 0 < timeout <= MAX_IDLE:
-            raise RequestError(f"'timeout' must be above 0 and at most {MAX_IDLE:g} seconds.", "timeout")
+            raise field_error("timeout", f"must be above 0 and at most {MAX_IDLE:g} seconds")
         if len(self._by_id) >= self._limit:
             raise Overloaded(f"{self._limit} sessions are open, the most this server keeps for a key.")
         id = id or secrets.token_hex(16)
@@ -90,7 +90,7 @@ class Sessions:
         if session is None:
             raise NotFound("No session of this id is open.", "session_params.id", "session_not_found")
         if asked.offset is not None and asked.offset < -1:
-            raise RequestError("'session_params.offset' must be at least -1.", "session_params.offset")
+            raise field_error("session_params.offset", "must be at least -1")
         if rid in session.turns:
             raise RequestError("This session has a turn with this rid.", "rid")
         replaces = _descendants(session.turns, asked.rid) if asked.replace else set()

@@ -19,7 +19,7 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.tenant import tenant
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import field_error
 from core.types import FinishReason
 
 SESSIONS = web.AppKey("sessions", dict[str, Sessions])
@@ -55,7 +55,7 @@ async def close_session(request: web.Request) -> web.StreamResponse:
     body = await decoded(request, CLOSE)
     ready(request.app[SERVICE], None)
     if not body.session_id:
-        raise RequestError("'session_id' is missing.", "session_id")
+        raise field_error("session_id", "is missing")
     return json_response({"success": request.app[SESSIONS][tenant()].close(body.session_id)})
 
 

@@ -17,7 +17,7 @@ from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, field_error, unsupported
 
 _SHARED = [field for field in msgspec.structs.fields(ChatBody) if field.name != "messages"]
 
@@ -62,15 +62,15 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
 def _check(body: Any) -> None:
     """Raise `RequestError` for what this route has no shape for."""
     if not body.messages:
-        raise RequestError("'messages' must have at least one conversation.", "messages")
+        raise field_error("messages", "must have at least one conversation")
     if len(body.messages) > MAX_CHOICES:
-        raise RequestError(f"'messages' takes at most {MAX_CHOICES} conversations.", "messages")
+        raise field_error("messages", f"takes at most {MAX_CHOICES} conversations")
     if body.stream:
-        raise RequestError("'stream' is not supported here.", "stream", "unsupported")
+        raise field_error("stream", "is not supported here", "unsupported")
     if body.input_ids:
-        raise RequestError("'input_ids' is not supported: it is one prompt.", "input_ids", "unsupported")
+        raise unsupported("input_ids", "it is one prompt")
     if body.n not in (None, 1):
-        raise RequestError("'n' must be 1: there is one choice for each conversation.", "n")
+        raise field_error("n", "must be 1: there is one choice for each conversation")
 
 
 async def _one(body: ChatBody, index: int, loaded: Loaded) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.parsers.reading import Reading
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import field_error, unsupported
 from core.types import Finish, FinishReason
 
 _NAMED = re.compile(r"token_id:([0-9]{1,9})")
@@ -151,16 +151,12 @@ async def derender_completions(request: web.Request) -> web.StreamResponse:
 def _check(stream: bool | None, made: Sequence[Generated | None], param: str, loaded: Loaded) -> None:
     """Raise `RequestError` for what is missing, too long, or no token of this model."""
     if stream:
-        raise RequestError(
-            "'stream' is not supported: the parser's state would travel with every piece.",
-            "stream",
-            "unsupported",
-        )
+        raise unsupported("stream", "the parser's state would travel with every piece")
     choices = [choice for each in made if each is not None for choice in each.choices or ()]
     if not choices:
-        raise RequestError(f"'{param}' must have 'choices'.", param)
+        raise field_error(param, "must have 'choices'")
     if len(choices) > MAX_CHOICES:
-        raise RequestError(f"'{param}' has more than {MAX_CHOICES} choices.", param)
+        raise field_error(param, f"has more than {MAX_CHOICES} choices")
     for choice in choices:
         _check_choice(choice, param, loaded)
 
@@ -168,7 +164,7 @@ def _check(stream: bool | None, made: Sequence[Generated | None], param: str, lo
 def _check_choice(choice: Made, param: str, loaded: Loaded) -> None:
     tokens = choice.token_ids or []
     if len(tokens) > loaded.card.context_length:
-        raise RequestError(f"'{param}' has more tokens than the model's context takes.", param)
+        raise field_error(param, "has more tokens than the model's context takes")
     told = (choice.logprobs.content if choice.logprobs is not None else None) or []
     named = [one.token_id for entry in told for one in (entry, *(entry.top_logprobs or ()))]
     check_ids(tokens + named, loaded.card.vocab_size, param)
@@ -180,7 +176,7 @@ def _prompts(body: DerenderBody, made: Sequence[Generated]) -> tuple[list[list[i
     counts = body.prompt_tokens
     for name, listed in (("prompt_token_ids", given), ("prompt_tokens", counts)):
         if listed is not None and len(listed) != len(made):
-            raise RequestError(f"'{name}' must have one entry for each of 'generate_responses'.", name)
+            raise field_error(name, "must have one entry for each of 'generate_responses'")
     tails = [ids or each.prompt_token_ids or [] for ids, each in zip(given, made, strict=True)]
     return tails, list(map(len, tails)) if counts is None else counts
 
