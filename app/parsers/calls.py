@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event
-from app.parsers.cursor import Cursor, Malformed, Steps
+from app.parsers.cursor import Cursor, Malformed, Steps, any_of
 from app.parsers.typed import Types, types_of
 
 Format = Callable[["CallParser"], Steps[None]]
@@ -196,31 +194,19 @@ class CallParser:
         if syntax.bare is not None and (yield from self._attempt(syntax.bare)).lstrip()[:1] in ("{", "["):
             begins = ()
         marks = (*syntax.markers, *begins)
-        # One search for all: one each would read to the text's end, again and again, for those not in it.
-        pattern = any_of(marks)
-        while mark := (yield from self._text(marks, pattern)):
+        while mark := (yield from self._text(marks)):
             yield from self._attempt(syntax.bare if syntax.bare and mark in begins else syntax.calls)
 
-    def _text(self, marks: tuple[str, ...], pattern: re.Pattern[str]) -> Steps[str]:
-        """Content up to a mark, which is told; empty at the end."""
-        cursor = self.cursor
-        while True:
-            text = cursor.text
-            if found := pattern.search(text, cursor.at):
-                self._content(cursor.take(found.start()))
-                return found.group()
-            keep = held(text, cursor.at, marks)
-            if not cursor.ended:
-                self._content(cursor.take(len(text) - keep))
-                yield
-                continue
-            self._content(cursor.take(len(text) - keep))
-            rest = cursor.take(len(text))
-            if keep and self._forced:
-                self._cut(rest)
-            elif not (keep and self._after):  # behind a call it is half a mark
-                self._content(rest)
-            return ""
+    def _text(self, marks: tuple[str, ...]) -> Steps[str]:
+        """Content up to a mark, which is returned; empty at the end."""
+        if mark := (yield from self.cursor.upto(marks, self._content)):
+            return mark
+        rest = self.cursor.take(len(self.cursor.text))
+        if rest and self._forced:
+            self._cut(rest)
+        elif not (rest and self._after):  # behind a call it is half a mark
+            self._content(rest)
+        return ""
 
     def _attempt(self, calls: Format) -> Steps[str]:
         """Read calls; the text of what turned out to be none."""
@@ -281,22 +267,3 @@ class CallParser:
             text = text.removesuffix(self._syntax.lead)
         if text:
             self._events.append(Content(text))
-
-
-@lru_cache
-def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the first of them."""
-    return re.compile("|".join(map(re.escape, marks)) or "(?!)")
-
-
-def held(text: str, start: int, markers: tuple[str, ...]) -> int:
-    """How many of the last characters of text[start:] could begin a marker."""
-    size, most = len(text), 0
-    for marker in markers:
-        # Nearly every text has none of a marker's first character near its end.
-        at = text.find(marker[0], max(start, size - len(marker) + 1))
-        while at >= 0 and not marker.startswith(text[at:]):
-            at = text.find(marker[0], at + 1)
-        if at >= 0:
-            most = max(most, size - at)
-    return most

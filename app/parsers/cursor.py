@@ -6,7 +6,9 @@ remembers where it stood when the text ran out: a bare `yield` says that more is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator
+from functools import lru_cache
 from typing import TypeVar
 
 from app.parsers.json_scan import JsonScanner
@@ -128,6 +130,19 @@ class Cursor:
         self.take(end + len(mark))
         return before
 
+    def upto(self, marks: tuple[str, ...], out: Callable[[str], None]) -> Steps[str]:
+        """Take the text before the first of `marks`, which goes to `out` as it comes; the mark, which is not
+        taken. Empty at the end, where what could have begun a mark is left."""
+        # One search for all: one each would read to the text's end, again and again, for those not in it.
+        pattern = any_of(marks)
+        while (found := pattern.search(self.text, self.at)) is None:
+            out(self.take(len(self.text) - held(self.text, self.at, marks)))
+            if self.ended:
+                return ""
+            yield
+        out(self.take(found.start()))
+        return found.group()
+
     def value(self, out: Callable[[str], None]) -> Steps[None]:
         """Take one JSON value; its text goes to `out` as it comes. Raises `Malformed`."""
         scanner = JsonScanner()
@@ -143,3 +158,22 @@ class Cursor:
             if self.ended:
                 raise Malformed
             yield
+
+
+@lru_cache
+def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the first of them."""
+    return re.compile("|".join(map(re.escape, marks)) or "(?!)")
+
+
+def held(text: str, start: int, markers: tuple[str, ...]) -> int:
+    """How many of the last characters of text[start:] could begin a marker."""
+    size, most = len(text), 0
+    for marker in markers:
+        # Nearly every text has none of a marker's first character near its end.
+        at = text.find(marker[0], max(start, size - len(marker) + 1))
+        while at >= 0 and not marker.startswith(text[at:]):
+            at = text.find(marker[0], at + 1)
+        if at >= 0:
+            most = max(most, size - at)
+    return most

@@ -1,9 +1,9 @@
-"""Thinking and answer, told apart by the marks around the thinking."""
+"""Thinking and answer, split at the marks around the thinking."""
 
 from __future__ import annotations
 
 from app.parsers.base import Content, Event, Reasoning
-from app.parsers.calls import any_of, held
+from app.parsers.cursor import Cursor, Steps
 
 
 class ReasoningParser:
@@ -15,144 +15,112 @@ class ReasoningParser:
     """
 
     __slots__ = (
-        "_any_of",
         "_begin",
         "_breaks",
         "_called",
-        "_end",
+        "_cursor",
         "_ends",
+        "_events",
         "_fresh",
-        "_held",
         "_inline",
-        "_phase",
+        "_run",
+        "inside",
+        "plain",
+        "settled",
     )
 
     def __init__(self, marks: tuple[str, ...], inside: bool = False, inline: bool = False) -> None:
         """`marks`: of the thinking's begin and end, then those that begin calls. `inside`: the prompt has
-        opened the thinking already. `inline`: events tell every character, marks and line breaks too."""
-        self._begin, self._end, *_ = marks
+        opened the thinking already. `inline`: events have every character, marks and line breaks too."""
+        self._begin, *_ = marks
         self._ends = marks[1:]
-        self._any_of = any_of(self._ends)
+        self._inline = inline
+        self._cursor = Cursor()
+        self._events: list[Event] = []
         self._called: list[str] = []
         """The thinking from a call on."""
-        self._inline = inline
-        self._phase = self._thinking if inside else self._before
-        self._held = ""
-        """Could be the start of a mark."""
         self._breaks: list[str] = []
         """Line breaks that belong to what follows, unless that is a mark."""
         self._fresh = True
-        """Nothing of this part was told yet."""
-
-    @property
-    def inside(self) -> bool:
+        """Nothing of the thinking was reported yet."""
+        self._run = self._answer()
+        self.inside = inside
         """Thinking now."""
-        return self._phase in (self._thinking, self._calling)
-
-    @property
-    def settled(self) -> bool:
+        self.settled = False
         """There was thinking, or there will be none."""
-        return self._phase not in (self._before, self._thinking, self._calling)
-
-    @property
-    def plain(self) -> bool:
+        self.plain = False
         """All that comes is content, and nothing is held back."""
-        return self._phase == self._plain
 
     @property
     def called(self) -> str:
         """A thinking that has not ended, from a call on."""
-        return "".join((*self._called, self._held)) if self._called else ""
+        return "".join(self._called) + self._rest() if self._called else ""
 
     def feed(self, text: str) -> list[Event]:
         """See `StreamParser.feed`."""
-        events: list[Event] = []
-        text, self._held = self._held + text, ""
-        while text:
-            text = self._phase(text, events)
+        if self.plain:
+            return [Content(text)] if text else []
+        self._cursor.push(text)
+        next(self._run, None)
+        events, self._events = self._events, []
         return events
 
     def finish(self) -> list[Event]:
         """See `StreamParser.finish`."""
-        rest, self._held = "".join((*self._breaks, *self._called, self._held)), ""
+        rest = "".join((*self._breaks, *self._called, self._cursor.recorded(), self._rest()))
         if not rest:
             return []
         return [Reasoning(rest)] if self.inside else [Content(rest)]
 
-    # -- each takes all of `text` or returns the rest for the next ---------------------------------
+    def _rest(self) -> str:
+        return self._cursor.text[self._cursor.at :]
 
-    def _before(self, text: str, events: list[Event]) -> str:
-        body = text.lstrip()
-        if body.startswith(self._begin):
-            if self._inline:
-                lead = text[: len(text) - len(body)]
-                events.append(Reasoning("".join(self._breaks) + lead + self._begin))
-            self._breaks.clear()
-            self._phase = self._thinking
-            return body[len(self._begin) :]
-        if body and not self._begin.startswith(body):
-            self._phase = self._plain
-            lead, self._breaks = "".join(self._breaks), []
-            return lead + text
-        self._breaks.append(text[: len(text) - len(body)])
-        self._held = body
-        return ""
-
-    def _thinking(self, text: str, events: list[Event]) -> str:
-        found = self._any_of.search(text)
-        if found is None:
-            keep = held(text, 0, self._ends)
-            self._reason(text[: len(text) - keep], events)
-            self._held = text[len(text) - keep :]
-            return ""
-        self._reason(text[: found.start()], events)
-        if found.group() != self._end:
-            self._called.append(found.group())
-            self._phase = self._calling
-            return text[found.end() :]
-        return self._closed(text[found.end() :], events)
-
-    def _calling(self, text: str, events: list[Event]) -> str:
-        """A call within the thinking, or the thinking speaks of one: its end will tell."""
-        end = text.find(self._end)
-        if end < 0:
-            keep = held(text, 0, (self._end,))
-            self._called.append(text[: len(text) - keep])
-            self._held = text[len(text) - keep :]
-            return ""
-        self._reason("".join((*self._called, text[:end])), events)
-        self._called.clear()
-        return self._closed(text[end + len(self._end) :], events)
-
-    def _closed(self, text: str, events: list[Event]) -> str:
-        if self._inline:
-            events.append(Reasoning(self._end))
+    def _answer(self) -> Steps[None]:
+        cursor = self._cursor
+        if not self.inside:
+            cursor.record()
+            yield from cursor.spaces()
+            self.inside = yield from cursor.skip(self._begin)
+            lead = cursor.recorded()
+            if self.inside and self._inline:
+                self._events.append(Reasoning(lead))
+            elif not self.inside:
+                self._content(lead)
+                return
+        end = self._ends[0]
+        mark = yield from cursor.upto(self._ends, self._reason)
+        if mark != end:
+            # A call within the thinking, or the thinking mentions one: its end will tell.
+            yield from cursor.upto((end,), self._called.append)
+            self._reason("".join(self._called))
+            self._called.clear()
+        cursor.take(cursor.at + len(end))
+        self.inside, self.settled = False, True
         self._breaks.clear()
-        self._phase = self._plain if self._inline else self._after
-        return text
+        if self._inline:
+            self._events.append(Reasoning(end))
+        else:
+            while (yield from cursor.peek()) == "\n":
+                cursor.take(cursor.at + 1)
+        self._content("")
 
-    def _reason(self, text: str, events: list[Event]) -> None:
+    def _content(self, lead: str) -> None:
+        """The rest is content."""
+        self.settled = self.plain = True
+        if text := lead + self._cursor.take(len(self._cursor.text)):
+            self._events.append(Content(text))
+
+    def _reason(self, text: str) -> None:
         if self._inline:
             if text:
-                events.append(Reasoning(text))
+                self._events.append(Reasoning(text))
             return
         if self._fresh:
             text = text.lstrip("\n")
         body = text.rstrip("\n")
         if body:
             self._fresh = False
-            events.append(Reasoning("".join(self._breaks) + body))
+            self._events.append(Reasoning("".join(self._breaks) + body))
             self._breaks.clear()
         if len(body) < len(text):
             self._breaks.append(text[len(body) :])
-
-    def _after(self, text: str, events: list[Event]) -> str:
-        """Line breaks between the thinking and the answer."""
-        text = text.lstrip("\n")
-        if text:
-            self._phase = self._plain
-        return text
-
-    def _plain(self, text: str, events: list[Event]) -> str:
-        events.append(Content(text))
-        return ""

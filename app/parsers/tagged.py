@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from app.parsers.calls import CallParser, any_of, held
+from app.parsers.calls import CallParser
 from app.parsers.cursor import Cursor, Malformed, Steps
 from app.parsers.pythonic import written
 from app.parsers.typed import Types, inside, quoted
@@ -93,23 +93,22 @@ def _value(calls: CallParser, types: Types, ends: tuple[str, ...], last: str = "
     calls.arguments(written("".join(parts), types))
 
 
-def _until(cursor: Cursor, ends: tuple[str, ...], last: str, tell: Callable[[str], None]) -> Steps[None]:
-    """Tell the text up to one of `ends`, of which the first alone is taken, without `last` before it."""
-    pattern = any_of(ends)
-    keep, found = "", None
-    while found is None:
-        found = pattern.search(cursor.text, cursor.at)
-        ahead = len(cursor.text) - held(cursor.text, cursor.at, ends) if found is None else found.start()
-        span = keep + cursor.take(ahead)
+def _until(cursor: Cursor, ends: tuple[str, ...], last: str, out: Callable[[str], None]) -> Steps[None]:
+    """Pass on the text up to one of `ends`, of which the first alone is taken, without `last` before it."""
+    keep = ""
+
+    def trimmed(span: str) -> None:
+        nonlocal keep
+        span = keep + span
         keep = last if last and span.endswith(last) else ""
         if span := span.removesuffix(keep):
-            tell(span)
-        if found is None:
-            if cursor.ended:
-                raise Malformed
-            yield
-    if found.group() == ends[0]:
-        cursor.take(found.end())
+            out(span)
+
+    mark = yield from cursor.upto(ends, trimmed)
+    if not mark:
+        raise Malformed
+    if mark == ends[0]:
+        cursor.take(cursor.at + len(mark))
 
 
 def _name(text: str) -> str:
