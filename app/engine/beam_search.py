@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -78,14 +79,6 @@ def _ignore(index: int, piece: Piece) -> None:
     """No piece of a beam's request is for its client."""
 
 
-class Means(NamedTuple):
-    """What a search needs of who starts it: the stream of a choice, one whose text nobody reads, the time."""
-
-    stream: Callable[[int, LiveRun, Job], Stream]
-    detokenizer: Detokenizer
-    clock: Clock
-
-
 class BeamRun(LiveRun):
     """A search under way. Owner: event loop.
 
@@ -96,13 +89,15 @@ class BeamRun(LiveRun):
     __slots__ = (
         "_asked",
         "_beams",
+        "_clock",
+        "_detokenizer",
         "_ears",
         "_first",
         "_heard",
         "_job",
-        "_means",
         "_over",
         "_stopped",
+        "_stream",
         "_task",
     )
 
@@ -122,9 +117,16 @@ class BeamRun(LiveRun):
         self._over: set[int] = set()
         self.requests = [Request(f"{job.id}-{i}", prompt, sampling) for i in range(job.n)]
 
-    def begin(self, means: Means, pinning: Pinning | None) -> None:
-        """Queue the first round; the rest follows by itself. Raises `Overloaded`, with nothing queued."""
-        self._means = means
+    def begin(
+        self,
+        stream: Callable[[int, LiveRun, Job], Stream],
+        detokenizer: Detokenizer,
+        clock: Clock,
+        pinning: Pinning | None,
+    ) -> None:
+        """Queue the first round; the rest follows by itself. `stream` makes the stream of a choice,
+        `detokenizer` is for those whose text nobody reads. Raises `Overloaded`, with nothing queued."""
+        self._stream, self._detokenizer, self._clock = stream, detokenizer, clock
         sampling = self.requests[0].params
         request = self._request(self.prompt, 0, prompt_logprobs=sampling.prompt_logprobs)
         request.pinning = self.requests[0].pinning = pinning
@@ -205,12 +207,11 @@ class BeamRun(LiveRun):
             prompt_logprobs=prompt_logprobs,
         )
         id = f"{job.id}-{len(prompt) - len(self.prompt)}.{index}"
-        now = self._means.clock()
-        return Request(id, prompt, params, arrival=now, priority=job.priority, root=job.root)
+        return Request(id, prompt, params, arrival=self._clock(), priority=job.priority, root=job.root)
 
     def _queue(self, requests: list[Request]) -> None:
         self._heard.clear()
-        self._ears = [_Ear(i, self._listen, self._means.detokenizer) for i in range(len(requests))]
+        self._ears = [_Ear(i, self._listen, self._detokenizer) for i in range(len(requests))]
         self._asked = requests
         self._engine.add(requests, list(self._ears))
 
@@ -224,7 +225,7 @@ class BeamRun(LiveRun):
         """Every choice as if it had come token by token: parsers and counts see no difference."""
         assert self._job.beam is not None
         for index, each in enumerate(found):
-            stream = self._means.stream(index, self, self._job)
+            stream = self._stream(index, self, self._job)
             for at, (token, row) in enumerate(zip(each.tokens, each.rows, strict=True)):
                 if self._stopped is not None or index in self._over:
                     break
@@ -327,19 +328,19 @@ class Beams:
         going = [self._beam(ids, totals, int(at), rows) for at in order]
         length = rules.prompt + len(self._rounds)
         done = [Ended(self._score(beam.total, length), len(self._rounds), beam) for beam in ended]
-        self._ended = sorted(self._ended + done, key=_by_score, reverse=True)[: rules.width]
+        self._ended = self._ranked(self._ended + done)
         self._rounds.append(going)
 
     def best(self) -> list[Found]:
         """The complete beams and those that are left, best first; of equal ones those that were complete
         sooner."""
         rules, last = self._rules, len(self._rounds) - 1
-        left = []
-        for beam in self.live if last >= 0 else ():
-            length = rules.prompt + last + 1
-            left.append(Ended(self._score(beam.total, length), last, beam))
-        chosen = sorted(self._ended + left, key=_by_score, reverse=True)[: rules.width]
-        return [self._found(each) for each in chosen]
+        length, live = rules.prompt + last + 1, self.live if last >= 0 else ()
+        left = [Ended(self._score(beam.total, length), last, beam) for beam in live]
+        return [self._found(each) for each in self._ranked(self._ended + left)]
+
+    def _ranked(self, ended: list[Ended]) -> list[Ended]:
+        return sorted(ended, key=attrgetter("score"), reverse=True)[: self._rules.width]
 
     def _beam(self, ids: Ints, totals: NDArray[np.float64], at: int, rows: Sequence[RowLogprobs]) -> Live:
         parent, rank = divmod(at, ids.shape[1])
@@ -366,19 +367,11 @@ class Beams:
 
     def _found(self, ended: Ended) -> Found:
         end = ended.last if ended.last.token in self._rules.ends else None
-        path: list[Live] = []
-        beam, at = ended.last, ended.round
-        while True:
+        beam, path = ended.last, [ended.last]
+        for round in reversed(self._rounds[: ended.round]):
+            beam = round[beam.parent]
             path.append(beam)
-            at -= 1
-            if at < 0:
-                break
-            beam = self._rounds[at][beam.parent]
         path.reverse()
         if end is not None:
             path.pop()
         return Found([each.token for each in path], [each.row for each in path], end)
-
-
-def _by_score(ended: Ended) -> float:
-    return ended.score

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from core.errors import (
-    EngineFailed,
-    LoomError,
-    RequestError,
-    Unavailable,
-)
+from core.errors import EngineFailed, LoomError, RequestError, Unavailable
 from core.grammar import BROKEN
 from core.types import Finish, FinishReason
 

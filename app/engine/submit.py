@@ -8,7 +8,7 @@ import random
 import msgspec
 import numpy as np
 
-from app.engine.beam_search import BeamRun, Means, check_width
+from app.engine.beam_search import BeamRun, check_width
 from app.engine.job import Job, Run, Sink
 from app.engine.loop import Engine
 from app.engine.output import RepetitionStream, Stream
@@ -121,7 +121,7 @@ class Submitter:
             grammar = await self._compile(job)
             pinning = await self._pinning(job, prompt)
             self._check_open(job)
-            run = self._enqueue(job, prompt, (grammar, pinning), sink)
+            run = self._enqueue(job, prompt, grammar, pinning, sink)
         except BaseException as ended:
             del self._runs[key]
             if isinstance(ended, asyncio.CancelledError) and preparing.aborted():
@@ -247,9 +247,13 @@ class Submitter:
         return max(tokens, 0)
 
     def _enqueue(
-        self, job: Job, prompt: Ints, made: tuple[CompiledGrammar | None, Pinning | None], sink: Sink
+        self,
+        job: Job,
+        prompt: Ints,
+        grammar: CompiledGrammar | None,
+        pinning: Pinning | None,
+        sink: Sink,
     ) -> LiveRun:
-        grammar, pinning = made
         sampling = self._complete(job, len(prompt))
         check(sampling, self._limits.vocab_size, self._limits.processors)
         check_starts(sampling, len(prompt))
@@ -282,7 +286,7 @@ class Submitter:
 
     def _search(self, job: Job, run: BeamRun, pinning: Pinning | None) -> LiveRun:
         check_width(job, self._limits.vocab_size)
-        run.begin(Means(self._stream, self._detokenizer(job, run.prompt), self._clock), pinning)
+        run.begin(self._stream, self._detokenizer(job, run.prompt), self._clock, pinning)
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:

@@ -9,15 +9,15 @@ from aiohttp import web
 from app.api.request.sampling import check_model
 from app.http.keys import SERVE, SERVICE
 from app.http.reply import json_response
-from app.service import Loaded
 
 _VERSION = "Anthropic-Version"
 """A header of Anthropic's clients."""
 
 
-def _model(loaded: Loaded, name: str) -> dict[str, object]:
-    card = loaded.card
-    return {
+def _model(request: web.Request, name: str) -> dict[str, object]:
+    """A model, also in the fields of Anthropic's API where its client asks."""
+    card = request.app[SERVICE].loaded.card
+    model: dict[str, object] = {
         "id": name,
         "object": "model",
         "created": card.created,
@@ -26,33 +26,26 @@ def _model(loaded: Loaded, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": card.context_length,
     }
-
-
-def _told(request: web.Request, loaded: Loaded, name: str) -> dict[str, object]:
-    """A model in the words of both APIs where Anthropic's client asks."""
-    card = loaded.card
-    told = _model(loaded, name)
     if _VERSION in request.headers:
-        told |= {"type": "model", "display_name": name, "max_input_tokens": card.context_length}
-        told["created_at"] = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return told
+        model |= {"type": "model", "display_name": name, "max_input_tokens": card.context_length}
+        model["created_at"] = datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return model
 
 
 async def models(request: web.Request) -> web.StreamResponse:
     """The list with the one model, by all its names."""
-    loaded = request.app[SERVICE].loaded
-    names = loaded.card.names
-    told: dict[str, object] = {"object": "list", "data": [_told(request, loaded, name) for name in names]}
+    names = request.app[SERVICE].loaded.card.names
+    answer: dict[str, object] = {"object": "list", "data": [_model(request, name) for name in names]}
     if _VERSION in request.headers:
-        told |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    return json_response(told)
+        answer |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response(answer)
 
 
 async def model(request: web.Request) -> web.StreamResponse:
     """One model by name."""
     loaded = request.app[SERVICE].loaded
-    check_model(loaded, asked := request.match_info["id"])
-    return json_response(_told(request, loaded, asked if asked in loaded.card.names else loaded.card.name))
+    check_model(loaded, name := request.match_info["id"])
+    return json_response(_model(request, name if name in loaded.card.names else loaded.card.name))
 
 
 async def model_info(request: web.Request) -> web.StreamResponse:
@@ -77,8 +70,8 @@ async def model_info(request: web.Request) -> web.StreamResponse:
 async def tokenizer_info(request: web.Request) -> web.StreamResponse:
     """The special tokens and the chat template, after vLLM; lm-eval needs no tokenizer of its own then."""
     loaded = request.app[SERVICE].loaded
-    told: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    told |= loaded.tokenizer.special_tokens
+    answer: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    answer |= loaded.tokenizer.special_tokens
     if loaded.template.source:
-        told["chat_template"] = loaded.template.source
-    return json_response(told)
+        answer["chat_template"] = loaded.template.source
+    return json_response(answer)

@@ -5,7 +5,7 @@ What is asked for is put into one form here; whether it can be carried out is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -115,7 +115,7 @@ def _structured(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
     if not isinstance(flag, bool | None):
         raise field_error(f"{param}.json_object", "must be true or false")
     if not flag and all(options.get(name) is None for name in _STRUCTURED):
-        raise field_error(param, f"is empty: give {_or(_STRUCTURED)} or json_object")
+        raise field_error(param, f"is empty: give {', '.join(_STRUCTURED)} or json_object")
     for name, kind in _STRUCTURED.items():
         if options.get(name) is not None:
             yield _Asked(f"{param}.{name}", kind, options[name])
@@ -133,7 +133,7 @@ def _response_format(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
         raise RequestError(f"'{param}' must be an object with a 'type'.", param + ".type")
     if kind not in _FORMATS:
         raise RequestError(
-            f"'{param}' of type '{kind[:40]}' is not supported: use {_or(_FORMATS)}.",
+            f"'{param}' of type '{kind[:40]}' is not supported: use {', '.join(_FORMATS)}.",
             param + ".type",
             "unsupported",
         )
@@ -170,11 +170,7 @@ def _check_keys(given: Mapping[str, Any], known: frozenset[str], param: str) -> 
     """Refuse what nobody would look at: a client believes that it constrains."""
     if (name := next((name for name in given if name not in known), None)) is not None:
         where = f"{param}.{name[:60]}"
-        raise field_error(where, f"is not known: '{param}' takes {_or(sorted(known))}")
-
-
-def _or(names: Iterable[str]) -> str:
-    return ", ".join(names)
+        raise field_error(where, f"is not known: '{param}' takes {', '.join(sorted(known))}")
 
 
 def _text(kind: GrammarKind, value: Any, param: str) -> str:

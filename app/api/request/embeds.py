@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from app.api.request.sampling import MAX_CHOICES, truncation
+from app.api.request.sampling import MAX_CHOICES, check_count, truncation
 from app.api.request.schema import CompletionBody, NativeBody
 from app.api.request.tensor import Dense, TensorError, read_tensor
 from app.engine.job import Job
@@ -69,7 +69,7 @@ async def prompt_embeds(body: CompletionBody, loaded: Loaded) -> list[Floats]:
             raise unsupported(name, _NO_TOKENS, "prompt_embeds")
     if isinstance(sent, str):
         return [await _tensor(sent, body, loaded, "prompt_embeds")]
-    _check_many(len(sent), "prompt_embeds")
+    check_count(len(sent), MAX_CHOICES, "prompts", "prompt_embeds")
     return [await _tensor(each, body, loaded, f"prompt_embeds[{i}]") for i, each in enumerate(sent)]
 
 
@@ -125,7 +125,7 @@ async def input_embeds(body: NativeBody, loaded: Loaded) -> Given | None:
     await asyncio.sleep(0)
     items = _items(raw, param)
     if bytes(_items(items[0], f"{param}[0]")[0]).startswith(b"["):
-        _check_many(len(items), param)
+        check_count(len(items), MAX_CHOICES, "prompts", param)
         lists = [(_items(each, f"{param}[{i}]"), f"{param}[{i}]") for i, each in enumerate(items)]
         return Given([await _rows(rows, loaded, name) for rows, name in lists], False)
     return Given([await _rows(items, loaded, param)], True)
@@ -186,11 +186,6 @@ def _row(text: bytes, columns: int, param: str) -> Floats:
 
 
 # -- both ------------------------------------------------------------------------------------------
-
-
-def _check_many(count: int, param: str) -> None:
-    if count > MAX_CHOICES:
-        raise field_error(param, f"takes at most {MAX_CHOICES} prompts, got {count}")
 
 
 def _check_size(rows: int, columns: int, loaded: Loaded, param: str) -> None:

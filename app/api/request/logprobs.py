@@ -5,11 +5,12 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from app.engine.job import Piece, Run
+from app.text.tokenizer import Tokenizer
 from core.plan import RowLogprobs
 from core.request import SamplingParams
 from core.types import Floats
@@ -18,40 +19,30 @@ FLOOR = -9999.0
 """JSON has no infinity: what masked tokens get, as in vLLM."""
 
 
-class Names(Protocol):
-    """What is needed of a tokenizer."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    def token_text(self, id: int) -> str: ...
-    def token_bytes(self, id: int) -> bytes: ...
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
-
-
 class Namer:
     """Spells tokens: as text, or as `token_id:17` where clients must tell equal texts apart."""
 
-    __slots__ = ("_as_ids", "_names")
+    __slots__ = ("_as_ids", "_tokenizer")
 
-    def __init__(self, names: Names, as_ids: bool = False) -> None:
-        self._names = names
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def text(self, token: int) -> str:
         """Never raises for an id inside the vocabulary."""
-        return f"token_id:{token}" if self._as_ids else self._names.token_text(token)
+        return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
     def joined(self, tokens: Sequence[int]) -> str:
         """The text of all of them, special ones too."""
-        return self._names.decode(tokens, False)
+        return self._tokenizer.decode(tokens, False)
 
     def special(self, token: int) -> bool:
         """Whether texts leave it out unless they are asked to show it."""
-        return token in self._names.special_ids
+        return token in self._tokenizer.special_ids
 
     def raw(self, token: int) -> bytes:
         """The exact bytes, which the text of half a character does not tell."""
-        return self._names.token_bytes(token)
+        return self._tokenizer.token_bytes(token)
 
 
 class Entry(NamedTuple):
@@ -120,13 +111,14 @@ def token_logprobs(piece: Piece, namer: Namer) -> list[dict[str, object]]:
     """One object per token: its own log-probability and the best others'."""
     content = []
     for entry in output_entries(piece.tokens, piece.logprobs or ()):
-        item = _chat_token(entry.token, entry.value, namer)
-        item["top_logprobs"] = [_chat_token(token, value, namer) for token, value in entry.top]
+        item = chat_token(entry.token, entry.value, namer)
+        item["top_logprobs"] = [chat_token(token, value, namer) for token, value in entry.top]
         content.append(item)
     return content
 
 
-def _chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:
+def chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:
+    """A token and its log-probability, as chat spells them."""
     return {"token": namer.text(token), "logprob": value, "bytes": list(namer.raw(token))}
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from app.api.request.sampling import check_count
 from app.api.request.schema import ChatBody
 from app.http.body import check_depth
 from app.parsers.grammar import Tool
@@ -37,8 +38,7 @@ def check_tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
     """Declarations as functions. Raises `RequestError` naming the first field that is wrong."""
     if not tools:
         return []
-    if len(tools) > MAX_TOOLS:
-        raise field_error("tools", f"takes at most {MAX_TOOLS} functions, got {len(tools)}")
+    check_count(len(tools), MAX_TOOLS, "functions", "tools")
     check_depth(tools, "tools")
     checked = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     seen: set[str] = set()

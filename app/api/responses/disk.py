@@ -109,22 +109,17 @@ class Disk(Database):
         self._db.execute(
             "INSERT INTO responses "
             "(id, owner, status, active, created, used, bytes, previous, doc, input, events) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET "
+            "VALUES (:id, :owner, :status, :active, :created, :used, :bytes, :previous, :doc, :input, "
+            ":events) ON CONFLICT (id) DO UPDATE SET "
             "status = excluded.status, active = excluded.active, used = excluded.used, "
             "bytes = excluded.bytes, doc = excluded.doc, events = excluded.events",
-            (
-                record.id,
-                record.owner,
-                record.status,
-                record.status in ACTIVE,
-                record.created,
-                int(time.time()),
-                size,
-                record.previous,
-                record.doc,
-                record.input,
-                events,
-            ),
+            {
+                **msgspec.structs.asdict(record),
+                "active": record.status in ACTIVE,
+                "used": int(time.time()),
+                "bytes": size,
+                "events": events,
+            },
         )
         self._trim()
         return True
@@ -132,7 +127,7 @@ class Disk(Database):
     def _trim(self) -> None:
         horizon = int(time.time()) - DAYS * 86400
         self._db.execute("DELETE FROM responses WHERE NOT active AND created <= ?", (horizon,))
-        rows, size = self._totals()
+        rows, size = self._db.execute("SELECT rows, bytes FROM totals").fetchone()
         while rows > MAX_ROWS or size > self._limit:
             oldest = self._db.execute(
                 "SELECT id, bytes FROM responses WHERE NOT active ORDER BY used, seq LIMIT ?", (TRIM,)
@@ -145,32 +140,23 @@ class Disk(Database):
                 if rows <= MAX_ROWS and size <= self._limit:
                     break
 
-    def _totals(self) -> tuple[int, int]:
-        rows, size = self._db.execute("SELECT rows, bytes FROM totals").fetchone()
-        return rows, size
-
     def get(self, owner: str, id: str, param: str) -> Record:
         """Raises `NotFound` naming `param`, also for another owner's."""
         row = self._db.execute(
-            "SELECT id, owner, status, created, doc, input, previous, events, used FROM responses "
-            "WHERE id = ? AND owner = ?",
+            f"SELECT used, {', '.join(Record.__struct_fields__)} FROM responses WHERE id = ? AND owner = ?",
             (id, owner),
         ).fetchone()
         if row is None:
             raise NotFound(f"Response with id '{id[:100]}' not found.", param)
         now = int(time.time())
-        if row[8] + TOUCH <= now:
+        used, *values = row
+        if used + TOUCH <= now:
             self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (now, id))
-        events = zlib.decompress(row[7]) if row[7] else b""
-        return Record(
-            id=row[0],
-            owner=row[1],
-            status=row[2],
-            created=row[3],
-            doc=row[4],
-            input=row[5],
-            previous=row[6],
-            events=events,
+        record = Record(**dict(zip(Record.__struct_fields__, values, strict=True)))
+        return (
+            msgspec.structs.replace(record, events=zlib.decompress(record.events))
+            if record.events
+            else record
         )
 
     def history(self, owner: str, id: str) -> list[Item]:

@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from app.aliases import VALUES
+from app.api.request.sampling import check_count
 from app.api.request.tools import check_tools
 from app.http.body import decoded
 from app.http.keys import SERVICE
@@ -99,8 +100,7 @@ def _family(
 async def _read(text: str | None, reading: Reading) -> Message:
     if text is None:
         raise field_error("text", "is missing")
-    if len(text) > MAX_TEXT:
-        raise field_error("text", f"takes at most {MAX_TEXT} characters, got {len(text)}")
+    check_count(len(text), MAX_TEXT, "characters", "text")
     answer = reading.answer()
     events: list[Event] = []
     for start in range(0, len(text), SLICE):

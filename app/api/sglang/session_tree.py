@@ -32,15 +32,10 @@ class Turn(msgspec.Struct):
     output: list[int] | None = None
 
 
-class _Session:
-    """Owner: event loop."""
-
-    __slots__ = ("timeout", "turns", "used")
-
-    def __init__(self, timeout: float, now: float) -> None:
-        self.timeout = timeout
-        self.used = now
-        self.turns: dict[str, Turn] = {}
+class _Session(msgspec.Struct):
+    timeout: float
+    used: float
+    turns: dict[str, Turn] = {}
 
     @property
     def busy(self) -> bool:

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from app.api.openai.chat import chat_answer
 from app.api.openai.common import envelope, request_id
-from app.api.request.field_names import fields_named
-from app.api.request.sampling import MAX_CHOICES, ready
+from app.api.request.field_names import rename_fields
+from app.api.request.sampling import MAX_CHOICES, check_count, ready
 from app.api.request.schema import ChatBody
 from app.http.body import decoded
 from app.http.keys import SERVICE
@@ -54,17 +54,16 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
         for task in tasks:
             task.cancel()
     head = msgspec.structs.asdict(envelope(id, "chat.completion", loaded.card.name))
-    return json_response(
-        {**head, "choices": [_choice(a, i) for i, a in enumerate(answers)], "usage": _sum(answers)}
-    )
+    used = _total([answer["usage"] for answer in answers])
+    choices = [_choice(answer, i) for i, answer in enumerate(answers)]
+    return json_response({**head, "choices": choices, "usage": used})
 
 
 def _check(body: Any) -> None:
     """Raise `RequestError` for what this route has no shape for."""
     if not body.messages:
         raise field_error("messages", "must have at least one conversation")
-    if len(body.messages) > MAX_CHOICES:
-        raise field_error("messages", f"takes at most {MAX_CHOICES} conversations")
+    check_count(len(body.messages), MAX_CHOICES, "conversations", "messages")
     if body.stream:
         raise field_error("stream", "is not supported here", "unsupported")
     if body.input_ids:
@@ -84,23 +83,11 @@ def _choice(answer: dict[str, Any], index: int) -> dict[str, Any]:
     return {**answer["choices"][0], **more, "index": index}
 
 
-def _sum(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    def total(*path: str) -> int:
-        found = 0
-        for answer in answers:
-            value: Any = answer["usage"]
-            for name in path:
-                value = value[name]
-            found += value
-        return found
-
-    return {
-        **{name: total(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")},
-        "prompt_tokens_details": {"cached_tokens": total("prompt_tokens_details", "cached_tokens")},
-        "completion_tokens_details": {
-            "reasoning_tokens": total("completion_tokens_details", "reasoning_tokens")
-        },
-    }
+def _total(values: list[Any]) -> Any:
+    """The sum of numbers, or of objects field by field."""
+    if isinstance(values[0], dict):
+        return {name: _total([each[name] for each in values]) for name in values[0]}
+    return sum(values)
 
 
 TABLE = (("POST", "/v1/chat/completions/batch", chat_batch),)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -14,8 +13,8 @@ from aiohttp import web
 from app.api.openai.chat import chat_job
 from app.api.openai.chat_stream import message_fields
 from app.api.openai.common import envelope
-from app.api.openai.stream import finish_fields, finished
-from app.api.request.logprobs import Namer
+from app.api.openai.stream import finish_fields
+from app.api.request.logprobs import Namer, chat_token
 from app.api.request.prompts import check_ids
 from app.api.request.sampling import MAX_CHOICES, ready
 from app.api.request.schema import ChatBody, CompletionBody, Int
@@ -201,18 +200,12 @@ def _chat_logprobs(choice: Made, loaded: Loaded) -> dict[str, object] | None:
     if choice.logprobs is None or choice.logprobs.content is None:
         return None
     namer = Namer(loaded.tokenizer)
-
-    def told(one: Likely) -> dict[str, Any]:
-        return {
-            "token": namer.text(one.token_id),
-            "logprob": one.logprob,
-            "bytes": list(namer.raw(one.token_id)),
-        }
-
-    content = [
-        {**told(one), "top_logprobs": [told(other) for other in one.top_logprobs or ()]}
-        for one in choice.logprobs.content
-    ]
+    content = []
+    for one in choice.logprobs.content:
+        item = chat_token(one.token_id, one.logprob, namer)
+        top = one.top_logprobs or ()
+        item["top_logprobs"] = [chat_token(other.token_id, other.logprob, namer) for other in top]
+        content.append(item)
     return {"content": content, "refusal": None}
 
 
