@@ -45,40 +45,6 @@ def check_width(job: Job, vocab_size: int) -> None:
         raise field_error("max_tokens", "must be at least 1 with 'use_beam_search'")
 
 
-class _Ear(Stream):
-    """Hears the one token of a beam's request. Owner: event loop."""
-
-    __slots__ = ("_heard", "finish", "row")
-
-    def __init__(self, index: int, heard: Callable[[], None], detokenizer: Detokenizer) -> None:
-        super().__init__(index, _ignore, _ignore, detokenizer, None)
-        self._heard = heard
-        self.row: RowLogprobs | None = None
-        self.finish: Finish | None = None
-
-    def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
-        """See `Stream.feed`. What was drawn is of no interest, what could have been is."""
-        self.count, self.row = 1, logprobs
-        return None
-
-    def end(self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None) -> None:
-        """See `Stream.end`."""
-        if self.done:
-            return
-        if last is not None:
-            self.feed(last, logprobs)
-        self.done, self.finish = True, finish
-        self._heard()
-
-    def fail(self, finish: Finish) -> None:
-        """See `Stream.fail`."""
-        self.end(finish)
-
-
-def _ignore(index: int, piece: Piece) -> None:
-    """No piece of a beam's request is for its client."""
-
-
 class BeamRun(LiveRun):
     """A search under way. Owner: event loop.
 
@@ -91,14 +57,16 @@ class BeamRun(LiveRun):
         "_beams",
         "_clock",
         "_detokenizer",
-        "_ears",
+        "_failed",
         "_first",
-        "_heard",
         "_job",
         "_over",
+        "_round_over",
+        "_rows",
         "_stopped",
         "_stream",
         "_task",
+        "_waiting",
     )
 
     def __init__(self, job: Job, prompt: Ints, sampling: SamplingParams, engine: Engine, sink: Sink) -> None:
@@ -110,9 +78,14 @@ class BeamRun(LiveRun):
             Rules(job.n, len(prompt), limit, job.beam.length_penalty, ends, sampling.logprobs)
         )
         self._asked: list[Request] = []
-        self._ears: list[_Ear] = []
-        self._first: _Ear | None = None
-        self._heard = asyncio.Event()
+        self._rows: list[RowLogprobs | None] = []
+        """Of this round, by beam."""
+        self._waiting = 0
+        """Beams whose token has not come."""
+        self._round_over = asyncio.Event()
+        self._failed: Finish | None = None
+        self._first: Stream | None = None
+        """Has the log-probabilities of the prompt."""
         self._stopped: Finish | None = None
         self._over: set[int] = set()
         self.requests = [Request(f"{job.id}-{i}", prompt, sampling) for i in range(job.n)]
@@ -120,18 +93,17 @@ class BeamRun(LiveRun):
     def begin(
         self,
         stream: Callable[[int, LiveRun, Job], Stream],
-        detokenizer: Detokenizer,
+        detokenizer: Callable[[], Detokenizer],
         clock: Clock,
         pinning: Pinning | None,
     ) -> None:
-        """Queue the first round; the rest follows by itself. `stream` makes the stream of a choice,
-        `detokenizer` is for those whose text nobody reads. Raises `Overloaded`, with nothing queued."""
+        """Queue the first round; the rest follows by itself. `stream` makes the stream of a choice. Raises
+        `Overloaded`, with nothing queued."""
         self._stream, self._detokenizer, self._clock = stream, detokenizer, clock
         sampling = self.requests[0].params
         request = self._request(self.prompt, 0, prompt_logprobs=sampling.prompt_logprobs)
         request.pinning = self.requests[0].pinning = pinning
-        self._queue([request])
-        self._first = self._ears[0]
+        self._first = self._queue([request])[0]
         for choice in self.requests:
             choice.arrival = request.arrival
             choice.move(State.PREFILL)
@@ -161,30 +133,23 @@ class BeamRun(LiveRun):
         """Round by round, then the answer. However it ends, every choice gets its last piece."""
         finish, prompts = _LOST, [self.prompt]
         try:
-            while (failed := await self._round()) is None and self._stopped is None:
-                self._beams.grow([ear.row for ear in self._ears if ear.row is not None])
+            await self._round_over.wait()
+            for choice in self.requests:
+                choice.cached, choice.started_at = self._asked[0].cached, self._asked[0].started_at
+                choice.first_token_at = self._asked[0].first_token_at
+            while self._failed is None and self._stopped is None:
+                self._beams.grow([row for row in self._rows if row is not None])
                 if self._beams.finished:
-                    await self._tell(self._beams.best())
+                    await self._deliver(self._beams.best())
                     break
                 prompts = await self._next(prompts)
-            finish = self._stopped or failed or _LOST
+                await self._round_over.wait()
+            finish = self._stopped or self._failed or _LOST
         except (Overloaded, Unavailable) as error:
             finish = Finish(FinishReason.ABORT, message=str(error))
         finally:
             for index in range(len(self.requests)):
                 self._close(index, finish)
-
-    async def _round(self) -> Finish | None:
-        """Wait for every beam's token; how one of them failed."""
-        await self._heard.wait()
-        if self._first is self._ears[0]:
-            for choice in self.requests:
-                choice.cached, choice.started_at = self._asked[0].cached, self._asked[0].started_at
-                choice.first_token_at = self._asked[0].first_token_at
-        for ear in self._ears:
-            if ear.finish is not None and ear.finish.reason is not FinishReason.LENGTH:
-                return ear.finish
-        return None
 
     async def _next(self, prompts: Sequence[Ints]) -> list[Ints]:
         """Queue the live beams; the tokens of each with its prompt."""
@@ -209,19 +174,28 @@ class BeamRun(LiveRun):
         id = f"{job.id}-{len(prompt) - len(self.prompt)}.{index}"
         return Request(id, prompt, params, arrival=self._clock(), priority=job.priority, root=job.root)
 
-    def _queue(self, requests: list[Request]) -> None:
-        self._heard.clear()
-        self._ears = [_Ear(i, self._listen, self._detokenizer) for i in range(len(requests))]
-        self._asked = requests
-        self._engine.add(requests, list(self._ears))
+    def _queue(self, requests: list[Request]) -> list[Stream]:
+        self._round_over.clear()
+        self._asked, self._waiting = requests, len(requests)
+        self._rows = [None] * len(requests)
+        streams = [Stream(i, self._take, self._take, self._detokenizer(), None) for i in range(len(requests))]
+        self._engine.add(requests, streams)
+        return streams
 
-    def _listen(self) -> None:
-        if all(ear.done for ear in self._ears):
-            self._heard.set()
+    def _take(self, index: int, piece: Piece) -> None:
+        """Of a beam's one token. What was drawn does not matter, what could have been drawn does."""
+        if piece.logprobs:
+            self._rows[index] = piece.logprobs[0]
+        if piece.finish is not None:
+            if piece.finish.reason is not FinishReason.LENGTH:
+                self._failed = piece.finish
+            self._waiting -= 1
+            if not self._waiting:
+                self._round_over.set()
 
     # -- the answer --------------------------------------------------------------------------------
 
-    async def _tell(self, found: Sequence[Found]) -> None:
+    async def _deliver(self, found: Sequence[Found]) -> None:
         """Every choice as if it had come token by token: parsers and counts see no difference."""
         assert self._job.beam is not None
         for index, each in enumerate(found):

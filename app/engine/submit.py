@@ -286,7 +286,7 @@ class Submitter:
 
     def _search(self, job: Job, run: BeamRun, pinning: Pinning | None) -> LiveRun:
         check_width(job, self._limits.vocab_size)
-        run.begin(self._stream, self._detokenizer(job, run.prompt), self._clock, pinning)
+        run.begin(self._stream, lambda: self._detokenizer(job, run.prompt), self._clock, pinning)
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:
