@@ -6,7 +6,7 @@ import json
 
 from app.parsers.calls import CallParser, Format
 from app.parsers.cursor import NAME_CHARS, Malformed, Steps
-from app.parsers.json_scan import JsonScanner
+from app.parsers.typed import is_json
 
 HERMES = ("<tool_call>", "</tool_call>")
 MISTRAL = "[TOOL_CALLS]"
@@ -32,14 +32,13 @@ def hermes(calls: CallParser) -> Steps[None]:
 
 
 def llama(calls: CallParser) -> Steps[None]:
-    """`<|python_tag|>{"name": ..., "parameters": {...}}; {...}`"""
-    yield from calls.cursor.expect(LLAMA)
-    yield from _listed(calls, declared=False)
-
-
-def llama_bare(calls: CallParser) -> Steps[None]:
-    """The same without the tag. Functions must be declared."""
-    yield from _listed(calls, declared=True)
+    """`<|python_tag|>{"name": ..., "parameters": {...}}; {...}`; functions must be declared without it."""
+    declared = not (yield from calls.cursor.skip(LLAMA))
+    yield from _call(calls, declared)
+    while (yield from calls.gap()) == ";":
+        calls.cursor.record()
+        calls.cursor.take(calls.cursor.at + 1)
+        yield from _call(calls, declared)
 
 
 def mistral(calls: CallParser) -> Steps[None]:
@@ -93,14 +92,6 @@ def kimi(calls: CallParser) -> Steps[None]:
     yield from _arguments(calls, _name(id.removeprefix("functions.").partition(":")[0]), _name(id))
     yield from calls.tail("<|tool_call_end|>")
     yield from calls.tail("<|tool_calls_section_end|>")
-
-
-def _listed(calls: CallParser, declared: bool) -> Steps[None]:
-    yield from _call(calls, declared)
-    while (yield from calls.gap()) == ";":
-        calls.cursor.record()
-        calls.cursor.take(calls.cursor.at + 1)
-        yield from _call(calls, declared)
 
 
 def _named(calls: CallParser) -> Steps[None]:
@@ -211,8 +202,7 @@ def _object(value: str) -> str:
     if value == "null":
         return "{}"
     inner = _text(json.loads(value)).strip() or "{}"
-    scanner = JsonScanner()
-    if not inner.startswith("{") or scanner.scan(inner) < len(inner) or not scanner.done:
+    if not inner.startswith("{") or not is_json(inner):
         raise Malformed
     return inner
 

@@ -105,7 +105,7 @@ _LLAMA = ToolFamily(
     name="llama3",
     markers=(formats.LLAMA,),
     calls=formats.llama,
-    bare=formats.llama_bare,
+    bare=formats.llama,
     begins=formats.LLAMA_BEGINS,
     writing=Writing(begin='{"name": "%s", "parameters": ', end="}", separator="; "),
     special=True,

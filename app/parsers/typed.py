@@ -72,7 +72,7 @@ def spelled(text: str, types: Types) -> str:
     """A value as JSON. It is what it looks like if it may be that, and text otherwise."""
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
-    if _is_json(bare):
+    if is_json(bare):
         kind = _KINDS.get(bare[0], "number")
         fits = types is None or kind in types or (kind == "number" and "integer" in types)
         if fits and (types is None or kind != "string"):
@@ -122,7 +122,8 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Whether it is one JSON value, without white space around it."""
     scanner = JsonScanner()
     return bool(text) and scanner.scan(text + "\n") == len(text) and scanner.done
 

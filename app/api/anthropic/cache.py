@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -27,9 +27,8 @@ _Place = tuple[int, int, int]
 _TOOLS, _SYSTEM, _MESSAGES, _ALL = range(4)
 
 
-class _Mark(NamedTuple):
-    place: _Place
-    seconds: float
+_Mark = tuple[_Place, float]
+"""And the seconds that it asks for."""
 
 
 def kept(body: MessagesBody, prompt: str) -> Keep | None:
@@ -39,8 +38,8 @@ def kept(body: MessagesBody, prompt: str) -> Keep | None:
     Of equal time only the last mark counts: its prefix contains the others'.
     """
     last: dict[float, _Place] = {}
-    for mark in _marks(body):
-        last[mark.seconds] = max(mark.place, last.get(mark.seconds, mark.place))
+    for place, seconds in _marks(body):
+        last[seconds] = max(place, last.get(seconds, place))
     if not last:
         return None
     marks = tuple((_position(body, prompt, place), seconds) for seconds, place in last.items())
@@ -51,7 +50,7 @@ def kept(body: MessagesBody, prompt: str) -> Keep | None:
 
 def _marks(body: MessagesBody) -> Iterator[_Mark]:
     if body.cache_control is not None:
-        yield _Mark((_ALL, 0, 0), _seconds(body.cache_control, "cache_control"))
+        yield (_ALL, 0, 0), _seconds(body.cache_control, "cache_control")
     yield from _of_blocks(body.tools, (_TOOLS, 0), "tools")
     yield from _of_blocks(body.system, (_SYSTEM, 0), "system")
     for i, message in enumerate(body.messages or ()):
@@ -66,10 +65,10 @@ def _of_blocks(blocks: object, where: tuple[int, int], param: str) -> Iterator[_
         if not isinstance(block, dict):
             continue
         if block.get("cache_control") is not None:
-            yield _Mark((*where, j), _seconds(block["cache_control"], f"{name}.cache_control"))
+            yield (*where, j), _seconds(block["cache_control"], f"{name}.cache_control")
         if block.get("type") == "tool_result":  # what is inside ends with the result
-            for inner in _of_blocks(block.get("content"), where, f"{name}.content"):
-                yield _Mark((*where, j), inner.seconds)
+            for _, seconds in _of_blocks(block.get("content"), where, f"{name}.content"):
+                yield (*where, j), seconds
 
 
 def _seconds(mark: Any, param: str) -> float:

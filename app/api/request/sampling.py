@@ -262,7 +262,7 @@ def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
     if not key and retention is None:
         return None
     check_length(key, "prompt_cache_key")
-    seconds = RETENTION["in_memory" if retention is None else retention]
+    seconds = RETENTION[retention or "in_memory"]
     return Keep(owner=root.tenant or root.salt or key or "", marks=((None, seconds),))
 
 
