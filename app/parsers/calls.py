@@ -127,16 +127,13 @@ class CallParser:
 
     # -- for formats -------------------------------------------------------------------------------
 
-    def named(self, name: str) -> str:
-        """The name of the call that is being read."""
+    def named(self, name: str, declared: bool = False) -> str:
+        """The name of the call that is being read. Raises `Malformed` unless it is a `declared` function's,
+        where no marker distinguishes a call from an answer that happens to look like one."""
+        if declared and name not in self._names:
+            raise Malformed
         self._name = name
         return name
-
-    def declared(self, name: str) -> None:
-        """Raise `Malformed` unless `name` is a declared function: without a marker nothing else
-        tells a call from an answer that happens to look like one."""
-        if name not in self._names:
-            raise Malformed
 
     def properties(self, name: str) -> Mapping[str, Any]:
         """Schemas of a function's arguments, by name."""

@@ -77,9 +77,8 @@ def deepseek(calls: CallParser) -> Steps[None]:
         name = yield from cursor.until("\n")
         yield from cursor.skip(_FENCE + "json")
     yield from _arguments(calls, _name(name))
-    yield from calls.tail(_FENCE)
-    yield from calls.tail("<｜tool▁call▁end｜>")
-    yield from calls.tail("<｜tool▁calls▁end｜>")
+    for end in (_FENCE, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"):
+        yield from calls.tail(end)
 
 
 def kimi(calls: CallParser) -> Steps[None]:
@@ -128,9 +127,7 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
         yield from cursor.spaces()
         yield from cursor.expect(":")
         if key == '"name"' and not name:
-            name = calls.named(_name(_text(json.loads((yield from _value(calls))))))
-            if declared:
-                calls.declared(name)
+            name = calls.named(_name(_text(json.loads((yield from _value(calls))))), declared)
         elif key in _ARGUMENTS and name and not told:
             told = True
             yield from _arguments(calls, name)

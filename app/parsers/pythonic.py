@@ -59,8 +59,7 @@ def pythonic(calls: CallParser) -> Steps[None]:
         name = yield from _identifier(cursor)
         yield from cursor.spaces()
         yield from cursor.expect("(")
-        calls.declared(name)
-        yield from _arguments(calls, calls.named(name))
+        yield from _arguments(calls, calls.named(name, declared=True))
         calls.whole()
         if (yield from calls.gap()) != ",":
             if (yield from calls.tail("]")):

@@ -26,9 +26,7 @@ def qwen_coder(calls: CallParser) -> Steps[None]:
     while True:
         yield from cursor.spaces()
         yield from cursor.expect(FUNCTION)
-        name = calls.named(_name((yield from cursor.until(">"))))
-        if not marked:
-            calls.declared(name)
+        name = calls.named(_name((yield from cursor.until(">"))), declared=not marked)
         calls.start(name)
         yield from _parameters(calls, name)
         calls.whole()
@@ -65,8 +63,7 @@ def glm(calls: CallParser) -> Steps[None]:
     found = yield from cursor.run(lambda sign: sign not in "\n<")
     if not (yield from cursor.peek()):
         raise Malformed
-    name = calls.named(_name(found))
-    calls.declared(name)
+    name = calls.named(_name(found), declared=True)
     calls.start(name)
     before = "{"
     while (yield from cursor.spaces()) == "<" and (yield from cursor.skip(_KEY[0])):

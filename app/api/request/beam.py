@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from app.api.request.constraint import CONSTRAINTS
-from app.api.request.schema import Generation
+from app.api.request.schema import UNSET, Generation
 from app.engine.job import BeamOptions, Job
 from core.errors import field_error, unsupported
 
@@ -41,7 +41,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
 }
 """Values of theirs that ask for nothing, besides those that do in every field."""
-_UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 
 
 def beam_options(body: Generation) -> BeamOptions | None:
@@ -53,7 +52,7 @@ def beam_options(body: Generation) -> BeamOptions | None:
     if not body.use_beam_search:
         return None
     for reason, name in ((reason, name) for reason, names in _BESIDE.items() for name in names):
-        if getattr(body, name, None) not in (*_UNSET, *_NEUTRAL.get(name, ())):
+        if getattr(body, name, None) not in (*UNSET, *_NEUTRAL.get(name, ())):
             raise unsupported(name, reason, "use_beam_search")
     return BeamOptions(length_penalty=penalty, include_end=body.include_stop_str_in_output is True)
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from app.api.request.sampling import MAX_CHOICES, check_count, truncation
-from app.api.request.schema import CompletionBody, NativeBody
+from app.api.request.schema import CompletionBody, NativeBody, refuse
 from app.api.request.tensor import Dense, TensorError, read_tensor
 from app.engine.job import Job
 from app.service import Loaded
@@ -54,7 +54,7 @@ def embedded(job: Job, rows: Floats, param: str) -> Job:
 # -- completions -----------------------------------------------------------------------------------
 
 _NO_TOKENS = "such a prompt has no tokens. Leave it out"
-_OF_TEXT = ("echo", "return_prompt_text", "prompt_logprobs", "suffix")
+_OF_TEXT = dict.fromkeys(("echo", "return_prompt_text", "prompt_logprobs", "suffix"), _NO_TOKENS)
 """What is said of a prompt's tokens, or put behind them. vLLM refuses these with embeddings too."""
 
 
@@ -64,9 +64,7 @@ async def prompt_embeds(body: CompletionBody, loaded: Loaded) -> list[Floats]:
     sent = body.prompt_embeds or []
     if not sent:
         return []
-    for name in _OF_TEXT:
-        if (asked := getattr(body, name)) is not None and asked is not False and asked != "":
-            raise unsupported(name, _NO_TOKENS, "prompt_embeds")
+    refuse(body, _OF_TEXT, "prompt_embeds")
     if isinstance(sent, str):
         return [await _tensor(sent, body, loaded, "prompt_embeds")]
     check_count(len(sent), MAX_CHOICES, "prompts", "prompt_embeds")

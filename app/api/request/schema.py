@@ -6,7 +6,7 @@ so that they are refused by name (`app/http/refuse.py`) and never silently dropp
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -284,13 +284,21 @@ _FIELDS: dict[str, str] = {
 }
 
 
-_UNSET: tuple[object, ...] = (None, False, "", [], {})
+UNSET: tuple[object, ...] = (None, False, "", [], {})
 """What clients send for "not wanted"."""
+
+
+def refuse(body: object, reasons: Mapping[str, str], beside: str = "") -> None:
+    """Raise `RequestError` for the first of the fields that is set (0 counts as set), with its reason."""
+    for name, reason in reasons.items():
+        value = getattr(body, name)
+        if value is not False and (value == 0 or value not in UNSET):
+            raise unsupported(name, reason, beside)
 
 
 def refuse_unsupported(body: ExtensionFields, prefix: str = "", takes: Collection[str] = ()) -> None:
     """Raise `RequestError` for the first field that asks for what is not there. `takes` are those that this
     route knows."""
     for name, reason in _FIELDS.items():
-        if name not in takes and getattr(body, name) not in _UNSET:
+        if name not in takes and getattr(body, name) not in UNSET:
             raise unsupported(prefix + name, reason)

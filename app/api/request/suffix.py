@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from app.api.request.schema import CompletionBody
+from app.api.request.schema import CompletionBody, refuse
 from app.engine.job import Job
 from app.service import Loaded
 from app.text.infill import find_marks
@@ -28,9 +28,7 @@ def inserting(job: Job, body: CompletionBody, prompts: Sequence[object], loaded:
     marks = find_marks(loaded.tokenizer)
     if marks is None or max(marks.ends) >= loaded.card.vocab_size:  # some tokenizers know more than the model
         raise unsupported("suffix", "this model's vocabulary has no marks for text insertion")
-    for name, reason in _BESIDE.items():
-        if getattr(body, name) is not None:
-            raise unsupported(name, reason, "suffix")
+    refuse(body, _BESIDE, "suffix")
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise field_error("suffix", "needs a 'prompt' that is text, not token ids")
     stops = job.sampling.stop_ids if job.ignore_eos else job.sampling.stop_ids | marks.ends

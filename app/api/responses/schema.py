@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from app.api.request.field_names import fields_named
-from app.api.request.schema import ChatBody, Generation, Int
+from app.api.request.field_names import rename_fields
+from app.api.request.schema import ChatBody, Generation, Int, refuse
 from core.errors import RequestError, field_error, unsupported
 
 Item = dict[str, Any]
@@ -72,9 +72,7 @@ _SHARED = tuple(
 
 def check_body(body: ResponsesBody) -> None:
     """Raise `RequestError` for what cannot be done, whatever the input."""
-    for name in ("prompt", "conversation"):
-        if getattr(body, name) not in (None, "", {}):
-            raise unsupported(name, "send 'input'")
+    refuse(body, {"prompt": "send 'input'", "conversation": "send 'input'"})
     for name in ("return_hidden_states", "return_entropy", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name):
             raise field_error(name, "is not supported here: /generate has it", "unsupported")
