@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,28 +60,11 @@ async def close_session(request: web.Request) -> web.StreamResponse:
     return json_response({"success": request.app[SESSIONS][tenant()].close(body.session_id)})
 
 
-class Part:
-    """What a session makes of a request: its job, and an ear on its sink. Owner: event loop."""
+class Part(NamedTuple):
+    """What a session makes of a request: its job, and what is put before its sink."""
 
-    __slots__ = ("_id", "_sessions", "_tokens", "job")
-
-    def __init__(self, sessions: Sessions, id: str, job: Job) -> None:
-        self._sessions = sessions
-        self._id = id
-        self._tokens: list[int] = []
-        self.job = job
-
-    def watch(self, sink: Sink) -> Sink:
-        """`sink`, and the session learns of the output when it is complete."""
-
-        def watched(index: int, piece: Piece) -> None:
-            self._tokens += piece.tokens
-            finish = piece.finish
-            if finish is not None and failure(finish) is None and finish.reason is not FinishReason.ABORT:
-                self._sessions.end(self._id, self.job.id, self._tokens)
-            sink(index, piece)
-
-        return watched
+    job: Job
+    watch: Callable[[Sink], Sink]
 
 
 async def encoded(job: Job, loaded: Loaded) -> Job:
@@ -96,9 +80,22 @@ def taking_part(sessions: Sessions, asked: SessionParams, job: Job, loaded: Load
     """The job behind the turn that it continues. A turn that does not complete is forgotten."""
     bos = loaded.tokenizer.encode("", True)  # whatever a text begins with
     prompt = sessions.begin(asked, job.id, np.asarray(job.prompt), int(bos[0]) if len(bos) else None)
-    id = asked.id or ""
+    id, tokens = asked.id or "", list[int]()
+
+    def watch(sink: Sink) -> Sink:
+        """`sink`, and the session gets the output when it is complete."""
+
+        def watched(index: int, piece: Piece) -> None:
+            tokens.extend(piece.tokens)
+            finish = piece.finish
+            if finish is not None and failure(finish) is None and finish.reason is not FinishReason.ABORT:
+                sessions.end(id, job.id, tokens)
+            sink(index, piece)
+
+        return watched
+
     try:
-        yield Part(sessions, id, msgspec.structs.replace(job, prompt=prompt))
+        yield Part(msgspec.structs.replace(job, prompt=prompt), watch)
     finally:
         sessions.drop(id, job.id)
 
