@@ -1,6 +1,6 @@
 """A beam search on the engine: one run to its client, many requests to the scheduler.
 
-Every round runs each live beam as a request of one token that tells the best tokens' log-probabilities.
+Every round runs each live beam as a request of one token with the log-probabilities of the best tokens.
 The radix tree keeps the beams' prefixes, so that a round computes at most a page of each once more. They
 queue like everybody's: the engine's bounds on what runs and waits hold for them.
 """
@@ -33,11 +33,11 @@ SLICE = 32
 MADE = 8
 """Requests made in one go: each copies its beam's tokens, 25 µs where they are 100,000."""
 
-_LOST = Finish(FinishReason.ERROR, message="The search was lost.")
+_LOST = Finish(FinishReason.ERROR, message="The beam search failed.")
 
 
 def check_width(job: Job, vocab_size: int) -> None:
-    """Raise `RequestError` where a round could not be told: it takes the best 2n tokens of a beam."""
+    """Raise `RequestError` for a width that a round cannot report: it takes the best 2n tokens of a beam."""
     most = min(MAX_LOGPROBS, vocab_size) // 2
     if job.n > most:
         raise field_error("n", f"must be at most {most} with 'use_beam_search', got {job.n}")
@@ -124,7 +124,7 @@ class BeamRun(LiveRun):
                 self._engine.abort(request, self._stopped)
 
     def end(self, index: int) -> None:
-        """See `app.engine.job.Run.end`. Choices are told one after the other, so this one says no more."""
+        """See `app.engine.job.Run.end`. The rest of this choice is not delivered."""
         self._over.add(index)
 
     # -- the search --------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class BeamRun(LiveRun):
     # -- the answer --------------------------------------------------------------------------------
 
     async def _deliver(self, found: Sequence[Found]) -> None:
-        """Every choice as if it had come token by token: parsers and counts see no difference."""
+        """Every choice as if it had been generated token by token: parsers and counts see no difference."""
         assert self._job.beam is not None
         for index, each in enumerate(found):
             stream = self._stream(index, self, self._job)
@@ -229,14 +229,14 @@ class BeamRun(LiveRun):
 
 
 class Rules(NamedTuple):
-    """What a search is held to. `prompt` and `limit` are tokens: the prompt's, the most that follow."""
+    """Parameters of a search. `prompt` and `limit` are in tokens: the prompt's, the most that follow."""
 
     width: int
     prompt: int
     limit: int
     penalty: float
     ends: frozenset[int]
-    told: int
+    logprobs: int
     """Log-probabilities per token that the client wants, as `SamplingParams.logprobs`."""
 
 
@@ -318,11 +318,11 @@ class Beams:
 
     def _beam(self, ids: Ints, totals: NDArray[np.float64], at: int, rows: Sequence[RowLogprobs]) -> Live:
         parent, rank = divmod(at, ids.shape[1])
-        row, told = None, self._rules.told
-        if told >= 0:  # a copy of what is told: the whole row would be held otherwise
+        row, count = None, self._rules.logprobs
+        if count >= 0:  # a copy of what is reported: the whole row would be held otherwise
             of = rows[parent]
             row = RowLogprobs(
-                float(of.top_values[rank]), of.top_ids[:told].copy(), of.top_values[:told].copy()
+                float(of.top_values[rank]), of.top_ids[:count].copy(), of.top_values[:count].copy()
             )
         return Live(parent, int(ids[parent, rank]), float(totals[parent, rank]), row)
 

@@ -1,4 +1,4 @@
-"""A fault while an answer is read, as its client is told."""
+"""The error that a client gets for a request that failed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from core.grammar import BROKEN
 from core.types import Finish, FinishReason
 
 UNREADABLE = "The server could not read the model's answer."
-"""What a parser's fault becomes, wherever it shows."""
+"""The message for a fault of a parser."""
 
 
 def failure(finish: Finish) -> LoomError | None:
-    """The error in a request's end, None for an end that the client asked for or expected."""
+    """The error in how a request finished, None for a regular finish or the client's own abort."""
     if finish.message is not None and finish.message.startswith(BROKEN):
         return RequestError(finish.message, code="constraint_failed")
     if finish.reason is FinishReason.ERROR:

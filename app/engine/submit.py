@@ -36,7 +36,7 @@ TAIL = 8
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What every job is held against. Tokens, and names of logit processors."""
+    """Limits that every job is checked against: tokens, and names of logit processors."""
 
     context_length: int
     vocab_size: int
@@ -46,7 +46,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class _Preparing:
-    """A job that is encoded and compiled, in the task of whoever started it. Owner: event loop."""
+    """A job that is being encoded and compiled, in the task that started it. Owner: event loop."""
 
     __slots__ = ("_task", "error")
 
@@ -56,18 +56,18 @@ class _Preparing:
         """What `Submitter.start` raises after an abort."""
 
     def abort(self, message: str | None = None) -> None:
-        """Queue nothing of it; with a `message` the client is told of an error."""
+        """Queue nothing of it; with a `message` the client gets an error."""
         if self.error is None and self._task is not None:
             self.error = Aborted() if message is None else Unavailable(message)
             self._task.cancel()
 
     def aborted(self) -> bool:
-        """The task was cancelled by `abort`, and not by its client's leaving too."""
+        """The task was cancelled by `abort`, and not by its client's disconnect too."""
         return self.error is not None and self._task is not None and not self._task.uncancel()
 
 
 class Submitter:
-    """The engine's face towards HTTP: implements `app.service.Control`.
+    """The engine's interface for HTTP: implements `app.service.Control`.
 
     Owner: event loop.
     """

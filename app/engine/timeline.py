@@ -1,4 +1,4 @@
-"""Why was it slow? Where the time of each recent request went."""
+"""Where the time of each recent request went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that does not answer any more is noticed, and ends the engine."""
+"""Detects a device that hangs, and fails the engine."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from app.engine.loop import Engine
 from core.clock import Clock
 
 FIRST = 10
-"""Limits that the first step may take: what a start did not warm up is compiled in it."""
+"""Times the limit that the first step may take: what was not warmed up is compiled in it."""
 
 
 class Watchdog:
     """Fails the engine when a step is in flight for longer than `limit` seconds.
 
-    It looks every quarter of the limit, so a hang is noticed within one and a half. Time counts while
-    steps are in flight and none comes back; an engine that is idle, paused or asleep has none, and an
+    It checks four times per limit, so a hang is detected within 1.5 limits. Time counts while
+    steps are in flight and none comes back; an engine that is idle, paused or asleep has none, and a
     command to the device (weights are read again, graphs captured) takes the time that it takes.
 
     Owner: event loop.
@@ -28,7 +28,7 @@ class Watchdog:
         self._seen = (0, False)
         self._since = 0.0
         self.interval = limit / 4
-        """Seconds between two looks."""
+        """Seconds between two checks."""
 
     def look(self) -> None:
         """Call it every `interval` seconds."""

@@ -1,1 +1,1 @@
-"""From a model's text to what it means: reasoning, content, tool calls."""
+"""A model's text as reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""Text with tool calls in it: what every family of formats does alike."""
+"""Text with tool calls in it: what all formats share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Format = Callable[["CallParser"], Steps[None]]
 """Reads the calls after a marker. Raises `Malformed` for what is none."""
 
 RETRIES = 16
-"""Malformed calls of one answer that are read once more for calls inside them: work stays linear."""
+"""Malformed calls of one answer whose text is read again for calls inside it: work stays linear."""
 
 
 def call_id() -> str:
-    """As OpenAI's look."""
+    """In OpenAI's format."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -48,7 +48,7 @@ class CallParser:
 
     White space between calls, and around calls where there is no text, belongs to neither; beside text it is
     content as the model wrote it. An answer without calls is content to its last character. A call that the
-    text's end cuts off stays one once it has been told. Owner: event loop.
+    text's end cuts off stays one once it has been reported. Owner: event loop.
     """
 
     __slots__ = (
@@ -61,12 +61,12 @@ class CallParser:
         "_names",
         "_next",
         "_open",
+        "_reported",
         "_retries",
         "_run",
         "_schemas",
         "_space",
         "_syntax",
-        "_told",
         "cursor",
     )
 
@@ -89,7 +89,7 @@ class CallParser:
         self._name = ""
         """Of the call that is being read, once it is known."""
         self._open = False
-        """A call has been told and its arguments are not whole."""
+        """A call has been reported and its arguments are not complete."""
         self._fresh = True
         """No text yet, or none since the last call: white space is content only if text follows."""
         self._after = False
@@ -97,9 +97,9 @@ class CallParser:
         self._space: list[str] = []
         """White space that is content unless a call follows."""
         self._dropped = ""
-        """What the open call made of it: it comes back if the call is broken."""
-        self._told = 0
-        """Where the cursor stood when the open call was last told of."""
+        """The white space that the open call dropped: it is content if the call is broken."""
+        self._reported = 0
+        """Where the cursor was at the last event of the open call."""
         self._retries = RETRIES
         self._run: Generator[None, None, None] | None = self._answer()
 
@@ -151,11 +151,11 @@ class CallParser:
         self._open = True
         self._events.append(CallStart(self._next, id or call_id(), name))
         self._next += 1
-        self._told = self.cursor.taken
+        self._reported = self.cursor.taken
 
     def arguments(self, text: str) -> None:
         """More of them."""
-        self._told = self.cursor.taken
+        self._reported = self.cursor.taken
         self._events.append(CallArguments(self._next - 1, text))
 
     def whole(self) -> None:
@@ -171,7 +171,7 @@ class CallParser:
         return sign
 
     def tail(self, end: str) -> Steps[bool]:
-        """Pass over what closes a call, if it is there: a model that forgets it has still made the call."""
+        """Pass over the end mark of a call, if it is there: a call without it is still one."""
         if (yield from self.gap()) != end[0] or not (yield from self.cursor.skip(end)):
             return False
         self._space.clear()
@@ -206,14 +206,14 @@ class CallParser:
         return ""
 
     def _attempt(self, calls: Format) -> Steps[str]:
-        """Read calls; the text of what turned out to be none."""
+        """Read calls; the text of a malformed one, else empty."""
         cursor, raw = self.cursor, ""
         cursor.record()
         try:
             yield from calls(self)
         except Malformed:
             raw = cursor.recorded()
-            if cursor.ended:  # all that came before was right so far
+            if cursor.ended:  # valid up to here
                 self._cut(raw + cursor.take(len(cursor.text)))
             else:
                 raw = self._broken(raw)
@@ -234,16 +234,16 @@ class CallParser:
         self._ended()
 
     def _broken(self, raw: str) -> str:
-        """What was read is no call, up to the next mark in it: half a string may have swallowed good ones."""
+        """What was read is content up to the next mark in it: half a string may contain valid calls."""
         again = any_of(self._syntax.markers).search(raw, 1) if self._retries else None
         end = len(raw) if again is None else again.start()
-        told = len(raw) - (self.cursor.taken - self._told)
+        reported = len(raw) - (self.cursor.taken - self._reported)
         if again is not None:
             self._retries -= 1
             self.cursor.back(raw[end:])
         raw = raw[:end]
         if self._open:
-            self._events.append(CallBroken(self._next - 1, self._dropped + raw, raw[told:]))
+            self._events.append(CallBroken(self._next - 1, self._dropped + raw, raw[reported:]))
             self._open = self._after = self._fresh = False
         else:
             self._content(raw)

@@ -1,7 +1,7 @@
-"""A place in a text that is still coming, for parsers written as generators.
+"""A position in a text that arrives in pieces, for parsers written as generators.
 
 A parser reads as a straight line, `name = yield from cursor.until("[ARGS]")`, and its generator
-remembers where it stood when the text ran out: a bare `yield` says that more is needed.
+keeps its place when the text runs out: a bare `yield` means that more is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME_CHARS = 256
 
 
 class Malformed(Exception):
-    """The text is not what the format says. Caught where the call began."""
+    """The text does not match the format. Caught where the call began."""
 
 
 class Cursor:
@@ -58,7 +58,7 @@ class Cursor:
             self._raw.append(span)
         return span
 
-    # -- what a call was, in case it turns out to be none ------------------------------------------
+    # -- the text of a call, in case it is malformed ------------------------------------------------
 
     def record(self) -> None:
         """Keep what is taken from now on."""
@@ -99,8 +99,7 @@ class Cursor:
             self.take(self.at + 1)
 
     def skip(self, wanted: str) -> Steps[bool]:
-        """Take `wanted` if it comes next; otherwise nothing, but for the beginning of it that a text ends
-        with."""
+        """Take `wanted` if it comes next; otherwise nothing, except the start of it at the text's end."""
         for count in range(1, len(wanted) + 1):  # a different first character is seen at once
             if (found := (yield from self.ahead(count))) != wanted[:count]:
                 if wanted.startswith(found):
@@ -134,9 +133,10 @@ class Cursor:
         """Take the text before the first of `marks`, which goes to `out` as it comes; the mark, which is not
         taken. Empty at the end, where what could have begun a mark is left."""
         # One search for all: one each would read to the text's end, again and again, for those not in it.
-        pattern = any_of(marks)
-        while (found := pattern.search(self.text, self.at)) is None:
-            out(self.take(len(self.text) - held(self.text, self.at, marks)))
+        search = any_of(marks).search
+        while (found := search(text := self.text, at := self.at)) is None:
+            if span := self.take(len(text) - held(text, at, marks)):
+                out(span)
             if self.ended:
                 return ""
             yield

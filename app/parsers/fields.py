@@ -1,4 +1,4 @@
-"""Grammars for arguments that stand one by one instead of as a JSON object."""
+"""Grammars for arguments that are written one by one instead of as a JSON object."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Element = dict[str, Any]
 """A format of a structural tag."""
 
 SPACES = 24
-"""White space in a row inside JSON, room for a line and its indentation: without a bound a model may
-write nothing else for ever."""
+"""White space in a row inside JSON, enough for a line break and its indentation: without a bound a model
+may generate nothing else."""
 MAX_OPTIONAL = 40
-"""Arguments of which none is required: what is written grows with their square."""
+"""Arguments of which none is required: the grammar grows with their square."""
 
 _WHOLE = (
     *("anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "$ref", "minProperties", "maxProperties"),
@@ -27,12 +27,12 @@ _WHOLE = (
 _TRUTH: Mapping[str, tuple[str, ...]] = {"boolean": ("True", "False"), "null": ("None",)}
 
 
-class Unwritable(Exception):
-    """The schema asks for something that this way of writing cannot be held to."""
+class Unsupported(Exception):
+    """The schema has something that a grammar of this format cannot enforce."""
 
 
 def json_element(schema: object, lenient: bool = False) -> Element:
-    """A value as JSON. What cannot be held to of a `lenient` schema is left out, with a warning."""
+    """A value as JSON. What cannot be enforced of a `lenient` schema is left out, with a warning."""
     element = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": SPACES}
     return {**element, "lenient": True} if lenient else element
 
@@ -57,20 +57,22 @@ def optional(element: Element) -> Element:
 def arguments(schema: Mapping[str, Any], fields: Fields, strict: bool, loose: bool) -> Element:
     """The arguments of one function: those that are required first, then any of the others.
 
-    `loose` holds to their names alone. Raises `Unwritable`; where `strict` also for strings that
-    stand raw and are to match something.
+    `loose` enforces their names alone. Raises `Unsupported`; where `strict` also for constraints on
+    strings that are written without quotes.
     """
     properties = dict(schema.get("properties", {}))
     if loose:
         properties = {name: {} for name in properties}
-    elif found := next((key for key in _WHOLE if key in schema and not _idle(key, schema[key])), None):
-        raise Unwritable(
+    elif found := next(
+        (key for key in _WHOLE if key in schema and not _has_no_effect(key, schema[key])), None
+    ):
+        raise Unsupported(
             f"the keyword '{found}' beside its properties has no grammar in this model's format."
         )
     required = [] if loose else list(schema.get("required", []))
     for name in required:
         if name not in properties:
-            raise Unwritable(f"the required {name!r:.60} is not among its properties.")
+            raise Unsupported(f"the required {name!r:.60} is not among its properties.")
     writer = _Writer(schema, fields, strict)
     first = [writer.field(name, properties.pop(name)) for name in dict.fromkeys(required)]
     rest = [writer.field(name, value) for name, value in properties.items()]
@@ -87,7 +89,7 @@ def _listed(first: list[Element], rest: list[Element], separator: str) -> Elemen
     if not rest:
         return const_element("")
     if len(rest) > MAX_OPTIONAL:
-        raise Unwritable(f"more than {MAX_OPTIONAL} arguments, none of them required.")
+        raise Unsupported(f"more than {MAX_OPTIONAL} arguments, none of them required.")
     starts = [
         joined("sequence", [each, *(_behind(later, separator) for later in rest[i + 1 :])])
         for i, each in enumerate(rest)
@@ -113,7 +115,7 @@ class _Writer:
         """One argument."""
         fields = self._fields
         if any(sign in name for sign in "<>\n") or (not fields.raw and not name.isidentifier()):
-            raise Unwritable(f"the argument {name!r:.60} cannot be written in this model's format.")
+            raise Unsupported(f"the argument {name!r:.60} cannot be written in this model's format.")
         begin = fields.begin % name
         content, end = self._value(schema)
         if not fields.raw:
@@ -141,10 +143,10 @@ class _Writer:
         if isinstance(values, list) and values:
             texts = (each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in values)
             return joined("or", [const_element(text) for text in texts]), fields.gap
-        if self._strict and (found := _held(schema)):
-            raise Unwritable(
-                f"'{found}' cannot be held to: this model writes strings without quotes. Leave '{found}' out "
-                'of the parameters, or send the function without "strict": true.'
+        if self._strict and (found := _constraining(schema)):
+            raise Unsupported(
+                f"'{found}' cannot be enforced: this model writes strings without quotes. Leave '{found}' "
+                'out of the parameters, or send the function without "strict": true.'
             )
         return {"type": "any_text", "excludes": [fields.end]}, ""
 
@@ -154,16 +156,16 @@ class _Writer:
         return {**schema, **shared} if shared and isinstance(schema, Mapping) else schema
 
 
-def _idle(keyword: str, value: Any) -> bool:
-    """Whether it asks for nothing: zod writes of every record that its names are strings."""
+def _has_no_effect(keyword: str, value: Any) -> bool:
+    """Whether the keyword constrains nothing: zod writes for every record that its names are strings."""
     return keyword == "propertyNames" and value in (True, {}, {"type": "string"})
 
 
-def _held(schema: Any) -> str | None:
-    """A keyword of a text's schema that bare text could not be held to."""
+def _constraining(schema: Any) -> str | None:
+    """A keyword of a text's schema that cannot be enforced for text without quotes."""
     if not isinstance(schema, Mapping):
         return None
     branches = schema.get("anyOf", [])
     listed = branches if isinstance(branches, list) else []
     other = next((key for key in schema if key not in ("type", "anyOf")), None)
-    return other or next((found for each in listed if (found := _held(each))), None)
+    return other or next((found for each in listed if (found := _constraining(each))), None)

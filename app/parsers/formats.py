@@ -6,7 +6,7 @@ import json
 
 from app.parsers.calls import CallParser, Format
 from app.parsers.cursor import NAME_CHARS, Malformed, Steps
-from app.parsers.typed import is_json
+from app.parsers.typed import encodable, is_json
 
 HERMES = ("<tool_call>", "</tool_call>")
 MISTRAL = "[TOOL_CALLS]"
@@ -43,7 +43,7 @@ def llama(calls: CallParser) -> Steps[None]:
 
 def mistral(calls: CallParser) -> Steps[None]:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or from version 11 on
-    `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` for each. Models forget the list, too."""
+    `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}` for each. Models omit the list, too."""
     cursor = calls.cursor
     yield from cursor.expect(MISTRAL)
     sign = yield from cursor.spaces()
@@ -108,7 +108,7 @@ def _named(calls: CallParser) -> Steps[None]:
 
 
 def _name(name: str) -> str:
-    """A name, or what stands for one. Marks in it are those of the next call."""
+    """A checked name. Marks in it are those of the next call."""
     name = name.strip()
     if not name or len(name) > NAME_CHARS or "<" in name:
         raise Malformed
@@ -121,23 +121,23 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
     name, early = "", "{}"
     yield from cursor.spaces()
     yield from cursor.expect("{")
-    told = False
+    reported = False
     while (yield from cursor.spaces()) == '"':
         key = yield from _value(calls)
         yield from cursor.spaces()
         yield from cursor.expect(":")
         if key == '"name"' and not name:
             name = calls.named(_name(_text(json.loads((yield from _value(calls))))), declared)
-        elif key in _ARGUMENTS and name and not told:
-            told = True
+        elif key in _ARGUMENTS and name and not reported:
+            reported = True
             yield from _arguments(calls, name)
         else:
             value = yield from _value(calls)
-            early = _object(value) if key in _ARGUMENTS and not told else early
+            early = _object(value) if key in _ARGUMENTS and not reported else early
         if (yield from cursor.spaces()) != ",":
             break
         cursor.take(cursor.at + 1)
-    if told:
+    if reported:
         yield from cursor.skip("}")
         return
     yield from cursor.expect("}")
@@ -147,7 +147,7 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
 
 
 def _arguments(calls: CallParser, name: str, id: str = "") -> Steps[None]:
-    """A call's arguments, told as they come."""
+    """A call's arguments, reported as they come."""
     calls.named(name)
     head, signs = "", 0
 
@@ -182,18 +182,14 @@ def _value(calls: CallParser) -> Steps[str]:
 
 def _text(value: object) -> str:
     """A decoded string that can be encoded again. Raises `Malformed`."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not encodable(value):
         raise Malformed
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        raise Malformed from None
     return value
 
 
 def _object(value: str) -> str:
-    """Arguments that are no object as one: null, or an object's text in a string, as some models
-    write them. Raises `Malformed`."""
+    """Arguments as an object's text, also from null or a string that holds one, as some models write them.
+    Raises `Malformed`."""
     if value.startswith("{"):
         return value
     if value == "null":

@@ -2,8 +2,8 @@
 
     think? (answer | calls)
 
-written as a structural tag, in the family's own format, so that its parsers read what the grammar
-let through. The peers that keep several constraints apart drop one of them or refuse.
+written as a structural tag, in the family's own format, which its parsers read. Servers with several
+separate constraints drop one of them or refuse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.parsers.fields import Element, Unwritable, arguments, const_element, joined, json_element, optional
+from app.parsers.fields import Element, Unsupported, arguments, const_element, joined, json_element, optional
 from app.parsers.registry import ReasoningFamily, ToolFamily, Writing
 from core.errors import RequestError, field_error
 from core.grammar import GrammarSpec
@@ -27,11 +27,11 @@ class Tool(msgspec.Struct, frozen=True):
     schema: dict[str, Any]
     strict: bool = False
     lenient: bool = False
-    """`strict` was sent and is false: what its schema cannot be held to is left out, with a warning."""
+    """`strict` was sent as false: keywords that cannot be enforced are left out, with a warning."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What one answer may be."""
+    """What one answer may contain."""
 
     answer: GrammarSpec | None = None
     tools: tuple[Tool, ...] = ()
@@ -40,13 +40,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     many: bool = True
     """More than one call."""
     thinking: Literal["none", "possible", "open"] = "none"
-    """`open`: the prompt has begun it."""
+    """`open`: the prompt has opened it."""
 
 
 def constraint(
     wanted: Wanted, tools: ToolFamily | None, reasoning: ReasoningFamily | None
 ) -> GrammarSpec | None:
-    """The grammar for it, None when anything goes. Raises `RequestError` for calls that the model's
+    """The grammar for it, None when nothing is constrained. Raises `RequestError` for calls that the model's
     family has no grammar for."""
     choices = _calls(wanted, tools)
     if wanted.answer is None and choices is None:
@@ -111,7 +111,7 @@ def _thinking(family: ReasoningFamily, open: bool, tools: ToolFamily | None) -> 
 
 
 def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
-    """The calls, or free text with calls in it; None when nothing must hold for them."""
+    """The calls, or free text with calls in it; None when they are not constrained."""
     if wanted.calls == "none" or not wanted.tools:
         return None
     free = wanted.calls == "auto" and wanted.answer is None
@@ -120,7 +120,7 @@ def _calls(wanted: Wanted, family: ToolFamily | None) -> Element | None:
     param = "tools" if wanted.calls == "auto" else "tool_choice"
     if family is None:
         raise RequestError(
-            "Tool calls are turned off on this server (--tool-parser none), so none can be made to happen.",
+            "Tool calls are turned off on this server (--tool-parser none), so none can be required.",
             param,
             "unsupported",
         )
@@ -136,12 +136,12 @@ def _tag(tool: Tool, writing: Writing, free: bool, param: str) -> Element:
     if writing.fields is not None:
         try:
             content = arguments(schema, writing.fields, tool.strict, loose)
-        except Unwritable as error:
+        except Unsupported as error:
             raise RequestError(f"The function '{tool.name}': {error}", param, "unsupported") from None
     elif loose:
         content = json_element({"type": "object", "additionalProperties": True}, tool.lenient)
     else:
-        # Structural tags close objects that say nothing about further properties.
+        # Structural tags allow no further properties where a schema does not mention them.
         closed = {"additionalProperties": not tool.schema.get("properties"), **schema}
         content = json_element(closed, tool.lenient)
     if writing.numbered:
@@ -151,8 +151,8 @@ def _tag(tool: Tool, writing: Writing, free: bool, param: str) -> Element:
 
 
 def without_notes(schema: Any) -> Any:
-    """A schema without what only readers need. Equal constraints are then equal texts, which are
-    compiled once, and no description can name a special token, which the grammar would let through."""
+    """A schema without its annotations. Equal constraints are then equal texts, which are compiled once, and
+    no description can name a special token, which the grammar would allow."""
     if not isinstance(schema, dict):
         return [without_notes(each) for each in schema] if isinstance(schema, list) else schema
     bare: dict[str, Any] = {}
@@ -170,7 +170,7 @@ _NOTES = frozenset({"description", "title", "examples", "default", "$comment"})
 _VALUES = frozenset({"enum", "const", "required"})
 """Not schemas."""
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""From names to schemas: a name may be that of a note."""
+"""From names to schemas: a name may be that of an annotation."""
 
 
 def _group(tags: list[Element], writing: Writing, many: bool) -> Element:
@@ -187,10 +187,10 @@ def _group(tags: list[Element], writing: Writing, many: bool) -> Element:
 
 
 def _within_text(tags: list[Element], family: ToolFamily, begins: tuple[str, ...], many: bool) -> Element:
-    """Free text in which a call, once begun, is a right one. `begins`: how one without a marker does."""
+    """Free text in which a call, once begun, is valid. `begins`: the starts of one without a marker."""
     writing = family.writing
     if family.bare is not None:
-        # No marker tells where a call begins: an answer that begins like one is one, and no other has any.
+        # Without a marker an answer that begins like a call is one, and no other answer has calls.
         sign = (writing.opening or writing.begin)[0]
         start = {"type": "regex", "pattern": rf"[^\s\{sign}]"}
         rest = {"type": "any_text", "excludes": [*family.markers, *begins]}

@@ -1,4 +1,4 @@
-"""Calls written as a Python list, `[f(a=1, b="x"), g()]`, and Python's literals, told as JSON."""
+"""Calls written as a Python list, `[f(a=1, b="x"), g()]`, and Python's literals, as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from app.parsers.calls import CallParser
 from app.parsers.cursor import Cursor, Malformed, Steps
 from app.parsers.json_scan import MAX_DEPTH
-from app.parsers.typed import Types, inside, quoted, spelled
+from app.parsers.typed import WORDS, Types, inside, is_json, quoted, spelled
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 """Llama 4's, around the list."""
@@ -16,8 +16,6 @@ NAME_CHARS = 64
 
 _PLAIN = re.compile(r"[^'\"\\\x00-\x1f]+")
 _WORD = re.compile(r"[A-Za-z0-9_.+-]")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "\n": ""}
 _DIGITS = {"x": 2, "u": 4, "U": 8}
 MAX_LITERAL = 16 * 1024
@@ -70,7 +68,7 @@ def pythonic(calls: CallParser) -> Steps[None]:
 
 
 def _arguments(calls: CallParser, function: str) -> Steps[None]:
-    """Told from the first name on: what is no call (`[f(x) for x in y]`) mostly shows before."""
+    """Reported from the first name on: what is no call (`[f(x) for x in y]`) mostly fails before."""
     cursor, before = calls.cursor, "{"
     while (yield from cursor.spaces()) != ")":
         name = yield from _identifier(cursor)
@@ -136,9 +134,8 @@ def _items(cursor: Cursor, out: _Out, brackets: str, depth: int) -> Steps[None]:
 
 def _word(cursor: Cursor) -> Steps[str]:
     word = yield from cursor.run(_WORD.fullmatch, MAX_NUMBER)
-    if word in _WORDS:
-        return _WORDS[word]
-    if not _NUMBER.fullmatch(word):
+    word = WORDS.get(word, word)
+    if not is_json(word):
         raise Malformed
     return word
 

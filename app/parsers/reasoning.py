@@ -90,7 +90,7 @@ class ReasoningParser:
         end = self._ends[0]
         mark = yield from cursor.upto(self._ends, self._reason)
         if mark != end:
-            # A call within the thinking, or the thinking mentions one: its end will tell.
+            # A call within the thinking, or the thinking mentions one: its end decides.
             yield from cursor.upto((end,), self._called.append)
             self._reason("".join(self._called))
             self._called.clear()

@@ -1,4 +1,4 @@
-"""Which model family writes calls and thinking how, and which family a model is of.
+"""How each model family writes calls and thinking, and which family a model is of.
 
 A family is data: marks, the functions that read its calls, and how to write a grammar for them.
 """
@@ -26,7 +26,7 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
     """Before `end`, where the value is no text."""
     separator: str = ""
     raw: bool = True
-    """Strings stand as they are; otherwise as in JSON, and true is True."""
+    """Strings without quotes; otherwise as in JSON, and true is True."""
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,8 +223,8 @@ REASONING: Mapping[str, ReasoningFamily] = {family.name: family for family in (_
 
 
 def tool_family(choice: str, template: str) -> ToolFamily | None:
-    """The family that `choice` names, None for `none`; for `auto` that of the chat template's text. Where its
-    marks are unknown that is Hermes', which every model can be held to."""
+    """The family that `choice` names, None for `none`; for `auto` that of the chat template's text. Without
+    known marks that is Hermes', which a grammar can enforce on every model."""
     if choice == "none":
         return None
     family = _found(template) if choice == "auto" else TOOLS[choice]
@@ -259,4 +259,4 @@ _SIGNS: tuple[tuple[ToolFamily, tuple[str, ...]], ...] = (
     (_PYTHONIC, ("func_name1(", MARKS[0])),
     (_LLAMA, ("<|python_tag|>", '"parameters": dictionary of argument name')),
 )
-"""Family, and text of a template that says so (any); the first that fits."""
+"""Family, and texts of a template that indicate it; the first match counts."""

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand one by one between tags, told as JSON while they come."""
+"""Calls whose arguments are written one by one between tags, as JSON while they come."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STRING: Types = frozenset(("string",))
 
 def qwen_coder(calls: CallParser) -> Steps[None]:
     """`<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`, a line break
-    inside each tag. Models forget the outer one; what they then call must be declared."""
+    inside each tag. Models omit the outer one; then functions must be declared."""
     cursor = calls.cursor
     marked = yield from cursor.skip(TOOL_CALL[0])
     while True:
@@ -47,7 +47,7 @@ def _parameters(calls: CallParser, name: str) -> Steps[None]:
         calls.arguments(f"{before}{quoted(key)}: ")
         if (yield from cursor.peek()) == "\n":
             cursor.take(cursor.at + 1)
-        # An end that the model forgot is where the next argument begins, or where the call ends.
+        # A missing end is where the next argument begins, or where the call ends.
         following = [f"{_PARAMETER[0]}{each}>" for each in ahead] if declared else [f"\n{_PARAMETER[0]}"]
         yield from _value(calls, calls.types(name, key), (_PARAMETER[1], *following, *_FUNCTION_ENDS), "\n")
         before = ", "

@@ -1,4 +1,4 @@
-"""Values written without JSON, told as JSON: what a function's schema says decides what they are."""
+"""Values written without JSON, as JSON: the function's schema decides their types."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from app.parsers.json_scan import JsonScanner
 
 Types = frozenset[str] | None
-"""JSON Schema's names of types; None: it does not say."""
+"""JSON Schema's names of types; None: unknown."""
 
 _REFS = 8
 """References and branches that are followed inside each other."""
-_WORDS = {"True": "true", "False": "false", "None": "null"}
+WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's, as JSON."""
 _KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 _ALIASES = {
     alias: name
@@ -29,14 +30,6 @@ _ALIASES = {
     for alias in (name, *aliases.split())
 }
 """Names of types as people who write schemas by hand spell them, and JSON Schema's own."""
-_CLASSES: tuple[tuple[type, str], ...] = (
-    (bool, "boolean"),
-    (str, "string"),
-    (int, "number"),
-    (float, "number"),
-    (list, "array"),
-    (dict, "object"),
-)
 
 
 def types_of(schema: object, root: Mapping[str, Any], depth: int = _REFS) -> Types:
@@ -48,7 +41,7 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = _REFS) -> Typ
     if (kind := schema.get("type")) is not None:
         return _named(kind if isinstance(kind, list) else [kind])
     if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(map(_kind, schema.get("enum", [schema.get("const")])))
+        return frozenset(_kind(json.dumps(value)) for value in schema.get("enum", [schema.get("const")]))
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(key), list):
             return _of_branches([types_of(each, root, depth - 1) for each in schema[key]], key == "allOf")
@@ -61,19 +54,24 @@ def _named(kinds: list[object]) -> Types:
     return frozenset(name for name in found if name is not None) if all(found) else None
 
 
+def _kind(text: str) -> str:
+    """The type of a JSON value, by its first character."""
+    return _KINDS.get(text[0], "number")
+
+
 def _of_branches(found: list[Types], all_hold: bool) -> Types:
-    said = [each for each in found if each is not None]
+    known = [each for each in found if each is not None]
     if all_hold:
-        return said[0] if said else None
-    return frozenset().union(*said) if len(said) == len(found) else None
+        return known[0] if known else None
+    return frozenset().union(*known) if len(known) == len(found) else None
 
 
 def spelled(text: str, types: Types) -> str:
     """A value as JSON. It is what it looks like if it may be that, and text otherwise."""
     bare = text.strip()
-    bare = _WORDS.get(bare, bare)
+    bare = WORDS.get(bare, bare)
     if is_json(bare):
-        kind = _KINDS.get(bare[0], "number")
+        kind = _kind(bare)
         fits = types is None or kind in types or (kind == "number" and "integer" in types)
         if fits and (types is None or kind != "string"):
             return bare
@@ -106,7 +104,7 @@ def _past(sign: str, text: str, at: int) -> int:
 
 def inside(text: str) -> str:
     """`text` as it stands in a JSON string. Half a surrogate pair stays an escape."""
-    return json.dumps(text, ensure_ascii=not _encodable(text))[1:-1]
+    return json.dumps(text, ensure_ascii=not encodable(text))[1:-1]
 
 
 def quoted(text: str) -> str:
@@ -114,7 +112,8 @@ def quoted(text: str) -> str:
     return f'"{inside(text)}"'
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
+    """Whether it has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -126,10 +125,6 @@ def is_json(text: str) -> bool:
     """Whether it is one JSON value, without white space around it."""
     scanner = JsonScanner()
     return bool(text) and scanner.scan(text + "\n") == len(text) and scanner.done
-
-
-def _kind(value: object) -> str:
-    return next((name for each, name in _CLASSES if isinstance(value, each)), "null")
 
 
 def _pointed(pointer: object, root: Mapping[str, Any]) -> object:

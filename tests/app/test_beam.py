@@ -55,7 +55,7 @@ def every(model: Model, rules: Rules) -> list[tuple[int, ...]]:
 def test_a_wide_search_finds_the_best_of_all(seed: int, ends: frozenset[int], penalty: float) -> None:
     """As wide as there are beams before the last token: nothing is lost on the way."""
     model = Model(seed, 4)
-    rules = Rules(width=16, prompt=PROMPT, limit=3, penalty=penalty, ends=ends, told=-1)
+    rules = Rules(width=16, prompt=PROMPT, limit=3, penalty=penalty, ends=ends, logprobs=-1)
     found, _ = search(model, rules)
     expected = sorted(every(model, rules), key=lambda tokens: score(model, tokens, rules), reverse=True)
     assert [whole(each) for each in found] == expected[: len(found)]
@@ -81,7 +81,7 @@ def test_narrow_searches_go_as_vllms_does(width: int, penalty: float, steps: boo
 
 def test_what_is_told_of_every_token() -> None:
     model = Model(1, 11)
-    rules = Rules(2, PROMPT, 6, 1.0, frozenset({END}), told=3)
+    rules = Rules(2, PROMPT, 6, 1.0, frozenset({END}), logprobs=3)
     for each in search(model, rules)[0]:
         tokens = whole(each)
         rows = [*each.rows, *([] if each.end is None else [each.end.row])]
@@ -95,7 +95,7 @@ def test_what_is_told_of_every_token() -> None:
 
 
 def test_nothing_is_told_unasked() -> None:
-    found, _ = search(Model(1, 11), Rules(2, PROMPT, 4, 1.0, frozenset(), told=-1))
+    found, _ = search(Model(1, 11), Rules(2, PROMPT, 4, 1.0, frozenset(), logprobs=-1))
     assert {row for each in found for row in each.rows} == {None}
 
 

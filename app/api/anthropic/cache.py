@@ -18,8 +18,8 @@ SECONDS = {"5m": 300.0, "1h": 3600.0}
 """`ttl`."""
 
 MAX_MISSED = 16
-"""Texts of a prompt that its template may have changed before the rest is taken as not kept: each is
-looked for in all of the prompt, and a body holds 100,000."""
+"""Texts that may be missing from the rendered prompt before the search ends: each miss scans all of the
+prompt, and a body may have 100,000 texts."""
 
 _Place = tuple[int, int, int]
 """Of a mark, in the order of the prompt: part (tools, system, messages, all), message, block."""
@@ -32,7 +32,7 @@ _Mark = tuple[_Place, float]
 
 
 def kept(body: MessagesBody, prompt: str) -> Keep | None:
-    """What of the rendered `prompt` the marks of `body` ask to keep; None without marks. Raises
+    """Which prefixes of the rendered `prompt` the marks of `body` ask to keep; None without marks. Raises
     `RequestError` naming a mark that is not one.
 
     Of equal time only the last mark counts: its prefix contains the others'.

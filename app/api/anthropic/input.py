@@ -13,13 +13,13 @@ from core.errors import RequestError, field_error
 Message = dict[str, Any]
 
 _VOLATILE = "x-anthropic-billing-header:"
-"""Begins a system block of Claude Code's that is another one in every request. It tells the model
-nothing, and in front of everything else it would keep every prefix from being found again."""
+"""Start of a system block of Claude Code that differs in every request. It means nothing to the model, and
+at the front of the prompt it would defeat the prefix cache."""
 
 _MEDIA = frozenset({"image", "document", "audio", "video"})
-"""Blocks that a model of text must not be thought to have seen. Others that nobody knows are passed
-over: newer clients send some of their own, and those of Anthropic's servers (`redacted_thinking`,
-`server_tool_use`, `mcp_tool_result`) say nothing to another model."""
+"""Blocks that are refused, since a text model cannot see them. Blocks of unknown types are skipped: newer
+clients send some of their own, and those of Anthropic's servers (`redacted_thinking`, `server_tool_use`,
+`mcp_tool_result`) mean nothing to another model."""
 
 
 def chat_messages(body: MessagesBody) -> list[Message]:
@@ -94,7 +94,7 @@ def _user(blocks: list[Block], role: str, param: str) -> Iterator[Message]:
             texts = []
         id = string_in(block, "tool_use_id", where)
         yield {"role": "tool", "tool_call_id": id, "content": _result(block, f"{where}.content")}
-    # A message that says nothing is one, too: an empty list of messages is nobody's turn.
+    # An empty message is kept: without it the list of messages could end with another turn.
     if texts or all(block["type"] != "tool_result" for block in blocks):
         yield {"role": role, "content": "\n".join(texts)}
 
@@ -119,7 +119,7 @@ def _blocks(blocks: list[Block], param: str) -> Iterator[tuple[Block, str]]:
 
 
 def _texts(blocks: Iterable[tuple[Block, str]]) -> Iterator[str]:
-    """What blocks say to a model of text. Raises `RequestError` for what only others can see."""
+    """The text of blocks. Raises `RequestError` for media."""
     for block, param in blocks:
         kind, source = str(block.get("type")), block.get("source")
         if kind == "text":
@@ -132,5 +132,4 @@ def _texts(blocks: Iterable[tuple[Block, str]]) -> Iterator[str]:
         elif kind == "tool_reference":
             yield string_in(block, "tool_name", param)
         elif kind in _MEDIA:
-            said = f"'{param}' is of type '{kind}', but this model takes text only."
-            raise RequestError(said, param, "unsupported")
+            raise field_error(param, f"is of type '{kind}', but this model takes text only", "unsupported")

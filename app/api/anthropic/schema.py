@@ -82,23 +82,23 @@ def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded
         priority=body.priority,
         custom_logit_processor=body.custom_logit_processor,
         custom_params=body.custom_params,
-        # An answer that is begun goes on where it stops.
-        continue_final_message=True if _begun(messages) else None,
+        # A final assistant message is continued.
+        continue_final_message=True if _prefilled(messages) else None,
     )
 
 
 def _check_whole(body: MessagesBody) -> None:
-    """Raise `RequestError` for a conversation that is to be held or summed up here. A client whose thread
-    was taken as nothing would send new messages only, and the model would forget the rest; refused by
-    this code, it sends all of them."""
+    """Raise `RequestError` for a conversation that the server is to store or compact. If `thread` were
+    ignored, the client would send new messages only and the model would not see the rest; refused with
+    this code, the client sends all of them."""
     if body.thread is not None:
-        said = "Conversations are not held here: send all messages, without 'thread'."
-        raise RequestError(said, "thread", THREAD_UNSUPPORTED)
+        message = "Conversations are not held here: send all messages, without 'thread'."
+        raise RequestError(message, "thread", THREAD_UNSUPPORTED)
     if body.compaction is not None:
         raise field_error("compaction", "is not supported", "unsupported")
 
 
-def _begun(messages: list[Block]) -> bool:
+def _prefilled(messages: list[Block]) -> bool:
     return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
@@ -132,8 +132,8 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
 
 
 def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str, Any] | None]:
-    """(tokens of thinking at most, template arguments). Clients ask every model to think: one that
-    does not is no reason to refuse."""
+    """(limit of thinking tokens, template arguments). Clients send `thinking` to every model: it is ignored
+    for a model without."""
     asked = body.thinking
     if asked is not None and asked.type not in ("enabled", "disabled", "adaptive"):
         raise field_error("thinking.type", "must be 'enabled', 'disabled' or 'adaptive'")

@@ -23,8 +23,8 @@ class CohereThinking(msgspec.Struct, kw_only=True):
 
 
 class CohereBody(msgspec.Struct, kw_only=True):
-    """`/v2/chat`: Cohere's fields, and those that vLLM adds. `citation_options` says how models are to cite
-    that were trained to."""
+    """`/v2/chat`: Cohere's fields, and those that vLLM adds. `citation_options` is ignored: it is for models
+    that were trained to cite."""
 
     model: str | None = None
     messages: list[Message] | None = None
@@ -61,7 +61,7 @@ def chat_body(body: CohereBody, loaded: Loaded) -> ChatBody:
         raise field_error("tool_choice", "must be 'REQUIRED' or 'NONE'")
     budget, arguments = _thinking(body.thinking, loaded)
     if body.safety_mode is not None:
-        arguments["safety_mode"] = body.safety_mode  # which the templates of Cohere's models know
+        arguments["safety_mode"] = body.safety_mode  # read by the templates of Cohere's models
     return ChatBody(
         messages=chat_messages(body.messages),
         max_completion_tokens=body.max_tokens,
@@ -84,8 +84,8 @@ def chat_body(body: CohereBody, loaded: Loaded) -> ChatBody:
 
 
 def _thinking(asked: CohereThinking | None, loaded: Loaded) -> tuple[int | None, dict[str, Any]]:
-    """(tokens of thinking at most, template arguments). Unset leaves it to the model, and one that does
-    not think is no reason to refuse."""
+    """(limit of thinking tokens, template arguments). Unset leaves it to the model; ignored for a model
+    without thinking."""
     if asked is None:
         return None, {}
     if asked.type not in ("enabled", "disabled"):
@@ -117,13 +117,16 @@ def _documents(documents: list[str | dict[str, Any]] | None) -> list[dict[str, A
 def _document(document: str | dict[str, Any], param: str) -> dict[str, Any]:
     if isinstance(document, str):
         return {"text": document}
-    data = document.get("data")
-    if isinstance(data, str):
-        data = {"text": data}
-    if not isinstance(data, dict):
-        raise field_error(f"{param}.data", "must be an object or a string")
+    data = _data(document, param)
     named = {} if document.get("id") is None else {"id": document["id"]}
-    return named | data
+    return named | (data if isinstance(data, dict) else {"text": data})
+
+
+def _data(document: object, param: str) -> str | dict[str, Any]:
+    data = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(data, str | dict):
+        raise field_error(f"{param}.data", "must be an object or a string")
+    return data
 
 
 def _strict(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -148,18 +151,17 @@ NAMES = {
 def chat_messages(messages: list[Message] | None) -> list[Message]:
     """Messages as chat has them. Raises `RequestError` naming message and block."""
     check_depth(messages, "messages")
+    made = []
     for i, message in enumerate(messages or ()):
-        check_known_role(message, f"messages[{i}].role")
-    return [
-        _assistant(message, f"messages[{i}]")
-        if message.get("role") == "assistant"
-        else _other(message, f"messages[{i}]")
-        for i, message in enumerate(messages or ())
-    ]
+        param = f"messages[{i}]"
+        check_known_role(message, f"{param}.role")
+        read = _assistant if message.get("role") == "assistant" else _other
+        made.append(read(message, param))
+    return made
 
 
 def _assistant(message: Message, param: str) -> Message:
-    """Citations are left out: they say where in the text, not what."""
+    """Citations are left out: they are positions in the text, not text."""
     content = message.get("content")
     thinking: list[str] = []
     if isinstance(content, list):
@@ -183,21 +185,16 @@ def _other(message: Message, param: str) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    told = [
+    parts = [
         {"type": "text", "text": _document_text(block, f"{param}.content[{j}].document")}
         if isinstance(block, dict) and block.get("type") == "document"
         else block
         for j, block in enumerate(content)
     ]
-    return {**message, "content": told}
+    return {**message, "content": parts}
 
 
 def _document_text(block: Message, param: str) -> str:
-    """What a document says: its text, or its fields as JSON."""
-    document = block.get("document")
-    data = document.get("data") if isinstance(document, dict) else None
-    if isinstance(data, dict):
-        return msgspec.json.encode(data).decode()
-    if not isinstance(data, str):
-        raise field_error(f"{param}.data", "must be an object or a string")
-    return data
+    """The text of a document, or its fields as JSON."""
+    data = _data(block.get("document"), param)
+    return data if isinstance(data, str) else msgspec.json.encode(data).decode()

@@ -12,7 +12,7 @@ from core.errors import field_error, unsupported
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """`options`. What says how to load a model (`num_ctx`, `num_gpu`) means nothing here."""
+    """`options`. Those for loading a model (`num_ctx`, `num_gpu`) are ignored."""
 
     num_predict: Int | None = None
     temperature: float | None = None
@@ -84,7 +84,7 @@ def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
 
 
 def raw_body(body: OllamaGenerateBody) -> CompletionBody:
-    """The same for a prompt that no template is put around."""
+    """The same for a prompt without a template."""
     asked = CompletionBody(prompt=body.prompt, response_format=_format(body.format))
     _sampling(asked, body.options)
     return asked
@@ -120,9 +120,9 @@ def _sampling(asked: ChatBody | CompletionBody, options: OllamaOptions | None) -
     for name in ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"):
         setattr(asked, name, getattr(options, name))
     asked.repetition_penalty = options.repeat_penalty
-    if options.seed is not None and options.seed >= 0:  # -1 asks for another one every time
+    if options.seed is not None and options.seed >= 0:  # -1 is a random one
         asked.seed = options.seed
-    # -1 and -2 ask for all that fits.
+    # -1 and -2 mean no limit.
     asked.max_tokens = (
         options.num_predict if options.num_predict is None or options.num_predict >= 0 else None
     )

@@ -31,7 +31,7 @@ BATCH = msgspec.json.Decoder(BatchBody)
 
 
 async def create(request: web.Request) -> web.StreamResponse:
-    """Take a batch; whether its lines make sense is found out later, as OpenAI does."""
+    """Create a batch; its lines are checked when it runs, as OpenAI does."""
     body = await decoded(request, BATCH)
     batches = request.app[BATCHES]
     if not body.input_file_id:

@@ -33,12 +33,12 @@ MAX_FIELD = 4096
 """Bytes of any field but the file."""
 MAX_FIELDS = 16
 MAX_PARTS = 64
-"""Also those that give a field another value."""
+"""Repeated fields count."""
 MAX_NAME = 255
 CHUNK = 1 << 16
-"""Bytes read at a time; aiohttp holds some four of these for each upload that stands still."""
+"""Bytes read at a time; aiohttp buffers some four of these for each paused upload."""
 IDLE_SECONDS = 60.0
-"""How long an upload may stand still."""
+"""How long an upload may pause."""
 
 PURPOSES = ("batch",)
 
@@ -54,7 +54,7 @@ async def upload(request: web.Request) -> web.StreamResponse:
         try:
             await receipt.read(read_form(request))
         except TimeoutError:
-            raise HttpError(408, "The upload did not go on.") from None
+            raise HttpError(408, "The upload stalled.") from None
         except (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError) as error:
             raise RequestError(f"The form is malformed: {str(error)[:200]!r}.") from None
         return json_response(await receipt.keep())
@@ -75,14 +75,14 @@ class Upload:
         self._name: str | None = None
         self._size = 0
         self._reserved = 0
-        """Of the disk's room; a file that is kept counts by itself."""
+        """Bytes reserved on the disk; a file that is kept is counted there."""
         self._fields: dict[str, str] = {}
 
     async def read(self, form: MultipartReader) -> None:
         """Everything up to the end of the form. Raises `BodyTooLarge`, and what aiohttp raises for
         what is no form."""
         parts = 0
-        while (part := await _soon(form.next())) is not None:
+        while (part := await _within_timeout(form.next())) is not None:
             parts += 1
             if parts > MAX_PARTS:
                 raise RequestError(f"The form has more than {MAX_PARTS} parts.")
@@ -94,10 +94,10 @@ class Upload:
             elif part.name and part.name != "file" and len(self._fields) < MAX_FIELDS:
                 self._fields[part.name] = await self._field(part)
             else:
-                raise RequestError("The form has parts that nobody asked for.", part.name)
+                raise RequestError("The form has unexpected parts.", part.name)
 
     async def keep(self) -> FileRecord:
-        """Check what came and make it a file. Raises `RequestError`."""
+        """Check the form and make the upload a file. Raises `RequestError`."""
         purpose = self._fields.get("purpose")
         if purpose not in PURPOSES:
             raise field_error("purpose", f"must be {' or '.join(map(repr, PURPOSES))}")
@@ -119,7 +119,7 @@ class Upload:
             path = disk.path(f"{self._id}.part").rename(disk.path(self._id))
             try:
                 disk.add_file(self._owner, record)
-            except sqlite3.Error:  # nobody would ever find it
+            except sqlite3.Error:  # or the file would have no record
                 path.unlink()
                 raise
             self._release(disk)
@@ -128,7 +128,7 @@ class Upload:
         return record
 
     async def close(self) -> None:
-        """Leave nothing of an upload that was not kept."""
+        """Remove what an upload that was not kept has left."""
 
         def close(disk: Disk) -> None:
             self._shut()
@@ -144,14 +144,14 @@ class Upload:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
         await self._store.run(begin)
-        while chunk := await _soon(part.read_chunk(CHUNK)):
+        while chunk := await _within_timeout(part.read_chunk(CHUNK)):
             if self._size + len(chunk) > MAX_FILE:
                 raise _too_large()
             await self._store.run(partial(self._write, bytes(chunk)))
 
     async def _field(self, part: BodyPartReader) -> str:
         value = b""
-        while chunk := await _soon(part.read_chunk(MAX_FIELD)):
+        while chunk := await _within_timeout(part.read_chunk(MAX_FIELD)):
             value += chunk
             if len(value) > MAX_FIELD:
                 raise RequestError(f"The field {part.name!r} is too long.", part.name)
@@ -186,8 +186,8 @@ class Upload:
         return now + int(text)
 
 
-async def _soon(step: Awaitable[T]) -> T:
-    """What comes next of the form. Raises `TimeoutError` when nothing does."""
+async def _within_timeout(step: Awaitable[T]) -> T:
+    """The next part of the form. Raises `TimeoutError` when none comes."""
     async with asyncio.timeout(IDLE_SECONDS):
         return await step
 
@@ -216,7 +216,7 @@ async def content(request: web.Request) -> web.StreamResponse:
     """One file's bytes."""
     id, owner = request.match_info["id"], tenant()
     path = await request.app[BATCHES].store.run(lambda disk: disk.path(disk.file(owner, id).id))
-    # Never shown by a browser as what the client that uploaded it says it is.
+    # As an attachment without a type: a browser must not render what a client uploaded.
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
     return web.FileResponse(path, headers=headers)
 
@@ -238,7 +238,7 @@ def page_limit(text: str | None, default: int, most: int) -> int:
 
 
 def page(listed: Sequence[FileRecord] | Sequence[Batch], limit: int) -> dict[str, object]:
-    """OpenAI's list of what was looked up with one more than `limit`."""
+    """OpenAI's list object; `listed` was looked up with one more than `limit`."""
     shown = listed[:limit]
     return {
         "object": "list",

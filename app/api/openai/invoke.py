@@ -14,7 +14,7 @@ from core.errors import RequestError
 
 
 class InvocationBody(msgspec.Struct, kw_only=True):
-    """What tells the kinds apart; the rest is theirs."""
+    """The two fields that decide the kind; the handler decodes the rest."""
 
     messages: Any = None
     prompt: Any = None

@@ -11,7 +11,7 @@ from app.http.keys import SERVE, SERVICE
 from app.http.reply import json_response
 
 _VERSION = "Anthropic-Version"
-"""A header of Anthropic's clients."""
+"""A header that Anthropic's clients send."""
 
 
 def _model(request: web.Request, name: str) -> dict[str, object]:
@@ -49,8 +49,8 @@ async def model(request: web.Request) -> web.StreamResponse:
 
 
 async def model_info(request: web.Request) -> web.StreamResponse:
-    """SGLang's names for what the model is. Its bench takes the tokenizer from here: where the server is open
-    to all, by its path on this machine; holders of keys learn the name alone."""
+    """Facts about the model under SGLang's names. Its benchmark loads the tokenizer from the path here. With
+    an API key the name is given in place of the path, which clients should not learn."""
     card = request.app[SERVICE].loaded.card
     place = card.name if request.app[SERVE].api_key else card.path
     return json_response(

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what the model would see."""
+"""`/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 

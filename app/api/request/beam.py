@@ -1,4 +1,4 @@
-"""`use_beam_search` and `length_penalty`, after vLLM, and what has no meaning beside them."""
+"""`use_beam_search` and `length_penalty`, after vLLM, and the fields that they exclude."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from core.errors import field_error, unsupported
 MAX_PENALTY = 16.0
 """On either side of 0: a length of 10 million to that power is still a number."""
 
-_STREAM = "a search has nothing to tell before its end"
+_STREAM = "a beam search has no output before its end"
 _FREE = "beams cannot be constrained"
 
 _BESIDE = {
     _STREAM: ("stream",),
-    "nothing is drawn in a search": ("top_p", "top_k", "min_p", "return_sampling_mask"),
-    "beams are compared by what the model itself says": (
+    "a beam search does not sample": ("top_p", "top_k", "min_p", "return_sampling_mask"),
+    "beams are ranked by the model's own probabilities": (
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
         *("logit_bias", "custom_logit_processor"),
     ),
     _FREE: ("bad_words", "allowed_token_ids", *sorted(CONSTRAINTS)),
-    "beams end with the model's end of text, or at 'max_tokens'": (
+    "beams end with the model's end-of-sequence token, or at 'max_tokens'": (
         *("stop", "stop_token_ids", "stop_regex", "min_tokens", "repetition_detection"),
     ),
     "a beam's thinking cannot be cut": ("thinking_token_budget", "max_thinking_tokens"),
-    "only the best tokens of a beam are told": ("logprob_token_ids",),
-    "a search reads its prompt many times, and keeps none of it": (
+    "only the best tokens of a beam are reported": ("logprob_token_ids",),
+    "a beam search runs its prompt many times": (
         *("return_hidden_states", "return_routed_experts", "return_entropy"),
     ),
-    "beams are found again by the ids of their tokens": ("prompt_embeds",),
+    "the prefix cache finds beams by their token ids": ("prompt_embeds",),
 }
 """Reason to the fields that a search cannot honour."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -40,12 +40,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "response_format": ({"type": "text"},),
 }
-"""Values of theirs that ask for nothing, besides those that do in every field."""
+"""Their values that have no effect, besides those that mean "unset" in every field."""
 
 
 def beam_options(body: Generation) -> BeamOptions | None:
-    """How to search, where a body asks for it. Raises `RequestError` for the first field that a search
-    cannot honour. A seed and a temperature are honoured by there being nothing to draw."""
+    """The options of a beam search, where a body requests one. Raises `RequestError` for the first field that
+    it cannot honour. A seed and a temperature have no effect: nothing is sampled."""
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     if not math.isfinite(penalty) or abs(penalty) > MAX_PENALTY:
         raise field_error("length_penalty", f"must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}")
@@ -58,12 +58,12 @@ def beam_options(body: Generation) -> BeamOptions | None:
 
 
 def check_beam(job: Job) -> None:
-    """Raise `RequestError` for a constraint that came about otherwise: of tools that must be called."""
+    """Raise `RequestError` for a constraint that no field shows: tools that must be called."""
     if job.beam is not None and job.grammar is not None:
         raise unsupported(job.grammar.param, _FREE, "use_beam_search")
 
 
 def check_streamed(job: Job, stream: bool | None) -> None:
-    """The same for those whose jobs are made of bodies that do not say whether they are streamed."""
+    """The same for `stream`, on routes whose bodies have that field elsewhere."""
     if job.beam is not None and stream:
         raise unsupported("stream", _STREAM, "use_beam_search")

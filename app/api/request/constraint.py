@@ -1,6 +1,6 @@
 """The constraint of a request in all its spellings: OpenAI's, SGLang's, vLLM's and vLLM's older ones.
 
-What is asked for is put into one form here; whether it can be carried out is the compiler's to say.
+All spellings become one form here; the compiler decides whether it is supported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STRUCTURED: Mapping[str, GrammarKind] = {
 """Members of vLLM's `structured_outputs`, beside `json_object`, which is a flag."""
 
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
-"""Its options. None can be honoured."""
+"""Options of it that are not supported."""
 
 _FORMATS: Mapping[str, frozenset[str]] = {
     "text": frozenset(),
@@ -55,7 +55,7 @@ CONSTRAINTS = frozenset({*_PLAIN, "structured_outputs", "response_format"})
 """All the fields."""
 
 
-class _Asked(NamedTuple):
+class _Constraint(NamedTuple):
     """One constraint as it was sent."""
 
     param: str
@@ -90,17 +90,17 @@ def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
     return {"json_object": True}
 
 
-def _asked(body: ExtensionFields, prefix: str) -> list[_Asked]:
+def _asked(body: ExtensionFields, prefix: str) -> list[_Constraint]:
     return [*_plain(body, prefix), *_structured(body, prefix), *_response_format(body, prefix)]
 
 
-def _plain(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
+def _plain(body: ExtensionFields, prefix: str) -> Iterator[_Constraint]:
     for name, kind in _PLAIN.items():
         if (value := getattr(body, name)) is not None:
-            yield _Asked(prefix + name, kind, value)
+            yield _Constraint(prefix + name, kind, value)
 
 
-def _structured(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
+def _structured(body: ExtensionFields, prefix: str) -> Iterator[_Constraint]:
     options = body.structured_outputs
     if options is None:
         return
@@ -118,12 +118,12 @@ def _structured(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
         raise field_error(param, f"is empty: give {', '.join(_STRUCTURED)} or json_object")
     for name, kind in _STRUCTURED.items():
         if options.get(name) is not None:
-            yield _Asked(f"{param}.{name}", kind, options[name])
+            yield _Constraint(f"{param}.{name}", kind, options[name])
     if flag:
-        yield _Asked(f"{param}.json_object", "json_object", "")
+        yield _Constraint(f"{param}.json_object", "json_object", "")
 
 
-def _response_format(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
+def _response_format(body: ExtensionFields, prefix: str) -> Iterator[_Constraint]:
     wanted = body.response_format
     if wanted is None:
         return
@@ -140,20 +140,20 @@ def _response_format(body: ExtensionFields, prefix: str) -> Iterator[_Asked]:
     _check_keys(wanted, _FORMATS[kind] | {"type"}, param)
     match kind:
         case "json_object" if wanted.get("schema") is None:
-            yield _Asked(param, "json_object", "")
+            yield _Constraint(param, "json_object", "")
         case "json_object":
-            yield _Asked(param + ".schema", "json_schema", wanted["schema"])
+            yield _Constraint(param + ".schema", "json_schema", wanted["schema"])
         case "json_schema":
             yield _schema(wanted, param)
         case "structural_tag":
-            yield _Asked(param, "structural_tag", wanted)
+            yield _Constraint(param, "structural_tag", wanted)
 
 
-def _schema(wanted: Mapping[str, Any], param: str) -> _Asked:
+def _schema(wanted: Mapping[str, Any], param: str) -> _Constraint:
     """OpenAI's `json_schema` object, or llama.cpp's bare `schema` in its place."""
     inner = wanted.get("json_schema")
     if inner is None and wanted.get("schema") is not None:
-        return _Asked(param + ".schema", "json_schema", wanted["schema"])
+        return _Constraint(param + ".schema", "json_schema", wanted["schema"])
     where = param + ".json_schema"
     if not isinstance(inner, dict) or inner.get("schema") is None or wanted.get("schema") is not None:
         raise field_error(where, "must be an object with a 'schema'")
@@ -161,20 +161,20 @@ def _schema(wanted: Mapping[str, Any], param: str) -> _Asked:
     strict = inner.get("strict")
     if not isinstance(strict, bool | None):
         raise field_error(where + ".strict", "must be true or false")
-    # OpenAI's default is false, which promises nothing. Absent is true here: who says nothing is told
-    # of what cannot be kept, who says false is let through with a warning.
-    return _Asked(param, "json_schema", inner["schema"], strict is False)
+    # OpenAI's default is false, which promises nothing. Here an absent `strict` means true: keywords that
+    # cannot be enforced are an error; with false they are a warning.
+    return _Constraint(param, "json_schema", inner["schema"], strict is False)
 
 
 def _check_keys(given: Mapping[str, Any], known: frozenset[str], param: str) -> None:
-    """Refuse what nobody would look at: a client believes that it constrains."""
+    """Refuse unknown keys: the client expects them to constrain the output."""
     if (name := next((name for name in given if name not in known), None)) is not None:
         where = f"{param}.{name[:60]}"
         raise field_error(where, f"is not known: '{param}' takes {', '.join(sorted(known))}")
 
 
 def _text(kind: GrammarKind, value: Any, param: str) -> str:
-    """What was sent, as the compiler takes it."""
+    """The value as the compiler takes it."""
     match kind:
         case "json_object":
             return ""

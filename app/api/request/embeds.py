@@ -2,7 +2,7 @@
 `/generate`, after SGLang.
 
 vLLM takes base64 of what torch.save writes, [tokens, hidden]; .npy and safetensors are taken too. SGLang
-takes rows of numbers. Both are read in slices that leave the loop to others, into memory that is counted.
+takes rows of numbers. Both are decoded in slices that yield to the loop, into memory that is counted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PIECE = 2**16
 """Characters of base64, or numbers, that are read in one turn of the loop: about 0.1 ms."""
 
 SLOW = 100
-"""How much longer a number with an exponent of three digits takes to read."""
+"""How much longer it takes to decode a number with an exponent of three digits."""
 
 PLACEHOLDER = 0
-"""The id of a token that is none; vLLM's."""
+"""The token id that stands for an embedding; vLLM's."""
 
 
 class Given(NamedTuple):
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 
 def embedded(job: Job, rows: Floats, param: str) -> Job:
-    """`job` with a prompt of embeddings. Nobody shares its prefixes, and nobody could find it kept."""
+    """`job` with a prompt of embeddings. Its prefixes are shared with no other request, and not kept."""
     root = msgspec.structs.replace(job.root, own=secrets.token_hex(16))
     ids = np.full(len(rows), PLACEHOLDER, np.int32)
     return msgspec.structs.replace(
@@ -55,7 +55,7 @@ def embedded(job: Job, rows: Floats, param: str) -> Job:
 
 _NO_TOKENS = "such a prompt has no tokens. Leave it out"
 _OF_TEXT = dict.fromkeys(("echo", "return_prompt_text", "prompt_logprobs", "suffix"), _NO_TOKENS)
-"""What is said of a prompt's tokens, or put behind them. vLLM refuses these with embeddings too."""
+"""Fields about a prompt's tokens. vLLM refuses these with embeddings too."""
 
 
 async def prompt_embeds(body: CompletionBody, loaded: Loaded) -> list[Floats]:
@@ -131,7 +131,7 @@ async def input_embeds(body: NativeBody, loaded: Loaded) -> Given | None:
 
 def _check_counts(raw: bytes, columns: int, param: str) -> None:
     """A long body has as many commas and lists as rows need: 8 MB of `[],` would be 3 million objects.
-    A short one is told more precisely what is wrong with it."""
+    A short one gets a more precise error later."""
     if len(raw) <= PIECE:
         return
     numbers, lists = raw.count(b",") + 1, raw.count(b"[")
@@ -143,7 +143,7 @@ def _check_counts(raw: bytes, columns: int, param: str) -> None:
 
 
 def _items(raw: bytes | msgspec.Raw, param: str) -> list[msgspec.Raw]:
-    """What a list has, unread: as objects of Python, 8 MB of numbers would be 130 MB."""
+    """The items of a list, not decoded: as Python objects 8 MB of numbers would be 130 MB."""
     try:
         items = msgspec.json.decode(raw, type=list[msgspec.Raw])
     except msgspec.DecodeError:
@@ -187,7 +187,7 @@ def _row(text: bytes, columns: int, param: str) -> Floats:
 
 
 def _check_size(rows: int, columns: int, loaded: Loaded, param: str) -> None:
-    """Before there is memory for them, which is counted until the request's task ends."""
+    """Check the size before memory is allocated, which is counted until the request's task ends."""
     card = loaded.card
     card.check_task("generate")
     if columns != card.hidden_size:
@@ -205,6 +205,6 @@ def _check_finite(rows: Floats, param: str) -> None:
 
 
 def _frozen(rows: Floats) -> Floats:
-    """It will cross threads, in slices."""
+    """Read-only: it will be read by another thread, in slices."""
     rows.setflags(write=False)
     return rows

@@ -20,7 +20,7 @@ FLOOR = -9999.0
 
 
 class Namer:
-    """Spells tokens: as text, or as `token_id:17` where clients must tell equal texts apart."""
+    """Tokens as text, or as `token_id:17` for clients that must distinguish tokens of equal text."""
 
     __slots__ = ("_as_ids", "_tokenizer")
 
@@ -37,17 +37,17 @@ class Namer:
         return self._tokenizer.decode(tokens, False)
 
     def special(self, token: int) -> bool:
-        """Whether texts leave it out unless they are asked to show it."""
+        """Whether it is left out of texts by default."""
         return token in self._tokenizer.special_ids
 
     def raw(self, token: int) -> bytes:
-        """The exact bytes, which the text of half a character does not tell."""
+        """The exact bytes, which a text cannot show for a part of a character."""
         return self._tokenizer.token_bytes(token)
 
 
 class Entry(NamedTuple):
     """One position: its token, that token's log-probability, the best (token, value) pairs. `rank` is where
-    the token stands in the vocabulary, 1 for the most likely; told of prompts, else 0."""
+    the token stands in the vocabulary, 1 for the most likely; set for prompts, else 0."""
 
     token: int
     value: float | None
@@ -77,9 +77,9 @@ def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
     tokens: list[int] = run.prompt.tolist()
     entries = [Entry(token, None, []) for token in tokens[start:]]
     for chunk in run.prompt_logprobs():
-        told = (_finite(chunk.values), chunk.ranks, chunk.top_ids, _finite(chunk.top_values))
+        columns = (_finite(chunk.values), chunk.ranks, chunk.top_ids, _finite(chunk.top_values))
         for at, (value, rank, ids, values) in enumerate(
-            zip(*(each.tolist() for each in told), strict=True), chunk.start
+            zip(*(each.tolist() for each in columns), strict=True), chunk.start
         ):
             if start <= at < len(tokens):
                 entries[at - start] = Entry(tokens[at], value, list(zip(ids, values, strict=True)), rank)
@@ -87,7 +87,7 @@ def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
 
 
 def told_lists(params: SamplingParams, rows: Sequence[RowLogprobs]) -> dict[str, list[object]]:
-    """What is told of tokens besides log-probabilities, by its names in SGLang's `meta_info`: the entropy of
+    """Values per token besides log-probabilities, by their names in SGLang's `meta_info`: the entropy of
     the distribution that the model made, in nats, as `return_entropy` asks (SGLang has the field, and fills
     it in builds made for it, from the same logits that its log-probabilities come from); the tokens that the
     filters left to choose from, and how likely the chosen one was among those, as `return_sampling_mask`
@@ -126,28 +126,30 @@ class Offsets:
     """Where in a choice's text its tokens begin, in characters: those that the text leaves out take no room,
     and a token that has a part of a character begins where that does. Owner: event loop."""
 
-    __slots__ = ("_at", "_decoder", "_namer", "_skips", "_told")
+    __slots__ = ("_at", "_decoder", "_namer", "_sent", "_skips")
 
     def __init__(self, namer: Namer, skip_special: bool) -> None:
         self._namer = namer
         self._skips = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at = 0
-        self._told = 0
-        """Characters of the text that have been told."""
+        self._sent = 0
+        """Characters of the text that have been sent."""
 
     def echoed(self, tokens: Iterable[int], text: str) -> list[int]:
-        """Of the prompt's tokens in the `text` that is told for it: the client's own words, which know
-        nothing of tokens that were added, or what the tokens read as, less a first blank."""
+        """Of the prompt's tokens in the `text` that is echoed for it: the client's own text, without the
+        special tokens that were added, or the decoded tokens, less a first blank."""
         found = []
         for token in tokens:
             found.append(min(self._at, len(text)))
-            said = self._decoder.decode(self._namer.raw(token))
-            if text.startswith(said, self._at):
-                self._at += len(said)
+            decoded = self._decoder.decode(self._namer.raw(token))
+            if text.startswith(decoded, self._at):
+                self._at += len(decoded)
             elif not self._namer.special(token):
-                self._at += len(said) - (self._at == 0 and said.startswith(" ") and not text.startswith(" "))
-        self._at = self._told = len(text)
+                self._at += len(decoded) - (
+                    self._at == 0 and decoded.startswith(" ") and not text.startswith(" ")
+                )
+        self._at = self._sent = len(text)
         return found
 
     def made(self, piece: Piece) -> list[int]:
@@ -157,8 +159,8 @@ class Offsets:
             found.append(self._at)
             if not (self._skips and self._namer.special(token)):
                 self._at += len(self._decoder.decode(self._namer.raw(token)))
-        self._told += len(piece.text)
-        return found if piece.finish is None else [min(at, self._told) for at in found]
+        self._sent += len(piece.text)
+        return found if piece.finish is None else [min(at, self._sent) for at in found]
 
 
 class CompletionLogprobs:
@@ -172,7 +174,7 @@ class CompletionLogprobs:
 
     def of(self, piece: Piece, prompt: Sequence[Entry] = (), echo: str = "") -> dict[str, object]:
         """The parallel lists of OpenAI's old format, read by lm-eval: of the piece's tokens, after those of
-        the `prompt` where it is told, as `echo`."""
+        the `prompt` where it is echoed, with its text `echo`."""
         offsets = self._offsets.echoed((entry.token for entry in prompt), echo) if prompt else []
         entries = [*prompt, *output_entries(piece.tokens, piece.logprobs or ())]
         tokens = [self._namer.text(entry.token) for entry in entries]

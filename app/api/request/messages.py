@@ -1,4 +1,4 @@
-"""Chat messages: checked by hand, because a template may read any field of theirs."""
+"""Chat messages: checked by hand, because a template may read any field of a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.errors import RequestError, field_error, unsupported
 Message = dict[str, Any]
 
 _RENAMED = {"developer": "system", "function": "tool"}
-"""Role to the role that templates know: most drop a `developer` message without a word. Others reach the
+"""Role to the role that templates know: most silently drop a `developer` message. Others reach the
 template as they are: models have their own (Llama's `ipython`, GLM's `observation`)."""
 
 _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
@@ -35,7 +35,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _TEMPLATE_OWN = frozenset(
     {"chat_template", "tokenize", "messages", "tools", "add_generation_prompt", "continue_final_message"}
 )
-"""Arguments of the renderer that a client must not set behind its back (CVE-2025-62426)."""
+"""Arguments of the renderer that `chat_template_kwargs` must not override (CVE-2025-62426)."""
 
 
 def check_messages(messages: list[Message] | None) -> list[Message]:
@@ -50,8 +50,8 @@ def check_messages(messages: list[Message] | None) -> list[Message]:
 
 
 def check_known_role(message: Message, param: str) -> None:
-    """Raise `RequestError` naming `param` for a role that OpenAI's API does not have: the dialects that say
-    which roles there are leave none to the model's template."""
+    """Raise `RequestError` naming `param` for a role that OpenAI's API does not have, for
+    dialects with a fixed list of roles."""
     if message.get("role") not in _KNOWN:
         raise field_error(param, f"must be one of {', '.join(_KNOWN)}")
 

@@ -19,7 +19,7 @@ from core.request.params import MAX_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from core.types import RootKey
 
 SERVED = "default"
-"""A name of the one model: what SGLang's and llama.cpp's clients send who do not know what is served."""
+"""Stands for the one model: SGLang's and llama.cpp's clients send it when they do not know the name."""
 MAX_N = 128
 MAX_CHOICES = 2048
 """Prompts times n of one request: the largest batch that lm-eval and batch clients send is 1,024.
@@ -28,7 +28,7 @@ MAX_NAME = 256
 """Length of a request id or cache salt."""
 PRIORITY_LIMIT = 2**31
 RETENTION = {"in_memory": 300.0, "in-memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 86_400.0}
-"""Seconds that a prompt is kept: OpenAI's words (its clients spell the first one both ways) and
+"""Seconds that a prompt is kept: OpenAI's values (its clients spell the first one both ways) and
 Anthropic's."""
 MAX_BAD_WORDS = 128
 """Each may become two sequences that are looked for at every token."""
@@ -53,8 +53,7 @@ def available(service: Service, model: str | None) -> Loaded:
 
 
 def check_model(loaded: Loaded, model: str | None) -> None:
-    """Raise `NotFound` unless `model` is unset or the one served: by a name, or by the word for whatever is
-    served."""
+    """Raise `NotFound` unless `model` is unset, one of the served names, or `SERVED`."""
     if model and model not in (*loaded.card.names, SERVED):
         raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
 
@@ -77,7 +76,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Fields that are set, over the model's defaults. `extra` are the fields whose names differ by route.
 
-    Ranges are the engine's to check (`core.request.params.check`), once everything is known.
+    Ranges are checked by the engine (`core.request.params.check`), once all fields are known.
     """
     fields: dict[str, object] = {**processor_fields(body, prefix), **extra}
     for name in _PLAIN:
@@ -148,7 +147,7 @@ def allowed_ids(body: ExtensionFields, vocab_size: int, prefix: str = "") -> tup
         return None
     param = prefix + "allowed_token_ids"
     if not ids:
-        raise field_error(param, "must not be empty: nothing could be said")
+        raise field_error(param, "must not be empty: no token would be left")
     if len(ids) > vocab_size:
         raise field_error(param, f"takes at most the {vocab_size} ids that there are")
     check_ids(ids, vocab_size, param)
@@ -166,7 +165,7 @@ def bad_words(body: ExtensionFields, prefix: str = "") -> tuple[str, ...]:
 
 
 def stream_interval(body: Generation | NativeSampling, prefix: str = "") -> int:
-    """Tokens of a choice that an event tells at least, but for its first and last."""
+    """The least number of tokens in an event of a choice, except its first and last."""
     value = body.stream_interval
     if value is not None and value < 1:
         raise field_error(prefix + "stream_interval", "must be at least 1")
@@ -186,8 +185,7 @@ _PLAIN = (
 
 
 def processor_fields(body: ExtensionFields, prefix: str = "") -> dict[str, str]:
-    """The logit processor that a body names, and what it is called with. Whether there is one of that
-    name is the engine's to say."""
+    """The logit processor that a body names, and its parameters. The engine checks the name."""
     if not body.custom_logit_processor:
         return {}
     param = prefix + "custom_params"
@@ -211,7 +209,7 @@ def _bias(bias: Mapping[str, float], prefix: str) -> tuple[tuple[int, float], ..
 
 
 def text_options(body: Generation | NativeSampling) -> TextOptions:
-    """Stops and how to print. Whether the stops can be matched is the engine's to check."""
+    """Stop strings and how text is made of tokens. The engine checks the stop strings."""
     return TextOptions(
         stop=_listed(body.stop),
         stop_regex=_listed(body.stop_regex),
@@ -221,11 +219,11 @@ def text_options(body: Generation | NativeSampling) -> TextOptions:
     )
 
 
-def _repetition(asked: RepetitionDetection | None) -> Repetition | None:
-    if asked is None:
+def _repetition(sent: RepetitionDetection | None) -> Repetition | None:
+    if sent is None:
         return None
-    longest, count = asked.max_pattern_size or 0, asked.min_count or 0
-    shortest = asked.min_pattern_size or 1
+    longest, count = sent.max_pattern_size or 0, sent.min_count or 0
+    shortest = sent.min_pattern_size or 1
     if longest <= 0 and count <= 0:
         return None
     param = "repetition_detection"
@@ -246,17 +244,17 @@ def _listed(value: str | list[str] | None) -> tuple[str, ...]:
 
 
 def root_key(cache_salt: str | None, extra_key: str | None) -> RootKey:
-    """What keeps prefixes apart: those of different tenants, and within one those of different salts."""
+    """The root of the prefix cache: one for each tenant, and within it one for each salt."""
     check_length(cache_salt, "cache_salt")
     check_length(extra_key, "extra_key")
-    # A pair of strings without a separator would let one salt spell another's pair.
+    # With the length in front no salt and key can spell another pair.
     salt = f"{len(cache_salt or '')}:{cache_salt or ''}{extra_key or ''}" if cache_salt or extra_key else ""
     return RootKey(tenant=tenant(), salt=salt)
 
 
 def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
-    """What `prompt_cache_key` and `prompt_cache_retention` ask for: the prompt is to be found again. It
-    counts against the share of its tenant, which an API key tells, else a salt, else `prompt_cache_key`."""
+    """Prompt caching as `prompt_cache_key` and `prompt_cache_retention` request it. The prompt counts
+    against the share of a tenant: the API key's, else the salt's, else that of `prompt_cache_key`."""
     if retention is not None and retention not in RETENTION:
         raise field_error("prompt_cache_retention", f"must be one of {', '.join(RETENTION)}")
     if not key and retention is None:
@@ -267,7 +265,7 @@ def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:
 
 
 def priority(value: int | None) -> int:
-    """Larger is sooner."""
+    """Larger runs sooner."""
     if value is None:
         return 0
     if not -PRIORITY_LIMIT <= value < PRIORITY_LIMIT:

@@ -1,7 +1,7 @@
 """What bodies may contain. Unknown fields are ignored, null means unset.
 
 Fields of other servers that ask for something this build cannot do are declared too, as `object`,
-so that they are refused by name (`app/http/refuse.py`) and never silently dropped.
+so that they are refused by name (`refuse_unsupported`) and never silently dropped.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Rows = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """OpenAI's, and what guidellm asks for."""
+    """OpenAI's, and `continuous_usage_stats`, which guidellm sends."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class SessionParams(msgspec.Struct, kw_only=True):
-    """Where a request of a session continues."""
+    """The turn of a session that a request continues."""
 
     id: str | None = None
     rid: str | None = None
@@ -55,7 +55,7 @@ class SessionParams(msgspec.Struct, kw_only=True):
 
 
 class RepetitionDetection(msgspec.Struct, kw_only=True):
-    """vLLM's: sizes in tokens. Of size or count 0 nothing is looked for."""
+    """vLLM's: sizes in tokens. A size or count of 0 turns it off."""
 
     max_pattern_size: Int | None = None
     min_pattern_size: Int | None = None
@@ -65,7 +65,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
 class ExtensionFields(msgspec.Struct, kw_only=True):
     """Fields that constrain the output (`app/api/request/constraint.py`, `processor_fields` of
     `app/api/request/sampling.py`), bound its thinking (`app/api/request/reasoning.py`) or change the model,
-    most of which this build refuses (`app/http/refuse.py`)."""
+    most of which this build refuses (`refuse_unsupported`)."""
 
     response_format: Any = None
     regex: Any = None
@@ -285,7 +285,7 @@ _FIELDS: dict[str, str] = {
 
 
 UNSET: tuple[object, ...] = (None, False, "", [], {})
-"""What clients send for "not wanted"."""
+"""Values that clients send for "unset"."""
 
 
 def refuse(body: object, reasons: Mapping[str, str], beside: str = "") -> None:
@@ -297,8 +297,8 @@ def refuse(body: object, reasons: Mapping[str, str], beside: str = "") -> None:
 
 
 def refuse_unsupported(body: ExtensionFields, prefix: str = "", takes: Collection[str] = ()) -> None:
-    """Raise `RequestError` for the first field that asks for what is not there. `takes` are those that this
-    route knows."""
+    """Raise `RequestError` for the first field that this server does not support. `takes` are those that the
+    route does."""
     for name, reason in _FIELDS.items():
         if name not in takes and getattr(body, name) not in UNSET:
             raise unsupported(prefix + name, reason)

@@ -13,15 +13,15 @@ from app.text.infill import find_marks
 from core.errors import field_error, unsupported
 
 _BESIDE = {
-    "truncate_prompt_tokens": "a cut would take the marks around the text",
-    "thinking_token_budget": "what is inserted is not thought about",
-    "max_thinking_tokens": "what is inserted is not thought about",
+    "truncate_prompt_tokens": "truncation would remove the marks around the text",
+    "thinking_token_budget": "text is inserted without thinking",
+    "max_thinking_tokens": "text is inserted without thinking",
     "prompt_embeds": "prompts must be texts",
 }
 
 
 def inserting(job: Job, body: CompletionBody, prompts: Sequence[object], loaded: Loaded) -> Job:
-    """The job with its suffix, where the body has one, ending at whatever says that the text is complete.
+    """The job with its suffix, where the body has one, and the tokens that end such a text as stop ids.
     Raises `RequestError` where the model or the rest of the body cannot have it."""
     if not body.suffix:
         return job

@@ -1,10 +1,10 @@
 """A tensor that a client sends: bytes of torch.save, .npy or safetensors, read as data and nothing else.
 
-torch.save writes a zip of uncompressed files: a small pickle that says what the tensor is, and its numbers.
+torch.save writes a zip of uncompressed files: a small pickle that describes the tensor, and its numbers.
 Loading that pickle runs what it names, and `weights_only` was broken more than once (CVE-2025-32434,
 CVE-2026-24747; vLLM's prompt embeddings through sparse tensors: CVE-2025-62164). Here no pickle is run:
 its bytes are compared with the one shape that a dense tensor has. Nothing is allocated by a size that the
-bytes claim; a shape that says more than they hold is an error. A .npy header is compared too: numpy's own
+bytes claim; a shape of more than they hold is an error. A .npy header is compared too: numpy's own
 reader evaluates it as Python text, and lets errors of the tokenizer and of memory through.
 """
 
@@ -28,7 +28,7 @@ MAX_FILES = 16
 
 
 class TensorError(ValueError):
-    """The bytes are no tensor that is taken; the text says why, and what to do."""
+    """The bytes are no tensor that is accepted; the message has the reason, and what to send."""
 
 
 class Dense(NamedTuple):
@@ -87,8 +87,8 @@ _PICKLE = re.compile(
     rb"[\x88\x89]ccollections\nOrderedDict\nq.\)Rq.tq.Rq.\.",
     re.DOTALL,
 )
-"""Protocol 2, which torch.save uses unless told otherwise, since 1.6. A device is a word: the numbers are
-the same wherever the tensor was."""
+"""Protocol 2, which torch.save uses unless told otherwise, since 1.6. The device is ignored: the numbers are
+the same on all."""
 
 _DTYPES = {b"Float": "float32", b"Half": "float16", b"BFloat16": "bfloat16"}
 
@@ -109,7 +109,7 @@ def _torch(data: bytes) -> Dense:
     dtype, (count,), (first,) = _DTYPES[kind], _ints(stored), _ints(offset)
     width = WIDTHS[dtype]
     if count * width != len(numbers):
-        raise TensorError(f"its storage says {count} numbers of {dtype}, and has {len(numbers)} bytes")
+        raise TensorError(f"its storage should have {count} numbers of {dtype}, and has {len(numbers)} bytes")
     sizes = _sizes(_ints(shape[:-1]), _ints(strides[:-1]), count - first)
     return _dense(dtype, sizes, numbers[first * width : (first + math.prod(sizes)) * width])
 
@@ -117,7 +117,7 @@ def _torch(data: bytes) -> Dense:
 def _sizes(sizes: tuple[int, ...], strides: tuple[int, ...], room: int) -> tuple[int, ...]:
     """The shape of a contiguous tensor in a storage that has `room` numbers from its first on."""
     steps = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    if any(n != 1 and told != step for n, told, step in zip(sizes, strides, steps, strict=True)):
+    if any(n != 1 and stride != step for n, stride, step in zip(sizes, strides, steps, strict=True)):
         raise TensorError("it is not contiguous; send tensor.contiguous()")
     if min(sizes) < 0 or math.prod(sizes) > room:
         raise TensorError("its shape reaches beyond its storage")

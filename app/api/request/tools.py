@@ -24,7 +24,7 @@ Calls = Literal["none", "auto", "required"]
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """What a request says about tools, checked."""
+    """The tools of a request, checked."""
 
     shown: list[dict[str, Any]] | None = None
     """Declarations for the template."""
@@ -107,8 +107,8 @@ def _allowed(body: ChatBody, allowed: object, tools: list[Tool], many: bool) -> 
     some = _among(names, tools, f"{param}.tools")
     shown = body.tools
     if mode == "auto" and shown:
-        # No grammar holds the model to the list here, so it is not told of the others. (A grammar
-        # would; the prompt's cached prefix is what is given up.)
+        # No grammar holds the model to the list here, so the others are left out of the prompt, at the price
+        # of its cached prefix.
         shown = [tool for tool in shown if tool["function"]["name"] in names]
     return Tools(shown, some, "required" if mode == "required" else "auto", many)
 

@@ -1,4 +1,4 @@
-"""Responses kept on disk, so that a later request can build on them, also after a restart.
+"""Responses stored on disk, so that a later request can continue them, also after a restart.
 
 This package knows neither HTTP nor models.
 """

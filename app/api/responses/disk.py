@@ -1,4 +1,4 @@
-"""The sqlite file of kept responses: what to keep, what to let go."""
+"""The sqlite file of stored responses, with their eviction."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from core.errors import NotFound, RequestError
 log = logging.getLogger(__name__)
 
 DAYS = 30
-"""How long a response is kept: OpenAI's."""
+"""How long a response is stored: OpenAI's."""
 MAX_ROWS = 100_000
-"""Guessed: a row is found by its key, so only the walk over all of them at a trim counts."""
+"""Guessed: rows are found by their key, so only a trim depends on their number."""
 ROW_BYTES = 512
 """What a row costs besides its documents (guessed)."""
 MAX_HISTORY = 16 * 2**20
 """Bytes of one conversation: twice what a body has by default, and more than any context."""
 TOUCH = 60
-"""Seconds within which a second use of a response is not written down: a poll must not be a write."""
+"""Seconds within which a second use of a response is not recorded: a poll must not be a write."""
 TRIM = 64
-"""Rows let go at once."""
+"""Rows evicted at once."""
 
 ACTIVE = frozenset({"queued", "in_progress"})
 
@@ -72,8 +72,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Disk(Database):
-    """The file. Several servers may use one. What a server left unfinished is called failed by the next one
-    that finds itself alone with it."""
+    """The file. Several servers may share one. Responses that a server left unfinished are marked as failed
+    by the next server that opens the file alone."""
 
     def __init__(self, root: Path, limit: int) -> None:
         """`limit` is in bytes. Raises `OSError` and `sqlite3.Error`."""
@@ -90,7 +90,7 @@ class Disk(Database):
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def _interrupt(self) -> None:
-        """Nobody makes those that are still being made."""
+        """Mark the responses as failed that no server generates any more."""
         rows = self._db.execute("SELECT id, doc FROM responses WHERE active").fetchall()
         error = {"code": "server_error", "message": "The server stopped while it made this response."}
         for id, text in rows:
@@ -100,8 +100,8 @@ class Disk(Database):
             )
 
     def put(self, record: Record) -> bool:
-        """Keep a record or its new state, and let go of what no longer fits: the oldest first, then
-        those that were not used for longest. False when it is larger than everything may be."""
+        """Store a record or its new state, and evict what no longer fits: what is older than `DAYS`, then the
+        least recently used. False when it is larger than the whole limit."""
         events = zlib.compress(record.events, 1) if record.events else b""
         size = len(record.doc) + len(record.input) + len(events) + ROW_BYTES
         if size > self._limit:
@@ -133,7 +133,7 @@ class Disk(Database):
                 "SELECT id, bytes FROM responses WHERE NOT active ORDER BY used, seq LIMIT ?", (TRIM,)
             ).fetchall()
             if not oldest:
-                return  # all are being made
+                return  # all are in progress
             for id, bytes_ in oldest:
                 self._db.execute("DELETE FROM responses WHERE id = ?", (id,))
                 rows, size = rows - 1, size - bytes_
@@ -209,7 +209,7 @@ def encode_items(items: Sequence[Item]) -> bytes:
 
 
 def decode_items(stored: bytes) -> list[Item]:
-    """What `encode_items` made. One item of many values may take long: not on the loop."""
+    """The reverse of `encode_items`. One item of many values may take long: not on the loop."""
     return [_decode(item) for line in stored.splitlines() for item in _decode_raw(line)]
 
 

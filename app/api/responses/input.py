@@ -1,7 +1,7 @@
 """Input items to chat messages.
 
-Types that nobody knows are passed over: newer clients send items of their own (Codex's
-`agent_message`), which say nothing to another model.
+Unknown types are skipped: newer clients send items of their own (Codex's `agent_message`), which mean
+nothing to another model.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CALLS = {"function_call": "arguments", "custom_tool_call": "input", "local_shel
 
 _OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "local_shell_call_output"})
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_RULES = ("system", "developer")
+_INSTRUCTIONS = ("system", "developer")
 SLICE = 1_000
 """Items that are looked at in one turn of the loop."""
 _MARK = "loom:"
-"""Begins a thinking that a client keeps for us."""
+"""Start of a thinking that a client keeps for us."""
 
 _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})([io])\d{1,6}")
 
@@ -91,8 +91,8 @@ def _parts(item: Item, param: str) -> list[Item]:
 
 
 async def resolve(items: list[Item], owner: str, store: Store) -> list[Item]:
-    """Items with those in the place of references that they refer to. A reference to what was never
-    here is passed over. Raises `NotFound` for what is not here any more."""
+    """Items with references replaced by the items that they refer to. References of another form than ours
+    are skipped. Raises `NotFound` for an item that is not stored any more."""
     resolved: list[Item] = []
     for i, item in enumerate(items):
         if i % SLICE == SLICE - 1:
@@ -106,7 +106,7 @@ async def resolve(items: list[Item], owner: str, store: Store) -> list[Item]:
 
 
 def messages(items: Iterable[Item], instructions: str | None) -> list[Message]:
-    """Chat messages. What the model said in one turn (thinking, text, calls) becomes one message."""
+    """Chat messages. The output of one turn (thinking, text, calls) becomes one message."""
     made: list[Message] = []
     if instructions:
         made.append({"role": "system", "content": instructions})
@@ -134,8 +134,8 @@ def messages(items: Iterable[Item], instructions: str | None) -> list[Message]:
 
 
 def _append(made: list[Message], message: Message) -> None:
-    """Add a message. Rules before the conversation become one: many templates take no second."""
-    if message["role"] in _RULES and len(made) == 1 and made[0]["role"] in _RULES:
+    """Add a message. Instructions before the conversation are joined: many templates take one only."""
+    if message["role"] in _INSTRUCTIONS and len(made) == 1 and made[0]["role"] in _INSTRUCTIONS:
         made[0] = {"role": "system", "content": f"{made[0]['content']}\n\n{message['content']}"}
     else:
         made.append(message)
@@ -168,7 +168,7 @@ def _call(item: Item, kind: str) -> Message:
 
 
 def _thinking(item: Item) -> str:
-    """What was thought: as text, as we gave it to be kept, or as a summary."""
+    """The thinking: as text, as encrypted content of ours, or as a summary."""
     for field in ("content", "encrypted_content", "summary"):
         value = item.get(field)
         if isinstance(value, str):
@@ -184,7 +184,7 @@ def _thinking(item: Item) -> str:
 
 
 def sealed(thinking: str) -> str:
-    """Thinking for a client to send back. It hides nothing; it is what stateless clients keep."""
+    """Thinking for a stateless client to keep and send back. It is encoded, not encrypted."""
     return base64.b64encode((_MARK + thinking).encode("utf-8", "surrogatepass")).decode()
 
 
@@ -192,15 +192,15 @@ def _unsealed(text: str) -> str:
     try:
         plain = base64.b64decode(text, validate=True).decode()
     except (binascii.Error, ValueError):
-        return ""  # another server's
+        return ""  # from another server
     return plain.removeprefix(_MARK) if plain.startswith(_MARK) else ""
 
 
 def shortened(messages: list[Message]) -> list[Message] | None:
-    """The conversation without the oldest quarter of what may go: never the instructions, never the
-    last message; an answer without its call goes too. None when nothing may."""
+    """The conversation without the oldest quarter of its messages: never the instructions, never the
+    last message; the results of removed calls go too. None when nothing can be removed."""
     head = 0
-    while head < len(messages) and messages[head]["role"] in _RULES:
+    while head < len(messages) and messages[head]["role"] in _INSTRUCTIONS:
         head += 1
     rest = len(messages) - head
     if rest < 2:

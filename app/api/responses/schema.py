@@ -16,7 +16,7 @@ Item = dict[str, Any]
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
-    """`reasoning`. Summaries are not made: the thinking itself is told."""
+    """`reasoning`. There are no summaries: the thinking itself is returned."""
 
     effort: str | None = None
     summary: str | None = None
@@ -60,7 +60,7 @@ RESPONSES = msgspec.json.Decoder(ResponsesBody)
 
 LOGPROBS = "message.output_text.logprobs"
 THINKING = "reasoning.encrypted_content"
-"""Members of `include` that have meaning here."""
+"""Members of `include` that are supported."""
 
 _SHARED = tuple(
     field.name
@@ -71,7 +71,7 @@ _SHARED = tuple(
 
 
 def check_body(body: ResponsesBody) -> None:
-    """Raise `RequestError` for what cannot be done, whatever the input."""
+    """Raise `RequestError` for unsupported fields and values."""
     refuse(body, {"prompt": "send 'input'", "conversation": "send 'input'"})
     for name in ("return_hidden_states", "return_entropy", "return_sampling_mask", "return_routed_experts"):
         if getattr(body, name):
@@ -109,20 +109,20 @@ def chat_body(body: ResponsesBody, messages: list[Item], id: str) -> ChatBody:
 
 
 def logprobs_wanted(body: ResponsesBody) -> bool:
-    """By either of the two ways to ask."""
+    """Requested by either of the two fields."""
     return LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
 
 
 def functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """The function tools as chat has them. Those of other types run on OpenAI's servers or belong to
-    clients that offer them to every server (Codex): the model is not told of them."""
+    clients that offer them to every server (Codex): they are left out of the prompt."""
     kept = [tool for tool in tools or () if tool.get("type", "function") == "function"]
     return [{"type": "function", "function": _function(tool)} for tool in kept] or None
 
 
 def _function(tool: dict[str, Any]) -> Any:
     if "name" not in tool and "function" in tool:
-        return tool["function"]  # chat's own shape, which some clients send here too
+        return tool["function"]  # chat's own shape, which some clients send
     return {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
 
 

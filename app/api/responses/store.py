@@ -1,4 +1,4 @@
-"""The kept responses as the loop sees them: one thread that opens the file when it is first needed."""
+"""The stored responses for the event loop: one thread, which opens the file when it is first needed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Store(DatabaseThread[Disk]):
 
     @property
     def keeps(self) -> bool:
-        """There is a store at all."""
+        """Responses are stored at all."""
         return self._limit > 0
 
     def put(self, record: Record) -> asyncio.Future[bool]:
-        """Keep a record or its new state. The result says whether it is kept; what went wrong is
-        logged, since an answer that exists must not be lost over it. It need not be awaited."""
+        """Store a record or its new state. The result is whether it is stored; errors are logged only, since
+        an answer that exists must not be lost over them. It need not be awaited."""
 
         def put() -> bool:
             try:
@@ -50,11 +50,11 @@ class Store(DatabaseThread[Disk]):
         return self._submit(put)
 
     async def require(self, record: Record) -> bool:
-        """`put` for an answer that is nothing unless it is kept: raises `Unavailable` and `DiskFull`."""
+        """`put` for an answer that must be stored: raises `Unavailable` and `DiskFull`."""
         return await self.run(lambda disk: disk.put(record))
 
     async def get(self, owner: str, id: str) -> Record:
-        """Raises `NotFound`, also for another owner's, and `Unavailable` when the disk refuses."""
+        """Raises `NotFound`, also for another owner's, and `Unavailable` when the disk fails."""
         if not self.keeps:
             raise NotFound(f"Response with id '{id[:100]}' not found.", "response_id")
         return await self.run(lambda disk: disk.get(owner, id, "response_id"))
@@ -82,5 +82,5 @@ class Store(DatabaseThread[Disk]):
         try:
             return super()._run(work)
         except (OSError, sqlite3.Error) as error:
-            reason = getattr(error, "strerror", None) or type(error).__name__  # which names no path of ours
+            reason = getattr(error, "strerror", None) or type(error).__name__  # without the path
             raise Unavailable(f"Stored responses cannot be reached: {reason}.") from error

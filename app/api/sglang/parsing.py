@@ -1,4 +1,4 @@
-"""Answers that were made elsewhere, read with this server's parsers: SGLang's two routes."""
+"""Texts that were generated elsewhere, read with this server's parsers: SGLang's two routes."""
 
 from __future__ import annotations
 

@@ -74,26 +74,26 @@ class Sessions:
         """Forget a session; what runs in it goes on. False when there is none of that id."""
         return self._by_id.pop(id, None) is not None
 
-    def begin(self, asked: SessionParams, rid: str, new: Ints, bos: int | None) -> Ints:
+    def begin(self, params: SessionParams, rid: str, new: Ints, bos: int | None) -> Ints:
         """The whole prompt, int32 [n], of a request `rid` that adds `new`; `end` or `drop` must follow.
 
         `bos` is taken off `new` where it continues something. Raises `NotFound` for an unknown session
         or turn and `RequestError` for a turn that is still running.
         """
         self._expire()
-        session = self._by_id.get(asked.id or "")
+        session = self._by_id.get(params.id or "")
         if session is None:
             raise NotFound("No session of this id is open.", "session_params.id", "session_not_found")
-        if asked.offset is not None and asked.offset < -1:
+        if params.offset is not None and params.offset < -1:
             raise field_error("session_params.offset", "must be at least -1")
         if rid in session.turns:
             raise RequestError("This session has a turn with this rid.", "rid")
-        replaces = _descendants(session.turns, asked.rid) if asked.replace else set()
-        before = self._before(session, asked, replaces)
+        replaces = _descendants(session.turns, params.rid) if params.replace else set()
+        before = self._before(session, params, replaces)
         if before is not None and len(new) and int(new[0]) == bos:
             new = new[1:]
         prompt = new if before is None else np.concatenate([before, new])
-        session.turns[rid] = Turn(prompt, asked.rid, replaces)
+        session.turns[rid] = Turn(prompt, params.rid, replaces)
         session.used = self._clock()
         return prompt
 
@@ -116,27 +116,27 @@ class Sessions:
                 del session.turns[old]
 
     def drop(self, id: str, rid: str) -> None:
-        """The turn did not complete: it never was. Fine after `end` and for one that is gone."""
+        """Forget a turn that did not complete. No effect after `end` or on one that is gone."""
         session = self._by_id.get(id)
         if session is not None and rid in session.turns and session.turns[rid].output is None:
             del session.turns[rid]
 
-    def _before(self, session: _Session, asked: SessionParams, replaces: set[str]) -> Ints | None:
+    def _before(self, session: _Session, params: SessionParams, replaces: set[str]) -> Ints | None:
         """What comes before the new tokens; None when nothing does."""
-        if asked.rid is not None and asked.rid not in session.turns:
+        if params.rid is not None and params.rid not in session.turns:
             raise NotFound("This session has no turn with this rid.", "session_params.rid", "turn_not_found")
-        checked = replaces if asked.rid is None else {*replaces, asked.rid}
+        checked = replaces if params.rid is None else {*replaces, params.rid}
         if any(session.turns[rid].output is None for rid in checked):
             raise RequestError(
                 "A turn that this would continue or replace is still running.", "session_params.rid"
             )
-        if asked.rid is None:
+        if params.rid is None:
             return None
-        turn = session.turns[asked.rid]
+        turn = session.turns[params.rid]
         whole = turn.prompt
-        if not asked.drop_previous_output:
+        if not params.drop_previous_output:
             whole = np.concatenate([whole, np.asarray(turn.output, np.int32)])
-        return whole[: asked.offset] if asked.offset is not None and asked.offset > 0 else whole
+        return whole[: params.offset] if params.offset is not None and params.offset > 0 else whole
 
     def _expire(self) -> None:
         now = self._clock()

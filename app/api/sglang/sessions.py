@@ -1,4 +1,4 @@
-"""`/open_session`, `/close_session`, and a request's part in a session."""
+"""`/open_session`, `/close_session`, and requests in a session."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OpenBody(msgspec.Struct, kw_only=True):
 
 
 class CloseBody(msgspec.Struct, kw_only=True):
-    """Which."""
+    """`/close_session`."""
 
     session_id: str | None = None
 
@@ -61,7 +61,7 @@ async def close_session(request: web.Request) -> web.StreamResponse:
 
 
 class Part(NamedTuple):
-    """What a session makes of a request: its job, and what is put before its sink."""
+    """A request in a session: its job with the whole prompt, and a wrapper for its sink."""
 
     job: Job
     watch: Callable[[Sink], Sink]
@@ -76,14 +76,14 @@ async def encoded(job: Job, loaded: Loaded) -> Job:
 
 
 @contextmanager
-def taking_part(sessions: Sessions, asked: SessionParams, job: Job, loaded: Loaded) -> Iterator[Part]:
+def taking_part(sessions: Sessions, params: SessionParams, job: Job, loaded: Loaded) -> Iterator[Part]:
     """The job behind the turn that it continues. A turn that does not complete is forgotten."""
     bos = loaded.tokenizer.encode("", True)  # whatever a text begins with
-    prompt = sessions.begin(asked, job.id, np.asarray(job.prompt), int(bos[0]) if len(bos) else None)
-    id, tokens = asked.id or "", list[int]()
+    prompt = sessions.begin(params, job.id, np.asarray(job.prompt), int(bos[0]) if len(bos) else None)
+    id, tokens = params.id or "", list[int]()
 
     def watch(sink: Sink) -> Sink:
-        """`sink`, and the session gets the output when it is complete."""
+        """`sink`, which also gives the session the complete output."""
 
         def watched(index: int, piece: Piece) -> None:
             tokens.extend(piece.tokens)

@@ -30,16 +30,16 @@ from core.types import Finish, FinishReason
 _NAMED = re.compile(r"token_id:([0-9]{1,9})")
 
 TAIL = 8
-"""Tokens of the prompt that decide how the first of the answer reads."""
+"""Tokens of the prompt that the text of the first generated token may depend on."""
 
 
-class Likely(msgspec.Struct, kw_only=True):
-    """A token and how likely it was. vLLM names it by `token`, as `token_id:17`."""
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    """A token and its log-probability. vLLM names it by `token`, as `token_id:17`."""
 
     token_id: Int = -1
     token: str | None = None
     logprob: float
-    top_logprobs: list[Likely] | None = None
+    top_logprobs: list[TokenLogprob] | None = None
 
     def __post_init__(self) -> None:
         if self.token_id != -1:
@@ -49,26 +49,26 @@ class Likely(msgspec.Struct, kw_only=True):
         self.token_id = int(named[1])
 
 
-class Likelihoods(msgspec.Struct, kw_only=True):
+class ChoiceLogprobs(msgspec.Struct, kw_only=True):
     """`logprobs` of a choice."""
 
-    content: list[Likely] | None = None
+    content: list[TokenLogprob] | None = None
 
 
-class Made(msgspec.Struct, kw_only=True):
+class GeneratedChoice(msgspec.Struct, kw_only=True):
     """A choice of `/inference/v1/generate`."""
 
     index: Int = 0
     token_ids: list[Int] | None = None
     finish_reason: str | None = None
-    logprobs: Likelihoods | None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class Generated(msgspec.Struct, kw_only=True):
     """An answer of `/inference/v1/generate`."""
 
     request_id: str | None = None
-    choices: list[Made] | None = None
+    choices: list[GeneratedChoice] | None = None
     prompt_token_ids: list[Int] | None = None
 
 
@@ -139,8 +139,8 @@ async def derender_completions(request: web.Request) -> web.StreamResponse:
         for choice in each.choices or ():
             piece = _piece(choice, tail, skip, loaded)
             assert piece.finish is not None
-            told = {"index": len(listed), "text": piece.text, "logprobs": None}
-            listed.append({**told, **finish_fields(piece.finish)})
+            item = {"index": len(listed), "text": piece.text, "logprobs": None}
+            listed.append({**item, **finish_fields(piece.finish)})
             await asyncio.sleep(0)
     head = envelope(made[0].request_id or "cmpl-derender", "text_completion", loaded.card.name)
     used = _usage(counts, made)
@@ -166,7 +166,7 @@ def _check(stream: bool | None, made: Sequence[Generated | None], param: str, lo
 
 
 def _prompts(body: DerenderBody, made: Sequence[Generated]) -> tuple[list[list[int]], Sequence[int]]:
-    """The prompts' tokens, as far as they are told, and their numbers."""
+    """The prompts' tokens, where they are sent, and their numbers."""
     given = body.prompt_token_ids or [None] * len(made)
     counts = body.prompt_tokens
     for name, listed in (("prompt_token_ids", given), ("prompt_tokens", counts)):
@@ -176,23 +176,23 @@ def _prompts(body: DerenderBody, made: Sequence[Generated]) -> tuple[list[list[i
     return tails, list(map(len, tails)) if counts is None else counts
 
 
-def _piece(choice: Made, prompt: Sequence[int], skip: bool, loaded: Loaded) -> Piece:
-    """All that a choice says. The token that ended it has no text."""
+def _piece(choice: GeneratedChoice, prompt: Sequence[int], skip: bool, loaded: Loaded) -> Piece:
+    """The whole text of a choice. The token that ended it has no text."""
     tokens = list(choice.token_ids or ())
     try:
         finish = Finish(FinishReason(choice.finish_reason or "stop"))
     except ValueError:
         finish = Finish(FinishReason.STOP)
-    said = tokens
+    shown = tokens
     if finish.reason is FinishReason.STOP and tokens[-1:] and tokens[-1] in loaded.tokenizer.eos_ids:
-        said = tokens[:-1]
+        shown = tokens[:-1]
     tail = [token for token in prompt[-TAIL:] if 0 <= token < loaded.card.vocab_size]
     decode = loaded.tokenizer.decode
-    text = decode([*tail, *said], skip)[len(decode(tail, skip)) :]
+    text = decode([*tail, *shown], skip)[len(decode(tail, skip)) :]
     return Piece(text, tokens, None, finish)
 
 
-def _chat_logprobs(choice: Made, loaded: Loaded) -> dict[str, object] | None:
+def _chat_logprobs(choice: GeneratedChoice, loaded: Loaded) -> dict[str, object] | None:
     if choice.logprobs is None or choice.logprobs.content is None:
         return None
     namer = Namer(loaded.tokenizer)
@@ -206,9 +206,9 @@ def _chat_logprobs(choice: Made, loaded: Loaded) -> dict[str, object] | None:
 
 
 def _usage(prompts: Sequence[int], made: Sequence[Generated]) -> dict[str, int]:
-    said = sum(len(choice.token_ids or ()) for each in made for choice in each.choices or ())
+    generated = sum(len(choice.token_ids or ()) for each in made for choice in each.choices or ())
     read = sum(prompts)
-    return {"prompt_tokens": read, "completion_tokens": said, "total_tokens": read + said}
+    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 
 TABLE = (

@@ -28,7 +28,7 @@ _SAMPLING = tuple(
     if name not in CONSTRAINTS | _APART | {"rid", "request_id", "add_special_tokens", "thinking_token_budget"}
     and not name.startswith(("return_", "prompt_cache_", "trunc"))
 )
-"""Fields that say how to go on from tokens."""
+"""Fields of `/inference/v1/generate`, which continues from tokens."""
 
 
 async def render_chat(request: web.Request) -> web.StreamResponse:
@@ -43,15 +43,15 @@ async def render_completions(request: web.Request) -> web.StreamResponse:
     """The prompts of a body, each as tokens."""
     body = await decoded(request, COMPLETION)
     loaded = ready(request.app[SERVICE], body.model)
-    told = []
+    prompts = []
     for job in completion_jobs(body, request_id(body, "cmpl"), loaded):
-        told.append(await rendered(job, body, loaded))
+        prompts.append(await rendered(job, body, loaded))
         await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
-    return json_response(told)
+    return json_response(prompts)
 
 
 async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) -> dict[str, object]:
-    """What the job that a body makes would run."""
+    """The prompt and sampling parameters of the job that a body makes."""
     ids, text, offsets = job.prompt, None, None
     if isinstance(ids, str):
         text = ids
@@ -59,7 +59,7 @@ async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) ->
         if body.return_token_offsets and not job.suffix:
             offsets = await loaded.tokenizer.offsets_async(text, job.add_special_tokens)
     assert isinstance(ids, np.ndarray)
-    told: dict[str, object] = {
+    answer: dict[str, object] = {
         "request_id": job.id,
         "model": loaded.card.name,
         "prompt": text,
@@ -67,12 +67,12 @@ async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) ->
         "max_model_len": loaded.card.context_length,
         "sampling_params": _sampling(job, body),
     }
-    return told | ({"token_offsets": offsets} if body.return_token_offsets else {})
+    return answer | ({"token_offsets": offsets} if body.return_token_offsets else {})
 
 
 def _sampling(job: Job, body: ChatBody | CompletionBody) -> dict[str, object]:
-    """What says how to go on from the tokens, as `/inference/v1/generate` takes it. One constraint stands
-    for all that was asked, thinking and calls too; a bound on thinking is told where there is none."""
+    """The sampling parameters as `/inference/v1/generate` takes them. One constraint covers all that was
+    requested, thinking and calls too; without one there may be a limit for thinking."""
     fields = {name: getattr(body, name) for name in _SAMPLING}
     fields["skip_special_tokens"] = job.text.skip_special_tokens
     if job.suffix:
