@@ -157,12 +157,16 @@ def _check(stream: bool | None, made: Sequence[Generated | None], param: str, lo
     if len(choices) > MAX_CHOICES:
         raise field_error(param, f"has more than {MAX_CHOICES} choices")
     for choice in choices:
-        tokens = choice.token_ids or []
-        if len(tokens) > loaded.card.context_length:
+        if len(choice.token_ids or ()) > loaded.card.context_length:
             raise field_error(param, "has more tokens than the model's context takes")
-        entries = (choice.logprobs.content if choice.logprobs is not None else None) or []
-        named = [one.token_id for entry in entries for one in (entry, *(entry.top_logprobs or ()))]
-        check_ids(tokens + named, loaded.card.vocab_size, param)
+        check_ids(_all_ids(choice), loaded.card.vocab_size, param)
+
+
+def _all_ids(choice: GeneratedChoice) -> list[int]:
+    """The tokens of a choice, and those of its log-probabilities."""
+    entries = (choice.logprobs.content if choice.logprobs is not None else None) or []
+    named = [one.token_id for entry in entries for one in (entry, *(entry.top_logprobs or ()))]
+    return (choice.token_ids or []) + named
 
 
 def _prompts(body: DerenderBody, made: Sequence[Generated]) -> tuple[list[list[int]], Sequence[int]]:
