@@ -61,9 +61,9 @@ class _Preparing:
             self.error = Aborted() if message is None else Unavailable(message)
             self._task.cancel()
 
-    def aborted(self) -> bool:
-        """The task was cancelled by `abort`, and not by its client's disconnect too."""
-        return self.error is not None and self._task is not None and not self._task.uncancel()
+    def aborted(self) -> LoomError | None:
+        """The error, where the task was cancelled by `abort`, and not by its client's disconnect too."""
+        return self.error if self.error is not None and self._task and not self._task.uncancel() else None
 
 
 class Submitter:
@@ -124,9 +124,8 @@ class Submitter:
             run = self._enqueue(job, prompt, grammar, pinning, sink)
         except BaseException as ended:
             del self._runs[key]
-            if isinstance(ended, asyncio.CancelledError) and preparing.aborted():
-                assert preparing.error is not None
-                raise preparing.error from None
+            if isinstance(ended, asyncio.CancelledError) and (error := preparing.aborted()) is not None:
+                raise error from None
             raise
         self._runs[key] = run
         waits = Waits(arrived, encoded - arrived, self._clock() - encoded)
@@ -259,7 +258,10 @@ class Submitter:
         check_starts(sampling, len(prompt))
         check_stops(job.text.stop, job.text.stop_regex)
         if job.beam is not None:
-            return self._search(job, BeamRun(job, prompt, sampling, self._engine, sink), pinning)
+            check_width(job, self._limits.vocab_size)
+            search = BeamRun(job, prompt, sampling, self._engine, sink)
+            search.begin(self._stream, lambda: self._detokenizer(job, prompt), self._clock, pinning)
+            return search
         run = LiveRun(job, prompt, sampling, self._engine, sink)
         now = self._clock()
         assert job.embeds is None or job.root.own, "equal placeholders are not equal prompts"
@@ -267,26 +269,14 @@ class Submitter:
             own = msgspec.structs.replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
             if index:  # the prompt's log-probabilities are the same for every choice
                 own = msgspec.structs.replace(own, prompt_logprobs=-1)
-            run.requests.append(
-                Request(
-                    f"{job.id}-{index}",
-                    prompt,
-                    own,
-                    arrival=now,
-                    priority=job.priority,
-                    root=job.root,
-                    grammar=grammar,
-                )
+            request = Request(
+                f"{job.id}-{index}", prompt, own, arrival=now, priority=job.priority, root=job.root
             )
-            run.requests[index].embeds = job.embeds
+            request.grammar, request.embeds = grammar, job.embeds
+            run.requests.append(request)
             run.streams.append(self._stream(index, run, job))
         run.requests[0].pinning = pinning  # its prompt is the others' too
         self._engine.add(run.requests, run.streams)
-        return run
-
-    def _search(self, job: Job, run: BeamRun, pinning: Pinning | None) -> LiveRun:
-        check_width(job, self._limits.vocab_size)
-        run.begin(self._stream, lambda: self._detokenizer(job, run.prompt), self._clock, pinning)
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:

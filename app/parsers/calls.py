@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -101,7 +101,7 @@ class CallParser:
         self._reported = 0
         """Where the cursor was at the last event of the open call."""
         self._retries = RETRIES
-        self._run: Generator[None, None, None] | None = self._answer()
+        self._run = self._answer()
 
     def feed(self, text: str) -> list[Event]:
         """See `StreamParser.feed`."""
@@ -117,11 +117,7 @@ class CallParser:
         return events
 
     def _advance(self) -> list[Event]:
-        if self._run is not None:
-            try:
-                next(self._run)
-            except StopIteration:
-                self._run = None
+        next(self._run, None)
         events, self._events = self._events, []
         return events
 

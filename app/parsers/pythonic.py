@@ -113,10 +113,10 @@ def _items(cursor: Cursor, out: _Out, brackets: str, depth: int) -> Steps[None]:
     """A list or a dict, which is keyed by strings."""
     yield from cursor.expect(brackets[0])
     out(brackets[0])
-    first = True
+    before = ""
     while (sign := (yield from cursor.spaces())) != brackets[1]:
-        out("" if first else ", ")
-        first = False
+        out(before)
+        before = ", "
         if brackets == "{}":
             if sign not in ("'", '"'):
                 raise Malformed

@@ -123,7 +123,7 @@ def _texts(body: MessagesBody, messages: list[Block]) -> list[str]:
 
 
 def prompt_usage(run: Run) -> dict[str, object]:
-    """Tokens of the prompt, told apart as Anthropic does; the three counts add up to all of them.
+    """Tokens of the prompt as Anthropic counts them; the three counts add up to all of them.
 
     Read is what was found in the cache; created, what was not found and is pinned now by a mark, the
     longer time first; the rest was computed, and may or may not be found again.

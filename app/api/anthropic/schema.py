@@ -105,19 +105,12 @@ def _prefilled(messages: list[Block]) -> bool:
 def functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     """The tools with a schema as chat has them. Those without are Anthropic's own (`bash_20250124`,
     `web_search_20250305`): only its models know them."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.get("name"),
-                "description": tool.get("description"),
-                "parameters": tool["input_schema"],
-                "strict": tool.get("strict"),
-            },
-        }
-        for tool in tools or ()
-        if tool.get("input_schema") is not None
-    ] or None
+    made = []
+    for tool in tools or ():
+        if tool.get("input_schema") is not None:
+            function = {name: tool.get(name) for name in ("name", "description", "strict")}
+            made.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
+    return made or None
 
 
 def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:

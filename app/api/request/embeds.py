@@ -113,12 +113,10 @@ async def input_embeds(body: NativeBody, loaded: Loaded) -> Given | None:
     raw, param = bytes(body.input_embeds), "input_embeds"
     if raw in (b"", b"null"):
         return None
-    for name, asked in (
-        ("session_params", body.session_params is not None),
-        ("logprob_start_len", body.return_logprob and body.logprob_start_len not in (None, -1)),
-    ):
-        if asked:
-            raise unsupported(name, _NO_TOKENS, param)
+    if body.session_params is not None:
+        raise unsupported("session_params", _NO_TOKENS, param)
+    if body.return_logprob and body.logprob_start_len not in (None, -1):
+        raise unsupported("logprob_start_len", _NO_TOKENS, param)
     _check_counts(raw, loaded.card.hidden_size, param)
     await asyncio.sleep(0)
     items = _items(raw, param)

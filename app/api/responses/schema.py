@@ -151,7 +151,7 @@ _NAMES = {
 
 @contextmanager
 def fields_of_responses() -> Iterator[None]:
-    """Errors of chat's name our fields."""
+    """Replace chat's field names in errors by ours."""
     try:
         with fields_named(_NAMES):
             yield
