@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from app.api.request.field_names import rename_fields
+from app.api.request.field_names import fields_named
 from app.api.request.schema import ChatBody, Generation, Int, refuse
 from core.errors import RequestError, field_error, unsupported
 

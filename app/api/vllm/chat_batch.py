@@ -10,14 +10,14 @@ from aiohttp import web
 
 from app.api.openai.chat import chat_answer
 from app.api.openai.common import envelope, request_id
-from app.api.request.field_names import rename_fields
+from app.api.request.field_names import fields_named
 from app.api.request.sampling import MAX_CHOICES, check_count, ready
 from app.api.request.schema import ChatBody
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
-from core.errors import RequestError, field_error, unsupported
+from core.errors import field_error, unsupported
 
 _SHARED = [field for field in msgspec.structs.fields(ChatBody) if field.name != "messages"]
 

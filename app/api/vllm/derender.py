@@ -13,7 +13,7 @@ from aiohttp import web
 from app.api.openai.chat import chat_job
 from app.api.openai.chat_stream import message_fields
 from app.api.openai.common import envelope
-from app.api.openai.stream import finish_fields
+from app.api.openai.stream import finish_fields, finished
 from app.api.request.logprobs import Namer, chat_token
 from app.api.request.prompts import check_ids
 from app.api.request.sampling import MAX_CHOICES, ready
