@@ -1,26 +1,24 @@
-"""`/openapi.json`: made from the router and the Structs that bodies are decoded with, so that it cannot
-say anything else than the server does."""
+"""`/openapi.json`: made from the routes and the Structs that bodies are decoded with, so that it says what
+the server does."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from app.api.admin.admin import VERSION, health
-from app.api.openapi_table import ABOUT, NEEDED, About, Schema
+from app.api.request.routing import Facts, Route, Routes, Schema
 from app.http.keys import SERVE
 from app.http.middleware import ANTHROPIC_PATH, COHERE_PATHS, OLLAMA_PATH, OPEN_PATHS, under
 from app.http.server import root_path
 
-Route = tuple[str, str, Handler]
-"""Method, path with `{names}`, handler."""
+ROUTES = Routes()
+DOCUMENTED = web.AppKey("documented", tuple)
 
 ALWAYS = (400, 500, 503)
 """Bad HTTP, a fault of ours, and a server that starts or drains: any route."""
@@ -75,102 +73,147 @@ _EVENT: Schema = {
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
 """One event of a stream: before 3.2 the format has no other way to speak of them."""
+_GENERATED = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}
+_SAMPLES: Mapping[str, object] = {
+    "abort_all": True,
+    "documents": ["Yes", {"text": "No"}],
+    "generate_response": _GENERATED,
+    "generate_responses": [_GENERATED],
+    "input": "Once upon a time",
+    "items": ["Yes", "No"],
+    "label_token_ids": [1, 2],
+    "messages": [{"role": "user", "content": "Hello"}],
+    "prompt": "Once upon a time",
+    "query": "Is it? ",
+    "reasoning_parser": "think",
+    "request_ids": ["a"],
+    "session_id": "s",
+    "text": "Once upon a time",
+    "tokens": [1, 2],
+    "tool_call_parser": "hermes",
+}
+"""Values of fields in examples."""
 _KEYS: Mapping[str, Schema] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 
 
+@ROUTES.add("GET /openapi.json", has="openapi info paths")
 async def openapi(request: web.Request) -> web.StreamResponse:
     """This document. Made when it is first asked for."""
-    routes = []
-    for route in request.app.router.routes():
-        assert route.resource is not None
-        routes.append((route.method, route.resource.canonical, route.handler))
     serve = request.app[SERVE]
-    body = encoded(tuple(routes), bool(serve.api_key), root_path(serve))
+    body = encoded(request.app[DOCUMENTED], bool(serve.api_key), root_path(serve))
     return web.Response(body=body, content_type="application/json")
 
 
 @lru_cache(maxsize=2)
-def encoded(routes: tuple[tuple[str, str, Any], ...], keyed: bool, prefix: str) -> bytes:
+def encoded(routes: tuple[Route, ...], keyed: bool, prefix: str) -> bytes:
     """`document` as JSON: some 10 ms, once."""
     return msgspec.json.encode(document(routes, keyed, prefix))
 
 
-def document(routes: Iterable[Route], keyed: bool, prefix: str = "") -> Schema:
+def document(routes: Sequence[Route], keyed: bool, prefix: str = "") -> Schema:
     """OpenAPI 3.1 for `routes`; `keyed`: clients must send a key; `prefix`: what a proxy shows before every
-    path. Raises `KeyError` for a handler that `openapi_table` does not know."""
+    path."""
     paths: dict[str, Schema] = {}
-    for method, path, handler in routes:
-        about = About(has=("openapi", "info", "paths")) if handler is openapi else ABOUT[handler]
-        paths.setdefault(path, {})[method.lower()] = _operation(method, path, handler, about)
-    told: Schema = {
+    for route in routes:
+        path = re.sub(r"{(\w+):[^}]*}", r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(path, route)
+    doc: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "Loom", "version": VERSION},
         "paths": paths,
-        "components": {"schemas": {**_bodies(), **_ERRORS}},
+        "components": {"schemas": {**_bodies([route.facts for route in routes]), **_ERRORS}},
     }
     if prefix:
-        told["servers"] = [{"url": prefix}]
+        doc["servers"] = [{"url": prefix}]
     if keyed:
-        told["components"]["securitySchemes"] = _KEYS
-        told["security"] = [{name: []} for name in _KEYS]
-    return told
+        doc["components"]["securitySchemes"] = _KEYS
+        doc["security"] = [{name: []} for name in _KEYS]
+    return doc
 
 
-def _bodies() -> dict[str, Schema]:
+def _bodies(facts: Sequence[Facts]) -> dict[str, Schema]:
     """The Structs by name. A field that a body must have is neither absent nor null."""
-    structs = [about.body for about in ABOUT.values() if about.body is not None]
-    _, schemas = msgspec.json.schema_components(dict.fromkeys(structs), ref_template=_REF + "{name}")
-    for struct, names in NEEDED.items():
-        schema = schemas[struct.__name__]
-        schema["required"] = list(names)
+    structs = dict.fromkeys(each["body"].type for each in facts if "body" in each)
+    _, schemas = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")
+    needed = {each["body"].type.__name__: each["needed"].split() for each in facts if "needed" in each}
+    for struct, names in needed.items():
+        schema = schemas[struct]
+        schema["required"] = names
         for name in names:
             kinds = [kind for kind in schema["properties"][name]["anyOf"] if kind != {"type": "null"}]
             schema["properties"][name] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     return schemas
 
 
-def _operation(method: str, path: str, handler: Handler, about: About) -> Schema:
-    told: Schema = {
-        "summary": about.summary or _first_sentence(handler),
-        "operationId": method.lower() + re.sub(r"\W+", "_", path),
-        "responses": _responses(method, path, handler, about),
+def _operation(path: str, route: Route) -> Schema:
+    facts = route.facts
+    operation: Schema = {
+        "summary": _first_sentence(route.handler.__doc__ or ""),
+        "operationId": route.method.lower() + re.sub(r"\W+", "_", path),
+        "responses": _responses(path, route),
     }
-    named = re.findall(r"{(\w+)}", path)
-    where = [_parameter(name, "path", {"type": "string", "minLength": 1}) for name in named]
-    if parameters := where + [_parameter(name, "query", schema) for name, schema in about.query.items()]:
-        told["parameters"] = parameters
-    if about.body is not None:
-        content: Schema = {"schema": {"$ref": _REF + about.body.__name__}}
-        if about.example is not None:
-            content["example"] = about.example
-        told["requestBody"] = {"required": not about.optional, "content": {"application/json": content}}
-    elif about.form is not None:
-        told["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": about.form}}}
+    named = {name: {"type": "string", "minLength": 1} for name in re.findall(r"{(\w+)}", path)}
+    parameters = [_parameter(name, "path", schema) for name, schema in named.items()]
+    parameters += [_parameter(name, "query", schema) for name, schema in facts.get("query", {}).items()]
+    if parameters:
+        operation["parameters"] = parameters
+    if "body" in facts:
+        content: Schema = {"schema": {"$ref": _REF + facts["body"].type.__name__}}
+        if (example := _example(facts)) is not None:
+            content["example"] = example
+        required = not facts.get("optional", False)
+        operation["requestBody"] = {"required": required, "content": {"application/json": content}}
+    elif "form" in facts:
+        form = {"multipart/form-data": {"schema": facts["form"]}}
+        operation["requestBody"] = {"required": True, "content": form}
     if path in OPEN_PATHS:
-        told["security"] = []
-    return told
+        operation["security"] = []
+    return operation
+
+
+def _example(facts: Facts) -> Schema | None:
+    example = facts.get("example", facts.get("needed"))
+    if not isinstance(example, str):
+        return example
+    names = example.split()
+    if any(name not in _SAMPLES for name in names):
+        return None
+    fields = facts["body"].type.__struct_fields__
+    lengths = [name for name in ("max_output_tokens", "max_tokens") if name in fields]
+    return {name: _SAMPLES[name] for name in names} | dict.fromkeys(lengths[:1], 16)
 
 
 def _parameter(name: str, place: str, schema: Schema) -> Schema:
     return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
-def _responses(method: str, path: str, handler: Handler, about: About) -> dict[str, Schema]:
-    failed = {*ALWAYS, *about.errors, *(() if path in OPEN_PATHS else (401,))}
-    if about.body is not None or about.form is not None:
-        failed.update(WITH_BODY)
-    told = {200: _answer("As asked.", _contents(about))}
-    for status in sorted(failed):
+def _responses(path: str, route: Route) -> dict[str, Schema]:
+    responses = {200: _answer("As asked.", _contents(route.facts))}
+    for status in sorted(_statuses(path, route.facts)):
         error: Schema = {"$ref": _REF + _error(path)}
-        if status == 503 and handler is health:
+        if status == 503 and route.handler is health:
             error = {"anyOf": [error, {"$ref": _REF + "Health"}]}
-        told[status] = _answer(HTTPStatus(status).phrase, {"application/json": {"schema": error}})
-    if method == "HEAD":
-        told = {status: _answer(each["description"], {}) for status, each in told.items()}
-    return {str(status): each for status, each in told.items()}
+        responses[status] = _answer(HTTPStatus(status).phrase, {"application/json": {"schema": error}})
+    if route.method == "HEAD":
+        responses = {status: _answer(each["description"], {}) for status, each in responses.items()}
+    return {str(status): each for status, each in responses.items()}
+
+
+def _statuses(path: str, facts: Facts) -> set[int]:
+    """Of errors."""
+    statuses = {*ALWAYS, *facts.get("errors", ())}
+    if path not in OPEN_PATHS:
+        statuses.add(401)
+    if "body" in facts or "form" in facts:
+        statuses.update(WITH_BODY)
+    if facts.get("runs"):
+        statuses.update((404, 429))
+    if "{" in path or ("body" in facts and "model" in facts["body"].type.__struct_fields__):
+        statuses.add(404)
+    return statuses
 
 
 def _error(path: str) -> str:
@@ -186,22 +229,21 @@ def _answer(description: str, content: Schema) -> Schema:
     return {"description": description, **({"content": content} if content else {})}
 
 
-def _contents(about: About) -> Schema:
-    if about.media != "application/json":
-        return {about.media: {"schema": {"type": "string"}}}
-    kinds: list[Schema] = [{"type": "string"}] if about.string else []
-    if about.has:
-        kinds.append({"type": "object", "required": list(about.has)})
-    if about.lists:
+def _contents(facts: Facts) -> Schema:
+    if "media" in facts:
+        return {facts["media"]: {"schema": {"type": "string"}}}
+    kinds: list[Schema] = [{"type": "string"}] if facts.get("string") else []
+    if "has" in facts:
+        kinds.append({"type": "object", "required": facts["has"].split()})
+    if facts.get("lists"):
         kinds.append({"type": "array", "items": dict(kinds[0]) if kinds else {"type": "object"}})
-    contents: Schema = {about.media: {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}}
-    if about.streams:
+    contents: Schema = {"application/json": {"schema": kinds[0] if len(kinds) == 1 else {"anyOf": kinds}}}
+    if facts.get("streams"):
         contents["text/event-stream"] = {"schema": _EVENT}
-    if about.lines:
+    if facts.get("lines"):
         contents["application/x-ndjson"] = {"schema": {"type": "string"}}
     return contents
 
 
-def _first_sentence(handler: Handler) -> str:
-    text = " ".join((handler.__doc__ or "").split())
-    return re.split(r"(?<=\.) ", text)[0]
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from app.api.admin.control import TABLE
+from app.api.admin.control import ROUTES
 from app.service import Loaded
 from core.config import ServeConfig
 from tests.rigs.operator import Idle
 from tests.rigs.server import CARD, Server, Start
 
 
-@pytest.mark.parametrize("path", [path for method, path, _ in TABLE if method == "POST"])
+@pytest.mark.parametrize("path", [route.path for route in ROUTES if route.method == "POST"])
 async def test_they_are_off_unless_asked_for(server: Server, path: str) -> None:
     status, body = await server.post(path, {})
     assert status == 403

@@ -60,7 +60,7 @@ HOSTILE = {
     "no text": b'"\xff' * MEGABYTE,
 }
 
-POSTS = sorted({path for method, path, _ in TABLE if method == "POST" and path != "/v1/files"})
+POSTS = sorted({each.path for each in TABLE if each.method == "POST" and each.path != "/v1/files"})
 
 
 async def test_no_route_decodes_a_large_body_on_the_loop(server: Server, here: list[int]) -> None:

@@ -329,7 +329,7 @@ async def test_a_starting_server_says_how_far_it_is(start: Start) -> None:
         503,
         {"status": "starting", "stage": "weights", "progress": 0.432, "reason": None},
     )
-    for method, path, _ in TABLE:
+    for method, path in ((route.method, route.path) for route in TABLE):
         if path not in ALWAYS_THERE and not path.startswith(ON_DISK):
             body = {"messages": HI, "prompt": "a", "text": "a", "tokens": [1], "abort_all": True}
             body |= {"input": "a", "max_tokens": 1}
@@ -386,7 +386,7 @@ async def test_without_the_key_every_route_is_closed_but_the_open_ones(start: St
         {"x-api-key": "nope"},
         {"x-api-key": "schlüssel"},
     ]
-    paths = [(method, path.replace("{id:.+}", "x").replace("{id}", "x")) for method, path, _ in TABLE] + [
+    paths = [(route.method, route.path.replace("{id:.+}", "x").replace("{id}", "x")) for route in TABLE] + [
         ("GET", "/nope"),
         ("PUT", CHAT),
     ]

@@ -59,7 +59,7 @@ async def ids(server: Server, who: dict[str, str]) -> dict[str, str]:
 def routes(ids: dict[str, str]) -> list[tuple[str, str]]:
     """Every route of the table that takes the id of something stored."""
     found = []
-    for method, path, _ in TABLE:
+    for method, path in ((route.method, route.path) for route in TABLE):
         kind = path.split("/")[2] if path.startswith("/v1/") else ""
         if "{id}" in path and kind in ids:
             found.append((method, path.replace("{id}", ids[kind])))

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, job_id
 from app.api.request.schema import ABORT, ABORT_MANY
 from app.engine.job import Job
@@ -23,6 +24,8 @@ from app.http.tenant import tenant
 from app.service import Control, Phase
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
+
+ROUTES = Routes()
 
 HEALTH_SECONDS = 20.0
 """How long one token may take before `/health_generate` calls the server sick. SGLang's figure."""
@@ -39,11 +42,13 @@ def version() -> str:
 VERSION = version()
 
 
+@ROUTES.add("GET /", "HEAD /", has="name health openapi")
 async def root(request: web.Request) -> web.StreamResponse:
     """That there is a server, and where it describes itself: Claude Code and Ollama ask before all else."""
     return json_response({"name": "loom", "health": "/health", "openapi": "/openapi.json"})
 
 
+@ROUTES.add("GET /health", "HEAD /health", "GET /ping", has="status")
 async def health(request: web.Request) -> web.StreamResponse:
     """What the server says of itself; asks nobody, so it answers at any load."""
     state = request.app[SERVICE].health
@@ -60,6 +65,7 @@ async def health(request: web.Request) -> web.StreamResponse:
     return response
 
 
+@ROUTES.add("GET /health_generate", has="status", errors=(429,))
 async def health_generate(request: web.Request) -> web.StreamResponse:
     """Run one token through the whole engine."""
     loaded = available(request.app[SERVICE], None)
@@ -80,6 +86,7 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
     return json_response({"status": "ok"})
 
 
+@ROUTES.add("GET /server_info", "GET /get_server_info", has="version status model_card internal_states")
 async def server_info(request: web.Request) -> web.StreamResponse:
     """Settings and statistics; `internal_states` and `max_total_num_tokens`, the KV pool's size, are where
     SGLang's bench looks."""
@@ -101,17 +108,20 @@ async def server_info(request: web.Request) -> web.StreamResponse:
     )
 
 
+@ROUTES.add("GET /metrics", media=CONTENT_TYPE.partition(";")[0])
 async def metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus text; also while starting, so that a scraper sees the start."""
     text = await exposition(request.app[SERVICE], VERSION)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
+@ROUTES.add("GET /version", has="version")
 async def show_version(request: web.Request) -> web.StreamResponse:
     """The version alone."""
     return json_response({"version": VERSION})
 
 
+@ROUTES.add("GET /flush_cache", "POST /flush_cache", "POST /reset_prefix_cache", has="success message")
 async def flush_cache(request: web.Request) -> web.StreamResponse:
     """Empty the prefix cache, if nothing runs."""
     if not request.app[SERVICE].loaded.engine.flush():
@@ -119,6 +129,7 @@ async def flush_cache(request: web.Request) -> web.StreamResponse:
     return json_response({"success": True, "message": "Cache flushed."})
 
 
+@ROUTES.add("GET /debug/requests/{id}", has="id")
 async def timeline(request: web.Request) -> web.StreamResponse:
     """Why was it slow: where the time of one recent request went."""
     id = request.match_info["id"]
@@ -128,6 +139,7 @@ async def timeline(request: web.Request) -> web.StreamResponse:
     return json_response(found)
 
 
+@ROUTES.add("POST /abort_request", body=ABORT, example="abort_all", has="success aborted", errors=(404,))
 async def abort_request(request: web.Request) -> web.StreamResponse:
     """End one request by id, or all of them."""
     body = await decoded(request, ABORT)
@@ -142,6 +154,7 @@ async def abort_request(request: web.Request) -> web.StreamResponse:
     return json_response({"success": True, "aborted": aborted})
 
 
+@ROUTES.add("POST /abort_requests", body=ABORT_MANY, needed="request_ids", has="success aborted")
 async def abort_requests(request: web.Request) -> web.StreamResponse:
     """End requests by their ids, after vLLM: those that are not here are passed over."""
     ids = (await decoded(request, ABORT_MANY)).request_ids

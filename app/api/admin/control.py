@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Literal, TypeVar
+from typing import Literal, Unpack
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from app.api.request.routing import Facts, Routes, Schema
 from app.engine.operator import Operator, PauseMode
 from app.http import middleware
 from app.http.body import decoded
@@ -20,9 +23,11 @@ from app.http.reply import json_response
 from core.command import TAGS, Tag
 from core.errors import RequestError, Unavailable
 
-T = TypeVar("T")
-Act = Callable[[Operator, web.Request], Awaitable[dict[str, object]]]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answer = dict[str, object]
+Act = Callable[[Operator, web.Request], Awaitable[Answer]]
+
+ROUTES = Routes()
+TAGS_QUERY: Schema = {"tags": {"type": "array", "items": {"type": "string", "enum": list(TAGS)}}}
 
 
 class PauseBody(msgspec.Struct):
@@ -56,72 +61,95 @@ class WeightsBody(msgspec.Struct):
     model_path: str | None = None
 
 
-async def _body(request: web.Request, kind: type[T]) -> T:
-    """An empty body is an empty object."""
-    return await decoded(request, msgspec.json.Decoder(kind), b"{}")
+PAUSE, TAGGED = msgspec.json.Decoder(PauseBody), msgspec.json.Decoder(TagsBody)
+LOGGING, SLOW = msgspec.json.Decoder(LoggingBody), msgspec.json.Decoder(SlowBody)
+WEIGHTS = msgspec.json.Decoder(WeightsBody)
 
 
-def _route(act: Act) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        operator = request.app[SERVICE].loaded.operator
-        if not request.app[SERVE].control_routes:
-            raise HttpError(
-                403, "This route is off. Start the server with --control-routes.", "control_routes_off"
-            )
-        if operator is None:
-            raise Unavailable("This server has no engine of its own to control.")
-        return json_response({"success": True, **await act(operator, request)})
+def _route(*targets: str, **facts: Unpack[Facts]) -> Callable[[Act], Handler]:
+    """A control route: 403 unless the operator opened them. No body is an empty object."""
+    facts |= {"optional": True, "has": "success", "errors": (403,)}
 
-    return handler
+    def decorate(act: Act) -> Handler:
+        @functools.wraps(act)
+        async def handler(request: web.Request) -> web.StreamResponse:
+            operator = request.app[SERVICE].loaded.operator
+            if not request.app[SERVE].control_routes:
+                raise HttpError(
+                    403, "This route is off. Start the server with --control-routes.", "control_routes_off"
+                )
+            if operator is None:
+                raise Unavailable("This server has no engine of its own to control.")
+            return json_response({"success": True, **await act(operator, request)})
+
+        return ROUTES.add(*targets, **facts)(handler)
+
+    return decorate
 
 
-async def _pause(operator: Operator, request: web.Request) -> dict[str, object]:
-    asked = (await _body(request, PauseBody)).mode or "keep"
+@_route("POST /pause_generation", "POST /pause", body=PAUSE)
+async def pause(operator: Operator, request: web.Request) -> Answer:
+    """Stop planning steps."""
+    asked = (await decoded(request, PAUSE, b"{}")).mode or "keep"
     mode: PauseMode = "keep" if asked == "in_place" else asked
     await operator.pause(mode)
     return {"message": "Paused."}
 
 
-async def _resume(operator: Operator, request: web.Request) -> dict[str, object]:
+@_route("POST /continue_generation", "POST /resume")
+async def resume(operator: Operator, request: web.Request) -> Answer:
+    """Continue planning steps."""
     await operator.resume()
     return {"message": "Going on."}
 
 
-async def _slow_down(operator: Operator, request: web.Request) -> dict[str, object]:
-    operator.slow_down((await _body(request, SlowBody)).forward_sleep_time or 0.0)
+@_route("POST /slow_down", body=SLOW)
+async def slow_down(operator: Operator, request: web.Request) -> Answer:
+    """Leave time between steps."""
+    operator.slow_down((await decoded(request, SLOW, b"{}")).forward_sleep_time or 0.0)
     return {"message": "As asked."}
 
 
-async def _start_profile(operator: Operator, request: web.Request) -> dict[str, object]:
+@_route("POST /start_profile")
+async def start_profile(operator: Operator, request: web.Request) -> Answer:
+    """Record what the device does."""
     await operator.start_profile()
     return {"message": "Recording."}
 
 
-async def _stop_profile(operator: Operator, request: web.Request) -> dict[str, object]:
+@_route("POST /stop_profile")
+async def stop_profile(operator: Operator, request: web.Request) -> Answer:
+    """Write what was recorded to the server's disk."""
     return {"path": str(await operator.stop_profile())}
 
 
-async def _load_weights(operator: Operator, request: web.Request) -> dict[str, object]:
-    path = (await _body(request, WeightsBody)).model_path
+@_route("POST /update_weights_from_disk", body=WEIGHTS)
+async def load_weights(operator: Operator, request: web.Request) -> Answer:
+    """Replace the weights."""
+    path = (await decoded(request, WEIGHTS, b"{}")).model_path
     if not path:
         raise RequestError("Give 'model_path', a checkpoint on the server's disk.", "model_path")
     await operator.load_weights(path)
     return {"message": "The weights are exchanged."}
 
 
-async def _sleep(operator: Operator, request: web.Request) -> dict[str, object]:
+@_route("POST /release_memory_occupation", "POST /sleep", body=TAGGED, query=TAGS_QUERY)
+async def sleep(operator: Operator, request: web.Request) -> Answer:
+    """Release memory."""
     await operator.sleep(await _tags(request))
     return {"asleep": sorted(operator.asleep)}
 
 
-async def _wake(operator: Operator, request: web.Request) -> dict[str, object]:
+@_route("POST /resume_memory_occupation", "POST /wake_up", body=TAGGED, query=TAGS_QUERY)
+async def wake(operator: Operator, request: web.Request) -> Answer:
+    """Allocate released memory again."""
     await operator.wake(await _tags(request))
     return {"asleep": sorted(operator.asleep)}
 
 
 async def _tags(request: web.Request) -> tuple[Tag, ...]:
     named = request.query.getall("tags", [])
-    tags = (await _body(request, TagsBody)).tags
+    tags = (await decoded(request, TAGGED, b"{}")).tags
     if named:  # vLLM's /wake_up takes them from the query
         if unknown := [tag for tag in named if tag not in TAGS]:
             raise RequestError(f"'tags' takes {', '.join(TAGS)}, not {unknown[0][:100]!r}.", "tags")
@@ -129,14 +157,18 @@ async def _tags(request: web.Request) -> tuple[Tag, ...]:
     return TAGS if tags is None else tuple(tags)
 
 
-async def _freeze(operator: Operator, request: web.Request) -> dict[str, object]:
+@_route("GET /freeze_gc", "POST /freeze_gc")
+async def freeze_gc(operator: Operator, request: web.Request) -> Answer:
+    """Exempt what is alive now from garbage collection."""
     gc.collect()
     gc.freeze()
     return {"message": "What is alive now is never looked at again by the collector."}
 
 
-async def _logging(operator: Operator, request: web.Request) -> dict[str, object]:
-    body = await _body(request, LoggingBody)
+@_route("POST /configure_logging", body=LOGGING)
+async def configure_logging(operator: Operator, request: web.Request) -> Answer:
+    """Change what is logged."""
+    body = await decoded(request, LOGGING, b"{}")
     if body.log_level is not None:
         logging.getLogger().setLevel(body.log_level.upper())
     if body.log_requests is not None:
@@ -146,40 +178,15 @@ async def _logging(operator: Operator, request: web.Request) -> dict[str, object
     return {"message": "As asked."}
 
 
+@ROUTES.add("GET /is_paused", has="is_paused")
 async def is_paused(request: web.Request) -> web.StreamResponse:
     """Whether steps are planned."""
     operator = request.app[SERVICE].loaded.operator
     return json_response({"is_paused": operator is not None and operator.paused})
 
 
+@ROUTES.add("GET /is_sleeping", has="is_sleeping")
 async def is_sleeping(request: web.Request) -> web.StreamResponse:
     """Whether memory is given back."""
     operator = request.app[SERVICE].loaded.operator
     return json_response({"is_sleeping": operator is not None and bool(operator.asleep)})
-
-
-pause, resume, slow_down = _route(_pause), _route(_resume), _route(_slow_down)
-start_profile, stop_profile = _route(_start_profile), _route(_stop_profile)
-load_weights = _route(_load_weights)
-sleep, wake = _route(_sleep), _route(_wake)
-freeze_gc, configure_logging = _route(_freeze), _route(_logging)
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/pause_generation", pause),
-    ("POST", "/pause", pause),
-    ("POST", "/continue_generation", resume),
-    ("POST", "/resume", resume),
-    ("GET", "/is_paused", is_paused),
-    ("POST", "/slow_down", slow_down),
-    ("POST", "/start_profile", start_profile),
-    ("POST", "/stop_profile", stop_profile),
-    ("POST", "/update_weights_from_disk", load_weights),
-    ("POST", "/release_memory_occupation", sleep),
-    ("POST", "/sleep", sleep),
-    ("POST", "/resume_memory_occupation", wake),
-    ("POST", "/wake_up", wake),
-    ("GET", "/is_sleeping", is_sleeping),
-    ("GET", "/freeze_gc", freeze_gc),
-    ("POST", "/freeze_gc", freeze_gc),
-    ("POST", "/configure_logging", configure_logging),
-)

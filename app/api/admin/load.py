@@ -6,9 +6,12 @@ import time
 
 from aiohttp import web
 
+from app.api.request.routing import Routes
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from core.stats import SchedulerStatistics
+
+ROUTES = Routes()
 
 
 def _scheduler(request: web.Request) -> SchedulerStatistics:
@@ -21,14 +24,16 @@ def _used(now: SchedulerStatistics) -> int:
     return (cache.total - cache.free - cache.cached) * cache.page_size
 
 
+@ROUTES.add("GET /load", has="server_load")
 async def load(request: web.Request) -> web.StreamResponse:
-    """vLLM's: requests that are here."""
+    """Requests that run or wait, after vLLM."""
     now = _scheduler(request)
     return json_response({"server_load": now.running + now.waiting})
 
 
+@ROUTES.add("GET /get_load", lists=True)
 async def get_load(request: web.Request) -> web.StreamResponse:
-    """SGLang's older one: a list with one entry a replica; this process is one."""
+    """Requests and tokens that run or wait, after older SGLang: a list with one entry per replica."""
     now = _scheduler(request)
     entry = {
         "dp_rank": 0,
@@ -39,8 +44,9 @@ async def get_load(request: web.Request) -> web.StreamResponse:
     return json_response([entry])
 
 
+@ROUTES.add("GET /v1/loads", has="timestamp dp_rank_count loads")
 async def loads(request: web.Request) -> web.StreamResponse:
-    """SGLang's newer one."""
+    """Requests and tokens, waiting and running, after SGLang."""
     now = _scheduler(request)
     size = now.cache.total * now.cache.page_size
     entry = {

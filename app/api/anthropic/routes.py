@@ -7,7 +7,6 @@ from functools import partial
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from app.api.anthropic.cache import kept
 from app.api.anthropic.events import DIALECT, MessageFrames, MessageOptions
@@ -15,6 +14,7 @@ from app.api.anthropic.input import chat_messages
 from app.api.anthropic.schema import MESSAGES, NAMES, MessagesBody, chat_body
 from app.api.openai.chat import chat_job
 from app.api.request.field_names import fields_named
+from app.api.request.routing import Routes
 from app.api.request.sampling import check_model, ready
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch, watched
@@ -26,9 +26,14 @@ from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import ContextExceeded, RequestError
 
+ROUTES = Routes()
 
+
+@ROUTES.add(
+    "POST /v1/messages", body=MESSAGES, needed="messages", has="id type role content", runs=True, streams=True
+)
 async def messages(request: web.Request) -> web.StreamResponse:
-    """Render, run, answer."""
+    """Answer a conversation, after Anthropic."""
     body = await decoded(request, MESSAGES)
     loaded = ready(request.app[SERVICE], body.model)
     if body.max_tokens is None:
@@ -59,6 +64,7 @@ def too_long(error: ContextExceeded) -> RequestError:
     return RequestError(f"prompt is too long: {error.prompt} tokens > {most} maximum", "messages", error.code)
 
 
+@ROUTES.add("POST /v1/messages/count_tokens", body=MESSAGES, example="messages", has="input_tokens")
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     """Tokens of the prompt that the same body would be run with."""
     body = await decoded(request, MESSAGES)
@@ -86,9 +92,3 @@ async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:
     prompt = job.prompt
     keep = await aside(count, lambda: kept(body, prompt))
     return msgspec.structs.replace(job, keep=keep, cut_to_fit=True), watch
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/messages", messages),
-    ("POST", "/v1/messages/count_tokens", count_tokens),
-)

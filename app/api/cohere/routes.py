@@ -6,13 +6,13 @@ from __future__ import annotations
 from functools import partial
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from app.api.cohere.events import DIALECT, ReplyFrames, ReplyOptions
 from app.api.cohere.schema import COHERE, NAMES, chat_body
 from app.api.openai.chat import chat_job
 from app.api.request.field_names import fields_named
 from app.api.request.logprobs import Namer
+from app.api.request.routing import Routes
 from app.api.request.sampling import ready
 from app.api.vllm.render import rendered
 from app.engine.reasoning_budget import watched
@@ -22,7 +22,18 @@ from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 
+ROUTES = Routes()
 
+
+@ROUTES.add(
+    "POST /v2/chat",
+    "POST /cohere/v2/chat",
+    body=COHERE,
+    needed="messages",
+    has="id finish_reason message usage",
+    runs=True,
+    streams=True,
+)
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, after Cohere."""
     body = await decoded(request, COHERE)
@@ -40,6 +51,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
         return await answer(request, spec, body.stream is True)
 
 
+@ROUTES.add("POST /cohere/v2/chat/render", body=COHERE, example="messages", has="request_id token_ids")
 async def render(request: web.Request) -> web.StreamResponse:
     """The prompt of a conversation after Cohere, as text and as tokens."""
     body = await decoded(request, COHERE)
@@ -48,10 +60,3 @@ async def render(request: web.Request) -> web.StreamResponse:
         asked = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
         job, _ = await chat_job(asked, loaded)
         return json_response(await rendered(job, asked, loaded))
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v2/chat", chat),
-    ("POST", "/cohere/v2/chat", chat),
-    ("POST", "/cohere/v2/chat/render", render),
-)

@@ -8,7 +8,6 @@ from functools import partial
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from app.api.admin.admin import VERSION
 from app.api.ollama.lines import Lines
@@ -28,6 +27,7 @@ from app.api.openai.chat import chat_job
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.field_names import fields_named
+from app.api.request.routing import Routes
 from app.api.request.sampling import check_model, ready
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch, watched
@@ -41,6 +41,8 @@ from app.http.sse import Dialect
 from app.parsers.reading import Reading
 from app.service import Loaded
 
+ROUTES = Routes()
+
 
 def _error(fault: Fault, id: str) -> bytes:
     return fault.plain_body() + b"\n"
@@ -52,12 +54,28 @@ NEVER = "2318-01-01T00:00:00Z"
 LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
 
 
+@ROUTES.add(
+    "POST /api/chat",
+    body=CHAT,
+    example="messages",
+    has="model created_at message done",
+    runs=True,
+    lines=True,
+)
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, after Ollama. Without messages nothing is run: the model is loaded."""
     body = await decoded(request, CHAT)
     return await _answered(request, body, bool(body.messages))
 
 
+@ROUTES.add(
+    "POST /api/generate",
+    body=GENERATE,
+    example="prompt",
+    has="model created_at response done",
+    runs=True,
+    lines=True,
+)
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer a prompt, after Ollama. Without one nothing is run: the model is loaded."""
     body = await decoded(request, GENERATE)
@@ -112,6 +130,7 @@ def _listed(loaded: Loaded, **more: object) -> web.Response:
     return json_response({"models": [{"name": name, "model": name, **told} for name in loaded.card.names]})
 
 
+@ROUTES.add("GET /api/tags", has="models")
 async def tags(request: web.Request) -> web.StreamResponse:
     """The list with the one model, after Ollama."""
     loaded = request.app[SERVICE].loaded
@@ -119,6 +138,7 @@ async def tags(request: web.Request) -> web.StreamResponse:
     return _listed(loaded, modified_at=made)
 
 
+@ROUTES.add("GET /api/ps", has="models")
 async def running_models(request: web.Request) -> web.StreamResponse:
     """The models in memory, after Ollama: the one model, which stays there."""
     loaded = request.app[SERVICE].loaded
@@ -127,6 +147,7 @@ async def running_models(request: web.Request) -> web.StreamResponse:
     return _listed(loaded, expires_at=NEVER, size_vram=on_device, context_length=context)
 
 
+@ROUTES.add("POST /api/show", body=SHOW, example="", has="details model_info capabilities")
 async def show(request: web.Request) -> web.StreamResponse:
     """What the model is and can do, after Ollama."""
     body = await decoded(request, SHOW)
@@ -152,16 +173,7 @@ async def show(request: web.Request) -> web.StreamResponse:
     )
 
 
+@ROUTES.add("GET /api/version", has="version")
 async def version(request: web.Request) -> web.StreamResponse:
     """This server's version, where Ollama's clients look for one."""
     return json_response({"version": VERSION})
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/api/chat", chat),
-    ("POST", "/api/generate", generate),
-    ("GET", "/api/tags", tags),
-    ("GET", "/api/ps", running_models),
-    ("POST", "/api/show", show),
-    ("GET", "/api/version", version),
-)

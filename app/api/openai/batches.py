@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from app.api.openai.files import BATCHES, page, page_limit
+from app.api.request.routing import AFTER, LISTED, Routes, limited
 from app.batch.store import Page
 from app.http.body import decoded
 from app.http.reply import json_response
 from app.http.tenant import tenant
 from core.errors import field_error
+
+ROUTES = Routes()
 
 MAX_METADATA = 16
 MAX_KEY, MAX_VALUE = 64, 512
@@ -30,6 +32,9 @@ class BatchBody(msgspec.Struct, kw_only=True):
 BATCH = msgspec.json.Decoder(BatchBody)
 
 
+@ROUTES.add(
+    "POST /v1/batches", body=BATCH, needed="input_file_id endpoint", has="id object status", errors=(404,)
+)
 async def create(request: web.Request) -> web.StreamResponse:
     """Create a batch; its lines are checked when it runs, as OpenAI does."""
     body = await decoded(request, BATCH)
@@ -45,6 +50,7 @@ async def create(request: web.Request) -> web.StreamResponse:
     )
 
 
+@ROUTES.add("GET /v1/batches", has=LISTED, query={"after": AFTER, "limit": limited(100)})
 async def batches(request: web.Request) -> web.StreamResponse:
     """The list, newest first."""
     limit = page_limit(request.query.get("limit"), 20, 100)
@@ -52,11 +58,13 @@ async def batches(request: web.Request) -> web.StreamResponse:
     return json_response(page(listed, limit))
 
 
+@ROUTES.add("GET /v1/batches/{id}", has="id object status")
 async def batch(request: web.Request) -> web.StreamResponse:
     """One batch."""
     return json_response(await request.app[BATCHES].get(tenant(), request.match_info["id"]))
 
 
+@ROUTES.add("POST /v1/batches/{id}/cancel", has="id object status")
 async def cancel(request: web.Request) -> web.StreamResponse:
     """Stop one; its results so far become files."""
     return json_response(await request.app[BATCHES].cancel(tenant(), request.match_info["id"]))
@@ -69,11 +77,3 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
         raise field_error("metadata", f"takes at most {MAX_METADATA} pairs")
     if any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in metadata.items()):
         raise field_error("metadata", f"takes keys of {MAX_KEY} and values of {MAX_VALUE} characters")
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/batches", create),
-    ("GET", "/v1/batches", batches),
-    ("GET", "/v1/batches/{id}", batch),
-    ("POST", "/v1/batches/{id}/cancel", cancel),
-)

@@ -20,6 +20,7 @@ from app.api.request.messages import (
 )
 from app.api.request.prompts import check_ids
 from app.api.request.reasoning import constrained, shown, thinking_budget, unthinking
+from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import (
     choices,
     ready,
@@ -42,9 +43,12 @@ from app.text.template import ChatTemplate
 from core.errors import RequestError
 from core.types import Ints
 
+ROUTES = Routes()
 
+
+@ROUTES.add("POST /v1/chat/completions", body=CHAT, needed="messages", has=CHOICES, runs=True, streams=True)
 async def chat(request: web.Request) -> web.StreamResponse:
-    """Render, run, answer."""
+    """Answer a conversation."""
     body = await decoded(request, CHAT)
     loaded = ready(request.app[SERVICE], body.model)
     return await answer(request, await _spec(body, loaded), body.stream is True)

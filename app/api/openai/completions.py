@@ -15,6 +15,7 @@ from app.api.request.embeds import embedded, prompt_embeds
 from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
 from app.api.request.prompts import check_prompt, split_prompts
 from app.api.request.reasoning import bounded, thinking_budget
+from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import (
     choices,
     ready,
@@ -30,6 +31,8 @@ from app.http.keys import SERVICE
 from app.service import Loaded
 from core.errors import RequestError
 from core.types import Floats
+
+ROUTES = Routes()
 
 P = TypeVar("P")
 
@@ -95,8 +98,9 @@ class CompletionFrames(Chunks):
         return fields
 
 
+@ROUTES.add("POST /v1/completions", body=COMPLETION, example="prompt", has=CHOICES, runs=True, streams=True)
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Several prompts run side by side; choices are numbered prompt by prompt."""
+    """Continue a text. Several prompts run side by side; choices are numbered prompt by prompt."""
     body = await decoded(request, COMPLETION)
     loaded = ready(request.app[SERVICE], body.model)
     return await answer(request, await _spec(body, loaded), body.stream is True)

@@ -14,8 +14,8 @@ from typing import TypeVar
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.multipart import MultipartReader
-from aiohttp.typedefs import Handler
 
+from app.api.request.routing import AFTER, DELETED, LISTED, Routes, Schema, limited
 from app.batch import Batches
 from app.batch.records import Batch, FileRecord
 from app.batch.store import Disk, Page, Store
@@ -24,6 +24,9 @@ from app.http.form import read_form
 from app.http.reply import json_response
 from app.http.tenant import tenant
 from core.errors import BodyTooLarge, RequestError, field_error
+
+ROUTES = Routes()
+FILE = "id object bytes filename purpose"
 
 T = TypeVar("T")
 
@@ -42,7 +45,24 @@ IDLE_SECONDS = 60.0
 
 PURPOSES = ("batch",)
 
+UPLOAD: Schema = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+    },
+}
+QUERY: Schema = {
+    "purpose": {"type": "string"},
+    "after": AFTER,
+    "order": {"type": "string", "description": "`asc`; anything else is newest first"},
+    "limit": limited(10_000),
+}
 
+
+@ROUTES.add("POST /v1/files", form=UPLOAD, has=FILE)
 async def upload(request: web.Request) -> web.StreamResponse:
     """Take a file of purpose `batch`. Never held in memory: a chunk at most."""
     if not request.content_type.startswith("multipart/form-data"):
@@ -196,6 +216,7 @@ def _too_large() -> BodyTooLarge:
     return BodyTooLarge(f"The file is larger than {MAX_FILE} bytes, the most this server takes.", "file")
 
 
+@ROUTES.add("GET /v1/files", has=LISTED, query=QUERY)
 async def files(request: web.Request) -> web.StreamResponse:
     """The list, newest first unless `order=asc`."""
     query = request.query
@@ -206,12 +227,14 @@ async def files(request: web.Request) -> web.StreamResponse:
     return json_response(page(listed, limit))
 
 
+@ROUTES.add("GET /v1/files/{id}", has=FILE)
 async def file(request: web.Request) -> web.StreamResponse:
     """One file's record."""
     id, owner = request.match_info["id"], tenant()
     return json_response(await request.app[BATCHES].store.run(lambda disk: disk.file(owner, id)))
 
 
+@ROUTES.add("GET /v1/files/{id}/content", media="application/octet-stream")
 async def content(request: web.Request) -> web.StreamResponse:
     """One file's bytes."""
     id, owner = request.match_info["id"], tenant()
@@ -221,6 +244,7 @@ async def content(request: web.Request) -> web.StreamResponse:
     return web.FileResponse(path, headers=headers)
 
 
+@ROUTES.add("DELETE /v1/files/{id}", has=DELETED)
 async def delete(request: web.Request) -> web.StreamResponse:
     """Remove a file, unless a batch still needs it."""
     id, owner = request.match_info["id"], tenant()
@@ -247,15 +271,6 @@ def page(listed: Sequence[FileRecord] | Sequence[Batch], limit: int) -> dict[str
         "last_id": shown[-1].id if shown else None,
         "has_more": len(listed) > limit,
     }
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/files", upload),
-    ("GET", "/v1/files", files),
-    ("GET", "/v1/files/{id}", file),
-    ("GET", "/v1/files/{id}/content", content),
-    ("DELETE", "/v1/files/{id}", delete),
-)
 
 
 BATCHES = web.AppKey("batches", Batches)

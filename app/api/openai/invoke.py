@@ -9,8 +9,11 @@ from aiohttp import web
 
 from app.api.openai.chat import chat
 from app.api.openai.completions import completions
+from app.api.request.routing import CHOICES, Routes
 from app.http.body import decoded
 from core.errors import RequestError
+
+ROUTES = Routes()
 
 
 class InvocationBody(msgspec.Struct, kw_only=True):
@@ -23,6 +26,7 @@ class InvocationBody(msgspec.Struct, kw_only=True):
 INVOCATION = msgspec.json.Decoder(InvocationBody)
 
 
+@ROUTES.add("POST /invocations", body=INVOCATION, example="prompt", has=CHOICES, runs=True, streams=True)
 async def invocations(request: web.Request) -> web.StreamResponse:
     """Chat or completions, by the field that has the prompt."""
     body = await decoded(request, INVOCATION, again=True)

@@ -6,9 +6,12 @@ from datetime import UTC, datetime
 
 from aiohttp import web
 
+from app.api.request.routing import Routes
 from app.api.request.sampling import check_model
 from app.http.keys import SERVE, SERVICE
 from app.http.reply import json_response
+
+ROUTES = Routes()
 
 _VERSION = "Anthropic-Version"
 """A header that Anthropic's clients send."""
@@ -32,6 +35,7 @@ def _model(request: web.Request, name: str) -> dict[str, object]:
     return model
 
 
+@ROUTES.add("GET /v1/models", has="object data")
 async def models(request: web.Request) -> web.StreamResponse:
     """The list with the one model, by all its names."""
     names = request.app[SERVICE].loaded.card.names
@@ -41,6 +45,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     return json_response(answer)
 
 
+@ROUTES.add("GET /v1/models/{id:.+}", has="id object created owned_by")
 async def model(request: web.Request) -> web.StreamResponse:
     """One model by name."""
     loaded = request.app[SERVICE].loaded
@@ -48,6 +53,7 @@ async def model(request: web.Request) -> web.StreamResponse:
     return json_response(_model(request, name if name in loaded.card.names else loaded.card.name))
 
 
+@ROUTES.add("GET /model_info", "GET /get_model_info", has="model_path tokenizer_path served_model_name")
 async def model_info(request: web.Request) -> web.StreamResponse:
     """Facts about the model under SGLang's names. Its benchmark loads the tokenizer from the path here. With
     an API key the name is given in place of the path, which clients should not learn."""
@@ -67,6 +73,7 @@ async def model_info(request: web.Request) -> web.StreamResponse:
     )
 
 
+@ROUTES.add("GET /tokenizer_info", has="tokenizer_class")
 async def tokenizer_info(request: web.Request) -> web.StreamResponse:
     """The special tokens and the chat template, after vLLM; lm-eval needs no tokenizer of its own then."""
     loaded = request.app[SERVICE].loaded

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from app.api.request.messages import check_messages, chosen_template, generation_prompt, template_arguments
 from app.api.request.prompts import check_ids, split_ids
+from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, check_count, check_model
 from app.api.request.schema import DETOKENIZE, TOKENIZE, TokenizeBody
 from app.api.request.tools import check_tools
@@ -18,10 +19,15 @@ from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import RequestError, field_error
 
+ROUTES = Routes()
+
 SLICE = 512
 """Tokens spelled in one turn of the loop: about 0.2 ms."""
 
 
+@ROUTES.add(
+    "POST /tokenize", "POST /v1/tokenize", body=TOKENIZE, example="prompt", has="tokens count max_model_len"
+)
 async def tokenize(request: web.Request) -> web.StreamResponse:
     """A prompt, several, or messages; lists give lists."""
     body = await decoded(request, TOKENIZE)
@@ -76,6 +82,7 @@ async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
     return [text], body.add_special_tokens is True
 
 
+@ROUTES.add("POST /detokenize", "POST /v1/detokenize", body=DETOKENIZE, needed="tokens", has="text prompt")
 async def detokenize(request: web.Request) -> web.StreamResponse:
     """Ids to text, under the names of both SGLang (`text`) and vLLM (`prompt`)."""
     body = await decoded(request, DETOKENIZE)

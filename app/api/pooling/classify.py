@@ -10,12 +10,14 @@ from aiohttp import web
 
 from app.api.pooling.common import PoolBody, activated, encode, run_pooled, unit
 from app.api.pooling.embeddings import (
+    VECTORS,
     EmbeddingBody,
     check_dimensions,
     encoded_inputs,
     envelope,
     listed_inputs,
 )
+from app.api.request.routing import Routes
 from app.api.request.sampling import available
 from app.api.request.schema import Int, Text
 from app.http.body import decoded
@@ -23,6 +25,8 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response, long_response
 from app.service import Loaded
 from core.errors import RequestError
+
+ROUTES = Routes()
 
 
 class ClassifyBody(EmbeddingBody, kw_only=True):
@@ -44,6 +48,7 @@ CLASSIFY = msgspec.json.Decoder(ClassifyBody)
 ENCODE = msgspec.json.Decoder(EncodeBody)
 
 
+@ROUTES.add("POST /v1/classify", "POST /classify", body=CLASSIFY, example="input", has=VECTORS, runs=True)
 async def classify(request: web.Request) -> web.StreamResponse:
     """The likeliest class of each input and the probabilities of all."""
     body = await decoded(request, CLASSIFY)
@@ -71,6 +76,7 @@ async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, objec
     return envelope(pooled, data, loaded)
 
 
+@ROUTES.add("POST /encode", body=ENCODE, example="text", has="embedding meta_info", lists=True, runs=True)
 async def encode_native(request: web.Request) -> web.StreamResponse:
     """The vector of each text, or what a head says of it, as the model made it; after SGLang."""
     body = await decoded(request, ENCODE)
@@ -101,10 +107,3 @@ async def _encoded(body: EncodeBody, loaded: Loaded) -> Any:
         for i, (vector, input) in enumerate(zip(vectors, inputs, strict=True))
     ]
     return results[0] if single else results
-
-
-TABLE = (
-    ("POST", "/v1/classify", classify),
-    ("POST", "/classify", classify),
-    ("POST", "/encode", encode_native),
-)

@@ -14,6 +14,7 @@ from app.api.pooling.common import Input, PoolBody, Pooled, activated, base64_of
 from app.api.request.hidden import check_numbers
 from app.api.request.messages import check_messages, generation_prompt, template_arguments
 from app.api.request.prompts import Prompt, split_prompts
+from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available
 from app.api.request.schema import Int
 from app.http.aside import aside
@@ -23,6 +24,9 @@ from app.http.reply import long_response
 from app.service import Loaded
 from core.errors import RequestError
 from core.types import Floats
+
+ROUTES = Routes()
+VECTORS = "id object created model data usage"
 
 FORMATS = ("float", "base64")
 
@@ -53,6 +57,9 @@ EMBEDDING = msgspec.json.Decoder(EmbeddingBody)
 POOLING = msgspec.json.Decoder(PoolingBody)
 
 
+@ROUTES.add(
+    "POST /v1/embeddings", "POST /embeddings", body=EMBEDDING, example="input", has=VECTORS, runs=True
+)
 async def embeddings(request: web.Request) -> web.StreamResponse:
     """A vector for each input: the hidden state of its last token, or what the checkpoint was made for."""
     body = await decoded(request, EMBEDDING)
@@ -71,6 +78,7 @@ async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, ob
     return envelope(pooled, data, loaded)
 
 
+@ROUTES.add("POST /pooling", body=POOLING, example="input", has=VECTORS, runs=True)
 async def pooling(request: web.Request) -> web.StreamResponse:
     """What the model makes of each input: a vector, a vector for each token, or scores of classes."""
     body = await decoded(request, POOLING)
@@ -169,10 +177,3 @@ def envelope(pooled: Pooled, data: list[dict[str, object]], loaded: Loaded) -> d
         "data": data,
         "usage": pooled.usage(),
     }
-
-
-TABLE = (
-    ("POST", "/v1/embeddings", embeddings),
-    ("POST", "/embeddings", embeddings),
-    ("POST", "/pooling", pooling),
-)

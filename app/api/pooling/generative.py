@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from app.api.pooling.embeddings import VECTORS
 from app.api.pooling.score import ScoreBody, score_answer
 from app.api.request.prompts import Prompt, split_prompts
+from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, job_id, ready
 from app.api.request.schema import Int
 from app.http.body import decoded
@@ -19,6 +21,8 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import RequestError
+
+ROUTES = Routes()
 
 
 class GenerativeBody(msgspec.Struct, kw_only=True):
@@ -38,6 +42,9 @@ class GenerativeBody(msgspec.Struct, kw_only=True):
 GENERATIVE = msgspec.json.Decoder(GenerativeBody)
 
 
+@ROUTES.add(
+    "POST /generative_scoring", body=GENERATIVE, needed="query items label_token_ids", has=VECTORS, runs=True
+)
 async def generative_scoring(request: web.Request) -> web.StreamResponse:
     """The probability of the first label after the query and each item."""
     body = await decoded(request, GENERATIVE)
@@ -75,6 +82,3 @@ async def _ids(text: Prompt, special: bool, param: str, loaded: Loaded) -> list[
         return text
     ids: list[int] = (await loaded.tokenizer.encode_async(text, special, param)).tolist()
     return ids
-
-
-TABLE = (("POST", "/generative_scoring", generative_scoring),)

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from app.api.pooling.common import Input, PoolBody, Pooled, activated, cut, encode, fitting, run_pooled, unit
 from app.api.pooling.embeddings import envelope
+from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available
 from app.api.request.schema import Int
 from app.http.body import decode, decoded
@@ -22,6 +23,8 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import RequestError
+
+ROUTES = Routes()
 
 
 class Document(msgspec.Struct):
@@ -70,6 +73,15 @@ class Pair(msgspec.Struct, frozen=True):
     params: tuple[str, str]
 
 
+@ROUTES.add(
+    "POST /v1/rerank",
+    "POST /rerank",
+    "POST /v2/rerank",
+    body=RERANK,
+    needed="query documents",
+    has="id model results usage",
+    runs=True,
+)
 async def rerank(request: web.Request) -> web.StreamResponse:
     """Documents by how well they answer the query, best first."""
     body = await decoded(request, RERANK)
@@ -215,10 +227,3 @@ def _texts(value: object, param: str) -> list[str]:
 def _check_many(count: int, param: str) -> None:
     if count > MAX_CHOICES:
         raise RequestError(f"'{param}' takes at most {MAX_CHOICES} texts, got {count}.", param)
-
-
-TABLE = (
-    ("POST", "/v1/rerank", rerank),
-    ("POST", "/rerank", rerank),
-    ("POST", "/v2/rerank", rerank),
-)

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from app.api.pooling.rerank import score_pairs
 from app.api.request.prompts import Prompt, check_ids, split_prompts
+from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, priority, root_key
 from app.api.request.schema import Int, Text
 from app.engine.job import Job, Run
@@ -26,6 +27,8 @@ from app.service import Loaded
 from core.errors import ContextExceeded, EngineFailed, RequestError
 from core.request import SamplingParams
 from core.types import Ints
+
+ROUTES = Routes()
 
 WINDOW = 128
 """Prompts in the engine at once. Without a bound, 2,048 of a long context's length would hold 1 GB of
@@ -85,6 +88,14 @@ class Scored(msgspec.Struct):
     cached_tokens: int = 0
 
 
+@ROUTES.add(
+    "POST /v1/score",
+    "POST /score",
+    body=SCORE,
+    example="query items label_token_ids",
+    has="object model scores usage",
+    runs=True,
+)
 async def score(request: web.Request) -> web.StreamResponse:
     """The probability of each label token after the query and each item."""
     async with received(request) as raw:
@@ -221,9 +232,3 @@ def _scores(logprobs: Sequence[float], softmax: bool) -> list[float]:
     weights = [math.exp(value - highest) for value in logprobs]
     total = math.fsum(weights) if softmax else 1.0
     return [weight / total for weight in weights]
-
-
-TABLE = (
-    ("POST", "/v1/score", score),
-    ("POST", "/score", score),
-)

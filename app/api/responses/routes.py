@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
+from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited
 from app.api.request.sampling import check_model, ready
 from app.api.responses import Record
 from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
@@ -30,6 +30,9 @@ from app.http.sse import EventStream
 from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import LoomError, RequestError
+
+ROUTES = Routes()
+RESPONSE = "id object status output"
 
 MAX_PAGE = 100
 """Items in one page: OpenAI's."""
@@ -69,6 +72,7 @@ class ResponseFrames(Frames[None]):
         return b"".join(events)
 
 
+@ROUTES.add("POST /v1/responses", body=BODY, example="input", has=RESPONSE, runs=True, streams=True)
 async def create(request: web.Request) -> web.StreamResponse:
     """Answer at once, as a stream, or later."""
     body = await decoded(request, BODY)
@@ -111,6 +115,12 @@ async def _stream(
     return await answer(request, spec, stream=True)
 
 
+@ROUTES.add(
+    "GET /v1/responses/{id}",
+    has=RESPONSE,
+    streams=True,
+    query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
+)
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """A response as it is now, or with `stream=true` the events of one made in the background after
     number `starting_after`."""
@@ -150,6 +160,11 @@ def _not_streamed() -> RequestError:
     )
 
 
+@ROUTES.add(
+    "GET /v1/responses/{id}/input_items",
+    has=LISTED,
+    query={"after": AFTER, "order": {"type": "string", "enum": ["asc", "desc"]}, "limit": limited(MAX_PAGE)},
+)
 async def input_items(request: web.Request) -> web.StreamResponse:
     """The request's own items, newest first unless asked otherwise; those before are with the
     responses before."""
@@ -195,6 +210,7 @@ def _number(request: web.Request, name: str, default: int, most: int) -> int:
     return int(text)
 
 
+@ROUTES.add("DELETE /v1/responses/{id}", has=DELETED)
 async def delete(request: web.Request) -> web.StreamResponse:
     """Forget one; one that is being made is ended first."""
     id, whose = request.match_info["id"], tenant()
@@ -205,11 +221,13 @@ async def delete(request: web.Request) -> web.StreamResponse:
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
+@ROUTES.add("POST /v1/responses/{id}/cancel", has=RESPONSE)
 async def cancel(request: web.Request) -> web.StreamResponse:
     """End one that is made in the background."""
     return json_response(await request.app[RESPONSES].cancel(tenant(), request.match_info["id"]))
 
 
+@ROUTES.add("POST /v1/responses/input_tokens", body=BODY, example="input", has="object input_tokens")
 async def input_tokens(request: web.Request) -> web.StreamResponse:
     """Tokens of the prompt that the same body would be run with; nothing is run or kept."""
     body = await decoded(request, BODY)
@@ -221,13 +239,3 @@ async def input_tokens(request: web.Request) -> web.StreamResponse:
     if isinstance(prompt, str):
         prompt = await loaded.tokenizer.encode_async(prompt, turn.job.add_special_tokens, "input")
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/responses", create),
-    ("POST", "/v1/responses/input_tokens", input_tokens),
-    ("GET", "/v1/responses/{id}", retrieve),
-    ("DELETE", "/v1/responses/{id}", delete),
-    ("GET", "/v1/responses/{id}/input_items", input_items),
-    ("POST", "/v1/responses/{id}/cancel", cancel),
-)

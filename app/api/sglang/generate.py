@@ -17,6 +17,7 @@ from app.api.request.experts import experts_wanted
 from app.api.request.field_names import fields_named
 from app.api.request.prompts import Prompt, check_prompt, split_prompts
 from app.api.request.reasoning import bounded, thinking_budget
+from app.api.request.routing import Routes
 from app.api.request.sampling import (
     allowed_ids,
     bad_words,
@@ -45,6 +46,8 @@ from app.service import Loaded
 from core.errors import RequestError
 from core.types import Floats
 
+ROUTES = Routes()
+
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's."""
 
@@ -67,8 +70,17 @@ _NAMES = {
 """What the engine calls a field, and what this route does."""
 
 
+@ROUTES.add(
+    "POST /generate",
+    body=NATIVE,
+    example={"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
+    has="text meta_info",
+    lists=True,
+    runs=True,
+    streams=True,
+)
 async def generate(request: web.Request) -> web.StreamResponse:
-    """One prompt gives one object; lists or n > 1 give a list of them."""
+    """Continue a text, after SGLang. One prompt gives one object; lists or n > 1 give a list of them."""
     body = await decoded(request, NATIVE)
     loaded = ready(request.app[SERVICE], None)
     given = await input_embeds(body, loaded)

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from app.aliases import VALUES
+from app.api.request.routing import Routes
 from app.api.request.sampling import check_count
 from app.api.request.tools import check_tools
 from app.http.body import decoded
@@ -20,6 +20,8 @@ from app.parsers.base import Event, Message, assemble
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING, TOOLS
 from core.errors import field_error
+
+ROUTES = Routes()
 
 MAX_TEXT = 2**19
 """Characters of a text: no answer is longer, and 10,000 calls are put together in 25 ms."""
@@ -49,6 +51,7 @@ CALLS = msgspec.json.Decoder(CallsBody)
 THINKING = msgspec.json.Decoder(ReasoningBody)
 
 
+@ROUTES.add("POST /parse_function_call", body=CALLS, example="text tool_call_parser", has="normal_text calls")
 async def parse_calls(request: web.Request) -> web.StreamResponse:
     """The calls in a text, and what is left of it."""
     body = await decoded(request, CALLS)
@@ -69,6 +72,9 @@ async def parse_calls(request: web.Request) -> web.StreamResponse:
     return json_response({"normal_text": read.content, "calls": calls})
 
 
+@ROUTES.add(
+    "POST /separate_reasoning", body=THINKING, example="text reasoning_parser", has="reasoning_text text"
+)
 async def separate_reasoning(request: web.Request) -> web.StreamResponse:
     """The thinking in a text, and the answer after it."""
     body = await decoded(request, THINKING)
@@ -107,9 +113,3 @@ async def _read(text: str | None, reading: Reading) -> Message:
         events += answer.feed(text[start : start + SLICE])
         await asyncio.sleep(0)
     return assemble(events + answer.finish())
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/parse_function_call", parse_calls),
-    ("POST", "/separate_reasoning", separate_reasoning),
-)

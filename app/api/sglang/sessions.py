@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from app.api.request.routing import Routes
 from app.api.request.sampling import job_id, ready
 from app.api.request.schema import SessionParams
 from app.api.sglang.session_tree import Sessions
@@ -22,6 +23,8 @@ from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import field_error
 from core.types import FinishReason
+
+ROUTES = Routes()
 
 SESSIONS = web.AppKey("sessions", dict[str, Sessions])
 """By tenant."""
@@ -43,6 +46,7 @@ class CloseBody(msgspec.Struct, kw_only=True):
 OPEN, CLOSE = msgspec.json.Decoder(OpenBody), msgspec.json.Decoder(CloseBody)
 
 
+@ROUTES.add("POST /open_session", body=OPEN, optional=True, string=True, errors=(429,))
 async def open_session(request: web.Request) -> web.StreamResponse:
     """The id of a new session, as a JSON string."""
     body = await decoded(request, OPEN, b"{}")
@@ -51,6 +55,7 @@ async def open_session(request: web.Request) -> web.StreamResponse:
     return json_response(request.app[SESSIONS][tenant()].open(name or None, body.timeout))
 
 
+@ROUTES.add("POST /close_session", body=CLOSE, example="session_id", has="success")
 async def close_session(request: web.Request) -> web.StreamResponse:
     """Forget a session; one that is not there is no error, as in SGLang."""
     body = await decoded(request, CLOSE)
@@ -98,9 +103,3 @@ def taking_part(sessions: Sessions, params: SessionParams, job: Job, loaded: Loa
         yield Part(msgspec.structs.replace(job, prompt=prompt), watch)
     finally:
         sessions.drop(id, job.id)
-
-
-TABLE = (
-    ("POST", "/open_session", open_session),
-    ("POST", "/close_session", close_session),
-)

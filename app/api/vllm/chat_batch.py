@@ -11,6 +11,7 @@ from aiohttp import web
 from app.api.openai.chat import chat_answer
 from app.api.openai.common import envelope, request_id
 from app.api.request.field_names import fields_named
+from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import MAX_CHOICES, check_count, ready
 from app.api.request.schema import ChatBody
 from app.http.body import decoded
@@ -18,6 +19,8 @@ from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import field_error, unsupported
+
+ROUTES = Routes()
 
 _SHARED = [field for field in msgspec.structs.fields(ChatBody) if field.name != "messages"]
 
@@ -36,6 +39,14 @@ BATCH = msgspec.json.Decoder(BatchChatBody)
 _OF_ONE = ("id", "object", "created", "model", "choices", "usage")
 
 
+@ROUTES.add(
+    "POST /v1/chat/completions/batch",
+    body=BATCH,
+    needed="messages",
+    example={"messages": [[{"role": "user", "content": "Hello"}]] * 2, "max_tokens": 16},
+    has=CHOICES,
+    runs=True,
+)
 async def chat_batch(request: web.Request) -> web.StreamResponse:
     """Answer every conversation; one that fails fails all."""
     body: Any = await decoded(request, BATCH)
@@ -88,6 +99,3 @@ def _total(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
         return {name: _total([each[name] for each in values]) for name in values[0]}
     return sum(values)
-
-
-TABLE = (("POST", "/v1/chat/completions/batch", chat_batch),)

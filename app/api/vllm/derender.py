@@ -16,6 +16,7 @@ from app.api.openai.common import envelope
 from app.api.openai.stream import finish_fields, finished
 from app.api.request.logprobs import Namer, chat_token
 from app.api.request.prompts import check_ids
+from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import MAX_CHOICES, ready
 from app.api.request.schema import ChatBody, CompletionBody, Int
 from app.engine.job import Piece
@@ -26,6 +27,8 @@ from app.parsers.reading import Reading
 from app.service import Loaded
 from core.errors import field_error, unsupported
 from core.types import Finish, FinishReason
+
+ROUTES = Routes()
 
 _NAMED = re.compile(r"token_id:([0-9]{1,9})")
 
@@ -98,6 +101,7 @@ DERENDER_CHAT = msgspec.json.Decoder(DerenderChatBody)
 DERENDER = msgspec.json.Decoder(DerenderBody)
 
 
+@ROUTES.add("POST /v1/chat/completions/derender", body=DERENDER_CHAT, needed="generate_response", has=CHOICES)
 async def derender_chat(request: web.Request) -> web.StreamResponse:
     """Tokens as the answer of a conversation: text, thinking and calls."""
     body = await decoded(request, DERENDER_CHAT)
@@ -125,6 +129,7 @@ async def derender_chat(request: web.Request) -> web.StreamResponse:
     return json_response({**msgspec.structs.asdict(head), "choices": listed, "usage": used})
 
 
+@ROUTES.add("POST /v1/completions/derender", body=DERENDER, needed="generate_responses", has=CHOICES)
 async def derender_completions(request: web.Request) -> web.StreamResponse:
     """Tokens as the answers of prompts, one generation each."""
     body = await decoded(request, DERENDER)
@@ -213,9 +218,3 @@ def _usage(prompts: Sequence[int], made: Sequence[Generated]) -> dict[str, int]:
     generated = sum(len(choice.token_ids or ()) for each in made for choice in each.choices or ())
     read = sum(prompts)
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
-
-
-TABLE = (
-    ("POST", "/v1/chat/completions/derender", derender_chat),
-    ("POST", "/v1/completions/derender", derender_completions),
-)

@@ -18,6 +18,7 @@ from app.api.request.beam import check_streamed
 from app.api.request.field_names import fields_named
 from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
 from app.api.request.reasoning import bounded, thinking_budget
+from app.api.request.routing import Routes
 from app.api.request.sampling import ready, stream_interval
 from app.api.request.schema import CompletionBody, Int, StreamOptions
 from app.engine.job import Job, Piece, Run
@@ -29,6 +30,8 @@ from app.http.keys import SERVICE
 from app.http.reply import encode_long
 from app.service import Loaded
 from core.errors import RequestError
+
+ROUTES = Routes()
 
 _encode = msgspec.json.Encoder().encode
 
@@ -63,6 +66,15 @@ _NAMES = {
 """Fields of completions and ours, as `fields_named` takes them."""
 
 
+@ROUTES.add(
+    "POST /inference/v1/generate",
+    body=INFERENCE,
+    needed="token_ids",
+    example={"token_ids": [1, 2], "sampling_params": {"max_tokens": 16}},
+    has="request_id choices usage",
+    runs=True,
+    streams=True,
+)
 async def inference(request: web.Request) -> web.StreamResponse:
     """Go on from tokens, with tokens."""
     body = await decoded(request, INFERENCE)
@@ -191,6 +203,3 @@ def _logprobs(piece: Piece) -> dict[str, object]:
         for entry in output_entries(piece.tokens, piece.logprobs or ())
     ]
     return {"content": content}
-
-
-TABLE = (("POST", "/inference/v1/generate", inference),)

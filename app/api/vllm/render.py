@@ -6,12 +6,12 @@ import asyncio
 
 import numpy as np
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from app.api.openai.chat import chat_job
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.constraint import CONSTRAINTS, structured_outputs
+from app.api.request.routing import Routes
 from app.api.request.sampling import ready
 from app.api.request.schema import CHAT, COMPLETION, ChatBody, CompletionBody, Generation
 from app.engine.job import Job
@@ -20,6 +20,8 @@ from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
+
+ROUTES = Routes()
 
 _APART = frozenset({"model", "stream", "stream_options", "priority", "cache_salt", "extra_key"})
 _SAMPLING = tuple(
@@ -31,6 +33,7 @@ _SAMPLING = tuple(
 """Fields of `/inference/v1/generate`, which continues from tokens."""
 
 
+@ROUTES.add("POST /v1/chat/completions/render", body=CHAT, example="messages", has="request_id token_ids")
 async def render_chat(request: web.Request) -> web.StreamResponse:
     """The prompt of a conversation, as text and as tokens."""
     body = await decoded(request, CHAT)
@@ -39,6 +42,7 @@ async def render_chat(request: web.Request) -> web.StreamResponse:
     return json_response(await rendered(job, body, loaded))
 
 
+@ROUTES.add("POST /v1/completions/render", body=COMPLETION, example="prompt", lists=True)
 async def render_completions(request: web.Request) -> web.StreamResponse:
     """The prompts of a body, each as tokens."""
     body = await decoded(request, COMPLETION)
@@ -91,9 +95,3 @@ def _sampling(job: Job, body: ChatBody | CompletionBody) -> dict[str, object]:
         fields["thinking_token_budget"] = body.thinking_token_budget or body.max_thinking_tokens
     fields.pop("max_thinking_tokens")
     return {name: value for name, value in fields.items() if value is not None}
-
-
-TABLE: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/chat/completions/render", render_chat),
-    ("POST", "/v1/completions/render", render_completions),
-)
