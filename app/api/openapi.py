@@ -13,8 +13,9 @@ from aiohttp import web
 
 from app.api.admin.admin import VERSION, health
 from app.api.request.routing import Facts, Route, Routes, Schema
+from app.http.errors import ERRORS
 from app.http.keys import SERVE
-from app.http.middleware import ANTHROPIC_PATH, COHERE_PATHS, OLLAMA_PATH, OPEN_PATHS, under
+from app.http.middleware import OPEN_PATHS, error_class
 from app.http.server import root_path
 
 ROUTES = Routes()
@@ -25,48 +26,7 @@ ALWAYS = (400, 500, 503)
 WITH_BODY = (408, 413, 415, 417)
 
 _REF = "#/components/schemas/"
-_ERRORS: Mapping[str, Schema] = {
-    "Error": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type", "param", "code"],
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-            }
-        },
-    },
-    "AnthropicError": {
-        "type": "object",
-        "required": ["type", "error", "request_id"],
-        "properties": {
-            "type": {"const": "error"},
-            "error": {
-                "type": "object",
-                "required": ["type", "message"],
-                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            },
-            "request_id": {"type": "string"},
-        },
-    },
-    "CohereError": {
-        "type": "object",
-        "required": ["message", "id"],
-        "properties": {"message": {"type": "string"}, "id": {"type": "string"}},
-    },
-    "OllamaError": {
-        "type": "object",
-        "required": ["error"],
-        "properties": {"error": {"type": "string"}},
-    },
-    "Health": {"type": "object", "required": ["status", "stage", "progress", "reason"]},
-}
+_HEALTH: Schema = {"type": "object", "required": ["status", "stage", "progress", "reason"]}
 _EVENT: Schema = {
     "type": "object",
     "required": ["data"],
@@ -124,7 +84,7 @@ def document(routes: Sequence[Route], keyed: bool, prefix: str = "") -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "Loom", "version": VERSION},
         "paths": paths,
-        "components": {"schemas": {**_bodies([route.facts for route in routes]), **_ERRORS}},
+        "components": {"schemas": {**_structs([route.facts for route in routes]), "Health": _HEALTH}},
     }
     if prefix:
         doc["servers"] = [{"url": prefix}]
@@ -134,10 +94,10 @@ def document(routes: Sequence[Route], keyed: bool, prefix: str = "") -> Schema:
     return doc
 
 
-def _bodies(facts: Sequence[Facts]) -> dict[str, Schema]:
-    """The Structs by name. A field that a body must have is neither absent nor null."""
-    structs = dict.fromkeys(each["body"].type for each in facts if "body" in each)
-    _, schemas = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")
+def _structs(facts: Sequence[Facts]) -> dict[str, Schema]:
+    """Bodies and errors by name. A field that a body must have is neither absent nor null."""
+    bodies = dict.fromkeys(each["body"].type for each in facts if "body" in each)
+    _, schemas = msgspec.json.schema_components([*bodies, *ERRORS], ref_template=_REF + "{name}")
     needed = {each["body"].type.__name__: each["needed"].split() for each in facts if "needed" in each}
     for struct, names in needed.items():
         schema = schemas[struct]
@@ -193,7 +153,7 @@ def _parameter(name: str, place: str, schema: Schema) -> Schema:
 def _responses(path: str, route: Route) -> dict[str, Schema]:
     responses = {200: _answer("As asked.", _contents(route.facts))}
     for status in sorted(_statuses(path, route.facts)):
-        error: Schema = {"$ref": _REF + _error(path)}
+        error: Schema = {"$ref": _REF + error_class(path).__name__}
         if status == 503 and route.handler is health:
             error = {"anyOf": [error, {"$ref": _REF + "Health"}]}
         responses[status] = _answer(HTTPStatus(status).phrase, {"application/json": {"schema": error}})
@@ -214,15 +174,6 @@ def _statuses(path: str, facts: Facts) -> set[int]:
     if "{" in path or ("body" in facts and "model" in facts["body"].type.__struct_fields__):
         statuses.add(404)
     return statuses
-
-
-def _error(path: str) -> str:
-    """The shape of errors there."""
-    if under(path, ANTHROPIC_PATH):
-        return "AnthropicError"
-    if under(path, *COHERE_PATHS):
-        return "CohereError"
-    return "OllamaError" if path.startswith(OLLAMA_PATH) else "Error"
 
 
 def _answer(description: str, content: Schema) -> Schema:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -49,6 +50,53 @@ class HttpError(LoomError):
         self.headers = headers or {}
 
 
+class ErrorFields(msgspec.Struct, frozen=True):
+    """What `Error` wraps."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct, frozen=True):
+    """OpenAI's nested shape."""
+
+    error: ErrorFields
+
+
+class AnthropicErrorFields(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What `AnthropicError` wraps. Clients go by the type's name."""
+
+    type: str
+    message: str
+    details: dict[str, Any] | None = None
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag="error"):
+    """Anthropic's shape."""
+
+    error: AnthropicErrorFields
+    request_id: str
+
+
+class CohereError(msgspec.Struct, frozen=True):
+    """Cohere's: the message and the request's id."""
+
+    message: str
+    id: str
+
+
+class OllamaError(msgspec.Struct, frozen=True):
+    """Ollama's: the message alone."""
+
+    error: str
+
+
+ErrorShape = type[Error] | type[AnthropicError] | type[CohereError] | type[OllamaError]
+ERRORS: tuple[ErrorShape, ...] = (Error, AnthropicError, CohereError, OllamaError)
+
+
 class Fault(msgspec.Struct, frozen=True):
     """An error as a client sees it."""
 
@@ -59,26 +107,19 @@ class Fault(msgspec.Struct, frozen=True):
     code: str | None = None
     headers: Mapping[str, str] = {}
 
-    def body(self) -> bytes:
-        """The nested JSON object."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
-
-    def plain_body(self) -> bytes:
-        """The message alone, for Ollama's clients."""
-        return msgspec.json.encode({"error": self.message})
-
-    def cohere_body(self, request_id: str) -> bytes:
-        """The message and the request's id, for Cohere's clients."""
-        return msgspec.json.encode({"message": self.message, "id": request_id})
-
-    def anthropic_body(self, request_id: str) -> bytes:
-        """The same for clients of Anthropic's API, which go by the type's name."""
+    def body(self, shape: ErrorShape = Error, request_id: str = "") -> bytes:
+        """JSON in one of the shapes of `ERRORS`."""
+        if shape is OllamaError:
+            return msgspec.json.encode(OllamaError(self.message))
+        if shape is CohereError:
+            return msgspec.json.encode(CohereError(self.message, request_id))
+        if shape is Error:
+            return msgspec.json.encode(Error(ErrorFields(self.message, self.type, self.param, self.code)))
         kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        error: dict[str, object] = {"type": kind, "message": self.message}
-        if self.code == THREAD_UNSUPPORTED:
-            error["details"] = {"error_code": self.code, "unsupported": ["thread"]}
-        return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
+        thread = {"error_code": self.code, "unsupported": ["thread"]}
+        details = thread if self.code == THREAD_UNSUPPORTED else None
+        fields = AnthropicErrorFields(kind, self.message, details)
+        return msgspec.json.encode(AnthropicError(fields, request_id))
 
 
 class _Row(msgspec.Struct, frozen=True):

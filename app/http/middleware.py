@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.typedefs import Handler, Middleware
 
-from app.http.errors import HttpError, fault
+from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
 from app.http.keys import REQUEST_ID, WARNINGS
 from app.http.reply import error_response
 from app.http.tenant import Keys, acting_for
@@ -120,12 +120,17 @@ async def _answer(request: web.Request, handler: Handler, keys: Keys) -> web.Str
 
 
 def _error(request: web.Request, error: Exception) -> web.Response:
-    told, path, id = fault(error), request.path, request[REQUEST_ID]
+    answer = fault(error)
+    return error_response(answer, answer.body(error_class(request.path), request[REQUEST_ID]))
+
+
+def error_class(path: str) -> ErrorShape:
+    """The shape of errors there."""
     if under(path, ANTHROPIC_PATH):
-        return error_response(told, told.anthropic_body(id))
+        return AnthropicError
     if under(path, *COHERE_PATHS):
-        return error_response(told, told.cohere_body(id))
-    return error_response(told, told.plain_body() if path.startswith(OLLAMA_PATH) else None)
+        return CohereError
+    return OllamaError if path.startswith(OLLAMA_PATH) else Error
 
 
 def under(path: str, *tops: str) -> bool:

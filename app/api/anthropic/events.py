@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from app.api.anthropic.cache import prompt_usage
-from app.engine.job import Piece, Run
-from app.http.delivery import Frames
-from app.http.errors import Fault
+from app.engine.job import Piece
+from app.engine.reasoning_budget import WatchedRun
+from app.http.errors import AnthropicError, Fault
 from app.http.sse import Dialect
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.typed import members
@@ -37,7 +37,7 @@ def _event(type_: str, **fields: object) -> bytes:
 
 
 def _error(fault: Fault, request_id: str) -> bytes:
-    return b"event: error\ndata: %b\n\n" % fault.anthropic_body(request_id)
+    return b"event: error\ndata: %b\n\n" % fault.body(AnthropicError, request_id)
 
 
 DIALECT = Dialect(error=_error, keep_alive=_event("ping"))

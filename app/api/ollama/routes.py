@@ -34,7 +34,8 @@ from app.engine.reasoning_budget import Watch, watched
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside
 from app.http.body import decoded
-from app.http.errors import Fault
+from app.http.delivery import Collector, Delivery, running
+from app.http.errors import Fault, OllamaError
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.sse import Dialect
@@ -45,7 +46,7 @@ ROUTES = Routes()
 
 
 def _error(fault: Fault, id: str) -> bytes:
-    return fault.plain_body() + b"\n"
+    return fault.body(OllamaError) + b"\n"
 
 
 NEVER = "2318-01-01T00:00:00Z"
