@@ -17,6 +17,7 @@ import pytest
 from app.api.anthropic.schema import MessagesBody
 from app.api.cohere.schema import CohereBody
 from app.api.pooling.generative import GenerativeBody
+from app.api.pooling.rerank import PairBody
 from app.api.pooling.score import ScoreBody
 from app.api.request.schema import (
     ChatBody,
@@ -424,7 +425,7 @@ ELSEWHERE: dict[type, set[str]] = {
     NativeSampling: {"return_hidden_states"},
     ResponsesBody: {"previous_response_id", "return_hidden_states"},
     MessagesBody: {"thread"},
-    ScoreBody: {"text_1", "text_2", "data_1", "data_2", "queries", "documents"},
+    ScoreBody: set(PairBody.__struct_fields__) - {"model", "priority", "cache_salt", "extra_key"},
 }
 """Declared, and tested where it needs more than a value."""
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from app.api.pooling.rerank import score_pairs
+from app.api.pooling.rerank import PairBody, score_pairs
 from app.offline import LLM
 from core.errors import ConfigError, ContextExceeded, RequestError
 from tests.rigs import tiny_model
@@ -119,7 +119,7 @@ def test_rewards_are_told_raw(opened: Any) -> None:
 def test_pairs_are_two_segments(opened: Any) -> None:
     tiny, llm = opened("BertForSequenceClassification")
     one, two = "a question", "an answer"
-    body = msgspec.json.encode({"text_1": one, "text_2": two, "use_activation": False})
+    body = PairBody(text_1=one, text_2=two, use_activation=False)
     answer: Any = llm._wait(score_pairs(body, llm._live.loaded))
     ids, _ = llm._wait(llm._live.loaded.tokenizer.encode_pair_async((one, two), ("a", "b")))
     types = torch.tensor([[0] * len(one) + [1] * len(two)])

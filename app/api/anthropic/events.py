@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from app.api.anthropic.cache import prompt_usage
-from app.engine.job import Piece
-from app.engine.reasoning_budget import WatchedRun
+from app.engine.job import Piece, Run
+from app.http.delivery import Frames
 from app.http.errors import AnthropicError, Fault
 from app.http.sse import Dialect
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble

@@ -34,7 +34,6 @@ from app.engine.reasoning_budget import Watch, watched
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside
 from app.http.body import decoded
-from app.http.delivery import Collector, Delivery, running
 from app.http.errors import Fault, OllamaError
 from app.http.keys import SERVICE
 from app.http.reply import json_response

@@ -8,14 +8,13 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from app.api.pooling.common import PoolBody, activated, encode, run_pooled, unit
+from app.api.pooling.common import PoolBody, activated, encode_all, run_pooled, unit
 from app.api.pooling.embeddings import (
     VECTORS,
     EmbeddingBody,
     check_dimensions,
     encoded_inputs,
     envelope,
-    listed_inputs,
 )
 from app.api.request.routing import Routes
 from app.api.request.sampling import available
@@ -61,10 +60,9 @@ async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, objec
     loaded.card.check_task("classify")
     spec = loaded.card.pooling
     pooled = await run_pooled(await encoded_inputs(body, loaded), body, "classify", loaded)
-    wanted = body.activation if body.use_activation is None else body.use_activation
     data: list[dict[str, object]] = []
     for i, logits in enumerate(pooled.vectors):
-        scores = activated(logits, spec, wanted)
+        scores = activated(logits, spec, body.use_activation, body.activation)
         data.append(
             {
                 "index": i,
@@ -88,11 +86,7 @@ async def _encoded(body: EncodeBody, loaded: Loaded) -> Any:
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("Give exactly one of 'text' and 'input_ids'.", "text")
     param, value = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
-    prompts, single = listed_inputs(value, param)
-    inputs = [
-        await encode(prompt, param if single else f"{param}[{i}]", body, loaded)
-        for i, prompt in enumerate(prompts)
-    ]
+    inputs, single = await encode_all(value, param, body, loaded)
     pooled = await run_pooled(inputs, body, "encode", loaded)
     vectors = await unit(pooled.vectors, loaded.card.pooling, body.dimensions)
     results = [

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from app.api.request.hidden import joined
-from app.api.request.prompts import Prompt, check_prompt
-from app.api.request.sampling import job_id, priority, root_key
+from app.api.request.prompts import Prompt, check_prompt, split_prompts
+from app.api.request.sampling import MAX_CHOICES, job_id, priority, root_key
 from app.api.request.schema import Int
 from app.engine.job import Job, Run
 from app.http.delivery import Collector, running
@@ -25,7 +26,8 @@ from core.request.params import Hidden
 from core.types import Floats, Ints
 
 WINDOW = 128
-"""Inputs in the engine at once: enough to fill steps, and a bound on what is held."""
+"""Inputs in the engine at once: enough to fill steps. Without a bound, 2,048 of a long context's length would
+hold 1 GB of ids."""
 
 SLICE = 2**16
 """Numbers scaled in one turn of the loop: about 0.2 ms."""
@@ -58,23 +60,28 @@ class Input(msgspec.Struct, frozen=True):
     """Where the second text of a pair begins; 0: there is one."""
 
 
-class Pooled(msgspec.Struct):
-    """What the engine made of the inputs, in their order: float32 [width] each, or [n, width] where every
-    token's was asked for."""
+class Counts(msgspec.Struct, kw_only=True):
+    """Tokens of an answer's prompts."""
 
-    id: str
-    vectors: list[Floats]
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
     def usage(self) -> dict[str, object]:
-        """As all of these routes tell it."""
+        """`usage` of all of these routes."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens,
             "completion_tokens": 0,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+class Pooled(Counts):
+    """What the engine made of the inputs, in their order: float32 [width] each, or [n, width] where every
+    token's was asked for."""
+
+    id: str
+    vectors: list[Floats]
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -130,6 +137,23 @@ async def encode(
     return fitting(Input(ids, param), body, loaded)
 
 
+async def encode_all(
+    value: str | list[Any] | None, param: str, body: PoolBody, loaded: Loaded, add_special: bool = True
+) -> tuple[list[Input], bool]:
+    """One or several texts or lists of ids, and whether it is one that is in no list. Raises `RequestError`
+    naming the field."""
+    if not value:
+        raise RequestError(f"'{param}' must not be empty.", param)
+    prompts, single = split_prompts(value, param)
+    if len(prompts) > MAX_CHOICES:
+        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} inputs, got {len(prompts)}.", param)
+    inputs = [
+        await encode(prompt, param if single else f"{param}[{i}]", body, loaded, add_special)
+        for i, prompt in enumerate(prompts)
+    ]
+    return inputs, single
+
+
 def fitting(input: Input, body: PoolBody, loaded: Loaded) -> Input:
     """The input, cut where the client wants that. Raises `ContextExceeded` for one that is too long."""
     most = most_tokens(body, loaded)
@@ -165,16 +189,21 @@ async def run_pooled(
         root=root_key(body.cache_salt, body.extra_key),
     )
     done = Pooled(base.id, [])
-    jobs = _jobs(inputs, base)
+    async for run in finished_runs(_jobs(inputs, base), loaded):
+        done.vectors.append(_vector(run, hidden))
+        done.prompt_tokens += len(run.prompt)
+        done.cached_tokens += run.cached
+    return done
+
+
+async def finished_runs(jobs: Iterator[Job], loaded: Loaded) -> AsyncIterator[Run]:
+    """The run of each job when it is done, in their order. `WINDOW` of them are in the engine at once."""
     while part := list(islice(jobs, WINDOW)):
         collector = Collector(len(part))
         async with running(loaded.engine, part, collector.take) as runs:
             await collector.finished()
-            for run in runs:
-                done.vectors.append(_vector(run, hidden))
-                done.prompt_tokens += len(run.prompt)
-                done.cached_tokens += run.cached
-    return done
+        for run in runs:
+            yield run
 
 
 def _jobs(inputs: Sequence[Input], base: Job) -> Iterator[Job]:
@@ -225,11 +254,15 @@ async def unit(
     return made
 
 
-def activated(logits: Floats, pooling: PoolingSpec, wanted: bool | None = None) -> Floats:
-    """Scores of the classes: [n] of what a head said. `wanted` False leaves them as they are."""
-    values = logits.astype(np.float64)
+def activated(
+    logits: Floats, pooling: PoolingSpec, use_activation: bool | None, activation: bool | None
+) -> Floats:
+    """Scores of the classes: [n] of what a head said, as it is where `use_activation` is False, or where
+    that is unset and `activation`, its older name, is."""
+    wanted = activation if use_activation is None else use_activation
     if wanted is False or pooling.activation == "none":
         return logits
+    values = logits.astype(np.float64)
     if pooling.activation == "sigmoid":
         scores = 0.5 * (1.0 + np.tanh(0.5 * values))
     else:

@@ -10,12 +10,21 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from app.api.pooling.common import Input, PoolBody, Pooled, activated, base64_of, encode, run_pooled, unit
+from app.api.pooling.common import (
+    Input,
+    PoolBody,
+    Pooled,
+    activated,
+    base64_of,
+    encode,
+    encode_all,
+    run_pooled,
+    unit,
+)
 from app.api.request.hidden import check_numbers
 from app.api.request.messages import check_messages, generation_prompt, template_arguments
-from app.api.request.prompts import Prompt, split_prompts
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, available
+from app.api.request.sampling import available
 from app.api.request.schema import Int
 from app.http.aside import aside
 from app.http.body import decoded
@@ -90,8 +99,9 @@ async def pooling(request: web.Request) -> web.StreamResponse:
     if task in ("classify", "score"):
         card.check_task("classify")
         pooled = await run_pooled(inputs, body, "pool", loaded)
-        wanted = body.activation if body.use_activation is None else body.use_activation
-        vectors = [activated(vector, card.pooling, wanted) for vector in pooled.vectors]
+        vectors = [
+            activated(vector, card.pooling, body.use_activation, body.activation) for vector in pooled.vectors
+        ]
     else:
         card.check_task("embed", "generate")
         every = task == "token_embed"
@@ -120,22 +130,8 @@ async def encoded_inputs(body: EmbeddingBody, loaded: Loaded) -> list[Input]:
     if body.messages is not None:
         text = await _rendered(body, loaded)
         return [await encode(text, "messages", body, loaded, body.add_special_tokens is True)]
-    prompts, single = listed_inputs(body.input, "input")
     add_special = body.add_special_tokens is not False
-    return [
-        await encode(prompt, "input" if single else f"input[{i}]", body, loaded, add_special)
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def listed_inputs(value: str | list[Any] | None, param: str) -> tuple[list[Prompt], bool]:
-    """The inputs, and whether there is one that is no list."""
-    if not value:
-        raise RequestError(f"'{param}' must not be empty.", param)
-    prompts, single = split_prompts(value, param)
-    if len(prompts) > MAX_CHOICES:
-        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} inputs, got {len(prompts)}.", param)
-    return prompts, single
+    return (await encode_all(body.input, "input", body, loaded, add_special))[0]
 
 
 async def _rendered(body: EmbeddingBody, loaded: Loaded) -> str:

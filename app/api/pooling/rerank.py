@@ -17,8 +17,8 @@ from app.api.pooling.common import Input, PoolBody, Pooled, activated, cut, enco
 from app.api.pooling.embeddings import envelope
 from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available
-from app.api.request.schema import Int
-from app.http.body import decode, decoded
+from app.api.request.schema import Int, Text
+from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
@@ -50,8 +50,8 @@ class RerankBody(PoolBody, kw_only=True):
 class PairBody(PoolBody, kw_only=True):
     """vLLM's forms of `/score`: one text and many, or as many on both sides."""
 
-    text_1: str | list[str] | None = None
-    text_2: str | list[str] | None = None
+    text_1: Text | None = None
+    text_2: Text | None = None
     data_1: Any = None
     data_2: Any = None
     queries: Any = None
@@ -61,7 +61,6 @@ class PairBody(PoolBody, kw_only=True):
 
 
 RERANK = msgspec.json.Decoder(RerankBody)
-PAIRS = msgspec.json.Decoder(PairBody)
 
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 
@@ -100,9 +99,8 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     return json_response(answer)
 
 
-async def score_pairs(raw: bytes, loaded: Loaded) -> dict[str, object]:
+async def score_pairs(body: PairBody, loaded: Loaded) -> dict[str, object]:
     """The answer to vLLM's `/score`: one score for each pair."""
-    body = await decode(PAIRS, raw, loaded.bodies)
     check_ranks(loaded)
     scores, pooled = await scored(_sides(body), body, loaded)
     data: list[dict[str, object]] = [
@@ -141,8 +139,8 @@ async def scored(
     if loaded.card.task == "classify":
         inputs = [await _joined(pair, body, loaded, most) for pair in pairs]
         pooled = await run_pooled(inputs, body, "rerank", loaded)
-        wanted = body.activation if body.use_activation is None else body.use_activation
-        return [float(activated(logits, spec, wanted)[0]) for logits in pooled.vectors], pooled
+        heads = [activated(each, spec, body.use_activation, body.activation) for each in pooled.vectors]
+        return [float(head[0]) for head in heads], pooled
     inputs, places = await _apart(pairs, body, loaded, most)
     pooled = await run_pooled(inputs, body, "rerank", loaded)
     vectors = await unit(pooled.vectors, msgspec.structs.replace(spec, normalize=True))

@@ -6,21 +6,20 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import Any
+from itertools import chain
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
-from app.api.pooling.rerank import score_pairs
+from app.api.pooling.common import WINDOW, Counts, finished_runs
+from app.api.pooling.rerank import SIDES, PairBody, score_pairs
 from app.api.request.prompts import Prompt, check_ids, split_prompts
 from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, priority, root_key
-from app.api.request.schema import Int, Text
+from app.api.request.schema import Int
 from app.engine.job import Job, Run
-from app.http.body import decode, received
-from app.http.delivery import Collector, running
+from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
@@ -30,31 +29,15 @@ from core.types import Ints
 
 ROUTES = Routes()
 
-WINDOW = 128
-"""Prompts in the engine at once. Without a bound, 2,048 of a long context's length would hold 1 GB of
-ids; more than the rows of a step gain nothing."""
 
-_PAIRS = ("text_1", "text_2", "data_1", "data_2", "queries", "documents")
-
-
-class ScoreBody(msgspec.Struct, kw_only=True):
+class ScoreBody(PairBody, kw_only=True):
     """SGLang's form, and the fields of vLLM's, which asks a cross-encoder."""
 
-    model: str | None = None
     query: str | list[Int] | None = None
     items: str | list[str | Int | list[Int]] | None = None
     label_token_ids: list[Int] | None = None
     apply_softmax: bool | None = None
     item_first: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    extra_key: str | None = None
-    text_1: Text | None = None
-    text_2: Text | None = None
-    data_1: Any = None
-    data_2: Any = None
-    queries: Any = None
-    documents: Any = None
 
 
 SCORE = msgspec.json.Decoder(ScoreBody)
@@ -80,12 +63,10 @@ class Asked(msgspec.Struct, frozen=True):
         return item + query if self.item_first else query + item
 
 
-class Scored(msgspec.Struct):
+class Scored(Counts):
     """What the engine said so far. `logprobs`: item by item, label by label."""
 
     logprobs: list[float]
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
 
 
 @ROUTES.add(
@@ -98,11 +79,10 @@ class Scored(msgspec.Struct):
 )
 async def score(request: web.Request) -> web.StreamResponse:
     """The probability of each label token after the query and each item."""
-    async with received(request) as raw:
-        body = await decode(SCORE, raw, request.app[SERVICE].loaded.bodies)
-        loaded = available(request.app[SERVICE], body.model)
-        if body.items is None and any(getattr(body, name) is not None for name in _PAIRS):
-            return json_response(await score_pairs(raw, loaded))
+    body = await decoded(request, SCORE)
+    loaded = available(request.app[SERVICE], body.model)
+    if body.items is None and any(getattr(body, name) is not None for name in chain(*SIDES)):
+        return json_response(await score_pairs(body, loaded))
     loaded.card.check_task("generate")
     return json_response(await score_answer(body, loaded))
 
@@ -124,12 +104,7 @@ async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
         "object": "scoring",
         "model": loaded.card.name,
         "scores": [_scores(row, body.apply_softmax is True) for row in rows],
-        "usage": {
-            "prompt_tokens": scored.prompt_tokens,
-            "completion_tokens": 0,
-            "total_tokens": scored.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": scored.cached_tokens},
-        },
+        "usage": scored.usage(),
     }
 
 
@@ -179,16 +154,11 @@ async def _score(asked: Asked, items: range, loaded: Loaded, scored: Scored) -> 
         encoded.append(ids)
         await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
         scored.prompt_tokens += len(ids)
-    jobs = _jobs(asked, items, encoded)
-    while part := list(islice(jobs, WINDOW)):
-        collector = Collector(len(part))
-        async with running(loaded.engine, part, collector.take) as runs:
-            await collector.finished()
-            scored.logprobs += [_last_logprob(run) for run in runs]
-            # An item's first label is what found others' pages; the rest find the first one's.
-            for job, run in zip(part, runs, strict=True):
-                if job.id.endswith("-0"):
-                    scored.cached_tokens += min(run.cached, len(run.prompt) - 1)
+    async for run in finished_runs(_jobs(asked, items, encoded), loaded):
+        # An item's first label is what found others' pages; the rest find the first one's.
+        if len(scored.logprobs) % len(asked.labels) == 0:
+            scored.cached_tokens += min(run.cached, len(run.prompt) - 1)
+        scored.logprobs.append(_last_logprob(run))
 
 
 async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:
