@@ -41,6 +41,7 @@ RENAMED: Mapping[str, str] = {
 """Flags with a value."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
+    "--disable-radix-cache": ("--no-radix-cache",),
     "--enable-force-include-usage": ("--force-include-usage",),
     "--disable-overlap-schedule": ("--overlap-depth", "0"),
     "--enable-priority-scheduling": ("--order", "priority"),

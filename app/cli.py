@@ -10,14 +10,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
+from msgspec.structs import FieldInfo, fields
 
 from app.aliases import translate
 from core.config import LEAST_STEP, PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
 from core.errors import ConfigError
 
+T = TypeVar("T", bound=msgspec.Struct)
 Groups = tuple[tuple[str, type[msgspec.Struct]], ...]
 
 ENGINE_GROUPS: Groups = (
@@ -42,10 +45,12 @@ ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --m
 class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Flags of `generate` that are not the model's."""
 
-    input: str
-    output: str
-    concurrency: int = 0
-    model_name: str = ""
+    input: Annotated[str, Meta(description="JSONL file with one request a line")]
+    output: Annotated[str, Meta(description="JSONL file that results are appended to")]
+    concurrency: Annotated[int, Meta(description="requests at once; 0: chosen by device", ge=0)] = 0
+    model_name: Annotated[
+        str, Meta(description="name that lines may give for the model besides its own; any: every name")
+    ] = ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -98,30 +103,29 @@ def parse(argv: Sequence[str]) -> Config:
 
 
 def parse_generate(argv: Sequence[str]) -> tuple[Config, GenerateFlags]:
-    """The same for what comes after `generate`."""
+    """The same for the arguments after `generate`."""
     parser = make_generate_parser()
     given = parser.read(argv)
-    if given["concurrency"] < 0:
-        parser.error("argument --concurrency: must not be negative")
-    flags = GenerateFlags(**{name: given[name] for name in GenerateFlags.__struct_fields__})
-    return _settings(parser, given), flags
+    return _settings(parser, given), _filled(parser, given, GenerateFlags)
 
 
 def _settings(parser: Parser, given: Mapping[str, Any]) -> Config:
-    groups: dict[str, msgspec.Struct] = {}
-    for name, group in GROUPS:
-        own = {f: given[f] for f in group.__struct_fields__ if given.get(f) is not None}
-        try:
-            groups[name] = msgspec.convert(own, group)
-        except msgspec.ValidationError as error:
-            field = str(error).rpartition("$.")[2].rstrip("`")
-            parser.error(f"argument {_flag(field)}: {str(error).partition(' - at')[0]}, got {own.get(field)}")
-    config = msgspec.convert(groups, Config)
+    config = msgspec.convert({name: _filled(parser, given, group) for name, group in GROUPS}, Config)
     if config.cache.page_size & (config.cache.page_size - 1):
         parser.error(f"argument --page-size: must be a power of two, got {config.cache.page_size}")
     if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
         parser.error(f"argument --step-tokens: must be 0 or at least {LEAST_STEP}, got {tokens}")
     return config
+
+
+def _filled(parser: Parser, given: Mapping[str, Any], group: type[T]) -> T:
+    """A group with the values that were given."""
+    own = {f.name: given[f.name] for f in fields(group) if given.get(f.name) is not None}
+    try:
+        return msgspec.convert(own, group)
+    except msgspec.ValidationError as error:
+        field = str(error).rpartition("$.")[2].rstrip("`")
+        parser.error(f"argument {_flag(field)}: {str(error).partition(' - at')[0]}, got {own.get(field)}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -148,14 +152,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    """One flag a field, `--no-flag` for those that are on by default."""
+    """One flag per field, and `--no-flag` for those that are on by default."""
     parser = Parser(
         prog="python -m app",
         description="Serve a language model over an OpenAI-compatible HTTP API.",
         epilog=ALIASES,
         allow_abbrev=False,
     )
-    _add_groups(parser, GROUPS)
+    for name, group in GROUPS:
+        _add_fields(parser.add_argument_group(name), group)
     return parser
 
 
@@ -167,58 +172,38 @@ def make_generate_parser() -> Parser:
         "messages. Started again with the same output it does what is left or has failed.",
         allow_abbrev=False,
     )
-    parser.add_argument("--input", required=True, metavar="FILE", help="JSONL with one request a line")
-    parser.add_argument("--output", required=True, metavar="FILE", help="JSONL that results are added to")
-    parser.add_argument(
-        "--concurrency", type=int, default=0, metavar="INT", help="requests at once; 0: what keeps it busy"
-    )
-    parser.add_argument(
-        "--model-name",
-        default="",
-        metavar="NAME",
-        help="name that lines may give for the model besides its own; any: whatever they name",
-    )
-    _add_groups(parser, ENGINE_GROUPS)
-    parsers = parser.add_argument_group("parsers")
-    _add_fields(parsers, ServeConfig, PARSERS)
+    _add_fields(parser, GenerateFlags)
+    for name, group in ENGINE_GROUPS:
+        _add_fields(parser.add_argument_group(name), group)
+    _add_fields(parser.add_argument_group("parsers"), ServeConfig, PARSERS)
     return parser
 
 
-def _add_groups(parser: Parser, groups: Groups) -> None:
-    for name, group in groups:
-        _add_fields(parser.add_argument_group(name), group, group.__struct_fields__)
-    parser.add_argument(
-        "--disable-radix-cache",
-        dest="radix_cache",
-        action="store_false",
-        default=None,
-        help=argparse.SUPPRESS,
-    )
-
-
-def _add_fields(section: Any, group: type[msgspec.Struct], names: Sequence[str]) -> None:
+def _add_fields(section: Any, group: type[msgspec.Struct], names: Sequence[str] = ()) -> None:
+    """A flag for each of the named fields, or for all."""
     hints = get_type_hints(group, include_extras=True)
-    for field in msgspec.structs.fields(group):
-        if field.name in names:
-            _add_flag(section, field.name, hints[field.name], field.default)
+    for field in fields(group):
+        if not names or field.name in names:
+            _add_flag(section, field, hints[field.name])
 
 
-def _add_flag(section: Any, name: str, hint: Any, default: object) -> None:
+def _add_flag(section: Any, field: FieldInfo, hint: Any) -> None:
     kind, meta = get_args(hint)
     if several := get_origin(kind) is tuple:
         kind = get_args(kind)[0]
-    text = f"{meta.description} (default: {default})" if default not in ("", False, ()) else meta.description
+    text, default = meta.description.replace("%", "%%"), field.default
+    if default not in ("", False, (), msgspec.NODEFAULT):
+        text = f"{text} (default: {default})"
+    how: dict[str, Any]
     if kind is bool:
-        section.add_argument(
-            _flag(name), dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
-        )
+        how = {"action": argparse.BooleanOptionalAction, "default": None}
     elif get_origin(kind) is Literal:
-        section.add_argument(_flag(name), dest=name, choices=get_args(kind), help=text.replace("%", "%%"))
+        how = {"choices": get_args(kind)}
     else:
-        count = {"nargs": "+"} if several else {}
-        section.add_argument(
-            _flag(name), dest=name, type=kind, metavar=kind.__name__.upper(), help=text, **count
-        )
+        how = {"type": kind, "metavar": kind.__name__.upper(), "required": field.required}
+    if several:
+        how["nargs"] = "+"
+    section.add_argument(_flag(field.name), dest=field.name, help=text, **how)
 
 
 def _flag(name: str) -> str:
