@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import struct
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -34,27 +33,25 @@ FREED = 1_024
 MAX_VALUES = 20_000
 """In one item of a list, or one field that is none: the largest schemas in use have some 10,000."""
 
-_LENGTH = struct.Struct("<I")
-
 Kind = Literal["value", "raw", "text", "items", "open", "numbers"]
 """What is done with a piece: set the field; set it to JSON as it came; add text; add items of a list; begin a
 list inside the list; add numbers to that list, or to the field where none is open."""
 
 
-class Cut(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a field."""
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a field."""
 
     field: str
     kind: Kind
-    size: int
+    data: memoryview
 
 
-class Index(msgspec.Struct, frozen=True, array_like=True):
-    """What comes before the pieces: the fields of a `RequestError`, or the cuts."""
+class Decoded(msgspec.Struct, frozen=True, array_like=True):
+    """What the helper process answers: pieces, or the fields of a `RequestError`."""
 
+    pieces: list[Piece] = []
     wrong: str = ""
     param: str | None = None
-    cuts: list[Cut] = []
 
 
 class BodyWorker:
@@ -65,63 +62,54 @@ class BodyWorker:
         self._decoder = msgspec.json.Decoder(getattr(importlib.import_module(module), name))
 
     def __call__(self, payload: bytes) -> bytes:
-        """An index with its length, and the pieces."""
+        """A `Decoded` in msgpack."""
         try:
             check_numbers(payload)
-            pieces = list(_pieces(decode_json(self._decoder, payload)))
+            return _encode(Decoded(list(_pieces(decode_json(self._decoder, payload)))))
         except RequestError as error:
-            return _joined(Index(error.message, error.param), [])
+            return _encode(Decoded(wrong=error.message, param=error.param))
         except OverflowError:
-            return _joined(Index("The request body has a whole number of more than 64 bits."), [])
-        cuts = [Cut(piece.field, piece.kind, len(piece.data)) for piece in pieces]
-        return _joined(Index(cuts=cuts), [piece.data for piece in pieces])
-
-
-class _Piece(NamedTuple):
-    field: str
-    kind: Kind
-    data: bytes
+            return _encode(Decoded(wrong="The request body has a whole number of more than 64 bits."))
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def _joined(index: Index, pieces: list[bytes]) -> bytes:
-    head = _encode(index)
-    return b"".join((_LENGTH.pack(len(head)), head, *pieces))
+def _piece(field: str, kind: Kind, data: bytes) -> Piece:
+    return Piece(field, kind, memoryview(data))
 
 
-def _pieces(body: Any) -> Iterator[_Piece]:
+def _pieces(body: Any) -> Iterator[Piece]:
     for field in msgspec.structs.fields(body):
         name, value = field.name, getattr(body, field.name)
         if value is field.default:
             continue
         if isinstance(value, msgspec.Raw):
-            yield _Piece(name, "raw", bytes(value))
+            yield _piece(name, "raw", bytes(value))
         elif isinstance(value, str):
             for at in range(0, len(value) or 1, PIECE):
-                yield _Piece(name, "text", value[at : at + PIECE].encode())
+                yield _piece(name, "text", value[at : at + PIECE].encode())
         elif isinstance(value, list) and value:
             listed = _numbers if _numeric(value) else _items
             yield from listed(name, field.encode_name, value)
         else:
             _check_values(value, field.encode_name)
-            yield _Piece(name, "value", _encode(value))
+            yield _piece(name, "value", _encode(value))
 
 
 def _numeric(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int, float}
 
 
-def _numbers(name: str, param: str, numbers: list[Any]) -> Iterator[_Piece]:
+def _numbers(name: str, param: str, numbers: list[Any]) -> Iterator[Piece]:
     if len(numbers) > MAX_NUMBERS:
         message = f"'{param}' takes at most {MAX_NUMBERS:,} numbers, got {len(numbers):,}."
         raise RequestError(message, param)
     for at in range(0, len(numbers), NUMBERS):
-        yield _Piece(name, "numbers", _encode(numbers[at : at + NUMBERS]))
+        yield _piece(name, "numbers", _encode(numbers[at : at + NUMBERS]))
 
 
-def _items(name: str, param: str, items: list[Any]) -> Iterator[_Piece]:
+def _items(name: str, param: str, items: list[Any]) -> Iterator[Piece]:
     if len(items) > MAX_ITEMS:
         raise RequestError(f"'{param}' takes at most {MAX_ITEMS:,} items, got {len(items):,}.", param)
     begun = size = 0
@@ -134,14 +122,14 @@ def _items(name: str, param: str, items: list[Any]) -> Iterator[_Piece]:
             size += len(_encode(item))
         if size > PIECE or long:
             if begun < i:
-                yield _Piece(name, "items", _encode(items[begun:i]))
+                yield _piece(name, "items", _encode(items[begun:i]))
             begun, size = i, size if begun == i else 0
         if long:
-            yield _Piece(name, "open", b"")
+            yield _piece(name, "open", b"")
             yield from _numbers(name, f"{param}[{i}]", item)
             begun, size = i + 1, 0
     if begun < len(items):
-        yield _Piece(name, "items", _encode(items[begun:]))
+        yield _piece(name, "items", _encode(items[begun:]))
 
 
 def _check_values(value: object, param: str) -> None:
@@ -163,21 +151,21 @@ def _check_values(value: object, param: str) -> None:
 
 async def assembled(kind: type[T], data: bytes) -> T:
     """The Struct that `BodyWorker` decoded. Raises its `RequestError`."""
-    view = memoryview(data)
-    (length,) = _LENGTH.unpack_from(view)
-    at = _LENGTH.size + length
-    index = msgspec.msgpack.decode(view[_LENGTH.size : at], type=Index)
-    if index.wrong:
-        raise RequestError(index.wrong, index.param)
+    decoded = msgspec.msgpack.decode(data, type=Decoded)  # pieces are views of `data`
+    if decoded.wrong:
+        raise RequestError(decoded.wrong, decoded.param)
     fields: dict[str, Any] = {}
+    texts: dict[str, list[str]] = {}
     loop = asyncio.get_running_loop()
-    for cut in index.cuts:
-        if cut.kind == "items":
-            fields.setdefault(cut.field, _Items(loop))
-        _add(fields, cut, kind, view[at : at + cut.size])
-        at += cut.size
+    for piece in decoded.pieces:
+        if piece.kind == "text":
+            texts.setdefault(piece.field, []).append(str(piece.data, "utf-8"))
+        else:
+            if piece.kind == "items":
+                fields.setdefault(piece.field, _Items(loop))
+            _add(fields, piece, kind)
         await asyncio.sleep(0)
-    return kind(**{name: "".join(v.parts) if isinstance(v, _Text) else v for name, v in fields.items()})
+    return kind(**fields, **{name: "".join(parts) for name, parts in texts.items()})
 
 
 class _Items(list[Any]):
@@ -201,29 +189,20 @@ def _free(items: list[Any], loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon(_free, items, loop)
 
 
-class _Text:
-    __slots__ = ("parts",)
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-
-
-def _add(fields: dict[str, Any], cut: Cut, kind: Any, piece: memoryview) -> None:
-    match cut.kind:
+def _add(fields: dict[str, Any], piece: Piece, kind: Any) -> None:
+    match piece.kind:
         case "value":
-            fields[cut.field] = _decoder(kind, cut.field).decode(piece)
+            fields[piece.field] = _decoder(kind, piece.field).decode(piece.data)
         case "raw":
-            fields[cut.field] = msgspec.Raw(bytes(piece))
-        case "text":
-            fields.setdefault(cut.field, _Text()).parts.append(str(piece, "utf-8"))
+            fields[piece.field] = msgspec.Raw(bytes(piece.data))
         case "items":
-            fields[cut.field].extend(_decoder(kind, cut.field).decode(piece))
+            fields[piece.field].extend(_decoder(kind, piece.field).decode(piece.data))
         case "open":
-            fields.setdefault(cut.field, []).append([])
+            fields.setdefault(piece.field, []).append([])
         case "numbers":
-            listed = fields.setdefault(cut.field, [])
+            listed = fields.setdefault(piece.field, [])
             inner = listed[-1] if listed and isinstance(listed[-1], list) else listed
-            inner.extend(msgspec.msgpack.decode(piece))
+            inner.extend(msgspec.msgpack.decode(piece.data))
 
 
 @lru_cache
