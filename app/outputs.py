@@ -63,18 +63,8 @@ def output_of(answer: Mapping[str, Any]) -> Output:
     for choice in answer["choices"]:
         message = choice.get("message")
         text = choice["text"] if message is None else message.get("content") or ""
-        choices.append(
-            Choice(
-                index=choice["index"],
-                text=text,
-                token_ids=choice["token_ids"],
-                finish_reason=choice["finish_reason"],
-                stop_reason=choice.get("stop_reason"),
-                logprobs=choice.get("logprobs"),
-                message=message,
-                hidden_states=choice.get("hidden_states"),
-            )
-        )
+        fields = {name: choice.get(name) for name in Choice.__struct_fields__}
+        choices.append(Choice(**{**fields, "text": text}))
     return Output(id=answer["id"], choices=choices, usage=answer["usage"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -98,7 +99,7 @@ class Server:
         log.info("listening on http://%s:%d, loading the model", host, port)
         try:
             begun = time.perf_counter()
-            parts = await self._while_running(in_thread(lambda: load(self._config, self._progress), loop))
+            parts = await self._while_running(in_thread(lambda: load(self._config, self._progress)))
             if parts is not None:
                 await self._run_engine(parts, application[BATCHES], begun)
         finally:
@@ -199,28 +200,19 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def in_thread(work: Callable[[], T], loop: asyncio.AbstractEventLoop) -> asyncio.Future[T]:
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run `work` in a daemon thread: a signal during a long load must not wait for it."""
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(act: Callable[[Any], None], outcome: object) -> None:
-        if not future.done():
-            act(outcome)
-
-    def post(act: Callable[[Any], None], outcome: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, act, outcome)
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # what waits may give up, the work may not
 
     def body() -> None:
         try:
-            result = work()
+            future.set_result(work())
         except BaseException as error:
-            post(future.set_exception, error)
-        else:
-            post(future.set_result, result)
+            future.set_exception(error)
 
     threading.Thread(target=body, name="loom-load", daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)
 
 
 def raise_file_limit() -> None:

@@ -190,10 +190,8 @@ class Work:
         message = "The batch ran out of time before this request was executed."
 
         def note(disk: Disk) -> None:
-            for number, text in read_lines(disk.path(self.batch.input_file_id)):
-                line = parse_line(number, text, self._answers)
-                if line.custom_id not in self._tally.ids:
-                    self._append(False, unanswered(line.custom_id, "batch_expired", message))
+            for line in self._lines(disk):
+                self._append(False, unanswered(line.custom_id, "batch_expired", message))
 
         await self._store.run(note)
         self._count()

@@ -39,14 +39,12 @@ class HttpError(LoomError):
         status: int,
         message: str,
         code: str | None = None,
-        param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
-        self.param = param
         self.headers = headers or {}
 
 
@@ -164,7 +162,7 @@ def fault(error: BaseException) -> Fault:
     """What to answer. Anything that was not raised on purpose is a 500 without internals."""
     if isinstance(error, HttpError):
         kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-        return Fault(error.status, kind, error.message, error.param, error.code, error.headers)
+        return Fault(error.status, kind, error.message, None, error.code, error.headers)
     for row in _TABLE:
         if isinstance(error, row.kind):
             param, code = None, row.code
