@@ -49,6 +49,7 @@ _SAMPLES: Mapping[str, object] = {
     "request_ids": ["a"],
     "session_id": "s",
     "text": "Once upon a time",
+    "token_ids": [1, 2],
     "tokens": [1, 2],
     "tool_call_parser": "hermes",
 }
@@ -169,7 +170,8 @@ def _statuses(path: str, facts: Facts) -> set[int]:
         statuses.add(401)
     if "body" in facts or "form" in facts:
         statuses.update(WITH_BODY)
-    if facts.get("runs"):
+    streams = "body" in facts and (facts.get("streams") or facts.get("lines"))
+    if streams or facts.get("runs"):
         statuses.update((404, 429))
     if "{" in path or ("body" in facts and "model" in facts["body"].type.__struct_fields__):
         statuses.add(404)

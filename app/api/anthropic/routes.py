@@ -29,9 +29,7 @@ from core.errors import ContextExceeded, RequestError
 ROUTES = Routes()
 
 
-@ROUTES.add(
-    "POST /v1/messages", body=MESSAGES, needed="messages", has="id type role content", runs=True, streams=True
-)
+@ROUTES.add("POST /v1/messages", body=MESSAGES, needed="messages", has="id type role content", streams=True)
 async def messages(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, after Anthropic."""
     body = await decoded(request, MESSAGES)

@@ -31,7 +31,6 @@ ROUTES = Routes()
     body=COHERE,
     needed="messages",
     has="id finish_reason message usage",
-    runs=True,
     streams=True,
 )
 async def chat(request: web.Request) -> web.StreamResponse:

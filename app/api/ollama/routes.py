@@ -54,14 +54,7 @@ NEVER = "2318-01-01T00:00:00Z"
 LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
 
 
-@ROUTES.add(
-    "POST /api/chat",
-    body=CHAT,
-    example="messages",
-    has="model created_at message done",
-    runs=True,
-    lines=True,
-)
+@ROUTES.add("POST /api/chat", body=CHAT, example="messages", has="model created_at message done", lines=True)
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, after Ollama. Without messages nothing is run: the model is loaded."""
     body = await decoded(request, CHAT)
@@ -69,12 +62,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 @ROUTES.add(
-    "POST /api/generate",
-    body=GENERATE,
-    example="prompt",
-    has="model created_at response done",
-    runs=True,
-    lines=True,
+    "POST /api/generate", body=GENERATE, example="prompt", has="model created_at response done", lines=True
 )
 async def generate(request: web.Request) -> web.StreamResponse:
     """Answer a prompt, after Ollama. Without one nothing is run: the model is loaded."""

@@ -46,7 +46,7 @@ from core.types import Ints
 ROUTES = Routes()
 
 
-@ROUTES.add("POST /v1/chat/completions", body=CHAT, needed="messages", has=CHOICES, runs=True, streams=True)
+@ROUTES.add("POST /v1/chat/completions", body=CHAT, needed="messages", has=CHOICES, streams=True)
 async def chat(request: web.Request) -> web.StreamResponse:
     """Answer a conversation."""
     body = await decoded(request, CHAT)

@@ -98,7 +98,7 @@ class CompletionFrames(Chunks):
         return fields
 
 
-@ROUTES.add("POST /v1/completions", body=COMPLETION, example="prompt", has=CHOICES, runs=True, streams=True)
+@ROUTES.add("POST /v1/completions", body=COMPLETION, example="prompt", has=CHOICES, streams=True)
 async def completions(request: web.Request) -> web.StreamResponse:
     """Continue a text. Several prompts run side by side; choices are numbered prompt by prompt."""
     body = await decoded(request, COMPLETION)

@@ -26,7 +26,7 @@ class InvocationBody(msgspec.Struct, kw_only=True):
 INVOCATION = msgspec.json.Decoder(InvocationBody)
 
 
-@ROUTES.add("POST /invocations", body=INVOCATION, example="prompt", has=CHOICES, runs=True, streams=True)
+@ROUTES.add("POST /invocations", body=INVOCATION, example="prompt", has=CHOICES, streams=True)
 async def invocations(request: web.Request) -> web.StreamResponse:
     """Chat or completions, by the field that has the prompt."""
     body = await decoded(request, INVOCATION, again=True)

@@ -39,7 +39,7 @@ class Facts(TypedDict, total=False):
     lines: bool
     """Lines of JSON instead, unless `stream` is false."""
     runs: bool
-    """It waits in the engine's queue: 429 when that is full, 404 for another model."""
+    """It waits in the engine's queue, as all with a body that stream do: 429 when that is full."""
     errors: tuple[int, ...]
     """Statuses beyond those that follow from the above or that every route may answer."""
 

@@ -72,7 +72,7 @@ class ResponseFrames(Frames[None]):
         return b"".join(events)
 
 
-@ROUTES.add("POST /v1/responses", body=BODY, example="input", has=RESPONSE, runs=True, streams=True)
+@ROUTES.add("POST /v1/responses", body=BODY, example="input", has=RESPONSE, streams=True)
 async def create(request: web.Request) -> web.StreamResponse:
     """Answer at once, as a stream, or later."""
     body = await decoded(request, BODY)

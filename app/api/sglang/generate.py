@@ -70,15 +70,7 @@ _NAMES = {
 """What the engine calls a field, and what this route does."""
 
 
-@ROUTES.add(
-    "POST /generate",
-    body=NATIVE,
-    example={"text": "Once upon a time", "sampling_params": {"max_new_tokens": 16}},
-    has="text meta_info",
-    lists=True,
-    runs=True,
-    streams=True,
-)
+@ROUTES.add("POST /generate", body=NATIVE, example="text", has="text meta_info", lists=True, streams=True)
 async def generate(request: web.Request) -> web.StreamResponse:
     """Continue a text, after SGLang. One prompt gives one object; lists or n > 1 give a list of them."""
     body = await decoded(request, NATIVE)

@@ -70,9 +70,7 @@ _NAMES = {
     "POST /inference/v1/generate",
     body=INFERENCE,
     needed="token_ids",
-    example={"token_ids": [1, 2], "sampling_params": {"max_tokens": 16}},
     has="request_id choices usage",
-    runs=True,
     streams=True,
 )
 async def inference(request: web.Request) -> web.StreamResponse:
