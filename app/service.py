@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from app.engine.job import Generator
-from app.helper.lanes import Lanes
-from app.helper.process import HelperProcess
+from app.helper.process import HelperProcess, HelpersBySize
 from app.parsers.registry import ReasoningFamily, ToolFamily
 from core.errors import Overloaded, RequestError, Unavailable
 from core.helper import Helper
@@ -156,7 +155,7 @@ class Loaded(msgspec.Struct, frozen=True):
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
     helper: Helper = msgspec.field(default_factory=HelperProcess)
     """For templates of requests; grammars are compiled there too."""
-    bodies: Helper = msgspec.field(default_factory=Lanes)
+    bodies: Helper = msgspec.field(default_factory=HelpersBySize)
     """For bodies too large to be decoded on the loop."""
 
 

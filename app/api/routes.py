@@ -7,14 +7,14 @@ from pathlib import Path
 from aiohttp import web
 
 from app.api import openapi
-from app.api.admin import admin, control, load
+from app.api.admin import admin, control
 from app.api.answers import ANSWERS
 from app.api.anthropic import routes as anthropic
 from app.api.cohere import routes as cohere
 from app.api.ollama import routes as ollama
 from app.api.openai import batches, chat, completions, files, invoke, models, tokens
 from app.api.openai.files import BATCHES
-from app.api.pooling import classify, embeddings, generative, rerank, score
+from app.api.pooling import classify, embeddings, rerank, score
 from app.api.request.routing import Route
 from app.api.responses import Store as ResponseStore
 from app.api.responses import routes as responses
@@ -40,7 +40,6 @@ TABLE: tuple[Route, ...] = (
     *tokens.ROUTES,
     *models.ROUTES,
     *admin.ROUTES,
-    *load.ROUTES,
     *openapi.ROUTES,
     *invoke.ROUTES,
     *control.ROUTES,
@@ -59,7 +58,6 @@ TABLE: tuple[Route, ...] = (
     *chat_batch.ROUTES,
     *inference.ROUTES,
     *derender.ROUTES,
-    *generative.ROUTES,
     *ollama.ROUTES,
 )
 

@@ -21,7 +21,11 @@ from core.helper import Exceeded, Failed, Task
 START_SECONDS = 60.0
 """To import a task's libraries and to read its state: 2 to 5 s for a grammar's vocabulary."""
 MAX_WAITING = 16
-"""Jobs that may be under way or wait in one queue, each for seconds."""
+"""Jobs that may run or wait in one queue, each for seconds."""
+MAX_SIZED = 8_192
+"""The same in `HelpersBySize`: as many bodies as there may be connections, each of milliseconds."""
+LONG = 2**20
+"""Bytes of a payload that goes to the process for long ones."""
 
 
 class Gone(Exception):
@@ -172,3 +176,22 @@ class HelperProcess:
         child, self._child = self._child, None
         if child is not None:
             child.reap()
+
+
+class HelpersBySize:
+    """`core.helper.Helper` over two processes: short payloads never wait for long ones. Owner: event loop."""
+
+    __slots__ = ("_long", "_short")
+
+    def __init__(self) -> None:
+        self._short, self._long = HelperProcess(MAX_SIZED), HelperProcess(MAX_SIZED)
+
+    async def run(self, task: Task, payload: bytes, seconds: float) -> bytes:
+        """See `core.helper.Helper.run`."""
+        helper = self._short if len(payload) < LONG else self._long
+        return await helper.run(task, payload, seconds)
+
+    def close(self) -> None:
+        """Kill both. Idempotent."""
+        self._short.close()
+        self._long.close()

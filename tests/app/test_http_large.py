@@ -190,21 +190,21 @@ async def test_honest_large_bodies_work(server: Server, here: list[int]) -> None
 async def test_who_leaves_while_a_body_is_decoded_stops_nobody(server: Server) -> None:
     body = json.dumps({"messages": HI, "max_tokens": 1, "user": "u" * MEGABYTE}).encode()
     leavers = [asyncio.ensure_future(server.post(CHAT, data=io.BytesIO(body))) for _ in range(8)]
-    lanes: Any = server.service.loaded.bodies
-    await until(lambda: lanes._long._child is not None)
-    child = lanes._long._child
+    helpers: Any = server.service.loaded.bodies
+    await until(lambda: helpers._long._child is not None)
+    child = helpers._long._child
     for each in leavers:
         each.cancel()
     async with server.http.post(CHAT, data=io.BytesIO(body)) as response:
         assert response.status == 200
-    assert lanes._long._child is child, "the process goes on"
+    assert helpers._long._child is child, "the process goes on"
 
 
 async def test_a_process_that_dies_fails_its_job_alone(server: Server) -> None:
     body = {"messages": HI, "max_tokens": 1, "user": "u" * INLINE}
     assert (await server.post(CHAT, body))[0] == 200
-    lanes: Any = server.service.loaded.bodies
-    lanes._short._child.kill()
+    helpers: Any = server.service.loaded.bodies
+    helpers._short._child.kill()
     assert (await server.post(CHAT, body))[0] == 200
 
 

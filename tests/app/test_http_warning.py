@@ -10,7 +10,7 @@ import pytest
 
 from app.api.request.schema import COMPLETION
 from app.engine.job import Job, Sink
-from app.helper.lanes import Lanes
+from app.helper.process import HelpersBySize
 from app.http.body import decode
 from app.warning import HEADER, MAX_BODY, MAX_CHARS, MAX_UNKNOWN, MAX_WARNINGS, header_value, warn, warnings
 from tests.rigs.server import Server
@@ -96,7 +96,7 @@ async def test_a_field_that_is_nearly_a_known_one(
 
 
 async def test_many_unknown_fields_cost_no_more_than_a_few() -> None:
-    bodies = Lanes()
+    bodies = HelpersBySize()
     body = msgspec.json.encode({"prompt": "x", **{f"max_token{at}": 1 for at in range(500)}})
     with warnings() as said:
         await decode(COMPLETION, body, bodies)

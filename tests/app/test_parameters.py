@@ -16,9 +16,8 @@ import pytest
 
 from app.api.anthropic.schema import MessagesBody
 from app.api.cohere.schema import CohereBody
-from app.api.pooling.generative import GenerativeBody
 from app.api.pooling.rerank import PairBody
-from app.api.pooling.score import ScoreBody
+from app.api.pooling.score import GenerativeBody, ScoreBody
 from app.api.request.schema import (
     ChatBody,
     CompletionBody,
