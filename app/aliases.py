@@ -1,7 +1,7 @@
-"""Command lines written for SGLang and vLLM, in our flags: start scripts run unchanged.
+"""Translates command lines written for SGLang and vLLM, so that start scripts run unchanged.
 
-A flag is renamed when it means the same, ignored with a notice when leaving it out changes no answer, and
-otherwise left alone, so that the parser refuses it: nobody should believe in a setting that is not there.
+A flag is renamed when it means the same, and ignored with a notice when it changes no answer. Any other is
+left as it is and refused by the parser: a setting must not seem to work when it does not exist.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RENAMED: Mapping[str, str] = {
     "--scheduling-policy": "--order",
     "--uvicorn-log-level": "--log-level",
 }
-"""Flags with a value."""
+"""Flags that take a value, to ours."""
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     "--disable-radix-cache": ("--no-radix-cache",),
@@ -52,7 +52,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "--enable-prefix-caching": ("--radix-cache",),
     "--no-enable-prefix-caching": ("--no-radix-cache",),
 }
-"""Flags without one."""
+"""Flags without a value, to ours."""
 
 _HALF = {"half": "float16", "float": "float32"}
 _TOOLS = {
@@ -73,41 +73,41 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--tool-parser": _TOOLS,
     "--reasoning-parser": _REASONING,
 }
-"""By our flag: their words for what we have. What is not here stays, and is refused if we lack it."""
+"""By our flag: their names of values that we have too. Other values stay, and are refused if unknown."""
 
-_BACKEND = "each constraint runs on the backend that keeps all of it"
+_BACKEND = "each constraint runs on the backend that supports all of it"
 IGNORED: Mapping[str, str] = {
-    "--trust-remote-code": "no code of a checkpoint is ever run",
-    "--enable-auto-tool-choice": "tools are always offered to a model that can call them",
-    "--enable-chunked-prefill": "long prompts are always run in chunks",
-    "--no-enable-chunked-prefill": "long prompts are always run in chunks",
-    "--enable-metrics": "/metrics is always there",
+    "--trust-remote-code": "code of checkpoints is never run",
+    "--enable-auto-tool-choice": "tool calls are always enabled for a model that supports them",
+    "--enable-chunked-prefill": "long prompts are always prefilled in chunks",
+    "--no-enable-chunked-prefill": "long prompts are always prefilled in chunks",
+    "--enable-metrics": "/metrics is always served",
     "--enable-cache-report": "cached tokens are always reported",
-    "--is-embedding": "what a checkpoint was made for is read from its files; one that generates embeds too",
+    "--is-embedding": "the task is read from the checkpoint; generative models serve embeddings too",
     "--enable-prompt-tokens-details": "cached tokens are always reported",
     "--enable-custom-logit-processor": "requests may name those of --logit-processor",
-    "--enable-return-hidden-states": "hidden states are there for every request that asks",
-    "--enable-return-routed-experts": "experts are there for every request that asks",
-    "--enable-prompt-embeds": "prompts of embeddings are always taken: nothing of them is unpickled",
-    "--skip-server-warmup": "the server is ready only once it is warm",
-    "--disable-log-requests": "requests' texts are never logged",
-    "--no-enable-log-requests": "requests' texts are never logged",
+    "--enable-return-hidden-states": "every request may ask for hidden states",
+    "--enable-return-routed-experts": "every request may ask for routed experts",
+    "--enable-prompt-embeds": "prompt embeddings are always accepted: nothing is unpickled",
+    "--skip-server-warmup": "the server reports ready only after warm-up",
+    "--disable-log-requests": "prompts and outputs are never logged",
+    "--no-enable-log-requests": "prompts and outputs are never logged",
 }
-"""Flags without a value that change no answer, and why."""
+"""Flags without a value that change no answer, with the reason."""
 
 IGNORED_VALUES: Mapping[str, str] = {
-    "--max-prefill-tokens": "--step-tokens bounds a step",
-    "--runner": "what a checkpoint was made for is read from its files",
-    "--task": "what a checkpoint was made for is read from its files",
+    "--max-prefill-tokens": "--step-tokens limits a step",
+    "--runner": "the task is read from the checkpoint",
+    "--task": "the task is read from the checkpoint",
     "--structured-outputs-config.backend": _BACKEND,
     "--guided-decoding-backend": _BACKEND,
     "--grammar-backend": _BACKEND,
     "--cuda-graph-max-bs-decode": "graphs are captured for every size up to --max-running",
-    "--cuda-graph-backend-prefill": "there is one way to capture a step; it changes speed only",
-    "--random-seed": "a request without a seed draws its own",
-    "--seed": "a request without a seed draws its own",
+    "--cuda-graph-backend-prefill": "it affects speed only, and steps are captured in one way",
+    "--random-seed": "a request without a seed gets a random one",
+    "--seed": "a request without a seed gets a random one",
 }
-"""The same for flags with one."""
+"""The same for flags that take a value."""
 
 ONLY: Mapping[str, str] = {
     "--tp": "1",
@@ -118,32 +118,32 @@ ONLY: Mapping[str, str] = {
     "--dp-size": "1",
     "--data-parallel-size": "1",
 }
-"""Flags of which one value says what is the case anyway."""
+"""Flags of which only this value is supported."""
 
 _VALUED = {*RENAMED, *VALUES, *IGNORED_VALUES, *ONLY}
 
 _UNBOUNDED = {
-    "--chunked-prefill-size": "long prompts are always run in chunks",
+    "--chunked-prefill-size": "long prompts are always prefilled in chunks",
     "--max-model-len": "the model's own length is the default",
 }
-"""Flags whose -1 asks for no bound."""
+"""Flags whose -1 means unlimited."""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _SUFFIX = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
 
 class Translated(msgspec.Struct, frozen=True):
-    """A command line in our words."""
+    """A translated command line."""
 
     flags: list[str]
     notices: list[str]
-    """One line for each flag that was ignored."""
+    """One line for each ignored flag."""
     renamed: dict[str, str]
-    """Our flag to the one that was written, for messages about its value."""
+    """Our flag to the one that was written, for error messages."""
 
 
 def translate(argv: Sequence[str]) -> Translated:
-    """`argv` without the program's name. Raises `ConfigError` for a value that only they have."""
+    """`argv` without the program's name. Raises `ConfigError` for a value that only they support."""
     done = Translated([], [], {})
     words = iter(argv)
     if argv[:1] == ["serve"]:
@@ -157,7 +157,7 @@ def translate(argv: Sequence[str]) -> Translated:
 
 def _take(done: Translated, word: str, rest: Iterator[str]) -> None:
     written, equals, value = word.partition("=")
-    name = written.replace("_", "-")  # vLLM takes both
+    name = written.replace("_", "-")  # vLLM accepts both
     if name in SWITCHES and not equals:
         done.flags.extend(SWITCHES[name])
     elif name in IGNORED and not equals:
@@ -188,6 +188,6 @@ def _valued(done: Translated, name: str, value: str | None) -> None:
 
 
 def _count(text: str) -> str:
-    """vLLM's `32k` (32,000) and `32K` (32,768) as plain digits; anything else as it is."""
+    """vLLM's `32k` (32,000) and `32K` (32,768) as digits; anything else unchanged."""
     found = _COUNT.fullmatch(text)
     return text if found is None else str(int(float(found[1]) * _SUFFIX[found[2]]))

@@ -1,4 +1,4 @@
-"""Command line to settings. Flags are made from the fields of the config groups.
+"""Settings from the command line. Flags are made from the fields of the config groups.
 
 Importing this must stay quick: `--help` and a mistyped flag should not wait for torch.
 """
@@ -31,13 +31,11 @@ ENGINE_GROUPS: Groups = (
 GROUPS: Groups = (*ENGINE_GROUPS, ("serve", ServeConfig))
 
 BAD_USAGE = 2
-"""Exit code for everything the operator can mend: argparse's own, and ours for `ConfigError`."""
-
-
+"""Exit code for errors that the operator can fix: argparse's own, and ours for `ConfigError`."""
 INTERRUPTED = 130
 
 PROBE = 1 << 16
-"""Bytes that are written to the temporary folder at the start, and removed."""
+"""Bytes written to the temporary folder at the start, as a test."""
 
 ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --max-model-len, ...) work too."
 
@@ -54,12 +52,12 @@ class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until told to stop, or `generate` a file; exits with 0 when all went well, 2 for what the
-    operator must change, 1 when the engine or a line failed."""
+    """Serve until stopped, or `generate` a file. Exits with 0 on success, 1 when the engine or a line failed,
+    2 for a wrong configuration."""
     flags = sys.argv[1:] if argv is None else argv
     try:
         code = _generate(flags[1:]) if flags[:1] == ["generate"] else _serve(flags)
-    except KeyboardInterrupt:  # before the server has a handler of its own
+    except KeyboardInterrupt:  # before the server handles signals itself
         code = INTERRUPTED
     except ConfigError as error:
         print(f"loom: error: {error}", file=sys.stderr)
@@ -68,22 +66,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_temporary_folder() -> None:
-    """Raise `ConfigError` unless torch, triton and others can write where they will: some look for the folder
-    as they are imported, and end in a traceback."""
+    """Raise `ConfigError` unless the temporary folder is writable: torch, triton and others use it, some as
+    they are imported, and would fail with a traceback."""
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
             file.write(bytes(PROBE))
     except OSError as error:
         raise ConfigError(
-            f"the temporary folder cannot be written to: {error.strerror or error}. Make room in it, or name "
-            "another with the environment variable TMPDIR."
+            f"the temporary folder cannot be written to: {error.strerror or error}. Free space there, or "
+            "set the environment variable TMPDIR to another folder."
         ) from error
 
 
 def _serve(argv: Sequence[str]) -> int:
     config = parse(argv)
     check_temporary_folder()
-    from app.server import run  # deferred: it brings torch
+    from app.server import run  # deferred: imports torch
 
     return run(config)
 
@@ -97,7 +95,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Settings of a command line. Exits with 2 and one line for a flag that is wrong."""
+    """Settings from command line arguments. Exits with 2 and a one-line message for a wrong flag."""
     parser = make_parser()
     return _settings(parser, parser.read(argv))
 
@@ -129,12 +127,12 @@ def _filled(parser: Parser, given: Mapping[str, Any], group: type[T]) -> T:
 
 
 class Parser(argparse.ArgumentParser):
-    """Answers a wrong flag with one line instead of a page of usage."""
+    """Reports a wrong flag in one line instead of a page of usage."""
 
     _renamed: Mapping[str, str] = MappingProxyType({})
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """What was given, under our names; flags of SGLang and vLLM are understood (`app/aliases.py`)."""
+        """The given values by field; flags of SGLang and vLLM are translated (`app/aliases.py`)."""
         try:
             done = translate(argv)
         except ConfigError as error:
@@ -146,7 +144,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def error(self, message: str) -> NoReturn:
-        for ours, theirs in self._renamed.items():  # about what was written, not what it became
+        for ours, theirs in self._renamed.items():  # name the flag as it was written
             message = message.replace(f"argument {ours}:", f"argument {theirs}:")
         self.exit(BAD_USAGE, f"loom: error: {message} (see {self.prog} --help)\n")
 

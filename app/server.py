@@ -1,4 +1,4 @@
-"""One process that serves: binds, loads, answers, drains."""
+"""The server process: bind, load the model, serve, drain."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a burst of clients must not see resets."""
+"""Listen backlog: a burst of new connections must not be reset."""
 SWITCH_SECONDS = 0.0005
-"""How long a thread of Python may keep the GIL from the loop: Python's own 5 ms are all that the loop has."""
+"""How long another thread may keep the GIL from the loop. Python's default, 5 ms, is as long as a step."""
 DRAIN_POLL = 0.02
 SHUTDOWN_GRACE = 0.5
-"""Seconds between a failure and the exit, for last events to reach the clients."""
+"""Seconds between a failure and the exit, so that the last events reach the clients."""
 
 PATHS = (("model", "model"), ("model", "tokenizer"), ("model", "chat_template"), ("serve", "data_dir"))
-"""Settings that may name a place on this machine."""
+"""Settings that may be paths on this machine."""
 FAILED = 1
 """Exit code after a failure of the engine."""
 HUNG = 3
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 def run(config: Config) -> int:
     """Serve until a signal or a failure; returns the exit code: 0, or `FAILED`. Raises `ConfigError`. After
-    a hang the process is ended here, with `HUNG`."""
+    a hang the process exits here with `HUNG`."""
     logs.set_up(config.serve.log_level)
     raise_file_limit()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -67,25 +67,25 @@ def run(config: Config) -> int:
         code = runner.run(Server(config).serve())
     if code == HUNG:
         logging.shutdown()
-        os._exit(code)  # an ordinary exit waits for the device, inside its driver
+        os._exit(code)  # a normal exit would wait for the device inside its driver
     return code
 
 
 class Server:
-    """One process: the HTTP face first, the model behind it as soon as it is loaded.
+    """HTTP is served from the start, the model as soon as it is loaded.
 
     Owner: event loop.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._service = Service(told_settings(config))
+        self._service = Service(public_settings(config))
         self._stop = asyncio.Event()
         self._exit_code = 0
         self._submitter: Submitter | None = None
 
     async def serve(self) -> int:
-        """From the bound port to the last answer."""
+        """Bind, load, serve and drain; returns the exit code."""
         serve = self._config.serve
         listener = bind(serve.host, serve.port)
         loop = asyncio.get_running_loop()
@@ -109,7 +109,7 @@ class Server:
     # -- start -------------------------------------------------------------------------------------
 
     def _progress(self, stage: str, share: float) -> None:
-        """Loading thread: a frozen record replaces another, which any thread may do."""
+        """Called in the loading thread, which is safe: one frozen record replaces another."""
         if self._service.health.phase is Phase.STARTING:
             self._service.health = Health(Phase.STARTING, stage, share)
 
@@ -127,7 +127,7 @@ class Server:
         log.info("%s is ready after %.1f s", live.loaded.card.name, time.perf_counter() - begun)
         try:
             await self._stop.wait()
-            await batches.stop()  # what is left of them waits for the next start, clients do not
+            await batches.stop()  # the rest of their lines runs after the next start
             await self._drain(live.submitter)
         finally:
             housekeeping.stop()
@@ -150,7 +150,7 @@ class Server:
         self._stop.set()
 
     async def _drain(self, submitter: Submitter) -> None:
-        """Let what runs finish, up to the deadline; then end it with an error event."""
+        """Let running requests finish until the deadline, then abort them with an error event."""
         submitter.drain()
         if self._exit_code:
             await asyncio.sleep(SHUTDOWN_GRACE)
@@ -173,13 +173,13 @@ class Server:
         return work.result() if work.done() else None
 
 
-def told_settings(config: Config) -> dict[str, object]:
-    """The operator's choices as clients may know them: no key, and of a path here its last part."""
+def public_settings(config: Config) -> dict[str, object]:
+    """The settings that clients may see: no API keys, and only the last part of paths on this machine."""
     settings: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     del settings["serve"]["api_key"]
     for group, name in PATHS:
         place = Path(settings[group][name]).expanduser()
-        if place.is_absolute() or place.exists():  # else it is a hub id, or nothing
+        if place.is_absolute() or place.exists():  # otherwise a hub id, or empty
             settings[group][name] = place.name
     return dict(settings)
 
@@ -201,9 +201,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread: a signal during a long load must not wait for it."""
+    """Run `work` in a daemon thread, so that a signal does not have to wait for a long load."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # what waits may give up, the work may not
+    future.set_running_or_notify_cancel()  # cancelling the wait does not cancel the work
 
     def body() -> None:
         try:
@@ -216,7 +216,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def raise_file_limit() -> None:
-    """A socket per stream: the usual soft limit of 1,024 would cap the clients."""
+    """Raise the limit on open files: every stream needs a socket, and the usual soft limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

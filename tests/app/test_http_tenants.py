@@ -14,7 +14,7 @@ from app.api.routes import TABLE
 from app.api.sglang.session_tree import MAX_SESSIONS
 from app.batch.store import Disk
 from app.http.tenant import Keys
-from app.server import told_settings
+from app.server import public_settings
 from core.config import Config, ModelConfig, ServeConfig
 from core.request import Request
 from tests.rigs.batches import Rig, line
@@ -205,13 +205,13 @@ async def test_no_path_of_the_server_is_told(keyed: Server) -> None:
 
 def test_settings_that_are_told_name_no_path() -> None:
     places = {"model": "/srv/models/tiny", "tokenizer": "/srv/tok", "chat_template": "/srv/t.jinja"}
-    told = told_settings(
+    told = public_settings(
         Config(model=ModelConfig(**places), serve=ServeConfig(api_key=("k",), data_dir="/srv/data"))
     )
     assert "/srv" not in str(told) and "api_key" not in str(told)
     assert told["model"]["model"] == "tiny"  # type: ignore[index]
     for name in ("", "org/name"):
-        assert told_settings(Config(model=ModelConfig(model=name)))["model"]["model"] == name  # type: ignore[index]
+        assert public_settings(Config(model=ModelConfig(model=name)))["model"]["model"] == name  # type: ignore[index]
 
 
 async def test_a_disk_that_refuses_is_not_named(start: Start, tmp_path: Path) -> None:
