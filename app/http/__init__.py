@@ -1,1 +1,1 @@
-"""The HTTP face: routes, schemas, event streams."""
+"""The HTTP server: bodies, errors, event streams, middleware."""

@@ -1,4 +1,4 @@
-"""Work in Python that grows with a body."""
+"""Runs work in a thread where it grows with the size of a request."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MANY = 250
-"""Messages, prompts: what takes a few µs each."""
-
+"""Items (messages, prompts) of a few µs each that are processed on the loop."""
 
 IDS = 64
-"""Token ids that take as long: a list of 390,000 is two slices of 5 ms, which a thread keeps apart."""
+"""Token ids that take as long as one item: 390,000 are two slices of 5 ms in a thread."""
 
 
 def prompt_count(prompts: object) -> int:
-    """What a field that takes one prompt or many counts for: prompts, or `IDS` token ids."""
+    """Items of a field with one prompt or many: one per prompt and one per `IDS` token ids."""
     if not isinstance(prompts, list):
         return 1
     lists = [prompts] if prompts and isinstance(prompts[0], int) else prompts
@@ -25,6 +24,6 @@ def prompt_count(prompts: object) -> int:
 
 
 async def aside(count: int, work: Callable[[], T]) -> T:
-    """`work()`, which goes over `count` items: in a thread where they are many, so that the loop has the GIL
+    """`work()`, which processes `count` items: in a thread if they are many, so that the loop gets the GIL
     back after a switch interval."""
     return work() if count <= MANY else await asyncio.to_thread(work)

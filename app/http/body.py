@@ -1,4 +1,4 @@
-"""Request bodies: bytes to a Struct, and every way that can fail to a 4xx naming the field."""
+"""Request bodies: decoded to a Struct; whatever is wrong with one is a 4xx that names the field."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from core.helper import Exceeded, Helper, Task
 T = TypeVar("T")
 
 BODY_SECONDS = 120.0
-"""How long a body may take to arrive: 8 MiB at 0.6 Mbit/s. A slower client holds a connection only."""
+"""Timeout for receiving a body: 8 MiB at 0.6 Mbit/s."""
 
 MAX_DEPTH = 64
-"""Nesting of values that we pass on (tools, template arguments). Deeper ones exhaust the stack of
-whoever walks them next; the deepest real tool schema seen has 20 levels."""
+"""Nesting of values that are passed on (tools, template arguments): deeper ones would exhaust the stack of
+code that recurses. The deepest real tool schema seen has 20 levels."""
 
 MAX_WIDTH = 100_000
-"""Values on one level of such a value. Each is looked at on the loop, at about 0.5 µs: 3 million in
-a body of 14 MB stopped every stream for 1.3 s. The longest real conversations have some 10,000."""
+"""Values on one level of such a value. Each costs the loop about 0.5 µs: 3 million in a body of 14 MB
+stopped every stream for 1.3 s. The longest real conversations have some 10,000."""
 
 INLINE = 32 * 1024
-"""Bytes of a body that is decoded on the loop."""
+"""Bytes up to which a body is decoded on the loop."""
 DECODE_SECONDS = 60.0
-"""Wall time to decode one. 8 MB take at most one or two seconds of a processor, which may be a busy one."""
+"""Wall time to decode one. 8 MB take one or two seconds of CPU, which may be busy."""
 
 
 @asynccontextmanager
 async def received(request: web.Request) -> AsyncIterator[bytes]:
-    """The raw body, which counts as in memory for as long as this is open. Raises `BodyTooLarge` before
-    reading a body that says it is, `HttpError` 415 for a compressed one, which is not touched, 408 when it
-    does not arrive, and `Unavailable` when clients send more than there is room for."""
+    """The raw body, counted against the memory for bodies while this is open. Raises `BodyTooLarge`
+    (before reading if Content-Length says so), `HttpError` 415 for a compressed body, which is not read, and
+    408 when it does not arrive in time, `Unavailable` when the bodies of all clients take too much memory."""
     if BODY in request:
         yield request[BODY]
         return
@@ -80,8 +80,8 @@ def _too_large(limit: int) -> BodyTooLarge:
 async def decoded(
     request: web.Request, decoder: msgspec.json.Decoder[T], empty: bytes = b"", again: bool = False
 ) -> T:
-    """The body of a request as a Struct; `empty` is what an empty one stands for, and `again` keeps the body
-    for the handler that decodes it next. Raises as `received` and `decode` do."""
+    """The body of a request as a Struct. An empty body is decoded as `empty`; `again` keeps the body for
+    another handler that decodes it too. Raises as `received` and `decode` do."""
     async with received(request) as raw:
         if again:
             request[BODY] = raw
@@ -92,15 +92,15 @@ async def decoded(
 
 
 async def decode(decoder: msgspec.json.Decoder[T], body: bytes, bodies: Helper) -> T:
-    """The body as a Struct, or `RequestError` with the JSON path of what is wrong, or with the limit that is
-    passed. Large ones are decoded by the helper: msgspec holds the GIL, so a thread would gain nothing."""
+    """The body as a Struct. Raises `RequestError` with the JSON path of the error, or with the limit that was
+    exceeded. Large ones are decoded in the helper process: msgspec holds the GIL, a thread would not help."""
     if _small(body):
         return _decoded_here(decoder, body)
     kind: type[T] = decoder.type
     task = Task(
         f"{BodyWorker.__module__}:{BodyWorker.__name__}", f"{kind.__module__}:{kind.__name__}".encode()
     )
-    # Shielded: whoever leaves must not have the process killed that others wait for.
+    # Shielded: cancelling would kill the process, and others wait for it.
     work = asyncio.ensure_future(bodies.run(task, body, DECODE_SECONDS))
     try:
         data = await asyncio.shield(work)
@@ -113,7 +113,7 @@ async def decode(decoder: msgspec.json.Decoder[T], body: bytes, bodies: Helper) 
 
 
 def _forgotten(work: asyncio.Future[bytes]) -> None:
-    """Nobody waits for how it ends."""
+    """Retrieve the exception that nobody waits for."""
     if not work.cancelled():
         work.exception()
 
@@ -130,8 +130,8 @@ def _decoded_here(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def check_depth(value: object, param: str) -> None:
-    """Raise `RequestError` when lists and objects inside `value` nest deeper than `MAX_DEPTH`, or
-    have more than `MAX_WIDTH` values on one level."""
+    """Raise `RequestError` when lists and objects in `value` nest deeper than `MAX_DEPTH`, or have more than
+    `MAX_WIDTH` values on one level."""
     level: list[object] = [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []

@@ -1,4 +1,4 @@
-"""What one turn of the loop has for many clients, written when all of it is made."""
+"""Events of one turn of the loop for many clients, written together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Write = Callable[[bytes], None]
 
 
 class Burst:
-    """Events that wait until the loop turns.
+    """Collects events and sends them in the next turn of the loop.
 
-    A send fills the core's caches with the kernel's code and data: to make 32 events and then send 32 takes
-    a tenth less of it than 32 times one after the other (measured with 512 streams). Owner: event loop.
+    A send evicts the core's caches: making 32 events and then sending 32 takes a tenth less time than
+    alternating (measured with 512 streams). Owner: event loop.
     """
 
     __slots__ = ("_events",)
@@ -21,13 +21,13 @@ class Burst:
         self._events: list[tuple[Write, bytes]] = []
 
     def add(self, write: Write, event: bytes) -> None:
-        """`write(event)` before anything that is scheduled from now on. `write` must not raise."""
+        """Call `write(event)` before any callback scheduled from now on. `write` must not raise."""
         if not self._events:
             asyncio.get_running_loop().call_soon(self.send)
         self._events.append((write, event))
 
     def send(self) -> None:
-        """All of it now, in the order in which it came."""
+        """Send everything now, in order."""
         events, self._events = self._events, []
         for write, event in events:
             write(event)

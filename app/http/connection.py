@@ -1,5 +1,4 @@
-"""One client's connection: how many there may be, how long a head may take, and our error body where no
-middleware runs."""
+"""Client connections: their limit, the timeout of a request's head, and errors outside the middleware."""
 
 from __future__ import annotations
 
@@ -18,72 +17,72 @@ from core.errors import Unavailable
 log = logging.getLogger(__name__)
 
 LINGER_SECONDS = 2.0
-"""How long the rest of a refused body is read and thrown away, so that the client sees the answer."""
+"""How long the rest of a rejected body is read and discarded, so that the client can read the answer."""
 HEAD_SECONDS = 10.0
-"""How long a request's head may take, from the connection or from its own first byte."""
+"""Timeout of a request's head, from the connection or from its first byte."""
 MAX_CONNECTIONS = 20_000
-"""Clients at once. Fewer where the process may not open so many files: see `connection_limit`."""
+"""Maximum connections. Fewer if the limit on open files is lower: see `connection_limit`."""
 OWN_FILES = 256
-"""Descriptors that are kept for everything but clients."""
+"""File descriptors reserved for everything but clients."""
 REFUSALS = 256
-"""Connections above the limit that are told so; those above these are cut off without a word."""
+"""Connections above the limit that get a 503; further ones are closed without an answer."""
 
 
 def connection_limit() -> int:
-    """Clients at once: `MAX_CONNECTIONS`, or what the limit of open files leaves."""
+    """Maximum connections: `MAX_CONNECTIONS`, or what the limit on open files allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if files < 0 else max(1, min(MAX_CONNECTIONS, files - OWN_FILES))
 
 
-class Places:
-    """How many clients are connected, and may be. Owner: event loop."""
+class ConnectionCount:
+    """Open connections and their limit. Owner: event loop."""
 
-    __slots__ = ("_told", "limit", "taken")
+    __slots__ = ("_warned", "count", "limit")
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.count = 0
         self.limit = connection_limit()
-        self._told = False
+        self._warned = False
 
-    def take(self) -> bool:
-        """One connection more. False when it is one too many."""
-        self.taken += 1
-        if self.taken <= self.limit:
+    def add(self) -> bool:
+        """Count a connection; False when it is above the limit."""
+        self.count += 1
+        if self.count <= self.limit:
             return True
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             log.warning("%d clients are connected, the most this server takes; more are refused", self.limit)
         return False
 
-    def free(self) -> None:
-        """One less. The limit is worth another line when it is reached after a tenth of them has gone."""
-        self.taken -= 1
-        if self.taken <= self.limit * 0.9:
-            self._told = False
+    def remove(self) -> None:
+        """Uncount one. The next warning is logged only after a tenth of the connections has gone."""
+        self.count -= 1
+        if self.count <= self.limit * 0.9:
+            self._warned = False
 
 
 class Connection(web.RequestHandler):
     """One client connection. Owner: event loop."""
 
-    __slots__ = ("_head", "_places")
+    __slots__ = ("_head", "_open")
 
-    def __init__(self, server: web.Server, places: Places, **settings: Any) -> None:
+    def __init__(self, server: web.Server, connections: ConnectionCount, **settings: Any) -> None:
         super().__init__(server, **settings)
-        self._places = places
+        self._open = connections
         self._head: asyncio.TimerHandle | None = None
-        """Ends a connection whose request has no whole head yet."""
+        """Closes a connection whose request has no complete head yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._places.take():
+        if self._open.add():
             super().connection_made(transport)
             self._await_head()
         else:
             self._refuse(cast(asyncio.Transport, transport))
 
     def _refuse(self, transport: asyncio.Transport) -> None:
-        """Nothing of it is read: it is told, and closed once the client can have seen that."""
+        """Answer 503 without reading, and close after the client had time to read that."""
         self.close()
-        if self._places.taken > self._places.limit + REFUSALS:
+        if self._open.count > self._open.limit + REFUSALS:
             transport.abort()
             return
         transport.write(_FULL)
@@ -92,7 +91,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._has_head()
-        self._places.free()
+        self._open.remove()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -101,7 +100,7 @@ class Connection(web.RequestHandler):
         if self._request_count > known:
             self._has_head()
         elif data and self._head is None and self._waiter is not None and not self._waiter.done():
-            self._await_head()  # what came belongs to no request yet
+            self._await_head()  # a head has begun
 
     def _await_head(self) -> None:
         self._head = self._loop.call_later(HEAD_SECONDS, self.force_close)
@@ -118,7 +117,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is not HTTP, or an error outside every handler, and close."""
+        """Answer malformed HTTP, or an error outside all handlers, and close."""
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun; it cannot become an error")
         if status >= 500:
@@ -134,17 +133,17 @@ class Connection(web.RequestHandler):
 
 
 def _refusal() -> bytes:
-    told = fault(Unavailable("Too many clients are connected; try again."))
-    body = told.body()
+    refusal = fault(Unavailable("Too many clients are connected; try again."))
+    body = refusal.body()
     headers = {
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
         "Connection": "close",
-        **told.headers,
+        **refusal.headers,
     }
     head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n".encode() + body
 
 
 _FULL = _refusal()
-"""What a client gets for which there is no room."""
+"""The answer above the limit."""

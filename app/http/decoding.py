@@ -1,6 +1,6 @@
-"""JSON to a Struct, and every way that can fail to a `RequestError` naming the field.
+"""JSON to a Struct; whatever is wrong becomes a `RequestError` that names the field.
 
-No part of HTTP: the helper process decodes with it too.
+Imports nothing of HTTP: the helper process uses it too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 def check_numbers(body: bytes) -> None:
-    """Raise `RequestError` for more than `MAX_SLOW` of them. Takes some 10 ns a byte where text looks like
-    numbers."""
+    """Raise `RequestError` for more than `MAX_SLOW` numbers that are slow to parse. Takes some 10 ns per byte
+    of text that looks like numbers."""
     if slow_numbers(body) > MAX_SLOW and slow_numbers(_STRING.sub(b'""', body)) > MAX_SLOW:
         raise RequestError(
             f"The request body has more than {MAX_SLOW:,} numbers with exponents of three digits; "
@@ -31,7 +31,7 @@ def check_numbers(body: bytes) -> None:
 
 
 def decode_json(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The body as a Struct. Raises `RequestError` with the JSON path of what is wrong."""
+    """The body as a Struct. Raises `RequestError` with the JSON path of the error."""
     if not body:
         raise RequestError("The request body is empty; send a JSON object.")
     try:

@@ -1,7 +1,7 @@
-"""Errors to HTTP: one table, one body shape on every path.
+"""Errors as HTTP answers: one table of statuses, one shape of body per API.
 
-The nested shape `{"error": {"message", "type", "param", "code"}}` is the one that every client of
-the OpenAI API reads; flat bodies crash some of them and pass silently through others.
+The nested shape `{"error": {"message", "type", "param", "code"}}` is what clients of the OpenAI API read;
+flat bodies crash some of them and are silently ignored by others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from core.errors import (
 )
 
 RETRY_AFTER = 1.0
-"""Seconds a client is told to wait when the error itself knows no better (guessed)."""
-
+"""Seconds until a retry, where the error itself has no better figure (guessed)."""
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"
-"""Anthropic's code for a conversation that is not held: its clients go on without."""
+"""Anthropic's code for a server without conversation state: its clients continue without."""
 
 
 class HttpError(LoomError):
-    """A fault of HTTP itself: no such route, a wrong key, a body that cannot be read."""
+    """An error of HTTP itself: no such route, a wrong key, a body that cannot be read."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class HttpError(LoomError):
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
-    """What `Error` wraps."""
+    """Of `Error`."""
 
     message: str
     type: str
@@ -64,7 +63,7 @@ class Error(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorFields(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What `AnthropicError` wraps. Clients go by the type's name."""
+    """Of `AnthropicError`. Clients look at `type`."""
 
     type: str
     message: str
@@ -127,7 +126,7 @@ class _Row(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
-_TABLE = (  # first match wins: the narrow classes come first
+_TABLE = (  # the first match wins: subclasses come first
     _Row(BodyTooLarge, 413, "invalid_request_error", "request_too_large"),
     _Row(NotFound, 404, "invalid_request_error", "not_found"),
     _Row(RequestError, 400, "invalid_request_error"),
@@ -159,7 +158,7 @@ _INTERNAL = Fault(
 
 
 def fault(error: BaseException) -> Fault:
-    """What to answer. Anything that was not raised on purpose is a 500 without internals."""
+    """The answer for an exception; 500 without details for all but our own."""
     if isinstance(error, HttpError):
         kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
         return Fault(error.status, kind, error.message, None, error.code, error.headers)
@@ -179,5 +178,5 @@ def _headers(status: int, error: BaseException) -> Mapping[str, str]:
             "retry-after-ms": str(math.ceil(seconds * 1000)),
             "Retry-After": str(math.ceil(seconds)),
         }
-    # The same request would fail the same way; clients otherwise send a 500 twice more.
+    # The request would fail again; clients retry a 500 twice by default.
     return {"x-should-retry": "false"} if status == 500 else {}

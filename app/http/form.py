@@ -1,4 +1,4 @@
-"""A form's bytes, in slices that leave the loop to others, with a limit on what is nobody's content."""
+"""Multipart forms, read without holding the loop, with a limit on bytes outside of parts' contents."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from aiohttp.multipart import MultipartReader
 from core.errors import RequestError
 
 MAX_FRAME = 1 << 16
-"""Bytes of all that is not the content of a part: the preamble, boundaries, headers, the epilogue."""
+"""Maximum bytes outside of parts' contents: preamble, boundaries, headers, epilogue."""
 SLICE = 32
-"""Reads between two turns of the loop. A read of what has arrived awaits nothing: a body of line ends kept
-the loop for as long as its client could send."""
+"""Reads before the loop gets a turn. Reading data that has arrived does not suspend: a body of line ends held
+the loop for as long as its client kept sending."""
 
 
 def read_form(request: web.Request) -> MultipartReader:
-    """The form of a request. Reading it raises `RequestError` past `MAX_FRAME`."""
+    """The form of a request. Reading it raises `RequestError` above `MAX_FRAME`."""
     return MultipartReader(request.headers, cast(StreamReader, FormStream(request.content)))
 
 
 class FormStream:
-    """What `MultipartReader` needs of a stream. It reads contents by size and all else by line."""
+    """The stream for `MultipartReader`, which reads contents by size and everything else by line."""
 
     __slots__ = ("_frame", "_reads", "_stream")
 

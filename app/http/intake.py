@@ -1,4 +1,4 @@
-"""Request bodies on their way in: how much of them all clients together may have in memory."""
+"""Limits the memory of request bodies that are being received or decoded, over all clients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from core.clock import Clock
 from core.errors import Unavailable
 
 MAX_HELD = 512 * 2**20
-"""Bytes of bodies that are arriving or being decoded: 64 of the largest. 300 clients that sent 8 MB each and
-then fell silent held 4.9 GB."""
+"""Bytes of bodies being received or decoded: 64 of the largest. 300 clients that sent 8 MB each and then
+stalled held 4.9 GB."""
 IDLE_SECONDS = 1.0
-"""Nothing came for so long: such a body makes room for others when there is none (guessed)."""
+"""After so long without data a body may be dropped when others need the memory (guessed)."""
 
 
 class Reading:
-    """One body: the bytes of it that are here, when the last ones came, and what ends its reader."""
+    """One body: bytes received, the time of the last ones, and the timeout that ends its reader."""
 
     __slots__ = ("deadline", "last", "size")
 
@@ -38,12 +38,12 @@ class Intake:
         self.budget = budget
         self._clock = clock
         self._arriving: OrderedDict[Reading, None] = OrderedDict()
-        """The one that has been idle for longest comes first."""
+        """Longest idle first."""
         self.held = 0
 
     @contextmanager
     def reading(self) -> Iterator[Reading]:
-        """A body is in memory for as long as this is open."""
+        """Count a body while this is open."""
         reading = Reading()
         try:
             yield reading
@@ -52,8 +52,8 @@ class Intake:
 
     @asynccontextmanager
     async def arriving(self, reading: Reading, seconds: float) -> AsyncIterator[None]:
-        """Its bytes come within this, and within `seconds`. Raises `TimeoutError` after them, and when the
-        body has to make room for others."""
+        """Receive the body within this context. Raises `TimeoutError` after `seconds`, and when the body is
+        dropped for others."""
         try:
             async with asyncio.timeout(seconds) as reading.deadline:
                 yield
@@ -61,8 +61,8 @@ class Intake:
             self._arriving.pop(reading, None)
 
     def add(self, reading: Reading, size: int) -> None:
-        """So many bytes more have come. Bodies that stand still make room for them, the one that has been
-        idle for longest first. Raises `Unavailable` when all others move."""
+        """Count more bytes of a body. Above the budget, idle bodies are dropped, longest idle first.
+        Raises `Unavailable` when none is idle."""
         now = reading.last = self._clock()
         self._arriving[reading] = None
         self._arriving.move_to_end(reading)

@@ -1,4 +1,4 @@
-"""Typed names of the few objects that handlers share."""
+"""Typed keys of the objects that handlers share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ INTAKE = web.AppKey("intake", Intake)
 SERVE = web.AppKey("serve", ServeConfig)
 REQUEST_ID = web.RequestKey("request_id", str)
 BODY = web.RequestKey("body", bytes)
-"""Of a request that two handlers decode."""
+"""Kept where two handlers decode it."""
 WARNINGS = web.RequestKey("warnings", list[str])
-"""What `app.warning.warn` was told."""
+"""Collected by `app.warning.warn`."""

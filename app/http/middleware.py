@@ -1,4 +1,4 @@
-"""What happens around every handler: request id, CORS, key, error mapping, one log line."""
+"""Around every handler: request id, CORS, API key, errors, one log line."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ from core.errors import LoomError
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/metrics"})
-"""The only routes that need no key: probes and scrapers cannot send one, nor do clients that ask whether
-there is a server at all. All else is refused first and looked up afterwards, so that a new route is never
-open by accident."""
+"""The only routes without authentication, for probes, scrapers and clients that look for a server. For any
+other path the key is checked before routing, so that no new route is open by accident."""
 
 QUIET_PATHS = OPEN_PATHS
-"""Asked several times a second by probes: logged at debug only."""
+"""Polled several times a second by probes: logged at debug level."""
 
 ANTHROPIC_PATH = "/v1/messages"
-"""From here on down errors have Anthropic's shape."""
+"""Errors at and below this path have Anthropic's shape."""
 
 OLLAMA_PATH = "/api/"
-"""And below this one Ollama's: a text."""
+"""Errors below this path have Ollama's shape."""
 
 COHERE_PATHS = ("/v2/chat", "/cohere")
-"""From these on down Cohere's."""
+"""Errors at and below these have Cohere's shape."""
 
 CLIENT_GONE = 499
-"""Only ever logged."""
+"""Status in the log for a client that disconnected; never sent."""
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9\-_, ]{1,2000}")
@@ -54,13 +53,13 @@ EXPOSED_HEADERS = f"X-Request-Id, Request-Id, Retry-After, Retry-After-Ms, X-Sho
 
 
 def sent_key(request: web.Request) -> str:
-    """The key a client sent, by either header; empty when it sent none."""
+    """The key from either header, or empty."""
     scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
     return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("X-Api-Key", "")
 
 
 def _admit(request: web.Request, keys: Keys) -> str:
-    """The tenant of a request. Raises `HttpError` 401 for a key that is not accepted."""
+    """The tenant of a request. Raises `HttpError` 401 for a wrong key."""
     found = keys.tenant(sent_key(request))
     if found is None and request.path not in OPEN_PATHS:
         raise HttpError(
@@ -73,7 +72,7 @@ def _admit(request: web.Request, keys: Keys) -> str:
 
 
 def make_edge(keys: Keys) -> Middleware:
-    """The one middleware. Outermost: whatever leaves it is an answer or the client's own end."""
+    """The only middleware: turns everything but a disconnect into an answer."""
 
     @web.middleware
     async def edge(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -113,7 +112,7 @@ async def _answer(request: web.Request, handler: Handler, keys: Keys) -> web.Str
     except web.HTTPException as error:
         return _error(request, _translate(request, error))
     except ConnectionError:
-        raise  # the client is gone: aiohttp ends the connection without an answer
+        raise  # the client has disconnected: aiohttp closes the connection
     except Exception:
         log.exception("request %s failed", request[REQUEST_ID])
         return _error(request, RuntimeError())
@@ -125,7 +124,7 @@ def _error(request: web.Request, error: Exception) -> web.Response:
 
 
 def error_class(path: str) -> ErrorShape:
-    """The shape of errors there."""
+    """The shape of errors on a path."""
     if under(path, ANTHROPIC_PATH):
         return AnthropicError
     if under(path, *COHERE_PATHS):
@@ -134,12 +133,12 @@ def error_class(path: str) -> ErrorShape:
 
 
 def under(path: str, *tops: str) -> bool:
-    """`path` is one of these, or below it."""
+    """`path` is one of these or below one."""
     return any(path == top or path.startswith(top + "/") for top in tops)
 
 
 def _translate(request: web.Request, error: web.HTTPException) -> HttpError:
-    """aiohttp's own errors, which carry HTML or plain text, in our words."""
+    """aiohttp's own errors, which have HTML or plain text, in our shape."""
     where = f"{request.method} {request.path[:200]}"
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
@@ -163,7 +162,7 @@ def _preflight(request: web.Request) -> web.Response:
 
 
 async def decorate(request: web.Request, response: web.StreamResponse) -> None:
-    """on_response_prepare: what every response carries, streams and errors too."""
+    """on_response_prepare: headers of every response, including streams and errors."""
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or _request_id(request)
     response.headers["Request-Id"] = response.headers["X-Request-Id"]  # Anthropic's name for it
     response.headers["Server"] = "loom"
@@ -174,7 +173,7 @@ async def decorate(request: web.Request, response: web.StreamResponse) -> None:
 
 
 async def expect(request: web.Request) -> web.StreamResponse | None:
-    """Expect: 100-continue asks before sending a body; nothing else may be expected."""
+    """Answer `Expect: 100-continue`, and 417 for anything else."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         if request.version < HttpVersion11:
             return None
@@ -192,5 +191,5 @@ def _request_id(request: web.Request) -> str:
 
 
 def escape(text: str) -> str:
-    """`text` on one printable ASCII line, cut to 200 characters: a log line cannot be forged."""
+    """`text` as one line of printable ASCII, at most 200 characters, so that log lines cannot be forged."""
     return text[:200].encode("unicode_escape").decode("ascii")

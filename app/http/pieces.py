@@ -1,7 +1,7 @@
-"""A decoded body in pieces that the loop reads one at a time: how it comes back from the helper process.
+"""Large bodies, decoded in the helper process and sent back in pieces, between which the loop is free.
 
-A piece is msgpack of 32 KB, or one value of few parts: limits are looked at before anything is sent, so that
-no piece takes the loop longer than some 3 ms. In between the loop is free.
+A piece is 32 KB of msgpack, or one value with few parts. Limits are checked before anything is sent, so that
+no piece takes the loop more than some 3 ms.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from core.errors import RequestError
 T = TypeVar("T")
 
 PIECE = 32 * 1024
-"""Bytes of a piece, where what it holds can be cut."""
+"""Bytes of a piece, where its value can be split."""
 NUMBERS = 4_096
-"""Of a list, in one piece: at most 9 bytes each."""
+"""Numbers of a list in one piece: at most 9 bytes each."""
 MAX_NUMBERS = 393_216
-"""Of one list: three times the context of today's models. As an array of numpy's they take 4 ms."""
+"""Of one list: three times the context of today's models. Conversion to a numpy array takes 4 ms."""
 MAX_ITEMS = 32_768
-"""Of one list that holds more than numbers. The longest real conversations have 10,000 messages. A copy of
-32,768 takes 2 ms to free, which nothing interrupts."""
+"""Of one list of anything else. The longest real conversations have some 10,000 messages. A copy of 32,768
+takes 2 ms to free, without a switch to another thread."""
 FREED = 1_024
 """Items of a list that are freed in one turn of the loop: some 0.3 ms."""
 MAX_VALUES = 20_000
-"""In one item of a list, or one field that is none: the largest schemas in use have some 10,000."""
+"""In one item of a list, or one field that is no list: the largest schemas in use have some 10,000."""
 
 Kind = Literal["value", "raw", "text", "items", "open", "numbers"]
-"""What is done with a piece: set the field; set it to JSON as it came; add text; add items of a list; begin a
-list inside the list; add numbers to that list, or to the field where none is open."""
+"""How a piece is used: set the field; set it to raw JSON; append text; append items to a list; begin a list
+inside the list; append numbers to that inner list, or to the field if there is none."""
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +47,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """What the helper process answers: pieces, or the fields of a `RequestError`."""
+    """The helper process' answer: pieces, or the fields of a `RequestError`."""
 
     pieces: list[Piece] = []
     wrong: str = ""
@@ -55,7 +55,7 @@ class Decoded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BodyWorker:
-    """Decodes bodies of one kind in the helper process: `core.helper.Worker`. Its state names the Struct."""
+    """A `core.helper.Worker` that decodes bodies to one Struct, which its state names."""
 
     def __init__(self, state: bytes) -> None:
         module, _, name = state.decode().partition(":")
@@ -133,7 +133,7 @@ def _items(name: str, param: str, items: list[Any]) -> Iterator[Piece]:
 
 
 def _check_values(value: object, param: str) -> None:
-    """Raise `RequestError` for one of more than `MAX_VALUES` values, those inside counted too."""
+    """Raise `RequestError` for more than `MAX_VALUES` values, nested ones included."""
     count, ahead = 0, [value]
     while ahead:
         one = ahead.pop()

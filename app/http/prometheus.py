@@ -1,8 +1,8 @@
-"""`/metrics` in Prometheus' text format, from the published statistics.
+"""`/metrics` in Prometheus' text format.
 
-Every figure appears under its own `loom_` name; those that dashboards and autoscalers of vLLM and
-SGLang look for appear under those names too, since they fail silently without. Names are frozen by a
-test. Computed at scrape only, from frozen snapshots: some load generators scrape every 333 ms.
+Every metric has a `loom_` name; those that dashboards and autoscalers of vLLM and SGLang need appear under
+their names too. Names are fixed by a test. Computed only when scraped, from frozen snapshots: some load
+generators scrape every 333 ms.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from app.service import Phase, Service
 from core.stats import EngineStatistics, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-"""Never OpenMetrics: it renames what has a colon, and dashboards break."""
+"""Not OpenMetrics: it renames metrics with a colon, which breaks dashboards."""
 
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -53,7 +53,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     ),
     "loom_queue_time_seconds": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
 }
-"""Further names of a figure."""
+"""Further names of metrics."""
 
 
 class Figure(NamedTuple):
@@ -76,8 +76,8 @@ class Figure(NamedTuple):
 
 
 class Scrape:
-    """`prometheus_client`'s collector of one scrape. Before the model is loaded: only what is known of the
-    start.
+    """`prometheus_client`'s collector for one scrape. Before the model is loaded it has the metrics of the
+    process only.
 
     Made on the event loop, where the statistics are read; `collect` may run in any thread.
     """
@@ -104,9 +104,9 @@ async def exposition(service: Service, version: str) -> bytes:
 def _process(service: Service, version: str) -> Iterator[Figure]:
     health = service.health
     yield _gauge("loom_info", "Version of the server.", 1, version=version)
-    yield _gauge("loom_ready", "1 when requests are taken.", health.phase is Phase.READY)
-    yield _gauge("loom_start_progress", "How far the start is.", health.progress)
-    yield _gauge("loom_start_time_seconds", "When the process started, in Unix seconds.", service.started_at)
+    yield _gauge("loom_ready", "1 when requests are accepted.", health.phase is Phase.READY)
+    yield _gauge("loom_start_progress", "Progress of startup, 0 to 1.", health.progress)
+    yield _gauge("loom_start_time_seconds", "Start time of the process, in Unix seconds.", service.started_at)
 
 
 def _engine(s: EngineStatistics) -> Iterator[Figure]:
@@ -115,15 +115,15 @@ def _engine(s: EngineStatistics) -> Iterator[Figure]:
     yield from _cache(s)
     yield _gauge("loom_step_seconds", "Device seconds of the last step.", s.step_seconds)
     yield _counter("loom_device_seconds_total", "Device seconds of all steps.", s.device_seconds)
-    yield _gauge("loom_loop_lag_seconds", "Highest delay of the event loop lately, in seconds.", s.loop_lag)
+    yield _gauge("loom_loop_lag_seconds", "Highest recent delay of the event loop, in seconds.", s.loop_lag)
     yield from _latencies(s)
 
 
 def _queue(s: EngineStatistics) -> Iterator[Figure]:
     q = s.scheduler
-    yield _gauge("loom_requests_running", "Requests that run.", q.running)
-    yield _gauge("loom_requests_waiting", "Requests that wait.", q.waiting)
-    yield _gauge("loom_tokens_waiting", "Prompt tokens that wait.", q.waiting_tokens)
+    yield _gauge("loom_requests_running", "Running requests.", q.running)
+    yield _gauge("loom_requests_waiting", "Waiting requests.", q.waiting)
+    yield _gauge("loom_tokens_waiting", "Prompt tokens of waiting requests.", q.waiting_tokens)
     yield _gauge("loom_steps_in_flight", "Steps submitted and not applied.", q.in_flight)
     yield _counter("loom_steps_total", "Steps applied.", q.steps)
     yield _counter("loom_retractions_total", "Preemptions.", q.retractions)
@@ -146,10 +146,10 @@ def _cache(s: EngineStatistics) -> Iterator[Figure]:
     used = c.total - c.free - c.cached
     yield _gauge("loom_cache_pages", "Pages in the pool.", c.total)
     yield _gauge("loom_cache_pages_free", "Free pages.", c.free)
-    yield _gauge("loom_cache_pages_cached", "Pages only the cache holds.", c.cached)
-    yield _gauge("loom_cache_pages_protected", "Cached pages under running requests.", c.protected)
-    yield _gauge("loom_cache_pages_pinned", "Cached pages kept because a client asked for it.", c.pinned)
-    yield _gauge("loom_cache_pins", "Prefixes kept because a client asked for it.", c.pins)
+    yield _gauge("loom_cache_pages_cached", "Pages held by the prefix cache only.", c.cached)
+    yield _gauge("loom_cache_pages_protected", "Cached pages that running requests use.", c.protected)
+    yield _gauge("loom_cache_pages_pinned", "Cached pages that clients pinned.", c.pinned)
+    yield _gauge("loom_cache_pins", "Prefixes that clients pinned.", c.pins)
     yield _gauge("loom_cache_nodes", "Nodes of the radix tree.", c.nodes)
     yield _counter("loom_cache_evicted_pages_total", "Pages evicted.", c.evicted_pages)
     yield _gauge(
@@ -163,7 +163,7 @@ def _cache(s: EngineStatistics) -> Iterator[Figure]:
     yield _counter("loom_cache_hit_tokens_total", "Tokens found in the cache.", c.hit_tokens)
     yield _gauge(
         "loom_cache_hit_ratio",
-        "Share of looked-up tokens that were found.",
+        "Hit rate of the prefix cache, by tokens.",
         c.hit_tokens / c.queried_tokens if c.queried_tokens else 0.0,
     )
     shape = "Shape of the KV pool."

@@ -16,11 +16,11 @@ from app.http.errors import Fault
 from app.http.sse import patience
 
 PIECE = 64 * 1024
-"""Bytes of a long answer that are made and written in one turn of the loop: numbers of 0.3 ms."""
+"""Bytes of a long answer encoded and written per turn of the loop: 0.3 ms for numbers."""
 SLICE = 64
-"""Items of a list that are encoded in one call: 64 positions with 20 alternatives each take 0.2 ms."""
+"""Items of a list encoded in one call: 64 positions with 20 alternatives each take 0.2 ms."""
 TRIPLES = PIECE // 4 * 3
-"""Bytes that become `PIECE` of base64: whole groups of three, so that pieces joined are the whole encoded."""
+"""Bytes that become `PIECE` of base64: a multiple of three, so that encoded pieces can be joined."""
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
@@ -29,25 +29,25 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 
 async def long_response(request: web.Request, value: object) -> web.StreamResponse:
-    """The same for an answer that may be long: with vectors in it, numpy's, or bytes, which become base64, or
-    with long lists. As one text, 50 MB of vectors held the loop for 0.35 s, the log-probabilities of a prompt
-    of 5,000 tokens with 20 alternatives for 20 ms."""
+    """The same for an answer that may be long: with numpy arrays, bytes (sent as base64) or long lists.
+    Encoded in one call, 50 MB of vectors held the loop for 0.35 s, and the log-probabilities of a prompt of
+    5,000 tokens with 20 alternatives for 20 ms."""
     made = pieces(value)
     first = next(made)
-    if len(first) < PIECE:  # and all
+    if len(first) < PIECE:  # that was everything
         return web.Response(body=first, content_type="application/json")
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
     for piece in chain((first,), made):
         async with patience(request):
             await response.write(piece)
-        await asyncio.sleep(0)  # a reader that keeps up never makes `write` wait
+        await asyncio.sleep(0)  # `write` does not suspend while the client keeps up
     await response.write_eof()
     return response
 
 
 def pieces(value: object) -> Iterator[bytes]:
-    """JSON of `value` in pieces of about `PIECE` bytes, each made when it is asked for."""
+    """JSON of `value` in pieces of about `PIECE` bytes, encoded lazily."""
     held = bytearray()
     for part in _parts(value):
         held += part
@@ -59,7 +59,7 @@ def pieces(value: object) -> Iterator[bytes]:
 
 
 def encode_long(value: object) -> bytes:
-    """`msgspec.json.encode` in slices, for a thread: within one call it does not give the GIL back."""
+    """`msgspec.json.encode` in slices, for threads: one call does not release the GIL."""
     return b"".join(_parts(value))
 
 
@@ -86,7 +86,7 @@ def _parts(value: object) -> Iterator[bytes]:
 
 
 def _listed(value: list[Any] | np.ndarray) -> Iterator[bytes]:
-    """Of a list that is long itself, or whose items are."""
+    """JSON of a long list, or one of long items."""
     mark = b"["
     if isinstance(value, list) and not any(map(_is_long, value[:SLICE])):
         for at in range(0, len(value), SLICE):
@@ -101,7 +101,7 @@ def _listed(value: list[Any] | np.ndarray) -> Iterator[bytes]:
 
 
 def _is_long(value: object) -> bool:
-    """Whether one call would take long: by the first items of a list, which are alike."""
+    """Whether one call would take long. All items of a list are taken to be like the first."""
     if isinstance(value, dict):
         return any(map(_is_long, value.values()))
     if isinstance(value, list):
@@ -110,8 +110,7 @@ def _is_long(value: object) -> bool:
 
 
 def error_response(fault: Fault, body: bytes | None = None) -> web.Response:
-    """An error in the nested shape, or in that of `body`, with the headers that tell clients whether to
-    try again."""
+    """An error, with the headers that tell clients whether to retry; `body` overrides OpenAI's shape."""
     response = web.Response(
         body=fault.body() if body is None else body, status=fault.status, content_type="application/json"
     )

@@ -8,19 +8,19 @@ from urllib.parse import quote
 from aiohttp import web
 from aiohttp.http import RawRequestMessage
 
-from app.http.connection import LINGER_SECONDS, Connection, Places
+from app.http.connection import LINGER_SECONDS, Connection, ConnectionCount
 from app.http.keys import SERVE
 from core.config import ServeConfig
 
 IDLE_SECONDS = 75.0
-"""How long a connection may stand open without a request; above the 60 s of common proxies."""
+"""Keep-alive timeout; above the 60 s of common proxies."""
 
 
 class Runner(web.AppRunner):
-    """Runs the app so that a client that goes away cancels its handler at once.
+    """Runs the app. A client that disconnects cancels its handler at once.
 
-    Bodies are never decompressed (a small one could become gigabytes), and there is no access log:
-    the middleware writes one line per request.
+    Bodies are never decompressed (a small one could become gigabytes), and there is no access log: the
+    middleware logs one line per request.
     """
 
     __slots__ = ()
@@ -42,13 +42,13 @@ class Runner(web.AppRunner):
 
 
 def root_path(serve: ServeConfig) -> str:
-    """`--root-path` as it stands before a request's path: one slash before it, none behind, or empty."""
+    """`--root-path` as a prefix of paths: with a leading and no trailing slash, or empty."""
     path = serve.root_path.strip("/")
     return "/" + quote(path) if path else ""
 
 
 class _Server(web.Server):
-    """The same server, making our connections; `prefix` is taken off before anything looks at a path."""
+    """The same server with our connections; `prefix` is removed from paths before routing."""
 
     def __init__(self, made: web.Server, prefix: str) -> None:
         def request(message: RawRequestMessage, *rest: Any) -> web.BaseRequest:
@@ -64,7 +64,7 @@ class _Server(web.Server):
             handler_cancellation=made.handler_cancellation,
             **made._kwargs,
         )
-        self._places = Places()
+        self._open = ConnectionCount()
 
     def __call__(self) -> web.RequestHandler:
-        return Connection(self, self._places, loop=self._loop, **self._kwargs)
+        return Connection(self, self._open, loop=self._loop, **self._kwargs)

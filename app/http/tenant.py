@@ -1,4 +1,4 @@
-"""Whose request is at hand: what one tenant stored, opened or started does not exist for another."""
+"""The tenant of the current request: what one tenant stored, opened or started does not exist for another."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _tenant: ContextVar[str] = ContextVar("tenant", default="")
 
 
 def tenant() -> str:
-    """The tenant of the request or batch line at hand: a digest of the key it was accepted with, and the one
-    empty name where the server has no keys."""
+    """The tenant of the current request or batch line: a digest of its API key; empty where the server has no
+    keys."""
     return _tenant.get()
 
 
 @contextmanager
 def acting_for(name: str) -> Iterator[None]:
-    """What is done within is done for this tenant, in tasks that begin there too."""
+    """Set the tenant within this context and in tasks started there."""
     token = _tenant.set(name)
     try:
         yield
@@ -28,7 +28,7 @@ def acting_for(name: str) -> Iterator[None]:
 
 
 class Keys:
-    """The keys that a server accepts, as digests. Owner: event loop."""
+    """The accepted API keys, as digests. Owner: event loop."""
 
     __slots__ = ("_digests",)
 
@@ -40,12 +40,12 @@ class Keys:
 
     @property
     def tenants(self) -> list[str]:
-        """Everybody who may come."""
+        """All tenants."""
         return [digest.hex() for digest in self._digests] or [""]
 
     def tenant(self, key: str) -> str | None:
-        """Whose key it is, None for one that is not accepted. Digests are compared with all of them, in
-        constant time: neither a key's content nor its length shows in how long a refusal takes."""
+        """The tenant of a key, None for a wrong one. The digest is compared with all of them in constant
+        time, so that timing reveals neither a key's content nor its length."""
         if not self._digests:
             return ""
         sent, found = _digest(key), None

@@ -56,7 +56,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "none", "fp8", "fp8-blocks"],
         Meta(
             description="quantization of linear layers on a GPU; auto: FP8 if the checkpoint is, with its "
-            "scales; fp8: always, per channel if it has no scales; fp8-blocks: per 128 x 128; none: dequantised"
+            "scales; fp8: per channel unless it has scales; fp8-blocks: per 128 x 128; none: dequantise"
         ),
     ] = "auto"
     device: Annotated[
