@@ -1,4 +1,4 @@
-"""An sqlite file that a server keeps, and the one thread that opens it and calls it."""
+"""An sqlite file and the one thread that uses it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ T = TypeVar("T")
 D = TypeVar("D", bound="Database")
 
 PATIENCE = 10.0
-"""Seconds to wait for another server that writes to the same file."""
+"""Seconds to wait while another server writes to the same file."""
 
 
 class Database(ABC):
-    """The file and a lock file beside it. Calls block. Owner: the thread of its `DatabaseThread`."""
+    """The file and a lock file next to it. Calls block. Owner: the thread of its `DatabaseThread`."""
 
     def __init__(self, root: Path, lock: str) -> None:
         """Raises `OSError`, `sqlite3.Error` and what `_open` raises."""
@@ -31,13 +31,13 @@ class Database(ABC):
         self._lock = os.open(root / lock, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             self._open()
-        except BaseException:  # or the next try would take this one for another server
+        except BaseException:  # otherwise the next attempt would find it locked
             os.close(self._lock)
             raise
 
     @abstractmethod
     def _open(self) -> None:
-        """Lock, connect, and put right what an earlier server left."""
+        """Lock, connect, and repair what an earlier server left."""
 
     def _lock_alone(self) -> bool:
         """Take the lock; False when another server has it."""
@@ -56,27 +56,27 @@ class Database(ABC):
         self._db.executescript(schema)
 
     def close(self) -> None:
-        """Let another server have the file."""
+        """Release the file for another server."""
         self._db.close()
         os.close(self._lock)
 
 
 class DatabaseThread(Generic[D]):
-    """A database as the loop sees it. Calls are served in the order they were made, also those that nobody
-    waits for. Owner: event loop."""
+    """A database for the event loop. Calls are made in order, also those that are not awaited. Owner: event
+    loop."""
 
     __slots__ = ("_closed", "_disk", "_make", "_pool")
 
     def __init__(self, name: str, make: Callable[[], D]) -> None:
-        """`make` is called in the thread, when the database is first needed."""
+        """`make` is called in the thread on first use."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._make = make
         self._disk: D | None = None
         self._closed = False
 
     def run(self, work: Callable[[D], T]) -> asyncio.Future[T]:
-        """`work` in the thread. Raises what it raises, `Unavailable` when there is no usable directory or the
-        server shuts down, and `DiskFull`."""
+        """Run `work` in the thread. Raises what it raises, `Unavailable` when the directory is unusable or
+        the server shuts down, and `DiskFull`."""
         return self._submit(lambda: self._run(work))
 
     def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
@@ -94,7 +94,7 @@ class DatabaseThread(Generic[D]):
             raise
 
     async def close(self) -> None:
-        """After what was asked for. Idempotent."""
+        """Close after all earlier calls. Idempotent."""
         if not self._closed:
             self._closed = True
             await asyncio.get_running_loop().run_in_executor(self._pool, self._shut)

@@ -1,4 +1,4 @@
-"""`python -m app generate`: a file of requests to a file of answers, without a server."""
+"""`python -m app generate`: answers a file of requests without a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from core.errors import ConfigError, LoomError
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 class _Plain(msgspec.Struct):
@@ -37,14 +37,13 @@ class _Plain(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Plain).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
-
 ANY_MODEL = "any"
-"""`--model-name` for files written for other models: what their lines name is left out."""
+"""`--model-name` for files written for other models: the models that lines name are ignored."""
 
 
 def run(config: Config, input: str, output: str, concurrency: int = 0, model_name: str = "") -> int:
-    """Answer every line of the input that the output has no answer for; lines that failed are tried again.
-    Returns the exit code: 1 when any line of the output is an error. Raises `ConfigError`."""
+    """Answer every line of the input without an answer in the output; failed lines are tried again. Returns
+    the exit code: 1 when any line of the output is an error. Raises `ConfigError`."""
     logs.set_up("warning")
     source, results = Path(input).expanduser(), Path(output).expanduser()
     tally = Tally()
@@ -62,14 +61,14 @@ def run(config: Config, input: str, output: str, concurrency: int = 0, model_nam
             generation = Generation(llm, journal, tally, model_name)
             return asyncio.run(generation.run(source, total, concurrency))
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        print("interrupted: run the same command to continue", file=sys.stderr)
         return INTERRUPTED
     finally:
         journal.close()
 
 
 class Generation:
-    """One run over a file. Owner: event loop of its own."""
+    """One run over a file. Owner: its own event loop."""
 
     def __init__(self, llm: LLM, journal: Journal, tally: Tally, model_name: str) -> None:
         self._llm = llm
@@ -95,19 +94,19 @@ class Generation:
         return int(tally.failed > 0)
 
     async def _work(self, lines: Iterator[tuple[int, bytes]], bar: Any) -> None:
-        """One of several that share `lines`."""
+        """One of several workers that share `lines`."""
         for number, text in lines:
             before = len(self._tally.ids)
             record = await self._line(number, text)
             if self._llm.failure is not None:
-                return  # what failed now was not the line's fault: it is run again next time
+                return  # not the line's fault: it runs again next time
             if record is not None:
                 self._journal.append(record)
                 self._tally.add(record)
             bar.update(len(self._tally.ids) - before if record is not None else 0)
 
     async def _line(self, number: int, text: bytes) -> bytes | None:
-        """The record of a line; None for one that has its record."""
+        """The record of a line; None if it has one already."""
         try:
             line = read_request(number, text)
             if line.custom_id in self._seen:
@@ -134,32 +133,32 @@ class Generation:
 
 
 def read_request(number: int, text: bytes) -> Line:
-    """A batch line, or a plain object with `prompt` or `messages` and the fields of their endpoint;
-    the latter is called `line-NUMBER` unless it has a `custom_id`. Raises `BadLine`."""
+    """A batch line, or a plain object with `prompt` or `messages` and other fields of their endpoint, whose
+    id is `line-NUMBER` unless it has a `custom_id`. Raises `BadLine`."""
     try:
         plain = _decode(text.strip())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return parse_line(number, text, ANSWERS)  # which says what is wrong
-    if _given(plain.url) or _given(plain.body):
+        return parse_line(number, text, ANSWERS)  # which raises with the reason
+    if _present(plain.url) or _present(plain.body):
         return parse_line(number, text, ANSWERS)
-    if _given(plain.prompt) == _given(plain.messages):
+    if _present(plain.prompt) == _present(plain.messages):
         message = "A line needs 'url' and 'body', or one of 'prompt' and 'messages'."
         raise bad(number, "invalid_line", message)
-    url = "/v1/chat/completions" if _given(plain.messages) else "/v1/completions"
+    url = "/v1/chat/completions" if _present(plain.messages) else "/v1/completions"
     return Line(number, plain.custom_id or f"line-{number}", url, text)
 
 
 def for_model(body: bytes, name: str) -> bytes:
-    """A request's body without its `model` where that is `name`; whatever it is for `ANY_MODEL`."""
+    """A request's body without its `model` if that is `name`, or in any case for `ANY_MODEL`."""
     try:
         fields = _fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return body  # answered with what is wrong
+        return body  # its answer says what is wrong
     model = bytes(fields.get("model", b""))
     if name == ANY_MODEL or model == msgspec.json.encode(name):
         fields.pop("model", None)
     return msgspec.json.encode(fields)
 
 
-def _given(value: msgspec.Raw) -> bool:
+def _present(value: msgspec.Raw) -> bool:
     return bytes(value) not in (b"", b"null")

@@ -1,4 +1,4 @@
-"""Logging: one line a record, nothing a client sent can start a new one, and no line holds the loop."""
+"""Logging to stderr: one line per record, whatever clients send, and without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from queue import SimpleQueue
 log = logging.getLogger(__name__)
 
 KEPT = 10_000
-"""Lines that may wait for a reader of stderr; further ones are dropped and counted. A pipe that nobody reads
-takes 64 KB and then blocks its writer: that must not be the event loop."""
+"""Lines that may wait to be written; further ones are dropped and counted. A pipe that is not read takes 64
+KB and then blocks its writer, which must not be the event loop."""
 
 PATIENCE = 1.0
-"""Seconds that the exit waits for lines to be read."""
+"""Seconds that the exit waits for lines to be written."""
 
 
 class OneLine(logging.Formatter):
@@ -33,15 +33,15 @@ class OneLine(logging.Formatter):
 
 
 class StderrWriter(QueueListener):
-    """Writes lines in its thread. Not by a `StreamHandler`: the exit of `logging` would wait for its lock,
-    which a write to a full pipe holds."""
+    """Writes lines in a thread of its own. Not with a `StreamHandler`: at exit, `logging` would wait for its
+    lock, which a write to a full pipe holds."""
 
     dropped = 0
-    """Lines for which there was no room, counted by the handler."""
+    """Lines that did not fit the queue, counted by the handler."""
     _reported = 0
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Write one formatted record, behind a count of lines dropped since the last one."""
+        """Write one formatted record, after a note of lines dropped since the last one."""
         if lost := self.dropped - self._reported:
             self._reported += lost
             sys.stderr.write(f"{lost} lines were dropped: stderr was not read\n")
@@ -53,7 +53,7 @@ class AsyncStderr(QueueHandler):
     """Queues lines for a thread that writes them to stderr. `emit` may be called by any thread."""
 
     def __init__(self) -> None:
-        # Not `Queue`: its lock would be taken twice by a line that garbage collection logs in `put`.
+        # Not `Queue`: a line logged by garbage collection within `put` would take its lock twice.
         self._lines: SimpleQueue[logging.LogRecord | None] = SimpleQueue()
         super().__init__(self._lines)
         self.setFormatter(OneLine())
@@ -68,7 +68,7 @@ class AsyncStderr(QueueHandler):
             self._writer.dropped += 1
 
     def flush(self) -> None:
-        """Wait until everything is written, but not for ever. Nothing that comes later is written."""
+        """Wait until everything is written, up to `PATIENCE`. Later lines are not written."""
         self._writer.enqueue_sentinel()
         end = time.monotonic() + PATIENCE
         while not self._lines.empty() and time.monotonic() < end:
@@ -83,14 +83,14 @@ def set_up(level: str) -> None:
 
 
 def log_stacks() -> None:
-    """What every thread is doing, for whoever reads the log after a failure. By way of a file: only
-    the log's own thread may wait for the reader of stderr."""
+    """Log the stack of every thread. Dumped to a file first: only the log's own thread may block on
+    stderr."""
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:  # a full disk, no descriptor left: what failed is still to be told
+    except OSError as error:  # a full disk, no free descriptor: the original failure is still to be logged
         lines = [f"the stacks could not be dumped: {error}"]
     for line in lines:
         log.error("%s", line)

@@ -1,4 +1,4 @@
-"""What Python callers get back: answers and pieces of answers as records."""
+"""Answers and pieces of answers for Python callers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.engine.job import Piece
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One continuation. `message` (chat only) has what parsers found: `content`, `reasoning_content`,
+    """One continuation. `message` (chat only) is the parsed answer: `content`, `reasoning_content`,
     `tool_calls`."""
 
     index: int
@@ -22,11 +22,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Any = None
     message: dict[str, Any] | None = None
     hidden_states: list[float] | None = None
-    """With `return_hidden_states`: the state that made the last token, [width]."""
+    """With `return_hidden_states`: the hidden state of the last token, [width]."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one prompt: `n` choices; the first one's fields at hand."""
+    """The answer to one prompt: `n` choices, with properties for the first."""
 
     id: str
     choices: list[Choice]
@@ -46,8 +46,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one choice as it was made: text as the model wrote it, thinking and calls included.
-    The last piece of a choice has its `finish_reason`."""
+    """A piece of one choice while it is generated: raw text, reasoning and tool calls included. The last
+    piece of a choice has its `finish_reason`."""
 
     index: int
     text: str
@@ -58,7 +58,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def output_of(answer: Mapping[str, Any]) -> Output:
-    """From the JSON of either endpoint's answer, sent with `return_token_ids`."""
+    """From the JSON answer of chat or completions, requested with `return_token_ids`."""
     choices = []
     for choice in answer["choices"]:
         message = choice.get("message")
@@ -69,7 +69,7 @@ def output_of(answer: Mapping[str, Any]) -> Output:
 
 
 def delta_of(index: int, piece: Piece, states: list[float] | None = None) -> Delta:
-    """From the engine's own."""
+    """From the engine's piece."""
     finish = piece.finish
     return Delta(
         index=index,

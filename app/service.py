@@ -1,4 +1,4 @@
-"""Everything a handler may touch, in one object."""
+"""What handlers use: the service's health, and the loaded model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients may know of the model."""
+    """The model as clients may see it."""
 
     name: str
     aliases: tuple[str, ...] = ()
-    """Further names that clients may use."""
+    """Further names for it."""
     path: str
     architecture: str
     context_length: int
@@ -38,29 +38,29 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     created: int
     weight_dtype: str = ""
-    """Of the layers' matrices; `dtype` is what is computed in."""
+    """Of the layers' weights; `dtype` is that of activations."""
     kv_dtype: str = ""
-    """Of keys and values in the pool."""
+    """Of the KV pool."""
     device: str = "cpu"
     format: str = "safetensors"
-    """Of the files with the weights, or `gguf`."""
+    """Of the weight files; or `gguf`."""
     size: int = 0
-    """Bytes of those files."""
+    """Bytes of the weight files."""
     sampling: SamplingParams = SamplingParams()
-    """What a request gets for parameters that it does not name."""
+    """Defaults of sampling parameters."""
     hidden_size: int = 0
     routed: tuple[int, int] = (0, 0)
-    """Layers, and experts that a token takes in one; zeros where there are no experts."""
+    """Layers, and experts per token in each; zeros for a dense model."""
     task: Task = "generate"
     pooling: PoolingSpec = PoolingSpec()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them; answers carry the first."""
+        """All names; answers carry the first."""
         return (self.name, *self.aliases)
 
     def check_task(self, *tasks: Task) -> None:
-        """Raise `RequestError` unless the checkpoint is of one of these kinds."""
+        """Raise `RequestError` unless the checkpoint is for one of these tasks."""
         if self.task not in tasks:
             raise RequestError(
                 f"This model {_DOES[self.task]}. What was asked needs a model that "
@@ -78,31 +78,30 @@ _DOES: Mapping[Task, str] = {
 
 
 class Control(Generator, Protocol):
-    """The engine as HTTP sees it. Owner: event loop."""
+    """The engine, for HTTP. Owner: event loop."""
 
     def abort(self, id: str, tenant: str = "") -> bool:
-        """End one job of a tenant by id; False when it is not here."""
+        """Abort one job of a tenant by id; False when there is none."""
         ...
 
     def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
-        """End every job, or a tenant's; how many there were. With a `message` the clients are told of an
-        error."""
+        """Abort all jobs, or a tenant's; returns their number. With a `message` clients get an error."""
         ...
 
     def flush(self) -> bool:
-        """Empty the prefix cache; False (and nothing done) while requests run."""
+        """Empty the prefix cache; False, without effect, while requests run."""
         ...
 
     def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
-        """Where the time of a tenant's recent job went; None when it is not remembered."""
+        """Timings of a tenant's recent job; None when it is no longer known."""
         ...
 
     def statistics(self) -> EngineStatistics: ...
 
 
 class NumberBudget:
-    """Numbers of hidden states that answers hold, and of embeddings that prompts are, from the check of a
-    request to the end of its task: slow readers of many large answers would hold as many gigabytes.
+    """Limits the numbers in hidden states of answers and embeddings of prompts, from the check of a request
+    to the end of its task: slow readers of many large answers would otherwise hold gigabytes.
 
     Owner: event loop.
     """
@@ -115,7 +114,7 @@ class NumberBudget:
         self._held = 0
 
     def hold(self, count: int) -> None:
-        """Count them until the current task ends. Raises `Overloaded` where others hold too many."""
+        """Count numbers until the current task ends. Raises `Overloaded` when others hold too many."""
         if self._held and self._held + count > self._limit:
             raise Overloaded("Too many hidden states, experts or embeddings are held: try again later.")
         task = asyncio.current_task()
@@ -128,39 +127,39 @@ class NumberBudget:
 
 
 class AnswerDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What answers tell where a request does not say: the operator's choice."""
+    """The operator's defaults for what answers contain."""
 
     usage: bool = False
-    """At the end of streams, whatever the request says."""
+    """Always at the end of streams."""
     tokens_as_ids: bool = False
     """Log-probabilities name tokens as `token_id:N`."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What exists once the model is in."""
+    """The loaded model and everything that serves it."""
 
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate
     engine: Control
     tools: ToolFamily | None = None
-    """How the model writes tool calls; None: the operator wants none read."""
+    """Format of tool calls; None: they are not parsed."""
     reasoning: ReasoningFamily | None = None
-    """How it marks thinking; None: it does not think."""
+    """Format of reasoning; None: the model has none."""
     operator: Operator | None = None
-    """None where the engine is not this process's to control."""
+    """None where the engine cannot be controlled by this process."""
     defaults: AnswerDefaults = AnswerDefaults()
     trusts_templates: bool = False
-    """Requests may bring chat templates of their own."""
+    """Requests may have their own chat templates."""
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
     helper: Helper = msgspec.field(default_factory=HelperProcess)
-    """For templates of requests; grammars are compiled there too."""
+    """For chat templates of requests and for grammars."""
     bodies: Helper = msgspec.field(default_factory=HelpersBySize)
     """For bodies too large to be decoded on the loop."""
 
 
 class Service:
-    """Health from the first second, and the loaded model when there is one.
+    """Health from the start, and the loaded model once there is one.
 
     Owner: event loop.
     """
@@ -169,13 +168,13 @@ class Service:
 
     def __init__(self, settings: dict[str, object]) -> None:
         self.settings = settings
-        """The operator's choices, for `/server_info`; no secrets among them."""
+        """For `/server_info`, without secrets."""
         self.health = Health()
         self.started_at = time.time()
         self._loaded: Loaded | None = None
 
     def ready(self, loaded: Loaded) -> None:
-        """From now on requests are taken."""
+        """Accept requests from now on."""
         self._loaded = loaded
         self.health = Health(Phase.READY, "ready", 1.0)
 
@@ -189,7 +188,7 @@ class Service:
 
 
 class Phase(Enum):
-    """A server's life. Only READY takes requests."""
+    """States of a server. Only READY accepts requests."""
 
     STARTING = "starting"
     READY = "ready"
@@ -198,7 +197,7 @@ class Phase(Enum):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """`stage` and `progress` (0 to 1) say how far the start is; `reason` why it is not ready."""
+    """`stage` and `progress` (0 to 1) of startup; `reason` why the server is not ready."""
 
     phase: Phase = Phase.STARTING
     stage: str = "starting"

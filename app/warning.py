@@ -1,4 +1,4 @@
-"""What a client should know of a request that was taken all the same: the header `x-loom-warning`."""
+"""Warnings about requests that are served nevertheless: the header `x-loom-warning`."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ HEADER = "X-Loom-Warning"
 
 MAX_WARNINGS = 8
 MAX_CHARS = 300
-"""Of one. Clients and proxies take headers of 8 KB altogether."""
+"""Of one warning. Clients and proxies accept headers of 8 KB in all."""
 
 MAX_BODY = 32 * 1024
-"""Bytes of a body whose fields are looked at: it is decoded once more, on the loop."""
+"""Bytes up to which a body's fields are checked: it is decoded once more, on the loop."""
 MAX_NAME = 64
 MAX_UNKNOWN = 8
-"""Unknown fields of one object that are compared with the known ones, at some 0.1 ms each the first time."""
+"""Unknown fields of one object that are compared with known ones, at 0.1 ms each the first time."""
 ALIKE = 0.8
-"""Similarity (difflib's ratio) from which a name is taken for a misspelt field: `max_new_tokens` has 0.83 of
-`max_tokens`."""
+"""Similarity (difflib's ratio) from which a name counts as a misspelt field: `max_new_tokens` and
+`max_tokens` have 0.83."""
 
-_said: ContextVar[list[str] | None] = ContextVar("warnings", default=None)
+_warnings: ContextVar[list[str] | None] = ContextVar("warnings", default=None)
 
 
 def warn(text: str) -> None:
-    """Tell the client of the request at hand, once for equal texts. Nobody is told where there is no request
-    (a line of a batch, `app.offline`), or when its answer has begun."""
-    said = _said.get()
-    if said is not None and text not in said and len(said) < MAX_WARNINGS:
-        said.append(text)
+    """Warn the client of the current request, once for equal texts. No effect where there is no request (a
+    line of a batch, `app.offline`), or after its answer has begun."""
+    texts = _warnings.get()
+    if texts is not None and text not in texts and len(texts) < MAX_WARNINGS:
+        texts.append(text)
 
 
 @contextmanager
 def warnings() -> Iterator[list[str]]:
-    """The warnings of one request, as they come."""
-    said: list[str] = []
-    token = _said.set(said)
+    """Collect the warnings of one request."""
+    texts: list[str] = []
+    token = _warnings.set(texts)
     try:
-        yield said
+        yield texts
     finally:
-        _said.reset(token)
+        _warnings.reset(token)
 
 
-def header_value(said: list[str]) -> str:
-    """All of them on one line of printable ASCII: they may quote what a client sent."""
-    return "; ".join(text.encode("unicode_escape").decode("ascii")[:MAX_CHARS] for text in said)
+def header_value(texts: list[str]) -> str:
+    """All warnings as one line of printable ASCII: they may quote what a client sent."""
+    return "; ".join(text.encode("unicode_escape").decode("ascii")[:MAX_CHARS] for text in texts)
 
 
 def warn_of_near_fields(kind: Any, body: bytes) -> None:
-    """Warn of fields that `kind`, a Struct, does not know but nearly does: they are passed over, as unknown
-    fields are, and the client believes in them. `body` is JSON that was decoded as `kind` before."""
-    if _said.get() is None or len(body) > MAX_BODY:
+    """Warn of unknown fields whose names are close to those of `kind`, a Struct: they are ignored, which the
+    client may not notice. `body` is JSON that was decoded as `kind` before."""
+    if _warnings.get() is None or len(body) > MAX_BODY:
         return
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        # The decoder of a Struct does not look at what it passes over: a name may be no text at all.
+        # The decoder of a Struct does not check what it skips: a name may be invalid text.
         with suppress(msgspec.DecodeError, UnicodeDecodeError):
             _warn_of_near(kind, msgspec.Raw(body), "")
 
@@ -78,7 +78,7 @@ def _warn_of_near(kind: type[msgspec.Struct], body: msgspec.Raw, prefix: str) ->
 
 @lru_cache
 def _known(kind: type[msgspec.Struct]) -> Mapping[str, type[msgspec.Struct] | None]:
-    """Fields by name; the Struct that a field is, if it is one."""
+    """Fields by name, with the Struct of a field that is one."""
     found: dict[str, type[msgspec.Struct] | None] = {}
     for field in msgspec.structs.fields(kind):
         kinds = get_args(field.type) or (field.type,)
@@ -95,7 +95,7 @@ def _nearest(kind: type[msgspec.Struct], name: str) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """`maxTokens` and `max-tokens` are how others write `max_tokens`."""
+    """Without case and separators: `maxTokens` and `max-tokens` are spellings of `max_tokens`."""
     return name.lower().replace("-", "").replace("_", "")
 
 

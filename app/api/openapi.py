@@ -22,7 +22,7 @@ ROUTES = Routes()
 DOCUMENTED = web.AppKey("documented", tuple)
 
 ALWAYS = (400, 500, 503)
-"""Bad HTTP, a fault of ours, and a server that starts or drains: any route."""
+"""Of every route: malformed HTTP, an internal error, a server that starts or drains."""
 WITH_BODY = (408, 413, 415, 417)
 
 _REF = "#/components/schemas/"
@@ -32,7 +32,7 @@ _EVENT: Schema = {
     "required": ["data"],
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
 }
-"""One event of a stream: before 3.2 the format has no other way to speak of them."""
+"""One event of a stream: OpenAPI before 3.2 cannot describe the stream itself."""
 _GENERATED = {"choices": [{"token_ids": [1, 2], "finish_reason": "stop"}]}
 _SAMPLES: Mapping[str, object] = {
     "abort_all": True,
@@ -62,7 +62,7 @@ _KEYS: Mapping[str, Schema] = {
 
 @ROUTES.add("GET /openapi.json", has="openapi info paths")
 async def openapi(request: web.Request) -> web.StreamResponse:
-    """This document. Made when it is first asked for."""
+    """This document. Made on the first request."""
     serve = request.app[SERVE]
     body = encoded(request.app[DOCUMENTED], bool(serve.api_key), root_path(serve))
     return web.Response(body=body, content_type="application/json")
@@ -70,13 +70,13 @@ async def openapi(request: web.Request) -> web.StreamResponse:
 
 @lru_cache(maxsize=2)
 def encoded(routes: tuple[Route, ...], keyed: bool, prefix: str) -> bytes:
-    """`document` as JSON: some 10 ms, once."""
+    """`document` as JSON. Takes some 10 ms once."""
     return msgspec.json.encode(document(routes, keyed, prefix))
 
 
 def document(routes: Sequence[Route], keyed: bool, prefix: str = "") -> Schema:
-    """OpenAPI 3.1 for `routes`; `keyed`: clients must send a key; `prefix`: what a proxy shows before every
-    path."""
+    """OpenAPI 3.1 for `routes`; `keyed`: clients must send a key; `prefix`: of every path behind a
+    proxy."""
     paths: dict[str, Schema] = {}
     for route in routes:
         path = re.sub(r"{(\w+):[^}]*}", r"{\1}", route.path)
@@ -152,7 +152,7 @@ def _parameter(name: str, place: str, schema: Schema) -> Schema:
 
 
 def _responses(path: str, route: Route) -> dict[str, Schema]:
-    responses = {200: _answer("As asked.", _contents(route.facts))}
+    responses = {200: _answer("Success.", _contents(route.facts))}
     for status in sorted(_statuses(path, route.facts)):
         error: Schema = {"$ref": _REF + error_class(path).__name__}
         if status == 503 and route.handler is health:

@@ -63,7 +63,7 @@ TABLE: tuple[Route, ...] = (
 
 
 def make_app(service: Service, serve: ServeConfig) -> web.Application:
-    """The application; `app.http.server.Runner` serves it."""
+    """The application, for `app.http.server.Runner`."""
     keys = Keys(serve.api_key)
     app = web.Application(middlewares=[make_edge(keys)])
     app[SERVICE] = service

@@ -1,6 +1,6 @@
-"""Files and batches: lines of requests kept on disk and run on capacity that nobody else wants.
+"""Files and batches: requests on disk, run while the engine is otherwise idle.
 
-This package knows neither HTTP nor prompts: how a body becomes an answer is handed in.
+This package knows neither HTTP nor prompts: functions from a body to an answer are passed in.
 """
 
 from app.batch.batches import Batches

@@ -1,4 +1,4 @@
-"""Batches as HTTP sees them, and the task that works them off one after the other."""
+"""Batches for HTTP, and the task that runs them one after the other."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from core.errors import LoomError, RequestError
 log = logging.getLogger(__name__)
 
 RETRY = 10.0
-"""Seconds before another try when the disk refuses; guessed: somebody has to make room on it."""
+"""Seconds until a retry after a disk error; guessed: usually somebody has to free space."""
 
 MAX_ACTIVE = 1000
-"""Batches that may wait their turn."""
+"""Batches that may wait."""
 
 _WINDOW = re.compile(r"([1-9]\d{0,3})([hd])")
 
 
 class Batches:
-    """The batches of one directory. They run in the order they came, one at a time.
+    """The batches of one directory. They run in order of arrival, one at a time.
 
     Owner: event loop.
     """
@@ -49,18 +49,18 @@ class Batches:
 
     @property
     def endpoints(self) -> list[str]:
-        """What a batch's lines may be posted to."""
+        """Endpoints that batches support."""
         return sorted(self._answers)
 
     def start(self, service: Service, capacity: BackgroundCapacity) -> None:
-        """The engine is there: take up what an earlier run left, and everything that comes."""
+        """Start running batches: those that an earlier server left, then new ones."""
         if self.store.exists:
             self._new.set()
         self._task = asyncio.get_running_loop().create_task(self._run(service, capacity), name="batches")
         self._task.add_done_callback(_report)
 
     async def stop(self) -> None:
-        """End the lines that run; the rest waits for the next start. Idempotent."""
+        """Stop the running lines; the rest waits for the next start. Idempotent."""
         self._closing = True
         self._new.set()
         if self._work is not None:
@@ -69,16 +69,16 @@ class Batches:
             await asyncio.wait((self._task,))
 
     async def close(self) -> None:
-        """`stop`, and let go of the directory."""
+        """`stop`, and release the directory."""
         await self.stop()
         await self.store.close()
 
-    # -- what clients ask --------------------------------------------------------------------------
+    # -- requests of clients -----------------------------------------------------------------------
 
     async def create(
         self, owner: str, input_file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None
     ) -> Batch:
-        """Take a batch. Its lines are checked later, by the task. Raises `RequestError`."""
+        """Store a batch. Its lines are checked later, by the task. Raises `RequestError`."""
         now = int(time.time())
         batch = Batch(
             id=f"batch_{secrets.token_hex(12)}",
@@ -102,15 +102,15 @@ class Batches:
         return batch
 
     async def get(self, owner: str, id: str) -> Batch:
-        """As it is now. Raises `NotFound`."""
+        """Its current state. Raises `NotFound`."""
         return self._live(await self.store.run(lambda disk: disk.batch(owner, id)))
 
     async def list(self, owner: str, page: Page) -> list[Batch]:
-        """Those of an owner."""
+        """Batches of an owner."""
         return [self._live(b) for b in await self.store.run(lambda disk: disk.batches(owner, page))]
 
     async def cancel(self, owner: str, id: str) -> Batch:
-        """Stop it; results so far are kept. Raises `RequestError` for one that is done."""
+        """Cancel a batch; results so far are kept. Raises `RequestError` for one that has ended."""
         batch = await self.get(owner, id)
         if batch.status in ("cancelling", "cancelled"):
             return batch
@@ -136,7 +136,7 @@ class Batches:
                 while not self._closing and (found := await self.store.run(Disk.next_batch)) is not None:
                     owner, batch = found
                     self._work = Work(owner, batch, self.store, self._answers, service, capacity)
-                    # Whoever cancelled it before it was `_work` has said so on the disk.
+                    # It may have been cancelled on disk before it became `_work`.
                     if (await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))).active:
                         with acting_for(owner):
                             await self._attempt(self._work)
@@ -148,8 +148,8 @@ class Batches:
                 self._work = None
 
     async def _attempt(self, work: Work) -> None:
-        """Run a batch. A fault of ours that it brings to light ends it, and not those behind it. Raises
-        `OSError`, `sqlite3.Error` and `LoomError`: it is taken up again when they are over."""
+        """Run a batch. An unexpected exception fails it, and the next one runs. Raises `OSError`,
+        `sqlite3.Error` and `LoomError`, after which it is tried again."""
         try:
             await work.run()
         except (OSError, sqlite3.Error, LoomError):
@@ -161,11 +161,11 @@ class Batches:
 
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("batches do not run any more", exc_info=error)
+        log.error("batches have stopped running", exc_info=error)
 
 
 def seconds(window: str) -> int:
-    """A completion window, `24h` or `7d`. Raises `RequestError`."""
+    """Seconds of a completion window like `24h` or `7d`. Raises `RequestError`."""
     found = _WINDOW.fullmatch(window)
     if found is None:
         raise RequestError("'completion_window' must be like '24h' or '7d'.", "completion_window")

@@ -1,4 +1,4 @@
-"""Engine capacity for batch lines: admits them when the engine is idle, aborts them for clients' requests."""
+"""Engine capacity for batch lines: admitted while the engine is idle, preempted by clients' requests."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from core.executor import Capabilities
 from core.request import Request, State
 
 BACKGROUND = -(2**31) - 1
-"""Priority of a batch's requests: below the lowest that a client can ask for."""
+"""Priority of a batch's requests: below any that a client can set."""
 
 KEPT_ROWS = 8
-"""One row in so many stays free, so that a request that comes alone finds a slot."""
+"""One row in so many stays free, so that a single new request finds a slot."""
 KEPT_PAGES = 4
-"""One page in so many stays free or evictable before another line starts."""
+"""Lines start only while more than one page in so many is free or evictable."""
 STARTING = 8
-"""Lines that may be on their way to the queue (rendered, encoded): their length is not known yet."""
+"""Lines that may be rendered and encoded at once: their length is not known yet."""
 MAX_PASSED_OVER = 2
-"""Plans that may pass over a waiting request before every background run is aborted."""
+"""Plans that may skip a waiting request before all background runs are preempted."""
 
 
 class BackgroundRun:
-    """One attempt at one batch line: its runs, and whether they were aborted to make way.
+    """One attempt at one batch line: its runs, and whether they were preempted.
 
-    Stands for the engine where an answer is made, which only ever starts jobs on it.
+    Passed as the engine to the code that makes the answer, which only starts jobs on it.
     Owner: event loop.
     """
 
-    __slots__ = ("_engine", "aside", "runs")
+    __slots__ = ("_engine", "preempted", "runs")
 
     def __init__(self, engine: Control) -> None:
         self._engine = engine
         self.runs: list[Run] = []
-        self.aside = False
-        """Aborted to make way: its answer is discarded."""
+        self.preempted = False
+        """Aborted for clients' requests: the answer is discarded and the line runs again."""
 
     async def start(self, job: Job, sink: Sink) -> Run:
         """See `app.engine.job.Generator.start`."""
         run = await self._engine.start(msgspec.structs.replace(job, priority=BACKGROUND), sink)
         self.runs.append(run)
-        if self.aside:
+        if self.preempted:
             run.abort()
         return run
 
-    def give_way(self) -> None:
-        """Free what it holds for the next plan."""
-        self.aside = True
+    def preempt(self) -> None:
+        """Abort its runs, so that the next plan can use their slots and pages."""
+        self.preempted = True
         for run in self.runs:
             run.abort()
 
@@ -64,15 +64,14 @@ class BackgroundRun:
 
 
 class BackgroundCapacity:
-    """Admits batch lines while no client's request waits, and aborts them when one would have to.
+    """Admits batch lines while no client's request waits, and preempts them when one would have to wait.
 
-    Three rules hold for a request that is not from a batch. It is never behind one in the queue:
-    those that wait there leave it first. It finds a slot: one row in `KEPT_ROWS` stays free, and more
-    are freed when it brings more choices. It finds room in the step: prompts of the background that
-    are being computed take half of a step at most, and a longer one makes way. So it is admitted by
-    the next plan, as if no batch ran. What is left is memory: a request that plans pass over although
-    there is a slot gets everything that the background holds. A line that made way starts again later;
-    its prompt's KV is often still in the tree.
+    Three rules let a client's request be admitted by the next plan, as if no batch ran. It never queues
+    behind a batch line: waiting lines are preempted. It finds a slot: one row in `KEPT_ROWS` stays free, and
+    more are freed for a request with several choices. It finds room in the step: batch prompts in prefill
+    take at most half of a step, and longer ones are preempted. That leaves memory: when plans keep skipping
+    a waiting request, all batch lines are preempted. A preempted line runs again later; the KV of its prompt
+    is often still in the radix tree.
 
     Owner: event loop.
     """
@@ -85,51 +84,51 @@ class BackgroundCapacity:
         self._prompt_share = capabilities.max_step_tokens // 2
         self._runs: dict[BackgroundRun, None] = {}
         self._since: int | None = None
-        """Steps made when somebody else was first seen waiting."""
-        engine.on_add = self.make_way
+        """Step count when a client's request was first seen waiting."""
+        engine.on_add = self.preempt_for
 
-    def enter(self, loaded: Loaded) -> tuple[BackgroundRun, Loaded] | None:
-        """A run for one line, and the model with it as engine; None when there is no capacity now."""
+    def admit(self, loaded: Loaded) -> tuple[BackgroundRun, Loaded] | None:
+        """A run for one line, and the model with the run as its engine; None without capacity."""
         if not self._idle():
             return None
         run = BackgroundRun(loaded.engine)
         self._runs[run] = None
         return run, msgspec.structs.replace(loaded, engine=cast(Control, run))
 
-    def leave(self, run: BackgroundRun) -> None:
-        """The line has ended. Idempotent."""
+    def release(self, run: BackgroundRun) -> None:
+        """End a run. Idempotent."""
         self._runs.pop(run, None)
 
-    def clear(self) -> None:
-        """Every line makes way, at once."""
+    def preempt_all(self) -> None:
+        """Preempt every line."""
         for run in self._runs:
-            run.give_way()
+            run.preempt()
 
-    def make_way(self, requests: list[Request]) -> None:
-        """Called before `requests` are queued: see the class."""
+    def preempt_for(self, requests: list[Request]) -> None:
+        """Free a slot and room in the step for `requests`, which are queued next."""
         if not self._runs or requests[0].priority == BACKGROUND:
             return
         for run in self._runs:
             if run.count(State.WAITING) or max(run.prompts(State.PREFILL), default=0) > self._prompt_share:
-                run.give_way()
+                run.preempt()
         statistics = self._engine.load()
         short = statistics.waiting + len(requests) - (self._rows - statistics.running)
         for run in reversed(self._runs):  # the newest has the least to lose
             if short <= 0:
                 return
-            if not run.aside:
+            if not run.preempted:
                 short -= run.count(State.PREFILL, State.DECODE)
-                run.give_way()
+                run.preempt()
 
-    def press(self) -> None:
-        """Called every few milliseconds: aborts every run when plans keep passing over a request."""
+    def check_starvation(self) -> None:
+        """Preempt every run when plans keep skipping a client's request. Called every few milliseconds."""
         statistics = self._engine.load()
         if not self._runs or statistics.waiting <= self._own_waiting():
             self._since = None
         elif self._since is None:
             self._since = statistics.steps
         elif statistics.steps - self._since >= MAX_PASSED_OVER:
-            self.clear()
+            self.preempt_all()
 
     def _own_waiting(self) -> int:
         return sum(run.count(State.WAITING) for run in self._runs)

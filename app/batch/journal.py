@@ -1,4 +1,4 @@
-"""An output file that survives a crash: what is in it is done, and is not done again."""
+"""Output files that survive a crash: lines in them are done and are not run again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from app.batch.lines import LINES_PER_SLICE, PAUSE
 from app.batch.records import Batch, Counts, Usage, UsagePart
 
 SYNC_LINES = 32
-"""Lines between two fsyncs: what a power cut can cost is run again."""
+"""Lines between two fsyncs: a power cut can lose so many, which run again."""
 
 
 class Tally:
-    """What the lines of one or more journals add up to. Owner: whoever runs the batch."""
+    """Totals of the lines of one or more journals. Owner: the code that runs the batch."""
 
     __slots__ = ("completed", "failed", "ids", "usage")
 
@@ -28,7 +28,7 @@ class Tally:
         self.usage = Usage()
 
     def add(self, line: bytes) -> None:
-        """Count one output line. Nothing happens for what is none."""
+        """Count one output line; anything else is ignored."""
         try:
             entry = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -42,15 +42,15 @@ class Tally:
         if (usage := entry.response.body.usage) is not None:
             self.usage.add(usage)
 
-    def told(self, batch: Batch) -> Batch:
-        """The batch with what was done of it."""
+    def update(self, batch: Batch) -> Batch:
+        """The batch with these totals."""
         counts = Counts(total=batch.request_counts.total, completed=self.completed, failed=self.failed)
         usage = self.usage.shown() if self.completed else None
         return msgspec.structs.replace(batch, request_counts=counts, usage=usage)
 
 
 class Journal:
-    """Appends lines to one file. Blocks, so not for the loop of a server.
+    """Appends lines to one file. Its calls block: not for the event loop.
 
     Owner: one thread at a time.
     """
@@ -58,18 +58,18 @@ class Journal:
     __slots__ = ("_file", "_unsynced", "_whole", "path")
 
     def __init__(self, path: Path, tally: Tally) -> None:
-        """Opens or makes the file and adds what it has to `tally`. A last line without its end was
-        torn by a crash and is cut off."""
+        """Opens or creates the file and adds its lines to `tally`. An incomplete last line, from a crash, is
+        cut off."""
         self.path = path
         self._unsynced = 0
-        # Unbuffered: what a full disk refuses must not be written later, over what came after it.
+        # Unbuffered: after a failed write nothing of it may be written later.
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", 0)
         with path.open("rb") as written:
             self._whole = _add_lines(written, tally)
         self._file.truncate(self._whole)
 
     def append(self, line: bytes) -> None:
-        """One more line, which ends with a newline. Raises `OSError`, and then nothing of it is there."""
+        """Append a line, which ends with a newline. When it raises `OSError`, nothing was appended."""
         left = memoryview(line)
         try:
             while left:
@@ -83,7 +83,7 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """What was appended is on the disk after this."""
+        """Flush to disk."""
         os.fsync(self._file.fileno())
         self._unsynced = 0
 
@@ -97,7 +97,7 @@ class Journal:
 
 
 def read_tally(directory: Path, batch: Batch) -> Tally:
-    """What the journals of a batch add up to, which nobody writes to meanwhile. Blocks."""
+    """Totals of a batch's journals, which must not be written meanwhile. Blocks."""
     tally = Tally()
     for path in (directory / batch.output_id, directory / batch.error_id):
         if path.exists():
@@ -120,8 +120,8 @@ def _add_lines(file: IO[bytes], tally: Tally) -> int:
 
 
 def drop_failed(path: Path) -> int:
-    """Take the records of failed lines out of a journal that nobody has open, so that they are run again;
-    returns how many. The others stay byte for byte. A crash leaves either the old file or the new one."""
+    """Remove the records of failed lines from a journal that is not open, so that they run again; returns how
+    many. Other records stay byte for byte. After a crash there is either the old file or the new one."""
     if not path.exists():
         return 0
     dropped = 0
@@ -167,7 +167,7 @@ class _Entry(msgspec.Struct):
 
     @property
     def answered(self) -> bool:
-        """The line has its answer."""
+        """The line succeeded."""
         return self.error is None and self.response is not None and self.response.status_code == 200
 
 

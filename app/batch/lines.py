@@ -1,4 +1,4 @@
-"""One line in, one line out: the JSONL of batches."""
+"""The JSONL of batches: input lines and output lines."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from app.text.numbers import MAX_SLOW, slow_numbers
 MAX_LINES = 50_000
 """Requests in one batch: OpenAI's bound."""
 MAX_LINE = 32 * 2**20
-"""Bytes in one line (guessed: longer than any context a model of today reads)."""
+"""Bytes in one line (guessed: more than the context of any current model)."""
 SLICE = 2**16
-"""Bytes of a line that are looked at before another thread may have the GIL."""
+"""Bytes of a line that are processed while holding the GIL."""
 MAX_ID = 512
 """Characters of a `custom_id`."""
 LINES_PER_SLICE, PAUSE = 16, 5e-5
-"""Lines between two pauses, and their length in seconds: a thread that reads 50,000 lines in one go
-would keep the interpreter for 5 ms at a time, and the loop from its steps."""
+"""Lines between two pauses, and their length in seconds: without them, a thread that reads 50,000 lines holds
+the GIL for 5 ms at a time, which delays steps."""
 MAX_ERRORS = 100
-"""Bad lines that are named before validation gives up."""
+"""Errors after which validation stops."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class BadLine(Exception):
-    """A line that is no request; `error` says why."""
+    """A line that is not a valid request; `error` says why."""
 
     def __init__(self, error: BatchError) -> None:
         super().__init__(error.message)
@@ -56,22 +56,22 @@ class _Raw(msgspec.Struct):
 
 
 _BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
-"""U+0085, U+2028 and U+2029 may stand in JSON as they are, but Python's `str.splitlines` ends a line
-at each, and that is how people read results."""
+"""U+0085, U+2028 and U+2029 are valid in JSON, but Python's `str.splitlines`, which people read results with,
+ends a line at each."""
 
 _decode = msgspec.json.Decoder(_Raw).decode
 
 _MARK = re.compile(rb'["{}\[\]]')
 _STEPS = np.zeros(256, np.int8)
-"""What a byte outside of strings does to the nesting."""
+"""Change of the nesting depth by a byte outside of strings."""
 _STEPS[list(b"{[")], _STEPS[list(b"}]")] = 1, -1
 _PLACE = b'{"' + secrets.token_hex(16).encode() + b'":%d}'
-"""Stands for a long value of a line, while the rest of the line is decoded."""
+"""Placeholder for a long value while the rest of the line is decoded."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, bytes) of every line that is not blank. A line that is too long comes cut, one
-    byte longer than allowed. Blocks: not on the loop."""
+    """(number from 1, bytes) of every line that is not blank. A line that is too long is cut to one byte more
+    than allowed. Blocks."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
@@ -86,8 +86,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_line(number: int, text: bytes, endpoints: Collection[str]) -> Line:
-    """The request of a line. Raises `BadLine` for what OpenAI refuses a whole batch for; whether the
-    body itself makes sense shows when it runs."""
+    """The request of a line. Raises `BadLine` for errors for which OpenAI rejects a whole batch; the body
+    itself is checked when it runs."""
     raw = _read(number, text)
     if not raw.custom_id or len(raw.custom_id) > MAX_ID:
         message = f"'custom_id' must be a string of 1 to {MAX_ID} characters."
@@ -104,7 +104,7 @@ def parse_line(number: int, text: bytes, endpoints: Collection[str]) -> Line:
 
 
 def _read(number: int, text: bytes) -> _Raw:
-    """Size and numbers are looked at before values."""
+    """Check size and numbers, then decode."""
     if len(text) > MAX_LINE:
         raise bad(number, "line_too_long", f"The line is longer than {MAX_LINE} bytes.")
     if sum(slow_numbers(text[at : at + SLICE]) for at in range(0, len(text), SLICE)) > MAX_SLOW:
@@ -123,16 +123,16 @@ def _read(number: int, text: bytes) -> _Raw:
 
 
 def shortened(text: bytes) -> tuple[bytes, list[bytes]]:
-    """A JSON object with `_PLACE` for each of its values longer than `SLICE`, and those values: msgspec keeps
-    the GIL for as long as it reads, 9 to 51 ms for 10 MB. Of what is inside a long value only brackets and
-    strings are looked at here; whether it is JSON shows when the line runs."""
+    """A JSON object with `_PLACE` for each value longer than `SLICE`, and those values: msgspec holds the GIL
+    while it decodes, 9 to 51 ms for 10 MB. In long values only brackets and strings are looked at here;
+    whether they are valid JSON is checked when the line runs."""
     if len(text) <= SLICE:
         return text, []
     parts: list[bytes] = []
     values: list[bytes] = []
     copied = 0
     for start, end in _long_values(text):
-        if text[start] == ord('"'):  # no field may be so long: this one is refused, or of no interest
+        if text[start] == ord('"'):  # no field may be so long: this one is rejected, or unknown and ignored
             parts += (text[copied:start], b'"%b"' % (b"x" * (MAX_ID + 1)))
         else:
             parts += (text[copied:start], _PLACE % len(values))
@@ -142,8 +142,7 @@ def shortened(text: bytes) -> tuple[bytes, list[bytes]]:
 
 
 def _long_values(text: bytes) -> Iterator[tuple[int, int]]:
-    """Where the strings, lists and objects directly inside an object begin and end that are longer than
-    `SLICE`."""
+    """(start, end) of each string, list and object directly inside an object that is longer than `SLICE`."""
     depth = start = at = slice_end = 0
     while at < len(text):
         if at >= slice_end:
@@ -168,7 +167,7 @@ def _long_values(text: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _depth_behind(depth: int, chunk: bytes) -> int | None:
-    """The nesting behind a chunk that lies within one value and has no strings, else None."""
+    """The nesting depth after a chunk that lies within one value and has no strings, else None."""
     if b'"' in chunk:
         return None
     depths = depth + np.cumsum(_STEPS[np.frombuffer(chunk, np.uint8)], dtype=np.int32)
@@ -176,7 +175,7 @@ def _depth_behind(depth: int, chunk: bytes) -> int | None:
 
 
 def _string_end(text: bytes, at: int) -> int:
-    """Behind the quote that ends the string whose characters begin at `at`."""
+    """The position after the closing quote of the string whose characters begin at `at`."""
     while (end := text.find(b'"', at)) >= 0:
         escapes = end
         while escapes > at and text[escapes - 1] == ord("\\"):
@@ -193,7 +192,7 @@ def bad(number: int, code: str, message: str, param: str | None = None) -> BadLi
 
 
 def check_input(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:
-    """How many requests a file has and what is wrong with it, up to `MAX_ERRORS`. Blocks."""
+    """The number of requests in a file and its errors, up to `MAX_ERRORS`. Blocks."""
     errors: list[BatchError] = []
     seen: set[str] = set()
     for number, text in read_lines(path):
@@ -222,9 +221,9 @@ def answered(custom_id: str, status: int, body: object) -> bytes:
 
 
 def failed(custom_id: str, error: BaseException) -> bytes:
-    """The output line of a request that ended in an error: what HTTP would have answered."""
-    told = fault(error)
-    return answered(custom_id, told.status, msgspec.Raw(told.body()))
+    """The output line of a request that failed, with the answer HTTP would give."""
+    answer = fault(error)
+    return answered(custom_id, answer.status, msgspec.Raw(answer.body()))
 
 
 def unanswered(custom_id: str, code: str, message: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What clients see of a file and of a batch: OpenAI's objects, field by field."""
+"""Files and batches as OpenAI's API shows them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Status = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]
 ACTIVE: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
-"""There is still something to do, also after a restart."""
+"""Not ended: continued after a restart."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A file. `filename` is the client's word and names nothing on our disk."""
+    """A file. `filename` is the client's and is not used on our disk."""
 
     id: str
     bytes: int
@@ -36,7 +36,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch was refused as a whole; `line` counts from 1."""
+    """Why a whole batch was rejected; `line` counts from 1."""
 
     code: str
     message: str
@@ -45,14 +45,14 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """The list that OpenAI wraps them in."""
+    """OpenAI's list of them."""
 
     data: list[BatchError]
     object: str = "list"
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch; every change makes another record."""
+    """One batch; a change makes a new record."""
 
     id: str
     endpoint: str
@@ -83,7 +83,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def output_id(self) -> str:
-        """Its output file's id: made from its own, so that a restart finds the same file."""
+        """Its output file's id, derived from its own so that a restart finds the same file."""
         return f"file-{self.id.removeprefix('batch_')}-output"
 
     @property
@@ -92,7 +92,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of the answered lines, as their answers count them."""
+    """Tokens of the answered lines, summed over their `usage`."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -107,7 +107,7 @@ class Usage(msgspec.Struct):
         self.reasoning_tokens += (usage.completion_tokens_details or {}).get("reasoning_tokens") or 0
 
     def shown(self) -> dict[str, Any]:
-        """A batch's `usage`: other names than an answer's."""
+        """A batch's `usage`, whose names differ from an answer's."""
         return {
             "input_tokens": self.prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},

@@ -1,4 +1,4 @@
-"""Where files and batches are kept: a directory and an sqlite file in it, behind one thread."""
+"""Storage of files and batches: a directory and an sqlite file in it, used by one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.database import Database, DatabaseThread
 from core.errors import NotFound, RequestError, Unavailable, check_disk_full
 
 MAX_STORED = 20 * 2**30
-"""Bytes of all files together, and of what is being uploaded: clients must not be able to fill the disk."""
+"""Bytes of all files and uploads: clients must not be able to fill the disk."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 """
 _OWNER = "ALTER TABLE {} ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
-"""For directories from before there were owners: what lies in them is nobody's key's."""
+"""For directories from before there were owners: their files belong to no key."""
 
 _file = msgspec.json.Decoder(FileRecord).decode
 _batch = msgspec.json.Decoder(Batch).decode
@@ -39,14 +39,14 @@ class Page(msgspec.Struct, frozen=True):
     after: str | None
     limit: int
     newest: bool = True
-    """First; else the oldest."""
+    """Newest first; else oldest first."""
 
 
 class Disk(Database):
-    """The directory of files, and what is known of them and of batches."""
+    """The directory of files, and the records of files and batches."""
 
     def __init__(self, root: Path) -> None:
-        """Raises `Unavailable` when the directory cannot be used or another server uses it."""
+        """Raises `Unavailable` when the directory is unusable or used by another server."""
         self._files = root / "files"
         self._reserved = 0
         try:
@@ -76,11 +76,11 @@ class Disk(Database):
     # -- files -------------------------------------------------------------------------------------
 
     def path(self, id: str) -> Path:
-        """Where a file of ours lies. `id` is one that we made, never a client's text."""
+        """The path of a file. `id` must be one that we made, never a client's text."""
         return self._files / id
 
     def reserve(self, size: int) -> None:
-        """Keep room for so many bytes of an upload. Raises `RequestError` when there is none."""
+        """Reserve bytes for an upload. Raises `RequestError` when the storage is full."""
         if self._kept + self._reserved + size > MAX_STORED:
             message = (
                 f"Files take {self._kept} bytes and uploads {self._reserved}, and this server keeps "
@@ -90,14 +90,14 @@ class Disk(Database):
         self._reserved += size
 
     def release(self, size: int) -> None:
-        """The upload is a file now, or nothing."""
+        """Return a reservation: the upload has become a file, or failed."""
         self._reserved -= size
 
     def _weigh(self) -> None:
         (self._kept,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM files").fetchone()
 
     def add_file(self, owner: str, record: FileRecord) -> None:
-        """Make a file that lies at its path known, or replace what is known of it."""
+        """Add or replace the record of a file that exists at its path."""
         self._db.execute(
             "INSERT INTO files (id, purpose, bytes, expires_at, doc, owner) VALUES (?, ?, ?, ?, ?, ?) "
             "ON CONFLICT (id) DO UPDATE SET bytes = excluded.bytes, doc = excluded.doc",
@@ -116,7 +116,7 @@ class Disk(Database):
         return record
 
     def files(self, owner: str, purpose: str | None, page: Page) -> list[FileRecord]:
-        """Those of an owner, of one purpose where it is named."""
+        """Files of an owner, of one purpose if given."""
         return [_file(doc) for (doc,) in self._page("files", owner, page, purpose)]
 
     def delete_file(self, owner: str, id: str) -> None:
@@ -129,7 +129,7 @@ class Disk(Database):
         self._weigh()
 
     def purge(self) -> None:
-        """Remove what has expired and no batch needs."""
+        """Remove expired files that no batch needs."""
         rows = self._db.execute(
             "SELECT id FROM files WHERE expires_at <= ? "
             "AND id NOT IN (SELECT input FROM batches WHERE active)",
@@ -146,7 +146,7 @@ class Disk(Database):
     # -- batches -----------------------------------------------------------------------------------
 
     def put_batch(self, owner: str, batch: Batch) -> None:
-        """Keep this state of a batch."""
+        """Store this state of a batch."""
         self._db.execute(
             "INSERT INTO batches (id, active, input, doc, owner) VALUES (?, ?, ?, ?, ?) "
             "ON CONFLICT (id) DO UPDATE SET active = excluded.active, doc = excluded.doc",
@@ -161,28 +161,28 @@ class Disk(Database):
         return _batch(row[0])
 
     def batches(self, owner: str, page: Page) -> list[Batch]:
-        """Those of an owner."""
+        """Batches of an owner."""
         return [_batch(doc) for (doc,) in self._page("batches", owner, page)]
 
     def _recount(self) -> None:
-        """What was done of a batch stands in its journals; its record is as old as its last status."""
+        """Update the totals of batches from their journals: a record is only as new as its last status."""
         rows = self._db.execute("SELECT owner, doc FROM batches WHERE active").fetchall()
         for owner, batch in ((owner, _batch(doc)) for owner, doc in rows):
-            if (counted := read_tally(self._files, batch).told(batch)) != batch:
+            if (counted := read_tally(self._files, batch).update(batch)) != batch:
                 self.put_batch(owner, counted)
 
     def count_active(self) -> int:
-        """How many are not done."""
+        """Number of batches that have not ended."""
         count: int = self._db.execute("SELECT COUNT(*) FROM batches WHERE active").fetchone()[0]
         return count
 
     def next_batch(self) -> tuple[str, Batch] | None:
-        """The oldest that is not done, and its owner."""
+        """The oldest batch that has not ended, and its owner."""
         row = self._db.execute("SELECT owner, doc FROM batches WHERE active ORDER BY seq LIMIT 1").fetchone()
         return None if row is None else (row[0], _batch(row[1]))
 
     def _page(self, table: str, owner: str, page: Page, purpose: str | None = None) -> list[tuple[bytes]]:
-        # `table` is one of two words of this file; everything a client says is a parameter.
+        # `table` is a constant of this file; everything from a client is a parameter.
         where, values = ["owner = ?"], list[object]([owner])
         if page.after:
             row = self._db.execute(
@@ -203,7 +203,7 @@ class Disk(Database):
 
 
 class Store(DatabaseThread[Disk]):
-    """The disk as the loop sees it."""
+    """The disk, for the event loop."""
 
     __slots__ = ("root",)
 
@@ -213,5 +213,5 @@ class Store(DatabaseThread[Disk]):
 
     @property
     def exists(self) -> bool:
-        """Something was kept by this server or one before it."""
+        """Something was stored, by this server or an earlier one."""
         return (self.root / "store.sqlite").exists()

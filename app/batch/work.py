@@ -1,4 +1,4 @@
-"""One batch from its input file to its output files."""
+"""Runs one batch: from its input file to its output files."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from core.types import FinishReason
 log = logging.getLogger(__name__)
 
 Answer = Callable[[bytes, Loaded], Awaitable[Mapping[str, Any]]]
-"""A request's body to its answer. Raises `core.errors`."""
+"""From a request's body to its answer. Raises `core.errors`."""
 Answers = Mapping[str, Answer]
 """By endpoint."""
 
 BLOCK = 64
 """Lines read at a time."""
 TRIES = 3
-"""Ends of a line that neither it nor the batch is the cause of: a timeout, an operator's abort."""
+"""Attempts at a line that ends for other reasons than itself: a timeout, an operator's abort."""
 TICK = 0.01
-"""Seconds between two looks for room."""
+"""Seconds between two checks for capacity."""
 
 
 class Work:
-    """Runs one batch: check, run every line that has no result yet, publish.
+    """Runs one batch: validate, run every line without a result, publish the results.
 
-    What was done lies in the two journals, so a batch that is taken up again, by this process or
-    another, goes on where it was. Owner: event loop.
+    Results are in the two journals, so that a batch can be resumed by this process or another. Owner: event
+    loop.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Work:
         service: Service,
         capacity: BackgroundCapacity,
     ) -> None:
-        """`owner` is the tenant whose batch it is; `run` is called while acting for it."""
+        """`owner` is the tenant of the batch; `run` must be called while acting for it."""
         self._owner = owner
         self.batch = batch
         self._store = store
@@ -64,16 +64,16 @@ class Work:
         self._stopped = False
         self._tally = Tally()
         self._block: deque[Line] = deque()
-        self._again: deque[Line] = deque()
-        """Lines that made way."""
+        self._retries: deque[Line] = deque()
+        """Lines to run again."""
         self._tries: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        """Of the disk: the batch is taken up again later."""
+        """An error of the disk: the batch is tried again later."""
         self._journals: dict[bool, Journal] = {}
 
     async def run(self) -> None:
-        """To the end, or to where `stop` left it. Raises `OSError` and `sqlite3.Error`."""
+        """Run to the end, or until `stop`. Raises `OSError` and `sqlite3.Error`."""
         if not await self._store.run(lambda disk: disk.path(self.batch.input_file_id).is_file()):
             await self._fail(BatchError(code="file_not_found", message="The input file is gone."))
             return
@@ -88,29 +88,29 @@ class Work:
             if not self._stopped:
                 await self._publish()
         finally:
-            self._capacity.clear()
+            self._capacity.preempt_all()
             if self._tasks:
                 await asyncio.wait(self._tasks)
             await self._store.run(lambda disk: self._close())
 
     async def abandon(self, error: Exception) -> None:
-        """End the batch as failed, its results so far published. After `run`, which raised `error`."""
+        """Fail the batch and publish its results so far. Called after `run` raised `error`."""
         message = f"The server failed while it worked on this batch ({type(error).__name__})."
         published = await self._store.run(self._published)
         await self._fail(BatchError(code="internal_error", message=message), **published)
 
     async def cancel(self) -> Batch:
-        """Start no more lines and end those that run. Too late, nothing changes."""
+        """Start no more lines and abort those that run. No effect on a batch that is ending."""
         if self.batch.status not in ("validating", "in_progress"):
             return self.batch
         await self._set(status="cancelling", cancelling_at=int(time.time()))
-        self._capacity.clear()
+        self._capacity.preempt_all()
         return self.batch
 
     def stop(self) -> None:
         """Leave the rest for the next start."""
         self._stopped = True
-        self._capacity.clear()
+        self._capacity.preempt_all()
 
     # -- before and after --------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Work:
         counts = Counts(total=total)
         if self.batch.status == "validating":
             await self._set(status="in_progress", in_progress_at=now, request_counts=counts)
-        else:  # cancelled meanwhile
+        else:  # cancelled in the meantime
             await self._set(request_counts=counts)
 
     async def _fail(self, *errors: BatchError, **published: str) -> None:
@@ -145,10 +145,10 @@ class Work:
                 last.callback(journal.close)
 
     async def _publish(self) -> None:
-        """The journals become files that clients can see."""
+        """Make the journals files that clients can see."""
         now = int(time.time())
         if self.batch.status == "in_progress":
-            # How it ends is written down first: after a crash below it must end so all the same.
+            # How it ends is stored first, so that it ends the same way after a crash below.
             expired = self._late and not self._all_done
             await self._set(status="finalizing", finalizing_at=now, expired_at=now if expired else None)
         if self.batch.expired_at is not None:
@@ -167,12 +167,12 @@ class Work:
         )
 
     def _published(self, disk: Disk) -> dict[str, str]:
-        """Make files of the journals, and say which fields of the batch name them. Store's thread."""
+        """Make files of the journals; returns the fields of the batch that name them. Store's thread."""
         self._close()
         published: dict[str, str] = {}
         for field, id in (("output_file_id", self.batch.output_id), ("error_file_id", self.batch.error_id)):
             path = disk.path(id)
-            if not path.exists():  # nothing was begun
+            if not path.exists():  # no line was started
                 continue
             if not (size := path.stat().st_size):
                 path.unlink()
@@ -186,7 +186,7 @@ class Work:
         return published
 
     async def _expire(self) -> None:
-        """A line for each request that never ran."""
+        """Add an error line for each request that never ran."""
         message = "The batch ran out of time before this request was executed."
 
         def note(disk: Disk) -> None:
@@ -217,21 +217,21 @@ class Work:
     async def _feed(self) -> None:
         source = await self._store.run(self._lines)
         while not self._over:
-            line = self._again.popleft() if self._again else await self._next(source)
+            line = self._retries.popleft() if self._retries else await self._next(source)
             if line is not None:
                 await self._begin(line)
             elif self._tasks:
                 await self._tick()
-            elif not self._again:  # one may have come back while the file was read
+            elif not self._retries:  # a line may have returned while the file was read
                 break
-        self._capacity.clear()
+        self._capacity.preempt_all()
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._error is not None:
             raise self._error
 
     def _lines(self, disk: Disk) -> Iterator[Line]:
-        """Those without a result. Store's thread."""
+        """Lines without a result. Store's thread."""
         for number, text in read_lines(disk.path(self.batch.input_file_id)):
             line = parse_line(number, text, self._answers)
             if line.custom_id not in self._tally.ids:
@@ -243,12 +243,12 @@ class Work:
         return self._block.popleft() if self._block else None
 
     async def _begin(self, line: Line) -> None:
-        """Start a line as soon as there is room, or never when the batch is over before that."""
-        while (entered := self._enter()) is None:
+        """Start a line as soon as there is capacity, unless the batch ends before."""
+        while (admitted := self._admit()) is None:
             await self._tick()
             if self._over:
                 return
-        task = asyncio.create_task(self._attempt(line, *entered))
+        task = asyncio.create_task(self._attempt(line, *admitted))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -257,41 +257,41 @@ class Work:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = error
 
-    def _enter(self) -> tuple[BackgroundRun, Loaded] | None:
+    def _admit(self) -> tuple[BackgroundRun, Loaded] | None:
         if self._service.health.phase is not Phase.READY:
             return None
-        return self._capacity.enter(self._service.loaded)
+        return self._capacity.admit(self._service.loaded)
 
     async def _tick(self) -> None:
         await asyncio.sleep(TICK)
-        self._capacity.press()
+        self._capacity.check_starvation()
 
     async def _attempt(self, line: Line, run: BackgroundRun, loaded: Loaded) -> None:
-        """Run a line once. One that made way, or that nobody would take now, comes again."""
+        """Run a line once. One that was preempted or rejected for load runs again."""
         work = asyncio.ensure_future(self._answers[line.url](line.body, loaded))
         try:
             await asyncio.wait((work,))
         finally:
             work.cancel()
-            self._capacity.leave(run)
+            self._capacity.release(run)
         error = work.exception()
-        refused = isinstance(error, Overloaded | Unavailable | Aborted)
-        unlucky = refused or (error is None and _cut(work.result()))
-        if run.aside or (unlucky and self._may_retry(line)):
-            self._again.append(line)
+        rejected = isinstance(error, Overloaded | Unavailable | Aborted)
+        retryable = rejected or (error is None and _aborted(work.result()))
+        if run.preempted or (retryable and self._may_retry(line)):
+            self._retries.append(line)
             return
         if error is None:
             await self._record(True, lambda: answered(line.custom_id, 200, work.result()))
             return
         if not isinstance(error, RequestError) and self._service.health.phase is not Phase.READY:
-            self._again.append(line)  # the engine has failed, not the line
+            self._retries.append(line)  # the engine failed, not the line
             return
         if not isinstance(error, LoomError):
             log.error("a line of %s failed", self.batch.id, exc_info=error)
         await self._record(False, partial(failed, line.custom_id, error))
 
     def _may_retry(self, line: Line) -> bool:
-        """Somebody ended it, or it was refused: another try, but not for ever."""
+        """Whether a line that was aborted or rejected gets another attempt."""
         if self._service.health.phase is not Phase.READY:
             return True
         self._tries[line.custom_id] += 1
@@ -302,14 +302,14 @@ class Work:
         self._count()
 
     def _append(self, good: bool, text: bytes) -> None:
-        """Store's thread. The tally follows what is in the file."""
+        """Store's thread. The tally counts what is in the file."""
         self._journals[good].append(text)
         self._tally.add(text)
 
     def _count(self) -> None:
-        self.batch = self._tally.told(self.batch)
+        self.batch = self._tally.update(self.batch)
 
 
-def _cut(answer: Mapping[str, Any]) -> bool:
-    """Somebody ended it before its time."""
+def _aborted(answer: Mapping[str, Any]) -> bool:
+    """The answer was aborted."""
     return any(choice["finish_reason"] == FinishReason.ABORT.value for choice in answer.get("choices", ()))

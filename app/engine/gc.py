@@ -1,4 +1,4 @@
-"""What the loop does between steps: measure itself, collect garbage, check the books when idle."""
+"""Timers of the event loop: its lag, garbage collection, integrity checks when idle."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ log = logging.getLogger(__name__)
 
 LAG_EVERY = 0.05
 LAG_WINDOW = 100
-"""Measurements in the reported maximum: 5 s."""
+"""Measurements in the reported maximum: those of 5 s."""
 COLLECT_EVERY = 10.0
 FULL_EVERY = 60
-"""Collections between two full ones; a full one walks everything made since the start."""
+"""Collections between two full ones, which walk everything allocated since the start."""
 LONG = 0.005
-"""Seconds of an idle collection after which the survivors are frozen: none of them is garbage. What is alive
-for a moment only (connections, their requests) must not be: its cycles would never be found, so a small heap
-is walked again and again."""
+"""Seconds of an idle collection from which the survivors are frozen. A small heap is not frozen: cycles of
+short-lived objects (connections, requests) would never be collected."""
 SLOW = 0.01
-"""A pause worth a line in the log, in seconds."""
+"""Seconds of a collection from which it is logged."""
 
 
 class Housekeeping:
-    """Timers on the loop.
+    """Timers on the event loop.
 
-    Python's own collector runs whenever allocation counters say so, in the middle of a step's
-    planning: 20 ms and more were seen with a model's objects alive. Here those are frozen and the
-    young generations are collected at set times instead.
+    Python's automatic collector runs whenever allocation counters reach a threshold, also while a step is
+    planned, and takes 20 ms and more with a model's objects. Here those objects are frozen and the young
+    generations are collected by a timer.
 
     Owner: event loop.
     """
@@ -64,10 +63,10 @@ class Housekeeping:
         self._collections = 0
         self._stopped = False
         self.pause = 0.0
-        """Of the last collection, in seconds."""
+        """Seconds of the last collection."""
 
     def start(self) -> None:
-        """Freeze what is alive, take over from the automatic collector, start the timers."""
+        """Freeze existing objects, turn the automatic collector off, start the timers."""
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -77,13 +76,13 @@ class Housekeeping:
             self._every(self._watchdog.interval, self._watchdog.look)
 
     def stop(self) -> None:
-        """Hand collection back."""
+        """Stop the timers and turn the automatic collector on."""
         self._stopped = True
         gc.enable()
         gc.unfreeze()
 
     def _every(self, seconds: float, act: Callable[[], None]) -> None:
-        """Call `act` again and again. What it raises is a line in the log, not the end of its timer."""
+        """Call `act` periodically. Exceptions are logged and do not stop the timer."""
 
         def again() -> None:
             if self._stopped:
@@ -91,13 +90,13 @@ class Housekeeping:
             try:
                 act()
             except Exception:
-                log.exception("housekeeping raised; it goes on")
+                log.exception("a housekeeping timer failed")
             self._loop.call_later(seconds, again)
 
         self._loop.call_later(seconds, again)
 
     def _measure(self) -> None:
-        """uvloop's own clock stands still during a turn of the loop, so it cannot see a long one."""
+        """Measure the lag. Not with uvloop's clock, which stands still during a turn of the loop."""
         now = time.monotonic()
         if self._due:
             self._lags = [*self._lags[-LAG_WINDOW:], max(now - self._due, 0.0)]
@@ -115,29 +114,29 @@ class Housekeeping:
         if self.pause > SLOW:
             log.info("garbage collection took %.0f ms", 1e3 * self.pause)
         if idle:
-            self._check_books()
+            self._check_integrity()
 
-    def _check_books(self) -> None:
-        """Look whether pages, locks and counters agree, once after work, in a thread: a tree of 60,000 nodes
-        takes 0.3 s, during which the loop has the GIL back after every switch interval. It reads what the
-        loop may change meanwhile, so what it finds counts only where nothing has changed."""
+    def _check_integrity(self) -> None:
+        """Check that pages, locks and counters agree, once after work. In a thread: a tree of 60,000 nodes
+        takes 0.3 s, during which the loop gets the GIL after a switch interval. The loop may change what is
+        checked, so the result counts only if nothing has changed."""
         state = self._state()
         if self._checking or state == self._checked:
             return
         self._checking = True
         checked = self._loop.run_in_executor(None, self._engine.check_integrity)
-        checked.add_done_callback(partial(self._books_checked, state))
+        checked.add_done_callback(partial(self._integrity_checked, state))
 
-    def _books_checked(self, state: object, checked: asyncio.Future[None]) -> None:
+    def _integrity_checked(self, state: object, checked: asyncio.Future[None]) -> None:
         self._checking = False
         error = None if checked.cancelled() else checked.exception()
         if checked.cancelled() or state != self._state():
             return
         self._checked = state
         if error is not None:
-            log.error("the books of the idle engine do not agree", exc_info=error)
+            log.error("the integrity check of the idle engine failed", exc_info=error)
 
     def _state(self) -> object:
-        """What differs when work was done, or pages came or went without any."""
+        """Differs after any work, and after pages were allocated or freed."""
         engine = self._engine
         return engine.idle, engine.recorder.steps, engine.load().cache

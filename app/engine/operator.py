@@ -1,4 +1,4 @@
-"""What an operator does to a running server: pause, profile, new weights, memory given back."""
+"""Operations on a running server: pause, profile, load weights, release memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 PauseMode = Literal["keep", "retract", "abort"]
 
-
 MAX_GAP = 60.0
-"""Seconds between steps: a server that is told to wait for hours looks like one that hangs."""
+"""Maximum seconds between steps: with hours the server would seem to hang."""
 
 
 def shielded(
     method: Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]]:
-    """Run it in a task of the operator's: a client that leaves half way through an exchange of weights
-    must not leave old KV, or a paused engine, behind. The log says how it ended."""
+    """Run it in a task of its own: a client that disconnects during an operation must not leave a paused
+    engine or stale KV. The result is logged."""
 
     async def run(self: Operator, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.shield(self._begin(method.__name__, method(self, *args, **kwargs)))
@@ -41,7 +40,7 @@ def shielded(
 
 
 class Operator:
-    """One operation at a time, each with the engine held still where it must be.
+    """Runs one operation at a time, with the engine paused where necessary.
 
     Owner: event loop.
     """
@@ -54,21 +53,21 @@ class Operator:
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stays_paused = False
-        """By `pause`, until `resume`; asleep the engine stands still as well."""
+        """Set by `pause`, cleared by `resume`."""
         self.asleep: frozenset[Tag] = frozenset()
-        """What has been given back."""
+        """Memory that is released. The engine is paused meanwhile."""
 
     @property
     def paused(self) -> bool:
-        """No step is planned; requests are taken and wait."""
+        """No step is planned; new requests wait."""
         return self._engine.paused
 
     @shielded
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Plan no more steps, and return when none is in flight.
 
-        `keep` leaves running requests where they are; `retract` sends them back to the queue, their KV
-        to the prefix cache; `abort` ends them.
+        `keep` leaves running requests as they are; `retract` returns them to the queue and their KV to the
+        prefix cache; `abort` ends them.
         """
         async with self._held():
             self._stays_paused = True
@@ -79,7 +78,7 @@ class Operator:
 
     @shielded
     async def resume(self) -> None:
-        """Go on. Raises `RequestError` while memory is given back."""
+        """Continue. Raises `RequestError` while memory is released."""
         async with self._lock:
             if self.asleep:
                 raise RequestError(
@@ -89,8 +88,8 @@ class Operator:
             self._engine.resume()
 
     def slow_down(self, seconds: float) -> None:
-        """Leave so many seconds between a step's plan and the next, to see what slowness does; 0: none.
-        Raises `RequestError`."""
+        """Wait so many seconds between the plans of two steps, to simulate a slow server; 0: none. Raises
+        `RequestError`."""
         if not 0 <= seconds <= MAX_GAP:
             raise RequestError(
                 f"'forward_sleep_time' must be between 0 and {MAX_GAP:g} seconds.", "forward_sleep_time"
@@ -105,7 +104,7 @@ class Operator:
 
     @shielded
     async def stop_profile(self) -> Path:
-        """Write the trace (Chrome's format) and say where."""
+        """Write the trace in Chrome's format; returns its path."""
         async with self._lock:
             self._traces.mkdir(parents=True, exist_ok=True)
             path = self._traces / f"trace-{time.time_ns()}.json"
@@ -114,17 +113,17 @@ class Operator:
 
     @shielded
     async def load_weights(self, path: str) -> None:
-        """Exchange the weights for those of a checkpoint of the same shape. Running requests go on with
-        the new ones; what the old ones computed is dropped. A refusal leaves the old ones in place."""
+        """Replace the weights by those of a checkpoint of the same shape. Running requests continue with the
+        new ones; KV of the old ones is dropped. If it fails, the old ones stay."""
         async with self._held():
             if "weights" in self.asleep:
-                raise RequestError("The weights are given back: wake the server first.")
+                raise RequestError("The weights are released: wake the server first.")
             await self._engine.commands.carry_out("load_weights", path)
             self._forget()
 
     @shielded
     async def sleep(self, tags: tuple[Tag, ...] = TAGS) -> None:
-        """Give memory back; requests wait until `wake`."""
+        """Release memory; requests wait until `wake`."""
         async with self._held():
             tags = tuple(tag for tag in tags if tag not in self.asleep)
             if tags:
@@ -134,7 +133,7 @@ class Operator:
 
     @shielded
     async def wake(self, tags: tuple[Tag, ...] = TAGS) -> None:
-        """Take memory again; when nothing is missing any more, go on, unless the operator paused."""
+        """Allocate released memory again. When all of it is back, continue, unless `pause` was called."""
         async with self._lock:
             tags = tuple(tag for tag in tags if tag in self.asleep)
             if tags:
@@ -144,8 +143,8 @@ class Operator:
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
-        """Nobody else operates and no step is in flight; however it ends, the engine goes on after it
-        unless it is to stay paused or asleep."""
+        """Hold the lock with no step in flight. Afterwards the engine continues, unless it is to stay paused
+        or asleep."""
         async with self._lock:
             self._engine.paused = True
             try:
@@ -159,20 +158,20 @@ class Operator:
             self._engine.resume()
 
     def _forget(self) -> None:
-        """No KV that exists now is of use: running requests start over from their tokens."""
+        """Drop all KV: running requests are computed again from their tokens."""
         self._engine.retract_all()
         self._engine.flush()
 
     def _begin(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work, name=f"operator {name}")
-        self._tasks.add(task)  # the loop itself holds tasks weakly
+        self._tasks.add(task)  # the loop holds only weak references to tasks
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
-            log.warning("%s: cancelled, the server ends", task.get_name())
+            log.warning("%s: cancelled, the server is shutting down", task.get_name())
         elif (error := task.exception()) is None:
             log.info("%s: done", task.get_name())
         elif isinstance(error, LoomError):

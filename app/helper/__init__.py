@@ -1,1 +1,1 @@
-"""The helper process: work that clients bring and that may run away, where it can be killed."""
+"""The helper process: runs clients' work that may not end, where it can be killed."""

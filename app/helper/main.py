@@ -1,4 +1,4 @@
-"""The helper process: `python -m app.helper.main`, driven over a socket, ended when that closes."""
+"""The helper process: `python -m app.helper.main`. It serves a socket and ends when that is closed."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from app.helper.wire import MEMORY, TOO_LARGE, Answer, Load, Run, Wire
 from core.helper import Worker
 
 NICE = 10
-"""Streams come first where cores are few: on two of them a compile at equal priority tripled the p95 of
-a neighbour's gaps."""
+"""Streams have priority: on two cores, a grammar compiled at equal priority tripled other streams' p95
+inter-token latency."""
 CPU_SECONDS = 15
-"""CPU seconds of one job (RLIMIT_CPU): a limit for when the server cannot kill this process."""
+"""CPU seconds of one job (RLIMIT_CPU), in case the server cannot kill this process."""
 _PDEATHSIG = 1
 
 
 class Workers:
-    """Workers by their numbers. Owner: the process's only thread."""
+    """Workers by number. Owner: the process's only thread."""
 
     def __init__(self) -> None:
         self._made: dict[int, Worker] = {}
 
     def answer(self, message: Load | Run, blob: bytes) -> tuple[Answer, bytes]:
-        """What is sent back, whatever happens."""
+        """The answer to a message. Never raises."""
         try:
             if isinstance(message, Load):
                 if message.key not in self._made:
@@ -42,7 +42,7 @@ class Workers:
             return Answer(), self._made[message.key](blob)
         except MemoryError:
             return Answer(exceeded=TOO_LARGE), b""
-        except Exception as error:  # ends this job alone; the server logs it
+        except Exception as error:  # fails this job only; the server logs it
             return Answer(failed=f"{type(error).__name__}: {error}"[:1_000]), b""
 
 
@@ -53,7 +53,7 @@ def _make(target: str, state: bytes) -> Worker:
 
 
 def _limit() -> None:
-    """Bound what comes on top of what is there: the libraries alone map gigabytes."""
+    """Limit what this job adds in memory and CPU: the libraries alone map gigabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     mapped = pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, resource.RLIM_INFINITY))
@@ -63,7 +63,7 @@ def _limit() -> None:
 
 
 def main(wire: Wire) -> None:
-    """Serve until the other end closes or the server dies, even in the middle of a job."""
+    """Serve until the other end closes. The process is killed when the server dies, even during a job."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
     os.nice(NICE)

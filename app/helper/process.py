@@ -1,6 +1,6 @@
-"""A process for what might never end, started when first needed and killed when it passes its limits.
+"""A process for work that might never end: started on first use, killed when a job exceeds its limits.
 
-It is a fresh interpreter: a fork of a process with threads can deadlock.
+It is a new interpreter: a fork of a process with threads can deadlock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from core.errors import Overloaded
 from core.helper import Exceeded, Failed, Task
 
 START_SECONDS = 60.0
-"""To import a task's libraries and to read its state: 2 to 5 s for a grammar's vocabulary."""
+"""Timeout to import a task's libraries and load its state: 2 to 5 s for a grammar's vocabulary."""
 MAX_WAITING = 16
 """Jobs that may run or wait in one queue, each for seconds."""
 MAX_SIZED = 8_192
@@ -29,7 +29,7 @@ LONG = 2**20
 
 
 class Gone(Exception):
-    """The process has ended, or somebody killed it."""
+    """The process has ended or was killed."""
 
 
 class Child:
@@ -52,7 +52,7 @@ class Child:
         self._loaded: set[int] = set()
 
     def load(self, task: Task) -> None:
-        """See that `task` can be run. Raises `TimeoutError` or `Gone`."""
+        """Load `task` unless it is loaded. Raises `TimeoutError` or `Gone`."""
         key = self._keys.setdefault(task, len(self._keys))
         known = key in self._loaded
         answer, _ = self._exchange(Load(key, task.target), b"" if known else task.state, START_SECONDS)
@@ -61,26 +61,26 @@ class Child:
         self._loaded.add(key)
 
     def run(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytes]:
-        """One job of a task that was loaded. Raises `TimeoutError` or `Gone`."""
+        """Run a job of a loaded task. Raises `TimeoutError` or `Gone`."""
         return self._exchange(Run(self._keys[task]), payload, seconds)
 
     def _exchange(self, head: Load | Run, blob: bytes, seconds: float) -> tuple[Answer, bytes]:
         self._wire.limit(seconds)
         try:
             self._wire.send(head, blob)
-            told, data = self._wire.receive()
+            answer, data = self._wire.receive()
         except BlockingIOError:
             raise TimeoutError from None
         except (EOFError, OSError) as error:
             raise Gone from error
-        return msgspec.msgpack.decode(told, type=Answer), data
+        return msgspec.msgpack.decode(answer, type=Answer), data
 
     def kill(self) -> None:
-        """End it now. Whoever reads from it sees `Gone`."""
+        """Kill it. A thread that reads from it gets `Gone`."""
         self._process.kill()
 
     def reap(self) -> None:
-        """Kill it, take its exit status, close the socket."""
+        """Kill it, wait for it, close the socket."""
         self._process.kill()
         self._process.wait()
         self._wire.close()
@@ -95,7 +95,7 @@ class HelperProcess:
     __slots__ = ("_child", "_closed", "_lock", "_most", "_pool", "_waiting")
 
     def __init__(self, most: int = MAX_WAITING) -> None:
-        """`most` jobs may be under way or wait."""
+        """At most `most` jobs may run or wait."""
         self._most = most
         self._closed = False
         self._waiting = 0
@@ -134,14 +134,14 @@ class HelperProcess:
     def close(self) -> None:
         """Kill the process. Idempotent."""
         if not self._closed:
-            self._closed = True  # before the look at the child: `_ready` makes one and looks here then
+            self._closed = True  # set before reading `_child`: `_ready` checks it after making one
             if self._child is not None:
                 self._child.kill()
             self._pool.submit(self._drop)
             self._pool.shutdown()
 
     def _try(self, task: Task, payload: bytes, seconds: float, left: threading.Event) -> tuple[Answer, bytes]:
-        """What came of it. `left` is set when nobody waits any more."""
+        """Run one job. `left` is set when nobody waits for it any more."""
         try:
             child = self._ready(task)
         except (OSError, TimeoutError, Gone) as error:
@@ -159,12 +159,12 @@ class HelperProcess:
         return answer, b""
 
     def _ready(self, task: Task) -> Child:
-        """A process that has what `task` needs: that is no part of a job's time."""
+        """A process with `task` loaded, which is not counted as time of a job."""
         if self._child is not None:
             try:
                 self._child.load(task)
                 return self._child
-            except (TimeoutError, Gone):  # killed, when the job before this one was given up
+            except (TimeoutError, Gone):  # killed when the previous job was cancelled
                 self._drop()
         self._child = child = Child()
         if self._closed:

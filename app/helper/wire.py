@@ -1,7 +1,7 @@
-"""Messages between the server and its helper process: a head in msgpack, and a blob as it is.
+"""Messages between the server and its helper process: a head in msgpack and a blob of bytes.
 
-Megabytes travel in the blob: in a field of the head they would be copied twice with the GIL held. Only bytes
-are sent (`send_bytes`, `recv_bytes`): nothing is pickled.
+Large data is in the blob: as a field of the head it would be copied twice with the GIL held. Only bytes are
+sent (`send_bytes`, `recv_bytes`): nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ TOO_LARGE = f"takes more than {MEMORY >> 30} GB of memory"
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Make worker number `key` of class `target`, unless it is there: no part of any job's time. The blob is
-    its state."""
+    """Make worker number `key` of class `target`, unless it exists. The blob is its state."""
 
     key: int
     target: str
@@ -32,7 +31,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of a message, with data in the blob, or how it failed."""
+    """The result of a message, with data in the blob, or how it failed."""
 
     failed: str = ""
     exceeded: str = ""
@@ -48,8 +47,8 @@ class Wire:
         self._connection = Connection(end.dup().detach())
 
     def limit(self, seconds: float) -> None:
-        """How long a call may wait for the other end, also in the middle of a message, which
-        `Connection.poll` would not see. After that it raises `BlockingIOError`."""
+        """Timeout of a call, which then raises `BlockingIOError`: also in the middle of a message, unlike
+        `Connection.poll`."""
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -64,6 +63,6 @@ class Wire:
         return self._connection.recv_bytes(), self._connection.recv_bytes()
 
     def close(self) -> None:
-        """Let the other end see the end."""
+        """Close: the other end gets `EOFError`."""
         self._connection.close()
         self._socket.close()

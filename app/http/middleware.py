@@ -168,8 +168,8 @@ async def decorate(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "loom"
     response.headers["Access-Control-Allow-Origin"] = "*"
     response.headers["Access-Control-Expose-Headers"] = EXPOSED_HEADERS
-    if said := request.get(WARNINGS):
-        response.headers[HEADER] = header_value(said)
+    if texts := request.get(WARNINGS):
+        response.headers[HEADER] = header_value(texts)
 
 
 async def expect(request: web.Request) -> web.StreamResponse | None:

@@ -90,9 +90,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     kv_tokens: Annotated[int, Meta(description="tokens in the KV pool; 0: what fits in memory", ge=0)] = 0
     kv_dtype: Annotated[
         Literal["auto", "fp8"],
-        Meta(
-            description="data type of the KV pool; auto: the model's; fp8: e4m3 on a GPU, half the size"
-        ),
+        Meta(description="data type of the KV pool; auto: the model's; fp8: e4m3 on a GPU, half the size"),
     ] = "auto"
     mem_fraction: Annotated[
         float, Meta(description="share of free memory for the KV pool; 0: chosen by device", ge=0, le=0.98)

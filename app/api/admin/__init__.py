@@ -1,1 +1,1 @@
-"""Routes of operators: weights, sleep, profiles, load."""
+"""Routes for operators: health, statistics, weights, sleep, profiles."""

@@ -1,4 +1,4 @@
-"""For operators: health, statistics, cache, aborts."""
+"""For operators: health, statistics, load, prefix cache, aborts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from core.stats import SchedulerStatistics
 ROUTES = Routes()
 
 HEALTH_SECONDS = 20.0
-"""How long one token may take before `/health_generate` calls the server sick. SGLang's figure."""
+"""Timeout of the one token of `/health_generate`. SGLang's figure."""
 
 
 def version() -> str:
@@ -46,13 +46,13 @@ VERSION = version()
 
 @ROUTES.add("GET /", "HEAD /", has="name health openapi")
 async def root(request: web.Request) -> web.StreamResponse:
-    """That there is a server, and where it describes itself: Claude Code and Ollama ask before all else."""
+    """The server's name and where it describes itself: Claude Code and Ollama clients look here first."""
     return json_response({"name": "loom", "health": "/health", "openapi": "/openapi.json"})
 
 
 @ROUTES.add("GET /health", "HEAD /health", "GET /ping", has="status")
 async def health(request: web.Request) -> web.StreamResponse:
-    """What the server says of itself; asks nobody, so it answers at any load."""
+    """The state of the server. It does not ask the engine, so that it answers at any load."""
     state = request.app[SERVICE].health
     if state.phase is Phase.READY:
         return json_response({"status": "ok"})
@@ -90,8 +90,8 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
 
 @ROUTES.add("GET /server_info", "GET /get_server_info", has="version status model_card internal_states")
 async def server_info(request: web.Request) -> web.StreamResponse:
-    """Settings and statistics; `internal_states` and `max_total_num_tokens`, the KV pool's size, are where
-    SGLang's bench looks."""
+    """Settings and statistics. SGLang's bench reads `internal_states` and `max_total_num_tokens`, the size of
+    the KV pool."""
     service = request.app[SERVICE]
     statistics = service.loaded.engine.statistics()
     pool = statistics.scheduler.cache
@@ -112,7 +112,7 @@ async def server_info(request: web.Request) -> web.StreamResponse:
 
 @ROUTES.add("GET /metrics", media=CONTENT_TYPE.partition(";")[0])
 async def metrics(request: web.Request) -> web.StreamResponse:
-    """Prometheus text; also while starting, so that a scraper sees the start."""
+    """Metrics in Prometheus' format, also during startup."""
     text = await exposition(request.app[SERVICE], VERSION)
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
@@ -122,7 +122,7 @@ def _scheduler(request: web.Request) -> SchedulerStatistics:
 
 
 def _used(now: SchedulerStatistics) -> int:
-    """Tokens of the pool that nothing else may take: neither free nor merely kept for reuse."""
+    """Tokens of the pool that are neither free nor only cached."""
     cache = now.cache
     return (cache.total - cache.free - cache.cached) * cache.page_size
 
@@ -166,13 +166,13 @@ async def loads(request: web.Request) -> web.StreamResponse:
 
 @ROUTES.add("GET /version", has="version")
 async def show_version(request: web.Request) -> web.StreamResponse:
-    """The version alone."""
+    """The version of the server."""
     return json_response({"version": VERSION})
 
 
 @ROUTES.add("GET /flush_cache", "POST /flush_cache", "POST /reset_prefix_cache", has="success message")
 async def flush_cache(request: web.Request) -> web.StreamResponse:
-    """Empty the prefix cache, if nothing runs."""
+    """Empty the prefix cache, unless requests run."""
     if not request.app[SERVICE].loaded.engine.flush():
         raise RequestError("The cache is in use: requests are running or waiting.", code="cache_in_use")
     return json_response({"success": True, "message": "Cache flushed."})
@@ -180,7 +180,7 @@ async def flush_cache(request: web.Request) -> web.StreamResponse:
 
 @ROUTES.add("GET /debug/requests/{id}", has="id")
 async def timeline(request: web.Request) -> web.StreamResponse:
-    """Why was it slow: where the time of one recent request went."""
+    """Timings of a recent request."""
     id = request.match_info["id"]
     found = request.app[SERVICE].loaded.engine.timeline(id, tenant())
     if found is None:
@@ -190,7 +190,7 @@ async def timeline(request: web.Request) -> web.StreamResponse:
 
 @ROUTES.add("POST /abort_request", body=ABORT, example="abort_all", has="success aborted", errors=(404,))
 async def abort_request(request: web.Request) -> web.StreamResponse:
-    """End one request by id, or all of them."""
+    """Abort one request by id, or all of them."""
     body = await decoded(request, ABORT)
     engine = request.app[SERVICE].loaded.engine
     if body.abort_all:
@@ -199,13 +199,13 @@ async def abort_request(request: web.Request) -> web.StreamResponse:
         raise RequestError("Give 'rid', or 'abort_all': true.", "rid")
     aborted = _abort(engine, job_id(body.rid, ""))
     if not aborted:
-        raise NotFound(f"No request with id '{body.rid[:200]}' is here.", "rid", "request_not_found")
+        raise NotFound(f"There is no request with the id '{body.rid[:200]}'.", "rid", "request_not_found")
     return json_response({"success": True, "aborted": aborted})
 
 
 @ROUTES.add("POST /abort_requests", body=ABORT_MANY, needed="request_ids", has="success aborted")
 async def abort_requests(request: web.Request) -> web.StreamResponse:
-    """End requests by their ids, after vLLM: those that are not here are passed over."""
+    """Abort requests by their ids, after vLLM; unknown ids are ignored."""
     ids = (await decoded(request, ABORT_MANY)).request_ids
     engine = request.app[SERVICE].loaded.engine
     if ids is None:
@@ -215,12 +215,12 @@ async def abort_requests(request: web.Request) -> web.StreamResponse:
     aborted = 0
     for id in ids:
         aborted += _abort(engine, job_id(id, "", "request_ids"))
-        await asyncio.sleep(0)  # an id that is not here costs 0.8 ms
+        await asyncio.sleep(0)  # an unknown id costs 0.8 ms
     return json_response({"success": True, "aborted": aborted})
 
 
 def _abort(engine: Control, id: str) -> int:
-    """How many jobs ended. The prompts of one request with several are jobs of their own."""
+    """The number of aborted jobs: each prompt of a request is a job."""
     whose = tenant()
     if engine.abort(id, whose):
         return 1

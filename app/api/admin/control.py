@@ -1,5 +1,5 @@
-"""Routes that change the running server, under SGLang's and vLLM's names. Off unless started with
-`--control-routes`: whoever reaches them can stop all service."""
+"""Routes that control the running server, under SGLang's and vLLM's names. Off without `--control-routes`:
+any client of them can stop the service."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ TAGS_QUERY: Schema = {"tags": {"type": "array", "items": {"type": "string", "enu
 
 
 class PauseBody(msgspec.Struct):
-    """`in_place` is SGLang's word for `keep`."""
+    """`in_place` is SGLang's name for `keep`."""
 
     mode: Literal["keep", "in_place", "retract", "abort"] | None = None
 
 
 class TagsBody(msgspec.Struct):
-    """What to give back or take again; nothing or null is everything."""
+    """What to release or allocate; none or null: everything."""
 
     tags: list[Tag] | None = None
 
 
 class LoggingBody(msgspec.Struct):
-    """What to log from now on. `log_requests`: the line that every answer leaves."""
+    """What to log from now on. `log_requests`: the line for every answer."""
 
     log_level: Literal["debug", "info", "warning", "error"] | None = None
     log_requests: bool | None = None
@@ -67,7 +67,7 @@ WEIGHTS = msgspec.json.Decoder(WeightsBody)
 
 
 def _route(*targets: str, **facts: Unpack[Facts]) -> Callable[[Act], Handler]:
-    """A control route: 403 unless the operator opened them. No body is an empty object."""
+    """A control route: 403 unless they are on. A missing body counts as an empty object."""
     facts |= {"optional": True, "has": "success", "errors": (403,)}
 
     def decorate(act: Act) -> Handler:
@@ -100,7 +100,7 @@ async def pause(operator: Operator, request: web.Request) -> Answer:
 async def resume(operator: Operator, request: web.Request) -> Answer:
     """Continue planning steps."""
     await operator.resume()
-    return {"message": "Going on."}
+    return {"message": "Resumed."}
 
 
 @_route("POST /slow_down", body=SLOW)
@@ -130,7 +130,7 @@ async def load_weights(operator: Operator, request: web.Request) -> Answer:
     if not path:
         raise RequestError("Give 'model_path', a checkpoint on the server's disk.", "model_path")
     await operator.load_weights(path)
-    return {"message": "The weights are exchanged."}
+    return {"message": "The weights were replaced."}
 
 
 @_route("POST /release_memory_occupation", "POST /sleep", body=TAGGED, query=TAGS_QUERY)
@@ -159,10 +159,10 @@ async def _tags(request: web.Request) -> tuple[Tag, ...]:
 
 @_route("GET /freeze_gc", "POST /freeze_gc")
 async def freeze_gc(operator: Operator, request: web.Request) -> Answer:
-    """Exempt what is alive now from garbage collection."""
+    """Exempt existing objects from garbage collection."""
     gc.collect()
     gc.freeze()
-    return {"message": "What is alive now is never looked at again by the collector."}
+    return {"message": "Existing objects are exempt from garbage collection."}
 
 
 @_route("POST /configure_logging", body=LOGGING)
@@ -172,7 +172,7 @@ async def configure_logging(operator: Operator, request: web.Request) -> Answer:
     if body.log_level is not None:
         logging.getLogger().setLevel(body.log_level.upper())
     if body.log_requests is not None:
-        # Lines of requests are `info`: they still need that level, or a lower one.
+        # Lines of requests have the level `info`, which `log_level` must allow too.
         level = logging.NOTSET if body.log_requests else logging.WARNING
         logging.getLogger(middleware.__name__).setLevel(level)
     return {"message": "As asked."}
@@ -180,13 +180,13 @@ async def configure_logging(operator: Operator, request: web.Request) -> Answer:
 
 @ROUTES.add("GET /is_paused", has="is_paused")
 async def is_paused(request: web.Request) -> web.StreamResponse:
-    """Whether steps are planned."""
+    """Whether the engine is paused."""
     operator = request.app[SERVICE].loaded.operator
     return json_response({"is_paused": operator is not None and operator.paused})
 
 
 @ROUTES.add("GET /is_sleeping", has="is_sleeping")
 async def is_sleeping(request: web.Request) -> web.StreamResponse:
-    """Whether memory is given back."""
+    """Whether memory is released."""
     operator = request.app[SERVICE].loaded.operator
     return json_response({"is_sleeping": operator is not None and bool(operator.asleep)})

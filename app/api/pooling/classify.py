@@ -1,4 +1,4 @@
-"""`/v1/classify` after vLLM, and SGLang's `/encode`, which tells vectors and what a head says as they are."""
+"""`/v1/classify` after vLLM, and SGLang's `/encode`, which returns vectors or logits as they are."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, objec
 
 @ROUTES.add("POST /encode", body=ENCODE, example="text", has="embedding meta_info", lists=True, runs=True)
 async def encode_native(request: web.Request) -> web.StreamResponse:
-    """The vector of each text, or what a head says of it, as the model made it; after SGLang."""
+    """The vector of each text, or the logits of a classifier, after SGLang."""
     body = await decoded(request, ENCODE)
     return await long_response(request, await _encoded(body, available(request.app[SERVICE], body.model)))
 

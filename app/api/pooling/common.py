@@ -1,4 +1,4 @@
-"""Inputs to vectors: what embeddings, rerank, classify and their aliases share."""
+"""From inputs to vectors: shared by embeddings, rerank, classify and scores."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ hold 1 GB of ids."""
 SLICE = 2**16
 """Numbers scaled in one turn of the loop: about 0.2 ms."""
 
-
 _HIDDEN: Mapping[Pooling, Hidden] = {"first": "first", "last": "last", "mean": "sum"}
 
 
 class PoolBody(msgspec.Struct, kw_only=True):
-    """What all of these routes take."""
+    """Fields of all these routes."""
 
     model: str | None = None
     truncate_prompt_tokens: Int | None = None
@@ -55,9 +54,9 @@ class Input(msgspec.Struct, frozen=True):
 
     ids: Ints
     param: str
-    """The field that errors about it name."""
+    """The field that errors name."""
     second: int = 0
-    """Where the second text of a pair begins; 0: there is one."""
+    """Index of the first token of a pair's second text; 0: no pair."""
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -77,8 +76,7 @@ class Counts(msgspec.Struct, kw_only=True):
 
 
 class Pooled(Counts):
-    """What the engine made of the inputs, in their order: float32 [width] each, or [n, width] where every
-    token's was asked for."""
+    """The vectors of the inputs, in order: float32 [width] each, or [n, width] with one for every token."""
 
     id: str
     vectors: list[Floats]
@@ -88,7 +86,7 @@ class Pooled(Counts):
 
 
 def most_tokens(body: PoolBody, loaded: Loaded) -> int | None:
-    """What longer inputs are cut to; None: they are refused."""
+    """Tokens to which longer inputs are truncated; None: they are rejected."""
     value = body.truncate_prompt_tokens
     if body.truncation_side not in (None, "left", "right"):
         raise RequestError("'truncation_side' must be 'left' or 'right'.", "truncation_side")
@@ -102,8 +100,8 @@ def most_tokens(body: PoolBody, loaded: Loaded) -> int | None:
 
 
 def cut(ids: Ints, most: int, special: frozenset[int], side: str | None = None) -> Ints:
-    """The first `most` tokens (`left`: the last), with the special ones at both ends kept: vectors are
-    read at them."""
+    """The first `most` tokens (`left`: the last). Special tokens at both ends are kept: vectors are taken
+    there."""
     if len(ids) <= most:
         return ids
     ends = int(len(ids) > 0 and int(ids[-1]) in special)
@@ -123,7 +121,7 @@ async def encode(
     add_special: bool = True,
     most: int | None = None,
 ) -> Input:
-    """One text or list of ids, of which `most` tokens are kept. Raises `RequestError` naming `param`."""
+    """One text or list of ids, truncated to `most` tokens. Raises `RequestError` naming `param`."""
     checked = check_prompt(prompt, loaded.card.vocab_size, param)
     if isinstance(checked, str):
         ids = await loaded.tokenizer.encode_async(checked, add_special, param)
@@ -131,7 +129,7 @@ async def encode(
             ids = np.append(ids, np.array(loaded.tokenizer.added_eos, np.int32))
     else:
         ids = checked
-    await asyncio.sleep(0)  # ids are checked and short texts encoded at once: a long list would be one slice
+    await asyncio.sleep(0)  # ids and short texts do not suspend: a long list would hold the loop
     if most is not None:
         ids = cut(ids, most, loaded.tokenizer.special_ids)
     return fitting(Input(ids, param), body, loaded)
@@ -140,8 +138,8 @@ async def encode(
 async def encode_all(
     value: str | list[Any] | None, param: str, body: PoolBody, loaded: Loaded, add_special: bool = True
 ) -> tuple[list[Input], bool]:
-    """One or several texts or lists of ids, and whether it is one that is in no list. Raises `RequestError`
-    naming the field."""
+    """One or several texts or lists of ids, and whether `value` is one that is not in a list. Raises
+    `RequestError` naming the field."""
     if not value:
         raise RequestError(f"'{param}' must not be empty.", param)
     prompts, single = split_prompts(value, param)
@@ -155,7 +153,7 @@ async def encode_all(
 
 
 def fitting(input: Input, body: PoolBody, loaded: Loaded) -> Input:
-    """The input, cut where the client wants that. Raises `ContextExceeded` for one that is too long."""
+    """The input, truncated if the client wants that. Raises `ContextExceeded` if it is too long."""
     most = most_tokens(body, loaded)
     if most is not None:
         ids = cut(input.ids, most, loaded.tokenizer.special_ids, body.truncation_side)
@@ -174,7 +172,7 @@ def fitting(input: Input, body: PoolBody, loaded: Loaded) -> Input:
 async def run_pooled(
     inputs: Sequence[Input], body: PoolBody, prefix: str, loaded: Loaded, every: bool = False
 ) -> Pooled:
-    """One vector for each input: of the kind that the checkpoint was made for, or `every` token's."""
+    """A vector for each input, pooled as the checkpoint says, or one for `every` token."""
     pooling = loaded.card.pooling
     hidden: Hidden = "all" if every else _HIDDEN[pooling.kind]
     param = "rid" if body.rid else "request_id"
@@ -197,7 +195,7 @@ async def run_pooled(
 
 
 async def finished_runs(jobs: Iterator[Job], loaded: Loaded) -> AsyncIterator[Run]:
-    """The run of each job when it is done, in their order. `WINDOW` of them are in the engine at once."""
+    """The finished run of each job, in order. At most `WINDOW` jobs are in the engine at once."""
     while part := list(islice(jobs, WINDOW)):
         collector = Collector(len(part))
         async with running(loaded.engine, part, collector.take) as runs:
@@ -207,7 +205,7 @@ async def finished_runs(jobs: Iterator[Job], loaded: Loaded) -> AsyncIterator[Ru
 
 
 def _jobs(inputs: Sequence[Input], base: Job) -> Iterator[Job]:
-    """Made as they are needed."""
+    """Made lazily."""
     for i, input in enumerate(inputs):
         yield msgspec.structs.replace(
             base,
@@ -215,7 +213,7 @@ def _jobs(inputs: Sequence[Input], base: Job) -> Iterator[Job]:
             prompt=input.ids,
             sampling=msgspec.structs.replace(base.sampling, pair=input.second),
             prompt_param=input.param,
-            continues=i > 0,  # an answer that has begun is made to its end
+            continues=i > 0,  # part of an answer that has begun: accepted while draining
         )
 
 
@@ -236,7 +234,7 @@ def _vector(run: Run, hidden: Hidden) -> Floats:
 async def unit(
     vectors: Sequence[Floats], pooling: PoolingSpec, dimensions: int | None = None
 ) -> list[Floats]:
-    """Cut to their first numbers, then to length 1 where the model is used so; a slice at a time."""
+    """Truncated to `dimensions`, then normalized to length 1 if the model does that; in slices."""
     if dimensions is not None:
         vectors = [vector[..., :dimensions] for vector in vectors]
     if not pooling.normalize:
@@ -257,8 +255,8 @@ async def unit(
 def activated(
     logits: Floats, pooling: PoolingSpec, use_activation: bool | None, activation: bool | None
 ) -> Floats:
-    """Scores of the classes: [n] of what a head said, as it is where `use_activation` is False, or where
-    that is unset and `activation`, its older name, is."""
+    """Scores of the classes, float32 [n]: the logits themselves if `use_activation` is False, or if that is
+    unset and `activation`, its older name, is False."""
     wanted = activation if use_activation is None else use_activation
     if wanted is False or pooling.activation == "none":
         return logits
@@ -272,5 +270,5 @@ def activated(
 
 
 def base64_of(vector: Floats) -> str:
-    """Little-endian float32, as OpenAI's clients ask for it unasked."""
+    """Little-endian float32 in base64, which OpenAI's clients request by default."""
     return base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode()

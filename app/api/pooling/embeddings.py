@@ -41,7 +41,7 @@ FORMATS = ("float", "base64")
 
 
 class EmbeddingBody(PoolBody, kw_only=True):
-    """`/v1/embeddings`. `input`: a text, texts, token ids or lists of them; or `messages`."""
+    """`/v1/embeddings`. `input`: a text, texts, token ids or lists of ids; or `messages`."""
 
     input: str | list[str | Int | list[Int]] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -55,7 +55,7 @@ class EmbeddingBody(PoolBody, kw_only=True):
 
 
 class PoolingBody(EmbeddingBody, kw_only=True):
-    """`/pooling`: `task` says which of the things that the model can do."""
+    """`/pooling`, for any `task` that the model supports."""
 
     task: Literal["embed", "classify", "score", "token_embed"] | None = None
     use_activation: bool | None = None
@@ -70,14 +70,14 @@ POOLING = msgspec.json.Decoder(PoolingBody)
     "POST /v1/embeddings", "POST /embeddings", body=EMBEDDING, example="input", has=VECTORS, runs=True
 )
 async def embeddings(request: web.Request) -> web.StreamResponse:
-    """A vector for each input: the hidden state of its last token, or what the checkpoint was made for."""
+    """A vector for each input, pooled as the checkpoint says, or its last hidden state."""
     body = await decoded(request, EMBEDDING)
     loaded = available(request.app[SERVICE], body.model)
     return await long_response(request, await embeddings_answer(body, loaded))
 
 
 async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, object]:
-    """The whole answer, vectors as numpy's. Raises `RequestError` naming the field."""
+    """The answer, with vectors as numpy arrays. Raises `RequestError` naming the field."""
     loaded.card.check_task("embed", "generate")
     check_format(body)
     inputs = await encoded_inputs(body, loaded)
@@ -89,7 +89,7 @@ async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, ob
 
 @ROUTES.add("POST /pooling", body=POOLING, example="input", has=VECTORS, runs=True)
 async def pooling(request: web.Request) -> web.StreamResponse:
-    """What the model makes of each input: a vector, a vector for each token, or scores of classes."""
+    """For each input a vector, a vector for each token, or scores of classes."""
     body = await decoded(request, POOLING)
     loaded = available(request.app[SERVICE], body.model)
     card = loaded.card
@@ -115,7 +115,7 @@ async def pooling(request: web.Request) -> web.StreamResponse:
 
 
 def check_format(body: EmbeddingBody) -> None:
-    """Raise `RequestError` for a spelling of numbers that nobody knows, or an adapter."""
+    """Raise `RequestError` for an unknown `encoding_format`, or an adapter."""
     if body.encoding_format not in (None, *FORMATS):
         raise RequestError(f"'encoding_format' must be one of {', '.join(FORMATS)}.", "encoding_format")
     if body.lora_path:
@@ -123,7 +123,7 @@ def check_format(body: EmbeddingBody) -> None:
 
 
 async def encoded_inputs(body: EmbeddingBody, loaded: Loaded) -> list[Input]:
-    """All inputs as tokens, checked."""
+    """All inputs, checked and tokenized."""
     check_dimensions(body.dimensions, loaded)
     if (body.input is None) == (body.messages is None):
         raise RequestError("Give exactly one of 'input' and 'messages'.", "input")
@@ -145,7 +145,7 @@ async def _rendered(body: EmbeddingBody, loaded: Loaded) -> str:
 
 
 def check_dimensions(dimensions: int | None, loaded: Loaded) -> None:
-    """Raise `RequestError` for more numbers than a vector has, or none."""
+    """Raise `RequestError` unless a vector can have so many dimensions."""
     if dimensions is not None and not 1 <= dimensions <= loaded.card.hidden_size:
         raise RequestError(
             f"'dimensions' must be between 1 and {loaded.card.hidden_size}, got {dimensions}.", "dimensions"
@@ -153,18 +153,18 @@ def check_dimensions(dimensions: int | None, loaded: Loaded) -> None:
 
 
 async def encoded_vectors(body: EmbeddingBody, vectors: list[Floats]) -> Sequence[object]:
-    """As the client wants to read them."""
+    """Vectors in the requested encoding."""
     if body.encoding_format != "base64":
         return vectors
     encoded = []
     for vector in vectors:
         encoded.append(base64_of(vector))
-        await asyncio.sleep(0)  # a long list, or a vector for each of many tokens, would be one slice
+        await asyncio.sleep(0)  # a long list, or vectors of many tokens, would hold the loop
     return encoded
 
 
 def envelope(pooled: Pooled, data: list[dict[str, object]], loaded: Loaded) -> dict[str, object]:
-    """What every list of vectors or scores comes in."""
+    """An answer with a list of vectors or scores."""
     return {
         "id": pooled.id,
         "object": "list",

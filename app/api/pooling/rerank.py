@@ -1,6 +1,6 @@
 """`/rerank` after Cohere and Jina, and the scores of pairs of texts after vLLM.
 
-A cross-encoder reads query and document together; a model for embeddings compares their vectors.
+A cross-encoder takes query and document together; of an embedding model the vectors are compared.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RerankBody(PoolBody, kw_only=True):
 
 
 class PairBody(PoolBody, kw_only=True):
-    """vLLM's forms of `/score`: one text and many, or as many on both sides."""
+    """vLLM's forms of `/score`: one text and many, or equally many on both sides."""
 
     text_1: Text | None = None
     text_2: Text | None = None
@@ -66,7 +66,7 @@ SIDES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Two texts and what errors call them."""
+    """Two texts and the fields that errors name."""
 
     texts: tuple[str, str]
     params: tuple[str, str]
@@ -82,7 +82,7 @@ class Pair(msgspec.Struct, frozen=True):
     runs=True,
 )
 async def rerank(request: web.Request) -> web.StreamResponse:
-    """Documents by how well they answer the query, best first."""
+    """Documents by relevance to the query, best first."""
     body = await decoded(request, RERANK)
     loaded = available(request.app[SERVICE], body.model)
     check_ranks(loaded)
@@ -110,7 +110,7 @@ async def score_pairs(body: PairBody, loaded: Loaded) -> dict[str, object]:
 
 
 def check_ranks(loaded: Loaded) -> None:
-    """Raise `RequestError` for a model that gives a text no score."""
+    """Raise `RequestError` for a model that cannot score texts."""
     card = loaded.card
     if card.task == "generate":
         raise RequestError(
@@ -132,7 +132,7 @@ def check_ranks(loaded: Loaded) -> None:
 async def scored(
     pairs: Sequence[Pair], body: RerankBody | PairBody, loaded: Loaded, most: int | None = None
 ) -> tuple[list[float], Pooled]:
-    """A score for each pair. `most`: tokens of a second text."""
+    """A score for each pair. `most`: maximum tokens of the second text."""
     if most is not None and most < 1:
         raise RequestError("'max_tokens_per_doc' must be at least 1.", "max_tokens_per_doc")
     spec = loaded.card.pooling
@@ -150,7 +150,7 @@ async def scored(
 async def _joined(pair: Pair, body: PoolBody, loaded: Loaded, most: int | None) -> Input:
     """A pair as one input."""
     ids, second = await loaded.tokenizer.encode_pair_async(pair.texts, pair.params)
-    await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
+    await asyncio.sleep(0)  # short texts do not suspend: a long list would hold the loop
     ids = np.append(ids, np.array(loaded.tokenizer.added_eos, np.int32))
     if most is not None:
         ids = cut(ids, second + most + 1, loaded.tokenizer.special_ids)
@@ -160,7 +160,7 @@ async def _joined(pair: Pair, body: PoolBody, loaded: Loaded, most: int | None) 
 async def _apart(
     pairs: Sequence[Pair], body: PoolBody, loaded: Loaded, most: int | None
 ) -> tuple[list[Input], list[tuple[int, int]]]:
-    """Each text once, and which two of them a pair is."""
+    """Each distinct text once, and the indices of each pair's two."""
     inputs: list[Input] = []
     known: dict[tuple[str, int | None], int] = {}
     places = []

@@ -34,7 +34,7 @@ ROUTES = Routes()
 
 
 class ScoreBody(PairBody, kw_only=True):
-    """SGLang's form, and the fields of vLLM's, which asks a cross-encoder."""
+    """SGLang's form; or the fields of vLLM's, which is for cross-encoders."""
 
     query: str | list[Int] | None = None
     items: str | list[str | Int | list[Int]] | None = None
@@ -62,8 +62,8 @@ GENERATIVE = msgspec.json.Decoder(GenerativeBody)
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A checked body: texts or ids, and the tokens that may follow each item. They are joined one at a
-    time: a long query copied for every item would be gigabytes."""
+    """A checked body: texts or ids, and the label tokens. Prompts are joined one at a time: a long query
+    copied for every item would take gigabytes."""
 
     query: Prompt
     items: list[Prompt]
@@ -82,7 +82,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Scored(Counts):
-    """What the engine said so far. `logprobs`: item by item, label by label."""
+    """Results so far. `logprobs`: of all labels of the first item, then of the next."""
 
     logprobs: list[float]
 
@@ -106,10 +106,10 @@ async def score(request: web.Request) -> web.StreamResponse:
 
 
 async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
-    """The whole answer. `scores[i][j]`: of label j after item i. Raises `RequestError` naming the field.
+    """The answer. `scores[i][j]`: of label j after item i. Raises `RequestError` naming the field.
 
-    A label is scored as the last token of a prompt that generates nothing: the radix tree computes what
-    prompts share once, whatever the labels are, and their number is not bound by a top-k.
+    A label is scored as the last token of a prompt that generates nothing: shared prefixes are computed once
+    thanks to the radix tree, and the number of labels is not limited by a top-k.
     """
     asked = _check(body, loaded.card.vocab_size)
     scored = Scored([])
@@ -127,13 +127,13 @@ async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
 
 
 def _check(body: ScoreBody, vocab_size: int) -> Asked:
-    """Everything that can be told without tokens."""
+    """Check everything that needs no tokenization."""
     for name in ("query", "items", "label_token_ids"):
         if getattr(body, name) is None or (name != "query" and not getattr(body, name)):
             raise RequestError(f"'{name}' is missing or empty.", name)
     assert body.query is not None and body.items and body.label_token_ids
     labels, (items, _) = body.label_token_ids, split_prompts(body.items, "items")
-    if len(items) * len(labels) > MAX_CHOICES:  # before anything is made of them
+    if len(items) * len(labels) > MAX_CHOICES:  # before anything is allocated
         raise RequestError(
             f"{len(items)} items with {len(labels)} labels are more than {MAX_CHOICES} scores.", "items"
         )
@@ -170,10 +170,10 @@ async def _score(asked: Asked, items: range, loaded: Loaded, scored: Scored) -> 
     for i in items:
         ids = await _encode(asked.prompt(i), f"items[{i}]", loaded)
         encoded.append(ids)
-        await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
+        await asyncio.sleep(0)  # short texts do not suspend: a long list would hold the loop
         scored.prompt_tokens += len(ids)
     async for run in finished_runs(_jobs(asked, items, encoded), loaded):
-        # An item's first label is what found others' pages; the rest find the first one's.
+        # Only an item's first label counts: the others find the pages of the first.
         if len(scored.logprobs) % len(asked.labels) == 0:
             scored.cached_tokens += min(run.cached, len(run.prompt) - 1)
         scored.logprobs.append(_last_logprob(run))
@@ -184,13 +184,13 @@ async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:
         ids = await loaded.tokenizer.encode_async(prompt, True, param)
     else:
         ids = np.asarray(prompt, np.int32)
-    if len(ids) + 1 > loaded.card.context_length:  # known before anything runs, and by its own name
+    if len(ids) + 1 > loaded.card.context_length:  # before anything runs, and with the right field
         raise ContextExceeded(loaded.card.context_length, len(ids), 1, param)
     return ids
 
 
 def _jobs(asked: Asked, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
-    """One for each item and label, made as they are needed."""
+    """One for each item and label, made lazily."""
     for i, ids in zip(items, encoded, strict=True):
         wanted = SamplingParams(temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=len(ids))
         for j, label in enumerate(asked.labels):
@@ -200,7 +200,7 @@ def _jobs(asked: Asked, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
                 prompt=np.append(ids, np.int32(label)),
                 sampling=wanted,
                 prompt_param=f"items[{i}]",
-                continues=i + j > 0,  # an answer that has begun is made to its end
+                continues=i + j > 0,  # part of an answer that has begun: accepted while draining
             )
 
 
@@ -213,9 +213,9 @@ def _last_logprob(run: Run) -> float:
 
 
 def _scores(logprobs: Sequence[float], softmax: bool) -> list[float]:
-    """Probabilities among all tokens, or among the labels alone."""
+    """Probabilities among all tokens, or among the labels only."""
     highest = max(logprobs) if softmax else 0.0
-    if math.isinf(highest):  # no label is possible: no share to give
+    if math.isinf(highest):  # no label is possible
         return [0.0] * len(logprobs)
     weights = [math.exp(value - highest) for value in logprobs]
     total = math.fsum(weights) if softmax else 1.0
@@ -249,7 +249,7 @@ async def _in_tokens(body: GenerativeBody, loaded: Loaded) -> ScoreBody:
     items: list[str | int | list[int]] = []
     for i, item in enumerate(split_prompts(body.items, "items")[0]):
         items.append(await _ids(item, False, f"items[{i}]", loaded))
-        await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
+        await asyncio.sleep(0)  # short texts do not suspend: a long list would hold the loop
     return ScoreBody(
         query=await _ids(body.query, body.add_special_tokens is not False, "query", loaded),
         items=items,
