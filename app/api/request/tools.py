@@ -51,24 +51,29 @@ def check_tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
 
 def chosen_tools(body: ChatBody) -> Tools:
     """Tools, `tool_choice` and `parallel_tool_calls` together. Raises `RequestError`."""
-    for name, instead in (("functions", "tools"), ("function_call", "tool_choice")):
-        if getattr(body, name) not in (None, [], {}, "none"):
-            raise unsupported(name, f"use '{instead}'")
-    tools = check_tools(body.tools)
+    if body.functions not in (None, [], {}, "none"):
+        raise unsupported("functions", "use 'tools'")
+    if body.function_call not in (None, [], {}, "none"):
+        raise unsupported("function_call", "use 'tool_choice'")
+    tools, choice = check_tools(body.tools), body.tool_choice
     many = body.parallel_tool_calls is not False
-    choice = body.tool_choice
-    if choice is None:
-        choice = "auto"
-    elif choice == "none":
-        return Tools()
-    if isinstance(choice, str):
-        if choice not in ("auto", "required"):
-            raise field_error("tool_choice", "must be 'none', 'auto', 'required' or an object")
-        if choice == "required" and not tools:
-            raise field_error("tool_choice", "is 'required', but there are no 'tools'")
-        calls: Calls = "required" if choice == "required" else "auto"
-        return Tools(body.tools or None, tuple(tools), calls if tools else "none", many)
-    return _object(body, choice, tools, many)
+    match choice:
+        case "none":
+            return Tools()
+        case None | "auto":
+            return Tools(body.tools or None, tuple(tools), "auto" if tools else "none", many)
+        case "required":
+            if not tools:
+                raise field_error("tool_choice", "is 'required', but there are no 'tools'")
+            return Tools(body.tools, tuple(tools), "required", many)
+        case {"type": "function"}:
+            name = _named(choice, "tool_choice")
+            return Tools(body.tools, _among([name], tools, "tool_choice.function.name"), "required", False)
+        case {"type": "allowed_tools", **rest}:
+            return _allowed(body, rest.get("allowed_tools", rest), tools, many)
+        case dict():
+            raise field_error("tool_choice.type", "must be 'function' or 'allowed_tools'")
+    raise field_error("tool_choice", "must be 'none', 'auto', 'required' or an object")
 
 
 def called_in(
@@ -82,16 +87,6 @@ def called_in(
         "generic form"
     )
     return family and TOOLS["hermes"]
-
-
-def _object(body: ChatBody, choice: dict[str, Any], tools: list[Tool], many: bool) -> Tools:
-    match choice.get("type"):
-        case "function":
-            name = _named(choice, "tool_choice")
-            return Tools(body.tools, _among([name], tools, "tool_choice.function.name"), "required", False)
-        case "allowed_tools":
-            return _allowed(body, choice.get("allowed_tools", choice), tools, many)
-    raise field_error("tool_choice.type", "must be 'function' or 'allowed_tools'")
 
 
 def _allowed(body: ChatBody, allowed: object, tools: list[Tool], many: bool) -> Tools:

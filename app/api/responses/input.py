@@ -112,24 +112,22 @@ def messages(items: Iterable[Item], instructions: str | None) -> list[Message]:
         made.append({"role": "system", "content": instructions})
     thinking = ""
     for item in items:
-        kind = item["type"]
+        kind, before, thinking = item["type"], thinking, ""
         if kind == "reasoning":
             thinking = _thinking(item)
         elif kind == "message":
             content = "".join(text_parts(item["content"], "input"))
             message: Message = {"role": item.get("role"), "content": content}
             if message["role"] == "assistant":
-                _think(message, thinking)
-            thinking = ""
+                _think(message, before)
             _append(made, message)
         elif kind in _CALLS:
-            last = _turn(made, thinking)
-            thinking = ""
-            last.setdefault("tool_calls", []).append(_call(item, kind))
+            _turn(made, before).setdefault("tool_calls", []).append(_call(item, kind))
         elif kind in _OUTPUTS:
-            thinking = ""
             content = "\n".join(text_parts(item.get("output"), "input"))
             made.append({"role": "tool", "tool_call_id": _call_id(item), "content": content})
+        else:  # unknown ones are skipped
+            thinking = before
     return made
 
 
