@@ -22,7 +22,7 @@ from app.engine.run import LiveRun
 from app.text.detokenizer import Detokenizer
 from core.clock import Clock
 from core.errors import Overloaded, Unavailable, field_error
-from core.plan import PromptLogprobs, RowLogprobs
+from core.plan import RowLogprobs
 from core.request import Pinning, Request, SamplingParams
 from core.request.params import MAX_LOGPROBS
 from core.request.request import State
@@ -53,14 +53,13 @@ class BeamRun(LiveRun):
     """
 
     __slots__ = (
-        "_asked",
         "_beams",
         "_clock",
         "_detokenizer",
         "_failed",
-        "_first",
         "_job",
         "_over",
+        "_queued",
         "_round_over",
         "_rows",
         "_stopped",
@@ -77,15 +76,13 @@ class BeamRun(LiveRun):
         self._beams = Beams(
             Rules(job.n, len(prompt), limit, job.beam.length_penalty, ends, sampling.logprobs)
         )
-        self._asked: list[Request] = []
+        self._queued: list[Request] = []
         self._rows: list[RowLogprobs | None] = []
         """Of this round, by beam."""
         self._waiting = 0
         """Beams whose token has not come."""
         self._round_over = asyncio.Event()
         self._failed: Finish | None = None
-        self._first: Stream | None = None
-        """Has the log-probabilities of the prompt."""
         self._stopped: Finish | None = None
         self._over: set[int] = set()
         self.requests = [Request(f"{job.id}-{i}", prompt, sampling) for i in range(job.n)]
@@ -103,7 +100,7 @@ class BeamRun(LiveRun):
         sampling = self.requests[0].params
         request = self._request(self.prompt, 0, prompt_logprobs=sampling.prompt_logprobs)
         request.pinning = self.requests[0].pinning = pinning
-        self._first = self._queue([request])[0]
+        self.streams = self._queue([request])  # with the log-probabilities of the prompt
         for choice in self.requests:
             choice.arrival = request.arrival
             choice.move(State.PREFILL)
@@ -112,15 +109,11 @@ class BeamRun(LiveRun):
 
     # -- as a run ----------------------------------------------------------------------------------
 
-    def prompt_logprobs(self) -> list[PromptLogprobs]:
-        """See `app.engine.job.Run.prompt_logprobs`."""
-        return [] if self._first is None else self._first.prompt_logprobs
-
     def abort(self, message: str | None = None) -> None:
         """See `LiveRun.abort`."""
         if self._stopped is None:
             self._stopped = Finish(FinishReason.ABORT, message=message)
-            for request in self._asked:
+            for request in self._queued:
                 self._engine.abort(request, self._stopped)
 
     def end(self, index: int) -> None:
@@ -135,8 +128,8 @@ class BeamRun(LiveRun):
         try:
             await self._round_over.wait()
             for choice in self.requests:
-                choice.cached, choice.started_at = self._asked[0].cached, self._asked[0].started_at
-                choice.first_token_at = self._asked[0].first_token_at
+                choice.cached, choice.started_at = self._queued[0].cached, self._queued[0].started_at
+                choice.first_token_at = self._queued[0].first_token_at
             while self._failed is None and self._stopped is None:
                 self._beams.grow([row for row in self._rows if row is not None])
                 if self._beams.finished:
@@ -176,7 +169,7 @@ class BeamRun(LiveRun):
 
     def _queue(self, requests: list[Request]) -> list[Stream]:
         self._round_over.clear()
-        self._asked, self._waiting = requests, len(requests)
+        self._queued, self._waiting = requests, len(requests)
         self._rows = [None] * len(requests)
         streams = [Stream(i, self._take, self._take, self._detokenizer(), None) for i in range(len(requests))]
         self._engine.add(requests, streams)
