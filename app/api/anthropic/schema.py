@@ -127,10 +127,10 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
 def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str, Any] | None]:
     """(limit of thinking tokens, template arguments). Clients send `thinking` to every model: it is ignored
     for a model without."""
-    asked = body.thinking
-    if asked is not None and asked.type not in ("enabled", "disabled", "adaptive"):
+    thinking = body.thinking
+    if thinking is not None and thinking.type not in ("enabled", "disabled", "adaptive"):
         raise field_error("thinking.type", "must be 'enabled', 'disabled' or 'adaptive'")
-    budget = asked.budget_tokens if asked is not None and asked.type == "enabled" else None
+    budget = thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
     if budget is not None:
         if budget < 1:
             raise field_error("thinking.budget_tokens", "must be at least 1")
@@ -138,22 +138,22 @@ def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str,
             raise field_error("max_tokens", "must be greater than 'thinking.budget_tokens'")
     if loaded.reasoning is None:
         return None, None
-    if asked is None:  # no thinking unless asked for, where the template leaves the choice
+    if thinking is None:  # no thinking unless requested, where the template leaves the choice
         return None, {"enable_thinking": False}
-    if asked.type == "disabled":
+    if thinking.type == "disabled":
         return 0, {"enable_thinking": False}
     return budget, {"enable_thinking": True}
 
 
 def _format(body: MessagesBody) -> Any:
-    wanted = body.output_config.format if body.output_config is not None else None
-    wanted = wanted or body.output_format
-    if wanted is None:
+    output_format = body.output_config.format if body.output_config is not None else None
+    output_format = output_format or body.output_format
+    if output_format is None:
         return None
-    if wanted.get("type") != "json_schema" or "schema" not in wanted:
+    if output_format.get("type") != "json_schema" or "schema" not in output_format:
         where = "output_config.format"
         raise field_error(where, "must be of type 'json_schema' and have a 'schema'")
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format["schema"]}}
 
 
 NAMES = {

@@ -83,28 +83,28 @@ def chat_body(body: CohereBody, loaded: Loaded) -> ChatBody:
     )
 
 
-def _thinking(asked: CohereThinking | None, loaded: Loaded) -> tuple[int | None, dict[str, Any]]:
+def _thinking(thinking: CohereThinking | None, loaded: Loaded) -> tuple[int | None, dict[str, Any]]:
     """(limit of thinking tokens, template arguments). Unset leaves it to the model; ignored for a model
     without thinking."""
-    if asked is None:
+    if thinking is None:
         return None, {}
-    if asked.type not in ("enabled", "disabled"):
+    if thinking.type not in ("enabled", "disabled"):
         raise field_error("thinking.type", "must be 'enabled' or 'disabled'")
-    budget = asked.token_budget
+    budget = thinking.token_budget
     if budget is not None and budget < 1:
         raise field_error("thinking.token_budget", "must be at least 1")
     if loaded.reasoning is None:
         return None, {}
-    if asked.type == "disabled":
+    if thinking.type == "disabled":
         return 0, {"enable_thinking": False}
     return budget, {"enable_thinking": True}
 
 
-def _format(wanted: dict[str, Any] | None) -> Any:
+def _format(format: dict[str, Any] | None) -> Any:
     """`json_object` may bring a schema."""
-    if wanted is None or wanted.get("type") != "json_object" or wanted.get("json_schema") is None:
-        return wanted
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted["json_schema"]}}
+    if format is None or format.get("type") != "json_object" or format.get("json_schema") is None:
+        return format
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": format["json_schema"]}}
 
 
 def _documents(documents: list[str | dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -74,20 +74,20 @@ def chat_body(body: OllamaChatBody | OllamaGenerateBody) -> ChatBody:
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         messages, tools = [*system, {"role": "user", "content": body.prompt}], None
-    asked = ChatBody(messages=messages, tools=tools, response_format=_format(body.format))
+    request = ChatBody(messages=messages, tools=tools, response_format=_format(body.format))
     if isinstance(body.think, bool):
-        asked.chat_template_kwargs = {"enable_thinking": body.think}
+        request.chat_template_kwargs = {"enable_thinking": body.think}
     else:
-        asked.reasoning_effort = body.think
-    _sampling(asked, body.options)
-    return asked
+        request.reasoning_effort = body.think
+    _sampling(request, body.options)
+    return request
 
 
 def raw_body(body: OllamaGenerateBody) -> CompletionBody:
     """The same for a prompt without a template."""
-    asked = CompletionBody(prompt=body.prompt, response_format=_format(body.format))
-    _sampling(asked, body.options)
-    return asked
+    request = CompletionBody(prompt=body.prompt, response_format=_format(body.format))
+    _sampling(request, body.options)
+    return request
 
 
 def check_whole(body: OllamaGenerateBody) -> None:
@@ -105,25 +105,25 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
     return made | ({"name": message["tool_name"]} if message.get("tool_name") else {})
 
 
-def _format(wanted: Any) -> Any:
-    if wanted in (None, ""):
+def _format(format: Any) -> Any:
+    if format in (None, ""):
         return None
-    if wanted == "json":
+    if format == "json":
         return {"type": "json_object"}
-    if not isinstance(wanted, dict):
+    if not isinstance(format, dict):
         raise field_error("format", "must be 'json' or a JSON schema")
-    return {"type": "json_schema", "json_schema": {"name": "format", "schema": wanted}}
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": format}}
 
 
-def _sampling(asked: ChatBody | CompletionBody, options: OllamaOptions | None) -> None:
+def _sampling(request: ChatBody | CompletionBody, options: OllamaOptions | None) -> None:
     options = options or OllamaOptions()
     for name in ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty"):
-        setattr(asked, name, getattr(options, name))
-    asked.repetition_penalty = options.repeat_penalty
+        setattr(request, name, getattr(options, name))
+    request.repetition_penalty = options.repeat_penalty
     if options.seed is not None and options.seed >= 0:  # -1 is a random one
-        asked.seed = options.seed
+        request.seed = options.seed
     # -1 and -2 mean no limit.
-    asked.max_tokens = (
+    request.max_tokens = (
         options.num_predict if options.num_predict is None or options.num_predict >= 0 else None
     )
 

@@ -70,15 +70,15 @@ def constraint_of(
     """The one constraint of a request, or None. `inner` is a part of the body with the same fields,
     under `prefix`. Raises `RequestError` for two constraints (naming both) and for one that is not of
     its type."""
-    asked = _asked(body, "") + (_asked(inner, prefix) if inner is not None else [])
-    if not asked:
+    sent = _constraints(body, "") + (_constraints(inner, prefix) if inner is not None else [])
+    if not sent:
         return None
-    if len(asked) > 1:
+    if len(sent) > 1:
         raise RequestError(
-            f"'{asked[0].param}' and '{asked[1].param}' cannot both constrain the output: give one.",
-            asked[1].param,
+            f"'{sent[0].param}' and '{sent[1].param}' cannot both constrain the output: give one.",
+            sent[1].param,
         )
-    param, kind, value, lenient = asked[0]
+    param, kind, value, lenient = sent[0]
     return GrammarSpec(kind, _text(kind, value, param), param, lenient)
 
 
@@ -90,7 +90,7 @@ def structured_outputs(spec: GrammarSpec) -> dict[str, object]:
     return {"json_object": True}
 
 
-def _asked(body: ExtensionFields, prefix: str) -> list[_Constraint]:
+def _constraints(body: ExtensionFields, prefix: str) -> list[_Constraint]:
     return [*_plain(body, prefix), *_structured(body, prefix), *_response_format(body, prefix)]
 
 
@@ -124,11 +124,11 @@ def _structured(body: ExtensionFields, prefix: str) -> Iterator[_Constraint]:
 
 
 def _response_format(body: ExtensionFields, prefix: str) -> Iterator[_Constraint]:
-    wanted = body.response_format
-    if wanted is None:
+    format = body.response_format
+    if format is None:
         return
     param = prefix + "response_format"
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    kind = format.get("type") if isinstance(format, dict) else None
     if not isinstance(kind, str):
         raise RequestError(f"'{param}' must be an object with a 'type'.", param + ".type")
     if kind not in _FORMATS:
@@ -137,25 +137,25 @@ def _response_format(body: ExtensionFields, prefix: str) -> Iterator[_Constraint
             param + ".type",
             "unsupported",
         )
-    _check_keys(wanted, _FORMATS[kind] | {"type"}, param)
+    _check_keys(format, _FORMATS[kind] | {"type"}, param)
     match kind:
-        case "json_object" if wanted.get("schema") is None:
+        case "json_object" if format.get("schema") is None:
             yield _Constraint(param, "json_object", "")
         case "json_object":
-            yield _Constraint(param + ".schema", "json_schema", wanted["schema"])
+            yield _Constraint(param + ".schema", "json_schema", format["schema"])
         case "json_schema":
-            yield _schema(wanted, param)
+            yield _schema(format, param)
         case "structural_tag":
-            yield _Constraint(param, "structural_tag", wanted)
+            yield _Constraint(param, "structural_tag", format)
 
 
-def _schema(wanted: Mapping[str, Any], param: str) -> _Constraint:
+def _schema(format: Mapping[str, Any], param: str) -> _Constraint:
     """OpenAI's `json_schema` object, or llama.cpp's bare `schema` in its place."""
-    inner = wanted.get("json_schema")
-    if inner is None and wanted.get("schema") is not None:
-        return _Constraint(param + ".schema", "json_schema", wanted["schema"])
+    inner = format.get("json_schema")
+    if inner is None and format.get("schema") is not None:
+        return _Constraint(param + ".schema", "json_schema", format["schema"])
     where = param + ".json_schema"
-    if not isinstance(inner, dict) or inner.get("schema") is None or wanted.get("schema") is not None:
+    if not isinstance(inner, dict) or inner.get("schema") is None or format.get("schema") is not None:
         raise field_error(where, "must be an object with a 'schema'")
     _check_keys(inner, _SCHEMA_KEYS, where)
     strict = inner.get("strict")
