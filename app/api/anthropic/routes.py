@@ -24,7 +24,7 @@ from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.service import Loaded
-from core.errors import ContextExceeded, RequestError
+from core.errors import ContextExceeded, RequestError, field_error
 
 ROUTES = Routes()
 
@@ -35,7 +35,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
     body = await decoded(request, MESSAGES)
     loaded = ready(request.app[SERVICE], body.model)
     if body.max_tokens is None:
-        raise RequestError("'max_tokens' is missing.", "max_tokens")
+        raise field_error("max_tokens", "is missing")
     try:
         with fields_named(NAMES):
             job, watch = await _job(body, loaded)

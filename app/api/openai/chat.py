@@ -40,7 +40,7 @@ from app.parsers.registry import ToolFamily
 from app.service import Loaded
 from app.text.sent import SentTemplate
 from app.text.template import ChatTemplate
-from core.errors import RequestError
+from core.errors import field_error
 from core.types import Ints
 
 ROUTES = Routes()
@@ -147,16 +147,16 @@ def _max_tokens(body: ChatBody) -> int | None:
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     value: int | None = getattr(body, name)
     if value is not None and value < 1:
-        raise RequestError(f"'{name}' must be at least 1, got {value}.", name)
+        raise field_error(name, f"must be at least 1, got {value}")
     return value
 
 
 def _logprobs_wanted(body: ChatBody) -> int:
     top = body.top_logprobs
     if top is not None and top < 0:
-        raise RequestError("'top_logprobs' must not be negative.", "top_logprobs")
+        raise field_error("top_logprobs", "must not be negative")
     if not body.logprobs:
         if top:
-            raise RequestError("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+            raise field_error("top_logprobs", "needs 'logprobs' to be true")
         return -1
     return top or 0

@@ -25,7 +25,7 @@ from app.api.request.sampling import (
 from app.api.request.schema import ChatBody, CompletionBody, Generation, StreamOptions
 from app.engine.job import Job
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import field_error
 
 
 def request_id(body: Generation, prefix: str) -> str:
@@ -45,7 +45,7 @@ def asked(
     """The request before it runs. Raises `RequestError` for what a stream does not tell."""
     if body.stream and body.return_meta_info:
         param = "return_meta_info"
-        raise RequestError(f"'{param}' is not available with 'stream'.", param, "unsupported")
+        raise field_error(param, "is not available with 'stream'", "unsupported")
     stream = body.stream_options
     return Asked(
         body=body,
@@ -81,7 +81,7 @@ def _prompt_logprobs(body: Generation) -> int:
     if value is None:
         return -1
     if value < 0:
-        raise RequestError("'prompt_logprobs' must not be negative.", "prompt_logprobs")
+        raise field_error("prompt_logprobs", "must not be negative")
     return value
 
 

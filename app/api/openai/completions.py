@@ -29,7 +29,7 @@ from app.http.aside import aside, prompt_count
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import field_error
 from core.types import Floats
 
 ROUTES = Routes()
@@ -132,7 +132,7 @@ def completion_jobs(
     `prompt_embeds`, where the route takes them: vLLM's order has them first."""
     refuse_unsupported(body, takes=(*_TAKES, "prompt_embeds") if embeds else _TAKES)
     if not body.prompt and not embeds:
-        raise RequestError("'prompt' must not be empty.", "prompt")
+        raise field_error("prompt", "must not be empty")
     prompts = split_prompts(body.prompt, "prompt")[0] if body.prompt else []
     n = choices(body.n, len(prompts) + len(embeds))
     vocab_size = loaded.card.vocab_size
@@ -159,7 +159,7 @@ def _logprobs(body: CompletionBody) -> int:
     if body.logprobs is None:
         return -1
     if body.logprobs < 0:
-        raise RequestError("'logprobs' must not be negative.", "logprobs")
+        raise field_error("logprobs", "must not be negative")
     return body.logprobs
 
 
@@ -177,7 +177,7 @@ def _numbered(jobs: Sequence[Job]) -> list[Job]:
 def _max_tokens(body: CompletionBody) -> int:
     value = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if value < 0 or (value == 0 and not body.echo):
-        raise RequestError(f"'max_tokens' must be at least 1 (0 with 'echo'), got {value}.", "max_tokens")
+        raise field_error("max_tokens", f"must be at least 1 (0 with 'echo'), got {value}")
     return value
 
 

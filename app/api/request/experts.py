@@ -18,7 +18,7 @@ import numpy as np
 from app.api.request.schema import ExtensionFields
 from app.engine.job import Job, Run
 from app.service import Loaded, ModelCard
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 MAX_CHOSEN = 2**24
 """Of an answer: 85 MiB of base64, which are 43,000 tokens of 48 layers with 8 experts each."""
@@ -31,15 +31,15 @@ def experts_wanted(body: ExtensionFields, card: ModelCard, prefix: str = "") -> 
         return -1
     if not any(card.routed):
         param = prefix + "return_routed_experts"
-        raise RequestError(
-            f"'{param}' needs a model with routed experts, which this one does not have: leave it out.",
+        raise field_error(
             param,
+            "needs a model with routed experts, which this one does not have: leave it out",
             "unsupported",
         )
     start = body.routed_experts_start_len or 0
     if start < 0:
         param = prefix + "routed_experts_start_len"
-        raise RequestError(f"'{param}' must not be negative.", param)
+        raise field_error(param, "must not be negative")
     return start
 
 

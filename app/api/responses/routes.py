@@ -29,7 +29,7 @@ from app.http.reply import json_response
 from app.http.sse import EventStream
 from app.http.tenant import tenant
 from app.service import Loaded
-from core.errors import LoomError, RequestError
+from core.errors import LoomError, RequestError, field_error
 
 ROUTES = Routes()
 RESPONSE = "id object status output"
@@ -178,13 +178,13 @@ async def input_items(request: web.Request) -> web.StreamResponse:
         items = await asyncio.to_thread(decode_items, stored)
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise RequestError("'order' must be 'asc' or 'desc'.", "order")
+        raise field_error("order", "must be 'asc' or 'desc'")
     if order == "desc":
         items.reverse()
     if after := request.query.get("after"):
         places = [i for i, item in enumerate(items) if item.get("id") == after]
         if not places:
-            raise RequestError(f"'after' names {after[:100]!r}, which is not here.", "after")
+            raise field_error("after", f"names {after[:100]!r}, which is not here")
         items = items[places[0] + 1 :]
     limit = _number(request, "limit", 20, MAX_PAGE)
     return json_response(_page(items, max(limit, 1)))
@@ -206,7 +206,7 @@ def _number(request: web.Request, name: str, default: int, most: int) -> int:
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= most):
-        raise RequestError(f"'{name}' must be a number up to {most}.", name)
+        raise field_error(name, f"must be a number up to {most}")
     return int(text)
 
 

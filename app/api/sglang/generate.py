@@ -43,7 +43,7 @@ from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.tenant import tenant
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 from core.types import Floats
 
 ROUTES = Routes()
@@ -182,7 +182,7 @@ def _processor(body: NativeBody, asked: NativeSampling) -> dict[str, str]:
 def _max_new_tokens(asked: NativeSampling) -> int:
     value = DEFAULT_MAX_NEW_TOKENS if asked.max_new_tokens is None else asked.max_new_tokens
     if value < 0:
-        raise RequestError(f"'{_IN}max_new_tokens' must not be negative.", _IN + "max_new_tokens")
+        raise field_error(_IN + "max_new_tokens", "must not be negative")
     return value
 
 
@@ -201,14 +201,14 @@ def _prompts(body: NativeBody, given: Given | None) -> _Prompts:
         return _Prompts("input_embeds", given.prompts, given.single)
     param, value = ("text", body.text) if body.text is not None else ("input_ids", body.input_ids)
     if not value:
-        raise RequestError(f"'{param}' must not be empty.", param)
+        raise field_error(param, "must not be empty")
     return _Prompts(param, *split_prompts(value, param))
 
 
 def _ids(rid: str | list[str] | None, prompts: int) -> list[str]:
     if isinstance(rid, list):
         if len(rid) != prompts:
-            raise RequestError(f"'rid' has {len(rid)} ids for {prompts} prompts.", "rid")
+            raise field_error("rid", f"has {len(rid)} ids for {prompts} prompts")
         return [job_id(one, secrets.token_hex(16)) for one in rid]
     base = job_id(rid, secrets.token_hex(16))
     return [base] if prompts == 1 else [f"{base}-{i}" for i in range(prompts)]
@@ -220,9 +220,9 @@ def _logprobs(body: NativeBody, loaded: Loaded) -> dict[str, int | str | tuple[i
     top = body.top_logprobs_num or 0
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
     if top < 0:
-        raise RequestError("'top_logprobs_num' must not be negative.", "top_logprobs_num")
+        raise field_error("top_logprobs_num", "must not be negative")
     if start < -1:
-        raise RequestError("'logprob_start_len' must be at least -1.", "logprob_start_len")
+        raise field_error("logprob_start_len", "must be at least -1")
     named = tuple(body.token_ids_logprob or ())
     told: dict[str, int | str | tuple[int, ...]] = {"logprobs": top, "logprob_ids": named}
     if loaded.card.sampling.logprobs_mode == "raw_logprobs":

@@ -29,7 +29,7 @@ from app.http.delivery import Frames
 from app.http.keys import SERVICE
 from app.http.reply import encode_long
 from app.service import Loaded
-from core.errors import RequestError
+from core.errors import RequestError, field_error
 
 ROUTES = Routes()
 
@@ -102,7 +102,7 @@ def _completion(body: InferenceBody) -> CompletionBody:
             )
     for name in ("features", "content_parts"):
         if getattr(body, name):
-            raise RequestError(f"'{name}' is not supported: this model takes text only.", name, "unsupported")
+            raise field_error(name, "is not supported: this model takes text only", "unsupported")
     return msgspec.structs.replace(
         body.sampling_params or CompletionBody(),
         prompt=list(body.token_ids or ()),
