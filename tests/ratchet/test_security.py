@@ -24,7 +24,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_every_class_of_faults_is_answered() -> None:
     """Each row of the table ends with a test's name."""
-    table = SECURITY.read_text().partition("| class | seen as |")[2].splitlines()
+    table = SECURITY.read_text().partition("| class | advisories |")[2].splitlines()
     rows = [line for line in table[2:] if line.startswith("| ")]
     assert len(rows) > 20
     assert [row[:60] for row in rows if not re.search(r"::test_\w+` \|$", row)] == []
