@@ -65,8 +65,6 @@ class DatabaseThread(Generic[D]):
     """A database for the event loop. Calls are made in order, also those that are not awaited. Owner: event
     loop."""
 
-    __slots__ = ("_closed", "_disk", "_make", "_pool")
-
     def __init__(self, name: str, make: Callable[[], D]) -> None:
         """`make` is called in the thread on first use."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)

@@ -106,8 +106,6 @@ class NumberBudget:
     Owner: event loop.
     """
 
-    __slots__ = ("_held", "_limit")
-
     def __init__(self, limit: int = 2**28) -> None:
         """`limit` is a GiB of float32."""
         self._limit = limit
@@ -163,8 +161,6 @@ class Service:
 
     Owner: event loop.
     """
-
-    __slots__ = ("_loaded", "health", "settings", "started_at")
 
     def __init__(self, settings: dict[str, object]) -> None:
         self.settings = settings

@@ -37,8 +37,6 @@ class Batches:
     Owner: event loop.
     """
 
-    __slots__ = ("_answers", "_closing", "_new", "_task", "_work", "store")
-
     def __init__(self, store: Store, answers: Answers) -> None:
         self.store = store
         self._answers = answers

@@ -76,8 +76,6 @@ class BackgroundCapacity:
     Owner: event loop.
     """
 
-    __slots__ = ("_engine", "_prompt_share", "_rows", "_runs", "_since")
-
     def __init__(self, engine: Engine, capabilities: Capabilities) -> None:
         self._engine = engine
         self._rows = capabilities.max_rows

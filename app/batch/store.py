@@ -205,8 +205,6 @@ class Disk(Database):
 class Store(DatabaseThread[Disk]):
     """The disk, for the event loop."""
 
-    __slots__ = ("root",)
-
     def __init__(self, root: Path) -> None:
         super().__init__("store", lambda: Disk(root))
         self.root = root

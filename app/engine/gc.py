@@ -37,19 +37,6 @@ class Housekeeping:
     Owner: event loop.
     """
 
-    __slots__ = (
-        "_checked",
-        "_checking",
-        "_collections",
-        "_due",
-        "_engine",
-        "_lags",
-        "_loop",
-        "_stopped",
-        "_watchdog",
-        "pause",
-    )
-
     def __init__(
         self, engine: Engine, loop: asyncio.AbstractEventLoop, watchdog: Watchdog | None = None
     ) -> None:

@@ -45,8 +45,6 @@ class Operator:
     Owner: event loop.
     """
 
-    __slots__ = ("_engine", "_lock", "_stays_paused", "_tasks", "_traces", "asleep")
-
     def __init__(self, engine: Engine, traces: Path) -> None:
         self._engine = engine
         self._traces = traces

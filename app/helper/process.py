@@ -35,8 +35,6 @@ class Gone(Exception):
 class Child:
     """The process and the socket to it. Owner: the helper's thread; `kill` may come from any."""
 
-    __slots__ = ("_keys", "_loaded", "_process", "_wire")
-
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._wire = Wire(ours)
@@ -91,8 +89,6 @@ class HelperProcess:
 
     Owner: event loop; `_try` and what it calls run on the one thread of the pool.
     """
-
-    __slots__ = ("_child", "_closed", "_lock", "_most", "_pool", "_waiting")
 
     def __init__(self, most: int = MAX_WAITING) -> None:
         """At most `most` jobs may run or wait."""
@@ -180,8 +176,6 @@ class HelperProcess:
 
 class HelpersBySize:
     """`core.helper.Helper` over two processes: short payloads never wait for long ones. Owner: event loop."""
-
-    __slots__ = ("_long", "_short")
 
     def __init__(self) -> None:
         self._short, self._long = HelperProcess(MAX_SIZED), HelperProcess(MAX_SIZED)

@@ -40,8 +40,6 @@ class Answer(msgspec.Struct, frozen=True):
 class Wire:
     """One end of a socket pair. Calls block; one thread at a time."""
 
-    __slots__ = ("_connection", "_socket")
-
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._connection = Connection(end.dup().detach())

@@ -15,8 +15,6 @@ class Burst:
     alternating (measured with 512 streams). Owner: event loop.
     """
 
-    __slots__ = ("_events",)
-
     def __init__(self) -> None:
         self._events: list[tuple[Write, bytes]] = []
 

@@ -37,8 +37,6 @@ def connection_limit() -> int:
 class ConnectionCount:
     """Open connections and their limit. Owner: event loop."""
 
-    __slots__ = ("_warned", "count", "limit")
-
     def __init__(self) -> None:
         self.count = 0
         self.limit = connection_limit()

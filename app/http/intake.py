@@ -31,8 +31,6 @@ class Reading:
 class Intake:
     """The bodies in memory. Owner: event loop."""
 
-    __slots__ = ("_arriving", "_clock", "budget", "held")
-
     def __init__(self, budget: int, clock: Clock) -> None:
         """`budget` is in bytes."""
         self.budget = budget

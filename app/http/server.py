@@ -23,8 +23,6 @@ class Runner(web.AppRunner):
     middleware logs one line per request.
     """
 
-    __slots__ = ()
-
     def __init__(self, app: web.Application, shutdown_timeout: float = 60.0) -> None:
         super().__init__(
             app,

@@ -30,8 +30,6 @@ def acting_for(name: str) -> Iterator[None]:
 class Keys:
     """The accepted API keys, as digests. Owner: event loop."""
 
-    __slots__ = ("_digests",)
-
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in dict.fromkeys(keys) if key]
 
