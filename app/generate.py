@@ -120,16 +120,12 @@ class Generation:
             return None
         body = for_model(line.body, self._model_name) if self._model_name else line.body
         work = asyncio.wrap_future(self._llm.submit(line.url, body))
-        try:
-            await asyncio.wait((work,))
-        finally:
-            work.cancel()
-        error = work.exception()
-        if error is None:
-            return answered(line.custom_id, 200, work.result())
-        if not isinstance(error, LoomError):
-            log.error("line %d failed", number, exc_info=error)
-        return failed(line.custom_id, error)
+        (answer,) = await asyncio.gather(work, return_exceptions=True)
+        if not isinstance(answer, BaseException):
+            return answered(line.custom_id, 200, answer)
+        if not isinstance(answer, LoomError):
+            log.error("line %d failed", number, exc_info=answer)
+        return failed(line.custom_id, answer)
 
 
 def read_request(number: int, text: bytes) -> Line:

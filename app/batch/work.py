@@ -258,9 +258,11 @@ class Work:
             self._error = error
 
     def _admit(self) -> tuple[BackgroundRun, Loaded] | None:
-        if self._service.health.phase is not Phase.READY:
-            return None
-        return self._capacity.admit(self._service.loaded)
+        return self._capacity.admit(self._service.loaded) if self._ready else None
+
+    @property
+    def _ready(self) -> bool:
+        return self._service.health.phase is Phase.READY
 
     async def _tick(self) -> None:
         await asyncio.sleep(TICK)
@@ -268,33 +270,28 @@ class Work:
 
     async def _attempt(self, line: Line, run: BackgroundRun, loaded: Loaded) -> None:
         """Run a line once. One that was preempted or rejected for load runs again."""
-        work = asyncio.ensure_future(self._answers[line.url](line.body, loaded))
+        work = self._answers[line.url](line.body, loaded)
         try:
-            await asyncio.wait((work,))
+            (answer,) = await asyncio.gather(work, return_exceptions=True)
         finally:
-            work.cancel()
             self._capacity.release(run)
-        error = work.exception()
+        error = answer if isinstance(answer, BaseException) else None
         rejected = isinstance(error, Overloaded | Unavailable | Aborted)
-        retryable = rejected or (error is None and _aborted(work.result()))
-        if run.preempted or (retryable and self._may_retry(line)):
+        retryable = rejected or (not isinstance(answer, BaseException) and _aborted(answer))
+        engine_failed = error is not None and not isinstance(error, RequestError) and not self._ready
+        if run.preempted or engine_failed or (retryable and self._may_retry(line)):
             self._retries.append(line)
-            return
-        if error is None:
-            await self._record(True, lambda: answered(line.custom_id, 200, work.result()))
-            return
-        if not isinstance(error, RequestError) and self._service.health.phase is not Phase.READY:
-            self._retries.append(line)  # the engine failed, not the line
-            return
-        if not isinstance(error, LoomError):
-            log.error("a line of %s failed", self.batch.id, exc_info=error)
-        await self._record(False, partial(failed, line.custom_id, error))
+        elif error is None:
+            await self._record(True, partial(answered, line.custom_id, 200, answer))
+        else:
+            if not isinstance(error, LoomError):
+                log.error("a line of %s failed", self.batch.id, exc_info=error)
+            await self._record(False, partial(failed, line.custom_id, error))
 
     def _may_retry(self, line: Line) -> bool:
         """Whether a line that was aborted or rejected gets another attempt."""
-        if self._service.health.phase is not Phase.READY:
-            return True
-        self._tries[line.custom_id] += 1
+        if self._ready:
+            self._tries[line.custom_id] += 1
         return self._tries[line.custom_id] < TRIES
 
     async def _record(self, good: bool, line: Callable[[], bytes]) -> None:
