@@ -3,7 +3,7 @@
 import sys
 
 OWN = ("app", "core", "gpu")
-"""Rooms of this program: one of their modules that is missing is our fault, not the operator's."""
+"""Our own packages: a module missing there is a bug, not a package to install."""
 
 if __name__ == "__main__":
     try:

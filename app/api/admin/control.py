@@ -107,7 +107,7 @@ async def resume(operator: Operator, request: web.Request) -> Answer:
 async def slow_down(operator: Operator, request: web.Request) -> Answer:
     """Leave time between steps."""
     operator.slow_down((await decoded(request, SLOW, b"{}")).forward_sleep_time or 0.0)
-    return {"message": "As asked."}
+    return {"message": "Done."}
 
 
 @_route("POST /start_profile")
@@ -175,7 +175,7 @@ async def configure_logging(operator: Operator, request: web.Request) -> Answer:
         # Lines of requests have the level `info`, which `log_level` must allow too.
         level = logging.NOTSET if body.log_requests else logging.WARNING
         logging.getLogger(middleware.__name__).setLevel(level)
-    return {"message": "As asked."}
+    return {"message": "Done."}
 
 
 @ROUTES.add("GET /is_paused", has="is_paused")
