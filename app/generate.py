@@ -26,15 +26,6 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
 
-class _Plain(msgspec.Struct):
-    custom_id: str | None = None
-    url: msgspec.Raw = msgspec.Raw()
-    body: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-
-
-_decode = msgspec.json.Decoder(_Plain).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 ANY_MODEL = "any"
@@ -132,16 +123,18 @@ def read_request(number: int, text: bytes) -> Line:
     """A batch line, or a plain object with `prompt` or `messages` and other fields of their endpoint, whose
     id is `line-NUMBER` unless it has a `custom_id`. Raises `BadLine`."""
     try:
-        plain = _decode(text.strip())
+        fields = _fields(text.strip())
+        custom_id = msgspec.json.decode(fields.get("custom_id", b"null"), type=str | None)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return parse_line(number, text, ANSWERS)  # which raises with the reason
-    if _present(plain.url) or _present(plain.body):
+    present = {name for name, value in fields.items() if bytes(value) != b"null"}
+    if present & {"url", "body"}:
         return parse_line(number, text, ANSWERS)
-    if _present(plain.prompt) == _present(plain.messages):
+    if ("prompt" in present) == ("messages" in present):
         message = "A line needs 'url' and 'body', or one of 'prompt' and 'messages'."
         raise bad(number, "invalid_line", message)
-    url = "/v1/chat/completions" if _present(plain.messages) else "/v1/completions"
-    return Line(number, plain.custom_id or f"line-{number}", url, text)
+    url = "/v1/chat/completions" if "messages" in present else "/v1/completions"
+    return Line(number, custom_id or f"line-{number}", url, text)
 
 
 def for_model(body: bytes, name: str) -> bytes:
@@ -154,7 +147,3 @@ def for_model(body: bytes, name: str) -> bytes:
     if name == ANY_MODEL or model == msgspec.json.encode(name):
         fields.pop("model", None)
     return msgspec.json.encode(fields)
-
-
-def _present(value: msgspec.Raw) -> bool:
-    return bytes(value) not in (b"", b"null")
