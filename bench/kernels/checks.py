@@ -267,9 +267,7 @@ def chunks() -> Iterator[Check]:
         q = torch.randn(rows, heads.q, heads.dim, device=DEVICE).to(dtype)
         q[-7:] = float("nan")
         config = prefill_plan.prefill_config(heads.dim, dtype)
-        plan = prefill_plan.plan_prefill(
-            *cut[:3], scalar(len(sizes), DEVICE), rows, heads.q // heads.kv, config
-        )
+        plan = prefill_plan.plan_prefill(cut.step(len(sizes)), rows, heads.q // heads.kv, config)
         out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=DEVICE)
         stored = [(side / scale).to(kind) for side, scale in zip((kept.k, kept.v), scales, strict=True)]
         args = {"page_size": page, "scale": heads.dim**-0.5, "window": window, "cap": cap}

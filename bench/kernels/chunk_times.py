@@ -22,6 +22,7 @@ from gpu.attention.flashinfer_fa3 import FlashInferPrefill
 from gpu.attention.triton_paged import TritonPrefill
 from gpu.kernels.attention import prefill, prefill_plan
 from gpu.kernels.attention.pages import Pages
+from gpu.kernels.attention.prefill_plan import Chunks
 from gpu.state.view import StepView
 
 CHUNK_CUTS = (
@@ -73,7 +74,7 @@ def _chunk_row(
     slots[:n], starts[:n], firsts[: n + 1] = cut.slots[:n], cut.starts[:n], cut.firsts[: n + 1]
     rows = sum(tokens for _, tokens in sizes)
     count = inputs.scalar(n, DEVICE)
-    plan = prefill_plan.plan_prefill(slots, starts, firsts, count, rows, heads.q // heads.kv, config)
+    plan = prefill_plan.plan_prefill(Chunks(slots, starts, firsts, count), rows, heads.q // heads.kv, config)
     args = (
         torch.randn(rows, heads.q, heads.dim, device=DEVICE).to(DTYPE),
         kept.layer(page, heads.dim**-0.5),
@@ -112,8 +113,8 @@ def chunks() -> Iterator[Row]:
     for room in (8, 64, 512):
         tables = torch.zeros(3, room + 1, dtype=torch.int32, device=DEVICE)
         tables[2, 1:] = 2048
-        args = tables[0, :room], tables[1, :room], tables[2], inputs.scalar(1, DEVICE), 2048, 8, base
-        us = microseconds([partial(prefill_plan.plan_prefill, *args)])
+        step = Chunks(tables[0, :room], tables[1, :room], tables[2], inputs.scalar(1, DEVICE))
+        us = microseconds([partial(prefill_plan.plan_prefill, step, 2048, 8, base)])
         yield Row(
             "plan_prefill",
             f"2048 tokens, {room} chunks",
@@ -198,6 +199,6 @@ def compile_chunks(cut: tuple[int, int, int, int, bool]) -> None:
     table = torch.empty(65, 64, dtype=torch.int32)
     ints = torch.empty(65, dtype=torch.int32)
     with compiling():
-        plan = prefill_plan.plan_prefill(ints[:64], ints[:64], ints, ints[:1], 2048, 8, config)
+        plan = prefill_plan.plan_prefill(Chunks(ints[:64], ints[:64], ints, ints[:1]), 2048, 8, config)
         layer = Pages(both[:, 0], both[:, 1], table, 16, heads.dim**-0.5)
         prefill.paged_prefill(q, layer, plan, config)

@@ -86,7 +86,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         slots, firsts = torch.zeros(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim, dtype=dtype)
-        plan = prefill_plan.plan_prefill(slots, slots, firsts, n, 2048, size.q // size.kv, config, pdl=pdl)
+        step = prefill_plan.Chunks(slots, slots, firsts, n)
+        plan = prefill_plan.plan_prefill(step, 2048, size.q // size.kv, config, pdl=pdl)
         q, layer = empty(2048, size.q, size.dim), Pages(both[:, 0], both[:, 1], table, page, 0.1)
         prefill.paged_prefill(q, layer, plan, config, space, window=window, pdl=pdl)
 

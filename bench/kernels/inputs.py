@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu.kernels.attention import pages as pages_of
+from gpu.kernels.attention import prefill_plan
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.sampling.sample import choose
@@ -127,6 +128,10 @@ class Chunks(NamedTuple):
     starts: Tensor
     firsts: Tensor
     true: list[tuple[int, int, int]]
+
+    def step(self, count: int) -> prefill_plan.Chunks:
+        """As kernels take them, the first `count` true."""
+        return prefill_plan.Chunks(*self[:3], scalar(count, self.slots.device))
 
 
 def chunks(sizes: list[tuple[int, int]], kept: Pages, lead: int, device: torch.device) -> Chunks:

@@ -21,7 +21,13 @@ from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.attention.kv_packing import pack, plan_packing
 from gpu.kernels.attention.pages import kernel_args
 from gpu.kernels.attention.prefill_merge import merge_blocks, prefill_space
-from gpu.kernels.attention.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
+from gpu.kernels.attention.prefill_plan import (
+    Chunks,
+    PrefillConfig,
+    PrefillPlan,
+    plan_prefill,
+    prefill_config,
+)
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.moe.combine import moe_sum_add_norm
@@ -58,11 +64,11 @@ def _randn(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(DTYPE)
 
 
-def _chunks(sizes: list[tuple[int, int]], kept: inputs.Pages) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots, starts and first rows, with the room that a graph has."""
+def _chunks(sizes: list[tuple[int, int]], kept: inputs.Pages) -> Chunks:
+    """With the room that a graph has."""
     slots, starts, firsts, _ = inputs.chunks(sizes, kept, 0, DEVICE)
     slots, starts, firsts = (pad(each, (0, MAX_CHUNKS - len(slots))) for each in (slots, starts, firsts))
-    return slots, starts, firsts
+    return Chunks(slots, starts, firsts, inputs.scalar(len(sizes), DEVICE))
 
 
 def _rotations() -> Iterator[Row]:
@@ -85,8 +91,7 @@ def _packings() -> Iterator[Row]:
         for _ in range(COPIES):
             kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
             cut = _chunks(sizes, kept)
-            count = inputs.scalar(len(sizes), DEVICE)
-            places = plan_packing(*cut[1:], count, pairs, room, PACK_TILE)
+            places = plan_packing(cut, pairs, room, PACK_TILE)
             cache = kept.k, kept.v
             calls.append(partial(pack, cache, (side[0], side[1]), places, cut, kept.table, 16, PACK_TILE))
         keys = sum(length + -(-length // PACK_TILE) * PACK_TILE for length in lengths)
@@ -112,8 +117,7 @@ def _joins() -> Iterator[Row]:
         rows, group = sum(tokens for _, tokens in sizes), heads.q // heads.kv
         config = prefill_config(heads.dim, DTYPE, heads.kv, processors)
         kept = inputs.pages([sum(size) for size in sizes], 16, heads, DTYPE, DEVICE)
-        count = inputs.scalar(len(sizes), DEVICE)
-        plan = plan_prefill(*_chunks(sizes, kept), count, rows, group, config)
+        plan = plan_prefill(_chunks(sizes, kept), rows, group, config)
         calls = []
         for _ in range(COPIES):
             space = prefill_space(config, heads.kv, heads.dim, DEVICE)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from gpu.attention.backend import AttentionFacts, AttentionOptions, Caches
-from gpu.attention.triton_paged import TritonPrefill
+from gpu.attention.triton_paged import TritonPrefill, chunks_of
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
 from gpu.kernels.attention.kv_packing import pack, plan_packing
 from gpu.state.view import StepView
@@ -128,15 +128,14 @@ class FlashInferPrefill:
         if self._cuts(view):
             self._cut.plan(view)
             return
-        facts, pdl, count = self._facts, self._options.pdl, view.counts[2:3]
-        starts, firsts = view.chunk_starts, view.chunk_firsts
-        tiles = fa3_tiles((view.chunk_slots, starts, firsts, count), view.tokens, facts.head_dim, pdl=pdl)
+        facts, pdl, chunks = self._facts, self._options.pdl, chunks_of(view)
+        tiles = fa3_tiles(chunks, view.tokens, facts.head_dim, pdl=pdl)
         shape = (facts.heads, facts.head_dim, view.page_table.stride(0), self._processors)
         self._places = self._packed = None
         pairs = PAIRS_PER_KEY * facts.kv_heads / facts.heads
         if view.tokens >= pairs:  # no token sees more queries than there are
             self._room = min(len(self._side[0]), KEYS_PER_TOKEN * view.tokens)
-            self._places = plan_packing(starts, firsts, count, pairs, self._room, PACK_TILE, pdl=pdl)
+            self._places = plan_packing(chunks, pairs, self._room, PACK_TILE, pdl=pdl)
             self._packed = schedule_fa3(tiles, *shape, self._places, True, pdl=pdl)
         self._paged = schedule_fa3(tiles, *shape, self._places, pdl=pdl)
 
@@ -154,10 +153,9 @@ class FlashInferPrefill:
         # To the left so many keys, -1 for all; FA3 knows no dependent launch; then masks and theirs.
         mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, facts.cap, facts.scale)
         if self._places is not None and self._packed is not None:
-            chunks = (view.chunk_slots, view.chunk_starts, view.chunk_firsts)
             k_side, v_side = (side[: self._room] for side in self._side)
             pack(
-                (k, v), (k_side, v_side), self._places, chunks, view.page_table, size, PACK_TILE,
+                (k, v), (k_side, v_side), self._places, chunks_of(view), view.page_table, size, PACK_TILE,
                 pdl=self._options.pdl,
             )  # fmt: skip
             numbers, offsets, _ = self._packed

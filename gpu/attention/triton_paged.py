@@ -20,7 +20,13 @@ from gpu.kernels.attention.merge_state import merge_state
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.attention.prefill import paged_prefill
 from gpu.kernels.attention.prefill_merge import prefill_space
-from gpu.kernels.attention.prefill_plan import PrefillConfig, PrefillPlan, plan_prefill, prefill_config
+from gpu.kernels.attention.prefill_plan import (
+    Chunks,
+    PrefillConfig,
+    PrefillPlan,
+    plan_prefill,
+    prefill_config,
+)
 from gpu.state.view import StepView
 
 LEAST_CAPABILITY = (8, 0)
@@ -162,6 +168,11 @@ class TritonDecode:
         merge_state(out, lse, *found, num_rows=view.num_decode, pdl=self._options.pdl)
 
 
+def chunks_of(view: StepView) -> Chunks:
+    """The chunks of a step, as kernels take them."""
+    return Chunks(view.chunk_slots, view.chunk_starts, view.chunk_firsts, view.counts[2:3])
+
+
 class TritonPrefill:
     """`PhaseAttention` of chunks. Owner: launch thread.
 
@@ -192,10 +203,7 @@ class TritonPrefill:
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one list serves all layers, whatever their windows."""
         self._plan = plan_prefill(
-            view.chunk_slots,
-            view.chunk_starts,
-            view.chunk_firsts,
-            view.counts[2:3],
+            chunks_of(view),
             view.tokens,
             self._facts.heads // self._facts.kv_heads,
             self._cut(view),

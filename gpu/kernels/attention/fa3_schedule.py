@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, plan_prefill
+from gpu.kernels.attention.prefill_plan import FIELDS, Chunks, PrefillConfig, plan_prefill
 from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, pow2
 
 ARRAYS = 7
@@ -98,16 +98,11 @@ def _schedule(
         tl.store(numbers + 7 * room + j, j * rounds + more, mask=j <= programs)
 
 
-def fa3_tiles(
-    chunks: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int, head_dim: int, *, pdl: bool = False
-) -> Tensor:
-    """A step's tiles of queries, those with the most keys first: `PrefillPlan.items`.
-
-    chunks  slots, starts, firsts and num_chunks as of `plan_prefill`
-    tokens  rows of the graph
-    """
+def fa3_tiles(chunks: Chunks, tokens: int, head_dim: int, *, pdl: bool = False) -> Tensor:
+    """A step's tiles of queries, those with the most keys first: `PrefillPlan.items`. The graph has `tokens`
+    rows."""
     tile = fa3_tile(head_dim)
-    return plan_prefill(*chunks, tokens, 1, PrefillConfig(tile, tile, 4, 2), pdl=pdl).items
+    return plan_prefill(chunks, tokens, 1, PrefillConfig(tile, tile, 4, 2), pdl=pdl).items
 
 
 def schedule_fa3(

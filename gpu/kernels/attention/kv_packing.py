@@ -14,20 +14,27 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, pow2
+from gpu.kernels.attention.prefill_plan import Chunks
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
 
 SPAN = 16
 """Tokens per program; divides the tile."""
 
 
-@jit_loose("chunks", "room")
+@jit
+def _spans(chunks: Chunks, c: tl.tensor, live: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """First position and tokens of chunks `c`, 0 where not `live`."""
+    firsts = chunks.firsts + c
+    tokens = tl.load(firsts + 1, mask=live, other=0) - tl.load(firsts, mask=live, other=0)
+    return tl.load(chunks.starts + c, mask=live, other=0), tokens
+
+
+@jit_loose("count", "room")
 def _plan(
-    starts: tl.tensor,
-    firsts: tl.tensor,
-    num_chunks: tl.tensor,
+    chunks: Chunks,
     packed: tl.tensor,
     pairs_per_key: float,
-    chunks: int,
+    count: int,
     room: int,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -35,68 +42,52 @@ def _plan(
 ) -> None:
     c = tl.arange(0, BLOCK)
     begin(PDL)
-    live = c < tl.minimum(tl.load(num_chunks).to(tl.int32), chunks)
-    tokens = tl.load(firsts + c + 1, mask=live, other=0) - tl.load(firsts + c, mask=live, other=0)
-    start = tl.load(starts + c, mask=live, other=0)
+    live = c < tl.minimum(tl.load(chunks.num_chunks).to(tl.int32), count)
+    start, tokens = _spans(chunks, c, live)
     keys = start + tokens
     pairs = tokens.to(tl.float32) * (start + tokens // 2).to(tl.float32)
     size = (keys + TILE - 1) // TILE * TILE
     upto = tl.cumsum(size, 0)
     total = tl.sum(size, 0)
     worth = (total <= room) & (tl.sum(pairs, 0) >= pairs_per_key * tl.sum(keys, 0).to(tl.float32))
-    tl.store(packed + c, tl.where(live & worth, upto - size, -1), mask=c < chunks)
+    tl.store(packed + c, tl.where(live & worth, upto - size, -1), mask=c < count)
 
 
-def plan_packing(
-    starts: Tensor,
-    firsts: Tensor,
-    num_chunks: Tensor,
-    pairs_per_key: float,
-    room: int,
-    tile: int,
-    *,
-    pdl: bool = False,
-) -> Tensor:
+def plan_packing(chunks: Chunks, pairs_per_key: float, room: int, tile: int, *, pdl: bool = False) -> Tensor:
     """Where each chunk's keys begin among the packed: int32 [C], -1 where they stay in their pages, which
     all of a step's do or none.
 
-    starts         int32 [C]      position of a chunk's first token
-    firsts         int32 [C + 1]  row of its first token; entry i + 1 is where chunk i ends
-    num_chunks     int32 [1] on the device; entries from there on are not read
     pairs_per_key  pairs of query and key from which a key is worth its copy
     room           keys that can be packed
     tile           what a chunk's place is a multiple of
     """
-    packed = starts.new_empty(len(starts))
+    count = len(chunks.starts)
+    packed = chunks.starts.new_empty(count)
     _plan[(1,)](
-        starts,
-        firsts,
-        num_chunks,
+        chunks,
         packed,
         pairs_per_key,
-        len(starts),
+        count,
         room,
         TILE=tile,
-        BLOCK=pow2(len(starts)),
+        BLOCK=pow2(count),
         **launch_options(pdl, 4),
     )
     return packed
 
 
-@jit_loose("chunks", "width")
+@jit_loose("count", "width")
 def _pack(
     k: tl.tensor,
     v: tl.tensor,
     k_out: tl.tensor,
     v_out: tl.tensor,
     packed: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    firsts: tl.tensor,
+    chunks: Chunks,
     table: tl.tensor,
     k_stride: int,
     v_stride: int,
-    chunks: int,
+    count: int,
     width: int,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -109,14 +100,14 @@ def _pack(
     row = tl.program_id(0) * SPAN
     c = tl.arange(0, BLOCK)
     begin(PDL)
-    first = tl.load(packed + c, mask=c < chunks, other=-1)
+    first = tl.load(packed + c, mask=c < count, other=-1)
     here = first >= 0
-    tokens = tl.load(firsts + c + 1, mask=here, other=0) - tl.load(firsts + c, mask=here, other=0)
-    keys = tl.load(starts + c, mask=here, other=0) + tokens
+    start, tokens = _spans(chunks, c, here)
+    keys = start + tokens
     mine = here & (first <= row) & (row < first + (keys + TILE - 1) // TILE * TILE)
     if tl.sum(mine.to(tl.int32), 0) == 0:
         return
-    slot = tl.sum(tl.where(mine, tl.load(slots + c, mask=mine, other=0), 0), 0)
+    slot = tl.sum(tl.where(mine, tl.load(chunks.slots + c, mask=mine, other=0), 0), 0)
     keys = tl.sum(tl.where(mine, keys, 0), 0)
     at = row - tl.sum(tl.where(mine, first, 0), 0) + tl.arange(0, SPAN)
     inside = at < keys
@@ -133,7 +124,7 @@ def pack(
     cache: tuple[Tensor, Tensor],
     out: tuple[Tensor, Tensor],
     packed: Tensor,
-    chunks: tuple[Tensor, Tensor, Tensor],
+    chunks: Chunks,
     page_table: Tensor,
     page_size: int,
     tile: int,
@@ -146,7 +137,6 @@ def pack(
     cache       K and V, each [tokens, kv_heads, dim] with (kv_heads, dim) contiguous
     out         K and V, each contiguous [room, kv_heads, dim]
     packed      of `plan_packing`
-    chunks      slots, starts and firsts
     page_table  int32 [slots, pages]
     """
     (k, v), (k_out, v_out) = cache, out
@@ -157,7 +147,7 @@ def pack(
         k_out,
         v_out,
         packed,
-        *chunks,
+        chunks,
         page_table,
         k.stride(0),
         v.stride(0),

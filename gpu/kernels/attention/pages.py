@@ -1,4 +1,8 @@
-"""A layer's keys and values in pages: how launchers are given them, and how kernels are."""
+"""A layer's keys and values in pages: how launchers are given them, and how kernels are.
+
+Triton 3.6 gives the fields of a constant record as plain numbers, which lists and `tl.static_range` do not
+take: kernels name those first (`block_d: tl.constexpr = SHAPE.block_d`).
+"""
 
 from __future__ import annotations
 

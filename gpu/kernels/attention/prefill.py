@@ -93,6 +93,7 @@ def _prefill(
     cap: tl.constexpr = SHAPE.cap
     queries_n: tl.constexpr = CONFIG.queries
     TILE: tl.constexpr = CONFIG.tile
+    block_d: tl.constexpr = SHAPE.block_d
     kv_head = tl.program_id(0)
     entry = tl.program_id(1)
     item = items + entry * FIELDS
@@ -104,14 +105,14 @@ def _prefill(
     i = at + tl.arange(0, queries_n)
     token = i // group
     head = kv_head * group + i % group
-    d = tl.arange(0, SHAPE.block_d)
+    d = tl.arange(0, block_d)
     inside = (token < tokens)[:, None] & (d < dim)[None, :]
     q_at = q + (row + token)[:, None] * q_stride + head[:, None] * dim + d[None, :]
     queries = tl.load(q_at, mask=inside, other=0.0)
     position = start + token
     high = tl.zeros([queries_n], tl.float32) - float("inf")
     total = tl.zeros([queries_n], tl.float32)
-    acc = tl.zeros([queries_n, SHAPE.block_d], tl.float32)
+    acc = tl.zeros([queries_n, block_d], tl.float32)
     k_cache = keys.k + kv_head * dim
     v_cache = keys.v + kv_head * dim
     table = keys.table + slot * keys.table_stride
@@ -133,7 +134,7 @@ def _prefill(
         key = tile * TILE + tl.arange(0, TILE)
         # A bad value must not be loaded, since 0 × NaN is NaN.
         mask = (key < end)[:, None]
-        if dim != SHAPE.block_d:
+        if dim != block_d:
             mask = mask & (d < dim)[None, :]
         v = tl.load(v_at, mask=mask, other=0.0)
         if cap > 0:

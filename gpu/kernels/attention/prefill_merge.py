@@ -69,7 +69,8 @@ def _merge(
     p = tl.arange(0, PARTS)
     dim: tl.constexpr = SHAPE.dim
     group: tl.constexpr = SHAPE.group
-    d = tl.arange(0, SHAPE.block_d)
+    block_d: tl.constexpr = SHAPE.block_d
+    d = tl.arange(0, block_d)
     # Older than the kernel before, which has waited for it: so nothing here has to. Past L1, which may hold
     # the last step's.
     row, _, tokens, at, part, pieces, _, _, _ = read_entry(
@@ -85,7 +86,7 @@ def _merge(
         inside = (query < last)[:, None] & (d < dim)[None, :]
         high = tl.zeros([ROWS], tl.float32) - float("inf")
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, SHAPE.block_d], tl.float32)
+        acc = tl.zeros([ROWS, block_d], tl.float32)
         for j in range(0, pieces, PARTS):
             known = (query < last)[:, None] & (j + p < pieces)[None, :]
             place = ((entry - part + j + p)[None, :] * SHAPE.kv + kv_head) * CONFIG.queries + query[:, None]

@@ -27,6 +27,21 @@ FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per entry of the work list: one sector."""
 
 
+class Chunks(NamedTuple):
+    """A step's prompt chunks.
+
+    slots       integer [C]      slot of each chunk
+    starts      integer [C]      position of its first token
+    firsts      integer [C + 1]  row of its first token; entry i + 1 is where chunk i ends
+    num_chunks  int32 [1] on the device; entries from there on are not read
+    """
+
+    slots: Tensor
+    starts: Tensor
+    firsts: Tensor
+    num_chunks: Tensor
+
+
 class PrefillConfig(NamedTuple):
     """How chunks are cut: queries (tokens times heads of a group) and keys per tile. With `ahead` a tile's
     scores are asked for before those of the tile before are looked at.
@@ -89,14 +104,11 @@ def max_blocks(tokens: int, max_chunks: int, group: int, config: PrefillConfig) 
     return cdiv(tokens * group, config.queries) + max_chunks - 1
 
 
-@jit_loose("chunks", "entries", "programs")
+@jit_loose("room", "entries", "programs")
 def _plan(
-    slots: tl.tensor,
-    starts: tl.tensor,
-    firsts: tl.tensor,
-    num_chunks: tl.tensor,
+    chunks: Chunks,
     items: tl.tensor,
-    chunks: int,
+    room: int,
     entries: int,
     programs: int,
     GROUP: tl.constexpr,
@@ -110,11 +122,11 @@ def _plan(
     p = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     c = tl.arange(0, BLOCK)
     begin(PDL)
-    n = tl.minimum(tl.load(num_chunks).to(tl.int32), chunks)
+    n = tl.minimum(tl.load(chunks.num_chunks).to(tl.int32), room)
     live = c < n
-    row = tl.load(firsts + c, mask=live, other=0).to(tl.int32)
-    tokens = tl.load(firsts + c + 1, mask=live, other=0).to(tl.int32) - row
-    start = tl.load(starts + c, mask=live, other=0).to(tl.int32)
+    row = tl.load(chunks.firsts + c, mask=live, other=0).to(tl.int32)
+    tokens = tl.load(chunks.firsts + c + 1, mask=live, other=0).to(tl.int32) - row
+    start = tl.load(chunks.starts + c, mask=live, other=0).to(tl.int32)
     count = (tokens * GROUP + QUERIES - 1) // QUERIES
     tiles = (start + tokens + TILE - 1) // TILE
     blocks = tl.sum(count, 0)
@@ -151,7 +163,7 @@ def _plan(
     # With parts all programs run at once, and none has to be first.
     at = items + tl.where(known & (total == blocks), tl.sum(ahead, 1), p) * FIELDS
     there = p < entries
-    tl.store(at, tl.load(slots + own, mask=known, other=0).to(tl.int32), mask=there)
+    tl.store(at, tl.load(chunks.slots + own, mask=known, other=0).to(tl.int32), mask=there)
     tl.store(at + 1, own_row, mask=there)
     tl.store(at + 2, own_start, mask=there)
     tl.store(at + 3, tl.where(known, own_tokens, 0), mask=there)
@@ -162,42 +174,25 @@ def _plan(
 
 
 def plan_prefill(
-    slots: Tensor,
-    starts: Tensor,
-    firsts: Tensor,
-    num_chunks: Tensor,
-    tokens: int,
-    group: int,
-    config: PrefillConfig,
-    *,
-    pdl: bool = False,
+    chunks: Chunks, tokens: int, group: int, config: PrefillConfig, *, pdl: bool = False
 ) -> PrefillPlan:
-    """List a step's blocks, those with the most keys first, or their parts.
-
-    slots       integer [C]      slot of each chunk
-    starts      integer [C]      position of its first token
-    firsts      integer [C + 1]  row of its first token; entry i + 1 is where chunk i ends
-    num_chunks  int32 [1] on the device; entries from there on are not read
-    tokens      rows of the graph: no chunks together have more
-    group       query heads per KV head
-    """
-    entries = max(max_blocks(tokens, len(slots), group, config), config.programs)
-    items = torch.empty(entries, FIELDS.value, dtype=torch.int32, device=slots.device)
-    span = min(max(2048 // pow2(len(slots)), 1), 64)  # times chunks: what a program holds in registers
+    """List a step's blocks, those with the most keys first, or their parts. The graph has `tokens` rows: no
+    chunks together have more; `group` is query heads per KV head."""
+    room = len(chunks.slots)
+    entries = max(max_blocks(tokens, room, group, config), config.programs)
+    items = torch.empty(entries, FIELDS.value, dtype=torch.int32, device=chunks.slots.device)
+    span = min(max(2048 // pow2(room), 1), 64)  # times chunks: what a program holds in registers
     _plan[(cdiv(entries, span),)](
-        slots,
-        starts,
-        firsts,
-        num_chunks,
+        chunks,
         items,
-        len(slots),
+        room,
         entries,
         config.programs,
         GROUP=group,
         QUERIES=config.queries,
         TILE=config.tile,
         LEAST=config.least,
-        BLOCK=pow2(len(slots)),
+        BLOCK=pow2(room),
         SPAN=span,
         **launch_options(pdl, 4),
     )

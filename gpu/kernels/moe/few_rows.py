@@ -66,6 +66,7 @@ def _find(
 
     Every warp finds them, with a row of the tile to itself: what is reduced then never leaves a warp.
     """
+    TOP_K: tl.constexpr = ROUTER.top_k
     BLOCK_E: tl.constexpr = ROUTER.block_e
     BLOCK_J: tl.constexpr = ROUTER.block_k
     e = tl.arange(0, BLOCK_E)[None, :] + tl.zeros([WARPS, 1], tl.int32)
@@ -79,7 +80,7 @@ def _find(
     expert = tl.zeros([WARPS, BLOCK_J], tl.int32)
     order = tl.zeros([WARPS, BLOCK_J], tl.int32)
     taken = tl.zeros([WARPS, BLOCK_E], tl.int32)
-    for i in tl.static_range(ROUTER.top_k):
+    for i in tl.static_range(TOP_K):
         top = tl.max(left, 1)[:, None]
         index = tl.min(tl.where(left == top, e, BLOCK_E), 1)[:, None]
         expert = tl.where(j == i, index, expert)

@@ -61,12 +61,13 @@ def _finish(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
 ) -> None:
+    BLOCK_N: tl.constexpr = CONFIG.block_n
     if SHAPE.gated:
         # A thread has gate and up of a row in its registers: nothing moves.
         rows: tl.constexpr = acc.shape[0]
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [rows, 2, CONFIG.block_n]), [0, 2, 1]))
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [rows, 2, BLOCK_N]), [0, 2, 1]))
         acc = gate * tl.sigmoid(gate) * up
-    cols = n + tl.arange(0, CONFIG.block_n)
+    cols = n + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * SHAPE.n + cols[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=inside[:, None] & (cols < SHAPE.n)[None, :])
 
@@ -130,8 +131,10 @@ def _outputs(
     CONFIG: tl.constexpr,
 ) -> tl.tensor:
     """A step over K of block_n outputs' weights, transposed; of gates and, behind them, ups."""
+    rows: tl.constexpr = 2 * CONFIG.block_n
+    BLOCK_K: tl.constexpr = CONFIG.block_k
     if SHAPE.gated:
-        some = tl.reshape(w.load([2 * expert, n, k]), [2 * CONFIG.block_n, CONFIG.block_k])
+        some = tl.reshape(w.load([2 * expert, n, k]), [rows, BLOCK_K])
     else:
         some = w.load([expert * SHAPE.n + n, k])
     return tl.trans(some)

@@ -287,13 +287,14 @@ def _route(
     n = true_rows(num_rows, rows)
     g = tl.program_id(0)
     last = tl.minimum((g + 1) * chunk, rows)
-    seen = tl.zeros([ROUTER.block_e], tl.int32)
+    BLOCK_E: tl.constexpr = ROUTER.block_e
+    seen = tl.zeros([BLOCK_E], tl.int32)
     for first in range(g * chunk, last, SPAN):
         pair, expert, rank, counts = _span(logits, routing, first, last, n, SPAN, ROUTER)
         rank += tl.gather(seen, tl.maximum(expert, 0), 0)
         tl.store(ranks + pair, rank, mask=pair >= 0)
         seen += counts
-    tl.store(hist + g * ROUTER.block_e + tl.arange(0, ROUTER.block_e), seen.to(hist.dtype.element_ty))
+    tl.store(hist + g * BLOCK_E + tl.arange(0, BLOCK_E), seen.to(hist.dtype.element_ty))
 
 
 @jit

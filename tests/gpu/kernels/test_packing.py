@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.kernels.inputs import Heads, chunks, pages, scalar
+from bench.kernels.inputs import Heads, chunks, pages
 from gpu.kernels.attention.kv_packing import pack, plan_packing
 
 TILE = 32
@@ -28,7 +28,7 @@ def test_all_are_packed_where_there_is_room_and_it_pays(
     sizes = [(0, 40), (100, 30), (0, 64)]
     kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
     cut = chunks(sizes, kept, 3, device)
-    found = plan_packing(cut.starts, cut.firsts, scalar(live, device), pairs_per_key, room, TILE)
+    found = plan_packing(cut.step(live), pairs_per_key, room, TILE)
     assert found.tolist() == [*expected, -1]
 
 
@@ -41,10 +41,10 @@ def test_packed_keys_are_those_of_the_pages(
     sizes = [(0, 40), (100, 3), (17, 50)]
     kept = pages([sum(size) for size in sizes], page_size, heads, dtype, device)
     cut = chunks(sizes, kept, 2, device)
-    packed = plan_packing(cut.starts, cut.firsts, scalar(3, device), 0, 320, TILE)
+    packed = plan_packing(cut.step(3), 0, 320, TILE)
     assert packed.tolist() == [0, 64, 192, -1]
     out = tuple(torch.full((320, heads.kv, heads.dim), 7.0, dtype=dtype, device=device) for _ in range(2))
-    pack((kept.k, kept.v), (out[0], out[1]), packed, cut[:3], kept.table, page_size, TILE)
+    pack((kept.k, kept.v), (out[0], out[1]), packed, cut.step(3), kept.table, page_size, TILE)
     for slot, first, keys in zip(kept.slots, packed.tolist(), (40, 103, 67), strict=False):
         at = torch.arange(keys, device=device)
         where = kept.table[slot, at // page_size].long() * page_size + at % page_size

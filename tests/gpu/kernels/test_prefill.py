@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.kernels import reference
-from bench.kernels.inputs import Heads, chunks, error, pages, scalar
+from bench.kernels.inputs import Heads, chunks, error, pages
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tiles, schedule_fa3
 from gpu.kernels.attention.kv_packing import plan_packing
 from gpu.kernels.attention.prefill import paged_prefill
@@ -53,8 +53,7 @@ def test_paged_prefill(
     rows = lead + sum(tokens for _, tokens in sizes) + 3
     q = torch.randn(rows, heads.q, heads.dim, device=device).to(dtype)
     q[-3:] = float("nan")
-    count = scalar(len(sizes), device)
-    plan = plan_prefill(*cut[:3], count, rows, heads.q // heads.kv, config)
+    plan = plan_prefill(cut.step(len(sizes)), rows, heads.q // heads.kv, config)
     scale = heads.dim**-0.5
     space = prefill_space(config, heads.kv, heads.dim, device)
     if space is not None:
@@ -83,7 +82,7 @@ def test_every_query_is_in_one_block_and_most_keys_come_first(
     kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
     cut = chunks(sizes, kept, 4, device)
     tokens = sum(count for _, count in sizes)
-    plan = plan_prefill(*cut[:3], scalar(live, device), tokens, group, SMALL)
+    plan = plan_prefill(cut.step(live), tokens, group, SMALL)
     found = plan.items.tolist()
     filled = [item for item in found if item[3]]
     assert found[: len(filled)] == filled  # programs behind the list find nothing
@@ -107,7 +106,7 @@ def test_keys_are_cut_to_fill_the_programs(programs: int, least: int, device: to
     kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
     cut = chunks(sizes, kept, 4, device)
     config = SMALL._replace(programs=programs, least=least)
-    plan = plan_prefill(*cut[:3], scalar(len(sizes), device), 63, 1, config)
+    plan = plan_prefill(cut.step(len(sizes)), 63, 1, config)
     filled = [item for item in plan.items.tolist() if item[3]]
     blocks = {(i, at) for i, (_, count) in enumerate(sizes) for at in range(0, count, 16)}
     tiles, counts = [-(-sum(size) // 16) for size in sizes], [-(-count // 16) for _, count in sizes]
@@ -154,10 +153,10 @@ def test_fa3_gets_every_tile_of_every_head_once(
     kept = pages([sum(size) for size in sizes], 16, Heads(1, 1, 16), torch.float32, device)
     cut = chunks(sizes, kept, 4, device)
     tokens = sum(count for _, count in sizes)
-    tiles = fa3_tiles((*cut[:3], scalar(live, device)), tokens, 128)
+    tiles = fa3_tiles(cut.step(live), tokens, 128)
     packed = None
     if room is not None:
-        packed = plan_packing(cut.starts, cut.firsts, scalar(live, device), 0, room, 128)
+        packed = plan_packing(cut.step(live), 0, room, 128)
     places = [-1] * len(sizes) if packed is None else packed.tolist()
     assert (places[0] >= 0) == (room == 2048 and live > 0)
     expected = [
