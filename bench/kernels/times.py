@@ -26,7 +26,7 @@ from gpu.kernels.gemm.gemv import GemvConfig, gemv, gemv_config
 from gpu.kernels.gemm.skinny import SkinnyConfig, skinny_config, skinny_gemm, split_k_counters
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe import route
-from gpu.kernels.moe.few_rows import SmallConfig, small_moe
+from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.tuned import MoeShape, rule
 
 COPIES = 8
@@ -149,11 +149,11 @@ def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
         cascade.prefix_attention(q, layer, kept.slots, common, config)
 
 
-def compile_small(config: SmallConfig) -> None:
+def compile_small(config: FewRowsConfig) -> None:
     """Likewise: the few-rows path at one of SMALL."""
     w13, w2 = torch.empty(128, 1536, 2048, dtype=DTYPE), torch.empty(128, 2048, 768, dtype=DTYPE)
     with compiling():
-        small_moe(torch.empty(2, 2048, dtype=DTYPE), torch.empty(2, 128), w13, w2, 8, config=config)
+        few_rows_moe(torch.empty(2, 2048, dtype=DTYPE), torch.empty(2, 128), w13, w2, 8, config=config)
 
 
 def compile_tasks() -> list[partial[None]]:
@@ -291,8 +291,8 @@ def small() -> Iterator[Row]:
     for tokens in (1, 2, 4):
         steps, rows = bench.inputs(tokens), []
         for config in SMALL:
-            calls = [partial(small_moe, x, g, bench.w13, bench.w2, 8, config=config) for x, g in steps]
-            line = tune.row(tokens, size, microseconds(calls), "small_moe")
+            calls = [partial(few_rows_moe, x, g, bench.w13, bench.w2, 8, config=config) for x, g in steps]
+            line = tune.row(tokens, size, microseconds(calls), "few_rows_moe")
             rows.append(line._replace(target=" ".join(map(str, config))))
         yield from sorted(rows, key=lambda row: row.us)[:3]
     weight = _randn(2048)
@@ -309,7 +309,7 @@ def small() -> Iterator[Row]:
 
 
 SMALL = tuple(
-    SmallConfig(*up, *low)
+    FewRowsConfig(*up, *low)
     for up in ((2, 3), (2, 4), (4, 3), (4, 4), (8, 3))
     for low in ((4, 4), (2, 4), (2, 2), (4, 8))
 )

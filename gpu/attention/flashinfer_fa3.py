@@ -82,69 +82,69 @@ class FlashInferPrefill:
 
     __slots__ = (
         "_caches",
-        "_cut",
         "_facts",
         "_kernels",
         "_options",
-        "_packed",
-        "_paged",
-        "_places",
+        "_packed_at",
+        "_packed_kv",
+        "_packed_schedule",
+        "_paged_schedule",
         "_processors",
         "_room",
-        "_side",
         "_space",
+        "_triton",
     )
 
     def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         self._facts, self._options = facts, options
         self._caches: Caches = ()
-        self._cut = TritonPrefill(facts, options)
+        self._triton = TritonPrefill(facts, options)
         properties = torch.cuda.get_device_properties(facts.device)
         self._processors = int(properties.multi_processor_count)
         self._kernels = {window > 0: _kernels(facts, window > 0) for window in sorted(set(facts.windows))}
         token = 2 * facts.kv_heads * facts.head_dim * facts.dtype.itemsize
         room = PACK_BYTES // token // PACK_TILE * PACK_TILE
-        self._side = tuple(
+        self._packed_kv = tuple(
             torch.zeros(room, facts.kv_heads, facts.head_dim, dtype=facts.dtype, device=facts.device)
             for _ in range(2)
         )
         self._room = 0
-        self._places: Tensor | None = None
-        self._packed: Fa3Schedule | None = None
-        self._paged: Fa3Schedule | None = None
+        self._packed_at: Tensor | None = None
+        self._packed_schedule: Fa3Schedule | None = None
+        self._paged_schedule: Fa3Schedule | None = None
         self._space = torch.empty(16, dtype=torch.uint8, device=facts.device)
 
     def bind(self, caches: Caches | None) -> None:
         """See `PhaseAttention.bind`."""
         self._caches = caches or ()
-        self._cut.bind(caches)
+        self._triton.bind(caches)
 
-    def _cuts(self, view: StepView) -> bool:
+    def _uses_triton(self, view: StepView) -> bool:
         tiles = view.tokens * self._facts.heads / fa3_tile(self._facts.head_dim)
         return view.deep and tiles <= SMALL_SHARE * self._processors
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one schedule, or two, serve all layers."""
-        if self._cuts(view):
-            self._cut.plan(view)
+        if self._uses_triton(view):
+            self._triton.plan(view)
             return
         facts, pdl, chunks = self._facts, self._options.pdl, chunks_of(view)
         tiles = fa3_tiles(chunks, view.tokens, facts.head_dim, pdl=pdl)
         shape = (facts.heads, facts.head_dim, view.page_table.stride(0), self._processors)
-        self._places = self._packed = None
+        self._packed_at = self._packed_schedule = None
         pairs = PAIRS_PER_KEY * facts.kv_heads / facts.heads
         if view.tokens >= pairs:  # no token sees more queries than there are
-            self._room = min(len(self._side[0]), KEYS_PER_TOKEN * view.tokens)
-            self._places = plan_packing(chunks, pairs, self._room, PACK_TILE, pdl=pdl)
-            self._packed = schedule_fa3(tiles, *shape, self._places, True, pdl=pdl)
-        self._paged = schedule_fa3(tiles, *shape, self._places, pdl=pdl)
+            self._room = min(len(self._packed_kv[0]), KEYS_PER_TOKEN * view.tokens)
+            self._packed_at = plan_packing(chunks, pairs, self._room, PACK_TILE, pdl=pdl)
+            self._packed_schedule = schedule_fa3(tiles, *shape, self._packed_at, True, pdl=pdl)
+        self._paged_schedule = schedule_fa3(tiles, *shape, self._packed_at, pdl=pdl)
 
     def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
-        if self._cuts(view):
-            self._cut.attend(layer, q, view, out)
+        if self._uses_triton(view):
+            self._triton.attend(layer, q, view, out)
             return
-        assert self._paged is not None, "plan() comes first"
+        assert self._paged_schedule is not None, "plan() comes first"
         facts, window = self._facts, self._facts.windows[layer]
         k, v = self._caches[layer]
         kernels, size = self._kernels[window > 0], facts.page_size
@@ -152,17 +152,17 @@ class FlashInferPrefill:
         result = out.view(q.shape)
         # To the left so many keys, -1 for all; FA3 knows no dependent launch; then masks and theirs.
         mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, facts.cap, facts.scale)
-        if self._places is not None and self._packed is not None:
-            k_side, v_side = (side[: self._room] for side in self._side)
+        if self._packed_at is not None and self._packed_schedule is not None:
+            k_side, v_side = (side[: self._room] for side in self._packed_kv)
             pack(
-                (k, v), (k_side, v_side), self._places, chunks_of(view), view.page_table, size, PACK_TILE,
+                (k, v), (k_side, v_side), self._packed_at, chunks_of(view), view.page_table, size, PACK_TILE,
                 pdl=self._options.pdl,
             )  # fmt: skip
-            numbers, offsets, _ = self._packed
+            numbers, offsets, _ = self._packed_schedule
             kernels.ragged_run(
                 self._space, numbers, list(offsets), q, k_side, v_side, here, here, result, *mask, *ROTATION
             )
-        numbers, offsets, _ = self._paged
+        numbers, offsets, _ = self._paged_schedule
         pages = (torch.unflatten(side, 0, (-1, size)) for side in (k, v))
         kernels.paged_run(
             self._space, numbers, list(offsets), q, *pages, here, here, view.page_table, here, result, *mask,

@@ -1,7 +1,7 @@
 """Decode of captured steps by FlashInfer's XQA kernel, which needs no plan.
 
 It divides a graph's rows and KV heads among the multiprocessors evenly, whatever their lengths: a long row
-beside short ones is a few programs' alone. It tells no log-sum-exp: in a graph that is `shared` each row
+beside short ones is a few programs' alone. It returns no log-sum-exp: in a graph that is `shared` each row
 attends to all of its keys itself. Behind a row's last key it fetches nothing and multiplies zeros.
 
 Written against FlashInfer 0.6.13.

@@ -1,4 +1,4 @@
-"""Triton kernels and their launchers: one operation per file, twins in `bench/kernels/reference.py`.
+"""Triton kernels and their launchers, one operation per file; `bench/kernels/reference.py` has them in torch.
 
 A launcher allocates its results (from the graph's pool while one is captured), reads nothing back from
 the device and chooses no grid from device data, so one captured graph serves any lengths, any routing

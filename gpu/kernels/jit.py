@@ -24,9 +24,9 @@ def jit_loose(*names: str) -> Callable[[Callable[..., Any]], Any]:
 
 @jit
 def begin(PDL: tl.constexpr) -> None:
-    """First line of a kernel: under programmatic dependent launch, wait for the kernels before.
+    """First line of a kernel: under programmatic dependent launch, wait for the previous kernels.
 
-    The dependents are released at once: they come only this far until this kernel has ended, and
+    The dependents are launched at once: they run only to their own wait until this kernel has ended, and
     their blocks are then already resident, which hides the launch.
     """
     if PDL:
@@ -36,7 +36,7 @@ def begin(PDL: tl.constexpr) -> None:
 
 @jit
 def padding(row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """Whether `row` is behind the true rows: `num_rows` points to their count, None where all are true."""
+    """Whether `row` is padding: `num_rows` points to the count of true rows, None where all are true."""
     return row < 0 if num_rows is None else row >= tl.load(num_rows)
 
 

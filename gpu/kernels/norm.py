@@ -24,7 +24,7 @@ def _rms_norm(
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < WIDTH
-    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # nobody writes it: before the wait
+    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)  # no kernel writes it: no wait
     begin(PDL)
     if padding(row, num_rows):
         return

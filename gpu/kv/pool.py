@@ -17,7 +17,7 @@ class KvPool:
     and gathers both with one. `k(layer)` and `v(layer)` are the strided views
     [num_pages, page_size, kv_heads, head_dim]. Page 0 is the dump.
 
-    The memory starts as zeros, so that no page ever holds a NaN that nobody computed.
+    The memory starts as zeros, so that a page holds NaN only where one was computed.
 
     Owner: launch thread.
     """
@@ -39,7 +39,7 @@ class KvPool:
         shape = (layers, num_pages, page_size, 2, *heads)
         if device.type == "cpu" and layers:
             # numpy takes zero pages from the system untouched; torch.zeros writes them, and 4 GiB of
-            # that were 10 s of every start and memory that nobody may ever need.
+            # that were 10 s of every start and memory that may never be needed.
             storage = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
             self.data = torch.from_numpy(storage).view(dtype).view(shape)
         else:

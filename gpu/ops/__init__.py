@@ -1,7 +1,7 @@
-"""What layers ask of a device: one decoder, two sets of operations.
+"""The operations of layers: one decoder, two sets of them.
 
 `base` is the protocol, `plain` is torch (the CPU, and the reference), `fused` is Triton over a captured
-step. `fused` is imported by whoever has a GPU and by nobody else: Triton is not installed elsewhere.
+step. `fused` is imported on a GPU alone: Triton is not installed elsewhere.
 """
 
 from gpu.ops.base import Experts, Ops, Part, PendingExperts, Rotation

@@ -65,7 +65,7 @@ class Kernels(NamedTuple):
     pdl       programmatic dependent launch: the device has compute capability 9.0
     scales    per layer what K and V are divided by before a float8 page takes them; empty: by 1
     counters  of `skinny_gemm`; None where a multiprocessor has no room for what it holds
-    many      products of thousands of rows; None: cuBLAS's own
+    products  of thousands of rows; None: cuBLAS's own
     """
 
     attention: AttentionBackend
@@ -74,7 +74,7 @@ class Kernels(NamedTuple):
     pdl: bool = False
     scales: Sequence[tuple[float, float]] = ()
     counters: Tensor | None = None
-    many: Products | None = None
+    products: Products | None = None
 
 
 class TritonOps:
@@ -96,7 +96,7 @@ class TritonOps:
         return TritonOps(self._view, self._kernels, self._view.counts[3:4])
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """See `Ops.embed`. Padded ids are in bounds, and their rows nobody's."""
+        """See `Ops.embed`. Padded ids are in bounds, and their rows unused."""
         return torch.index_select(table, 0, ids)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
@@ -179,7 +179,7 @@ class TritonOps:
             return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
         if gated:
             return self.gated(self.linear(x, weight, bias), "silu")
-        return cublas_gemm(x, weight, bias, kernels.many)
+        return cublas_gemm(x, weight, bias, kernels.products)
 
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""
@@ -195,11 +195,11 @@ class TritonOps:
 
     def routes(self, logits: Tensor, experts: Experts) -> Tensor:
         """See `Ops.routes`. As the kernels order them: by logit, the lowest expert first on ties, which
-        bfloat16 has many of and `topk` breaks as it likes. Only steps that somebody wants to see run it."""
+        bfloat16 has many of and `topk` breaks as it likes. Only steps whose routing is reported run it."""
         return logits.float().sort(dim=-1, descending=True, stable=True).indices[:, : experts.top_k]
 
 
-def cublas_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, many: Products | None = None) -> Tensor:
+def cublas_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None = None) -> Tensor:
     """x Wᵀ + b by cuBLAS."""
-    found = many.run(x, weight) if many is not None and bias is None else None
+    found = products.run(x, weight) if products is not None and bias is None else None
     return F.linear(x, weight, bias) if found is None else found

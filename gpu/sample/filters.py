@@ -1,6 +1,6 @@
 """Temperature, top_k, top_p, min_p: which tokens may be drawn, and with what weight.
 
-The order is the names' order, and each works on what the one before it left, renormalised:
+They apply in this order, each to what the one before it left, renormalised:
 
     temperature   weight = exp((logit - best) / temperature), so the best token weighs 1
     top_k         the k largest logits

@@ -29,7 +29,7 @@ class SamplingKernels(Protocol):
     """See the module."""
 
     def start_counts(self, ring: EntryRing, counts: Counts, *, new_slots: int, marks: int) -> None:
-        """Clear the count rows of an order's new slots, then mark what they have of prompt and output."""
+        """Clear the count rows of a ring entry's new slots, then mark what they have of prompt and output."""
         ...
 
     def mask_rows(self, logits: Tensor, masks: MaskRows, live: Tensor, *, pdl: bool = False) -> None:

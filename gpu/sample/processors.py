@@ -114,6 +114,6 @@ class Processors:
                 log.exception("logit processor %s failed", row.name)
                 failed[i] = f"The logit processor '{row.name}' failed: {type(error).__name__}."
                 logits[i].fill_(torch.nan)
-                # With overlap one more step of this row is on its way, and nobody reads its token.
+                # With overlap one more step of this row is on its way, whose token is not read.
                 del self._by_slot[int(slots[i])]
         return Processed(rows, failed)

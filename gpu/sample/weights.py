@@ -13,13 +13,13 @@ def draw_weights(logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:
     """See `gpu.sample.kernels.SamplingKernels`. A drawn token is never left out, though a sum that was
     rounded otherwise may put it just behind top_p."""
     slots, tables = rows.slots, rows.tables
-    heat, top_k, top_p, min_p = (
+    temperature, top_k, top_p, min_p = (
         column[slots].unsqueeze(1)
         for column in (tables.temperature, tables.top_k, tables.top_p, tables.min_p)
     )
-    greedy = heat <= 0
-    cool = torch.where(greedy, 1.0, heat.clamp(min=torch.finfo(torch.float32).tiny))
-    weights = (logits - logits.amax(1, keepdim=True)).div_(cool).exp_()
+    greedy = temperature <= 0
+    divisor = torch.where(greedy, 1.0, temperature.clamp(min=torch.finfo(torch.float32).tiny))
+    weights = (logits - logits.amax(1, keepdim=True)).div_(divisor).exp_()
     order = logits.sort(dim=1, descending=True, stable=True).indices
     ranked = weights.gather(1, order)
     ranks = torch.arange(logits.shape[1], device=logits.device)

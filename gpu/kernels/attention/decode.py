@@ -9,14 +9,14 @@ All rows' keys are laid end to end in tiles, and every program takes an equal ru
 
 so long rows get more programs, short ones share one, and no length changes the grid: one captured
 graph serves them all. What a program does of one row is a segment. A row of one segment is finished
-there. Of a row of several, each leaves a partial result; whoever is last (a counter per row and head)
+there. Of a row of several, each stores a partial result; the last program (a counter per row and head)
 merges them (`gpu.kernels.attention.split_kv`), which saves the launch of a second kernel. The segment of
 program c in the row that is the r-th with any keys lies at c + r: along the staircase above one of the two
 grows at each step, so no two share a place, a program's lie side by side, and so do a row's.
 
 A program runs through its tiles in one loop, whatever row they are of: the next row's keys and queries
 are on their way while a row ends. (A loop per row ran dry at each end: 512 rows of 96 keys took 89 us
-where the bytes take 47, and now 58.) The loop holds no barrier, so partial results are told of behind it.
+where the bytes take 47, and now 58.) The loop holds no barrier, so the counters are incremented after it.
 
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
 launch at least one kernel stands between the two: the plan is read before the wait.
@@ -213,7 +213,7 @@ def _plan(
     low, high = own_first + shift, own_last + shift
     at, count = plan.segments + p * FIELDS, _pick(own, tail - head + 1)
     _write(at, known, own_row, own_slot, low, high, own_start, own_end, _pick(own, head), count)
-    # Whoever lists a program's first segment writes its run; programs without work are told so apart.
+    # A program's run is written with its first segment; programs without work get a count of 0 below.
     leads = known & (own_first == c * each)
     at, count = plan.runs + c * FIELDS, tl.minimum(each, total - c * each)
     _write(at, leads, own_row, own_slot, low, high, own_start, own_end, p, count)
@@ -369,14 +369,14 @@ def _decode(
         segment, row, slot, tile, last, start, end, first, pieces = _advance(
             segments, segment, turns, row, slot, tile, last, start, end, first, pieces
         )
-    # Only a run's first and last segment can be part of a row: both are told of at once.
+    # Only a run's first and last segment can be part of a row: both are counted at once.
     two = tl.arange(0, 2)
     whole = tl.where(two == 0, lead_pieces, pieces)
-    told = tl.where((two == 0) | (segment > lead), whole, 1) > 1
+    partial = tl.where((two == 0) | (segment > lead), whole, 1) > 1
     counter = space.counters + tl.where(two == 0, lead_row, row) * SHAPE.kv + kv_head
-    tl.debug_barrier()  # all threads' partials, before the one thread that says so
-    arrived = tl.atomic_add(counter, 1, mask=told, sem="acq_rel", scope="gpu")
-    due = tl.where(told & (arrived + 1 == whole), 1, 0)
+    tl.debug_barrier()  # all threads' partials, before one thread increments the counters
+    arrived = tl.atomic_add(counter, 1, mask=partial, sem="acq_rel", scope="gpu")
+    due = tl.where(partial & (arrived + 1 == whole), 1, 0)
     tl.store(counter, 0, mask=due > 0)
     g = tl.arange(0, BLOCK_G)
     head = tl.where(g < group, kv_head * group + g, heads)

@@ -132,7 +132,7 @@ def pack(
     pdl: bool = False,
 ) -> None:
     """Copy the keys and values of the chunks that are packed; behind each zeros up to a whole tile, so
-    that nobody multiplies what another left there: 0 x NaN is NaN.
+    that stale values are not multiplied: 0 x NaN is NaN.
 
     cache       K and V, each [tokens, kv_heads, dim] with (kv_heads, dim) contiguous
     out         K and V, each contiguous [room, kv_heads, dim]

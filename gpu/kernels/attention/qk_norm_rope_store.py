@@ -21,7 +21,7 @@ HEADS, WARPS = 16, 4
 
 
 @jit
-def _stored(z: tl.tensor, scale: float, cache: tl.tensor) -> tl.tensor:
+def _to_cache(z: tl.tensor, scale: float, cache: tl.tensor) -> tl.tensor:
     """`z` as its cache keeps it: in float8 divided by `scale`, and saturated; NaN stays NaN."""
     if cache.dtype.element_ty == tl.float8e4nv:
         z = tl.clamp(z / scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -39,7 +39,7 @@ def _weight(
 
 
 @jit
-def _put(
+def _store_heads(
     x: tl.tensor,
     d: tl.tensor,
     inside: tl.tensor,
@@ -54,8 +54,8 @@ def _put(
 ) -> None:
     """Each head's elements `d` to where they go: queries, pages of K, pages of V."""
     tl.store(q_row + d[None, :], x.to(q_row.dtype.element_ty), mask=inside & is_q)
-    tl.store(k_row + d[None, :], _stored(x, k_scale, k_row), mask=inside & is_k)
-    tl.store(v_row + d[None, :], _stored(x, v_scale, v_row), mask=inside & is_v)
+    tl.store(k_row + d[None, :], _to_cache(x, k_scale, k_row), mask=inside & is_k)
+    tl.store(v_row + d[None, :], _to_cache(x, v_scale, v_row), mask=inside & is_v)
 
 
 @jit
@@ -98,7 +98,7 @@ def _qkv(
     left = rest < DIM
     is_q = (head < Q)[:, None]
     if q_weight is not None:
-        # Weights are nobody's output: they are there before the kernel before has ended.
+        # No kernel writes the weights: they can be loaded before the previous kernel has ended.
         low_w = _weight(q_weight, k_weight, low, turned, is_q)
         high_w = _weight(q_weight, k_weight, high, turned, is_q)
         rest_w = _weight(q_weight, k_weight, rest, left, is_q)
@@ -135,11 +135,11 @@ def _qkv(
     k_row = k_cache + at * k_stride + (head[:, None] - Q) * DIM
     v_row = v_cache + at * v_stride + (head[:, None] - Q - KV) * DIM
     is_k = (is_q == 0) & (is_v == 0)
-    _put(a, low, in_half, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
-    _put(b, high, in_half, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
+    _store_heads(a, low, in_half, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
+    _store_heads(b, high, in_half, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
     if ROTARY < DIM:
         c = tl.where(is_v, c, z)
-        _put(c, rest, in_rest, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
+        _store_heads(c, rest, in_rest, q_row, k_row, v_row, is_q, is_k, is_v, k_scale, v_scale)
 
 
 def norm_rope_store(

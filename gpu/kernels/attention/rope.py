@@ -24,7 +24,7 @@ def _rope_rows(
     row = tl.program_id(0)
     d = tl.arange(0, BLOCK)
     mask = d < HALF
-    turns = tl.load(frequencies + d, mask=mask, other=0.0)  # nobody writes them: before the wait
+    turns = tl.load(frequencies + d, mask=mask, other=0.0)  # no kernel writes them: loaded before the wait
     begin(PDL)
     if padding(row, num_rows):
         return

@@ -1,8 +1,8 @@
-"""Results of the parts that a row's keys were cut into: how they are left, and how they become one.
+"""Split KV: how partial results of a row's keys are stored, and how they are merged.
 
-Whoever learns from a counter that it is the last merges. (Parts that say themselves that they have come, read
-by all programs of a row until every one has, took 1 µs less at a row of 1,040 keys; but they deadlock where
-not all programs of a launch are resident at once, and at 200 keys they were no faster.)
+The program that finds by a counter that it is the last one merges. (Flags that all programs of a row poll
+took 1 µs less at a row of 1,040 keys; but they deadlock where not all programs of a launch are resident at
+once, and at 200 keys they were no faster.)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """cuBLASLt, asked for an algorithm by name.
 
-cuBLAS takes the algorithm that it reckons is quickest at full clock. A step of thousands of tokens holds
+cuBLAS takes the algorithm that it estimates to be fastest at full clock. A step of thousands of tokens holds
 an H200 at its power limit, a quarter below that clock, and there the quickest is the one that takes the
 least energy: for Qwen3-8B's four products of 8,192 rows, in turn with cuBLAS's own, 4.66 ms against 4.74.
-And at some hundred rows its reckoning is off for some shapes: 4,096 outputs of 12,288 inputs at 192 rows
+And at some hundred rows its estimate is off for some shapes: 4,096 outputs of 12,288 inputs at 192 rows
 take 51 us by its own choice, 39 by another.
 Which ones are better was measured (`bench.kernels.products`) and stands in `configs/kernels/`; what is not
 there is left to cuBLAS.
@@ -133,7 +133,7 @@ class Product:
         return self._handle, self._operation, self._a, self._b, self._d, self._d
 
     def proposed(self) -> Iterator[_Algorithm]:
-        """What cuBLASLt would take, the best by its reckoning first."""
+        """What cuBLASLt would take, the best by its estimate first."""
         preference, count = c_void_p(), c_int()
         found = (_Found * ASKED)()
         self._call("MatmulPreferenceCreate", byref(preference))
@@ -207,7 +207,7 @@ class Products:
     __slots__ = ("_by_size", "_chosen", "_handle", "_library", "_space")
 
     def __init__(self, chosen: Mapping[Sizes, Choice], device: torch.device) -> None:
-        """Raises `CublasError` where the library torch runs on is not to be had."""
+        """Raises `CublasError` where torch's cuBLASLt cannot be loaded."""
         major = str(torch.version.cuda).split(".")[0]
         try:
             self._library = ctypes.CDLL(f"libcublasLt.so.{major}")

@@ -1,4 +1,4 @@
-"""y = x Wᵀ for a handful of rows, at the speed at which the weights come.
+"""GEMV: y = x Wᵀ for a few rows, at the speed at which the weights are read.
 
 A program per few outputs and all of K. It asks for its whole share of the weights before it waits for the
 kernel that makes `x`: under programmatic dependent launch the weights of a product stream into registers
@@ -53,7 +53,7 @@ def tiles(
     for k in tl.static_range(0, K, BLOCK_K):
         d = k + tl.arange(0, BLOCK_K)
         at = w + rows.to(tl.int64)[:, None] * K + d[None, :]
-        # evict_first: nobody reads a weight again in this step, and what L2 holds else is read soon.
+        # evict_first: a weight is read once a step, and L2 is needed for what is read again.
         if live is None and K % BLOCK_K == 0:
             found += (tl.load(at, eviction_policy="evict_first"),)
         else:
@@ -189,7 +189,7 @@ def most_rows(outputs: int, inputs: int, gated: bool) -> int:
 
 def gemv_config(rows: int, weight: Tensor, gated: bool = False) -> GemvConfig | None:
     """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows; None where cuBLAS is faster, where
-    the registers do not hold what a program asks for at once, and for float32, which nobody serves."""
+    the registers do not hold what a program loads at once, and for float32."""
     outputs, inputs = weight.shape
     if weight.element_size() != 2 or rows > most_rows(outputs, inputs, gated) or rows % min(rows, GROUP):
         return None

@@ -1,9 +1,9 @@
-"""y = x Wᵀ for some rows, 3 to 64, at the speed at which the weights come.
+"""Skinny GEMM, y = x Wᵀ for 3 to 64 rows, at the speed at which the weights are read.
 
 The weights are the left operand of the tensor cores and the rows, padded to 16, 32, 64 or 128, their narrow
 right side. A program multiplies some outputs over all of K, or over a part of it where the outputs are too
-few to fill the device: then each leaves float32 partial sums, and whoever is last of a tile (a counter per
-tile) adds them in the order of K, whoever that was: the same rows give the same bits.
+few to fill the device (split-K): each stores float32 partial sums, and the last program of a tile (a counter
+per tile) adds them in the order of K, so that the same rows give the same bits.
 
 What counts, as measured on an H200:
 
@@ -87,8 +87,8 @@ def split_k_counters(device: torch.device) -> Tensor:
 
 
 @jit
-def _ask(at: tl.tensor, COUNT: tl.constexpr) -> None:
-    """Ask for `COUNT` bytes from every address on, whole 16s, to come to L2. Waits for nothing."""
+def _prefetch(at: tl.tensor, COUNT: tl.constexpr) -> None:
+    """Prefetch `COUNT` bytes from every address on, whole 16s, into L2."""
     sizes = tl.zeros(at.shape, tl.int32) + COUNT
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
@@ -113,12 +113,12 @@ def _weights(
     """[BLOCK_N, BLOCK_K] from row n and input k on. Rows behind `last` are not stored: they stay on it."""
     row = tl.minimum(n + tl.arange(0, BLOCK_N), last).to(tl.int64)
     at = w + row[:, None] * K + (k + tl.arange(0, BLOCK_K))[None, :]
-    # evict_first: nobody reads a weight again in this step, and what L2 holds else is read soon.
+    # evict_first: a weight is read once a step, and L2 is needed for what is read again.
     return tl.load(at, eviction_policy="evict_first")
 
 
 @jit
-def _add(
+def _multiply_add(
     acc: tl.tensor,
     weights: tl.tensor,
     some: tl.tensor,
@@ -136,7 +136,9 @@ def _add(
 
 
 @jit
-def _whole(parts: tl.tensor, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
+def _sum_parts(
+    parts: tl.tensor, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr
+) -> tl.tensor:
     """The sum of a tile's `parts` [SPLIT, BLOCK_N, BLOCK_M], in their order."""
     own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -177,7 +179,7 @@ def _skinny(
     if PDL and SPLIT > 1:
         ahead: tl.constexpr = AHEAD * 8 // w.dtype.element_ty.primitive_bitwidth
         first = start + tl.minimum(shift * BLOCK_K, steps * BLOCK_K - ahead)
-        _ask(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, AHEAD)
+        _prefetch(w + tl.minimum(cols, N - 1).to(tl.int64) * K + first, AHEAD)
     begin(PDL)
     inside = m < rows
     of_rows, of_block, of_up = x_scales, w_scales, w_scales
@@ -193,19 +195,19 @@ def _skinny(
         k = start + tl.where(step < steps, step, step - steps) * BLOCK_K
         some = tl.trans(tl.load(x_at + k, mask=inside[:, None], other=0.0))
         these = _weights(w, n, k, N - 1, K, BLOCK_N, BLOCK_K)
-        acc = _add(acc, these, some, of_rows, of_block, k // _BLOCK, BY)
+        acc = _multiply_add(acc, these, some, of_rows, of_block, k // _BLOCK, BY)
         if GATED:
             those = _weights(w, N + n, k, 2 * N - 1, K, BLOCK_N, BLOCK_K)
-            up = _add(up, those, some, of_rows, of_up, k // _BLOCK, BY)
+            up = _multiply_add(up, those, some, of_rows, of_up, k // _BLOCK, BY)
     if SPLIT > 1:
         whole: tl.constexpr = BLOCK_N * BLOCK_M
         held = parts + tile * (SPLIT * whole)
         tl.store(held + part * whole + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :], acc)
-        tl.debug_barrier()  # all threads' sums, before the one thread that says so
+        tl.debug_barrier()  # all threads' sums, before one thread increments the counter
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") < SPLIT - 1:
             return
         tl.store(counters + tile, 0)
-        acc = _whole(held, SPLIT, BLOCK_N, BLOCK_M)
+        acc = _sum_parts(held, SPLIT, BLOCK_N, BLOCK_M)
     if BY == "rows":
         by_row = tl.load(x_scales + m, mask=inside, other=0.0)[None, :]
         acc *= tl.load(w_scales + cols, mask=cols < N, other=0.0)[:, None] * by_row
@@ -292,7 +294,7 @@ def _gated_cut(rows: int, pairs: int) -> SkinnyConfig | None:
 def skinny_config(rows: int, weight: Tensor, gated: bool = False) -> SkinnyConfig | None:
     """How to cut `weight` [outputs, inputs] of 16 bits at `rows` rows, on a device with 132 multiprocessors
     of 228 KiB; None where cuBLAS is as fast (the largest weights: a head of 152,000 tokens comes at 98 % of
-    the bandwidth) or faster, or where nobody measured."""
+    the bandwidth) or faster, or where it was not measured."""
     outputs, inputs = weight.shape
     if not LEAST_ROWS <= rows <= MOST_ROWS or weight.element_size() != 2:
         return None

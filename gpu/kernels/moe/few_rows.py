@@ -34,7 +34,7 @@ HELD = 96
 """Registers of a thread that `down` may fill with weights before it waits; it computes with 32 more."""
 
 
-class SmallConfig(NamedTuple):
+class FewRowsConfig(NamedTuple):
     """How the two kernels are cut. Measured on an H200, whole, 1 row of 30B-A3B: 21.3 µs; with `up` in one
     step less or more or without its limit of registers (two waves, each routing anew) 23 to 28.
 
@@ -55,7 +55,7 @@ UP_REGISTERS = 128
 
 
 @jit
-def _find(
+def _top_k(
     logits: tl.tensor,
     count: tl.tensor,
     ROUTER: tl.constexpr,
@@ -136,7 +136,7 @@ def _small_up(
     live = row >= 0
     if num_rows is not None:
         live = row < tl.load(num_rows)
-    score, taken, expert, value = _find(logits + row * E, tl.where(live, E, 0), ROUTER, WARPS)
+    score, taken, expert, value = _top_k(logits + row * E, tl.where(live, E, 0), ROUTER, WARPS)
     mine = tl.arange(0, ROUTER.block_k)[None, :] == pair % ROUTER.top_k
     chosen = tl.max(tl.max(tl.where(mine, expert, 0), 1), 0)
     if not live:
@@ -208,7 +208,7 @@ def _small_down(
     live = row >= 0
     if num_rows is not None:
         live = row < tl.load(num_rows, cache_modifier=".cg")
-    _, _, few, _ = _find(logits + row * E, tl.where(live, E, 0), ROUTER, WARPS)
+    _, _, few, _ = _top_k(logits + row * E, tl.where(live, E, 0), ROUTER, WARPS)
     expert = tl.max(few, 0)
     j = tl.arange(0, BLOCK_J)
     cols = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
@@ -242,18 +242,18 @@ def _small_down(
     tl.store(out + row * N + cols, found.to(out.dtype.element_ty), mask=cols < N)
 
 
-def small_config(w2: Tensor, top_k: int) -> SmallConfig:
+def few_rows_config(w2: Tensor, top_k: int) -> FewRowsConfig:
     """For `w2` [experts, hidden, width]: `up` in one wave at one row, `down` in the registers it may hold."""
     width = w2.shape[2]
     warps = 2
     steps = min(max(round(top_k * width / (warps * RESIDENT)), 1), 4)
     for columns, low_warps in ((4, 4), (2, 4), (1, 4)):
         if pow2(top_k) * columns * width * w2.element_size() <= HELD * 4 * 32 * low_warps:
-            return SmallConfig(warps, steps, columns, low_warps)
-    return SmallConfig(warps, steps, 1, 8)
+            return FewRowsConfig(warps, steps, columns, low_warps)
+    return FewRowsConfig(warps, steps, 1, 8)
 
 
-def small_moe(
+def few_rows_moe(
     x: Tensor,
     logits: Tensor,
     w13: Tensor,
@@ -263,7 +263,7 @@ def small_moe(
     renormalise: bool = True,
     scales: tuple[Tensor, Tensor] | None = None,
     num_rows: Tensor | None = None,
-    config: SmallConfig | None = None,
+    config: FewRowsConfig | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Routing]:
     """The whole expert MLP of `x` [T, hidden], from router `logits` [T, experts].
@@ -274,7 +274,7 @@ def small_moe(
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
     written, and the routing.
     """
-    use = config or small_config(w2, top_k)
+    use = config or few_rows_config(w2, top_k)
     s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape
     width = w2.shape[2]

@@ -1,10 +1,10 @@
 """A layer's routed experts from router logits to the next norm: which kernels, in which order.
 
-up to a few rows    small_moe, add_rms_norm                             3 launches
+up to a few rows    few_rows_moe, add_rms_norm                             3 launches
 up to 128 rows      choose, sort, gate_up, down, moe_sum_add_norm       5
 above               route, scatter, gate_up, down, moe_sum_add_norm     5
 
-FP8 weights multiply rows that are quantised first, 2 launches more; `small_moe` widens them instead, since
+FP8 weights multiply rows that are quantised first, 2 launches more; `few_rows_moe` widens them instead, since
 reading them is its time.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.moe.combine import moe_sum_add_norm
-from gpu.kernels.moe.few_rows import small_moe
+from gpu.kernels.moe.few_rows import few_rows_moe
 from gpu.kernels.moe.grouped_gemm import down, gate_up
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig
@@ -50,7 +50,7 @@ def fused_moe_add_norm(
     residual, norm, eps = after
     w13, w2 = weights
     if config.small:
-        total, _ = small_moe(
+        total, _ = few_rows_moe(
             x, logits, w13, w2, top_k, renormalise=renormalise, scales=scales, num_rows=num_rows, pdl=pdl
         )
         return add_rms_norm(total, residual, norm, eps, num_rows=num_rows, pdl=pdl)

@@ -13,7 +13,7 @@ on the tensor cores:
               wgmma) is then filled with weights, and the rows are the narrow right side.
     half      tiles with at most half of BLOCK_M rows run at that height: the last tile of an expert is half
               empty on average.
-    tma       weights come through tensor descriptors: one thread asks for a tile.
+    tma       weights are loaded through tensor descriptors: one thread asks for a tile.
 
 A tile of `down` needs the outputs of its own rows alone: `gate_up` counts them in the table of tiles, and
 `down` begins where they are done (`gpu.kernels.moe.tile_dependency`).
@@ -35,9 +35,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from core.models.quant import BLOCK
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
-from gpu.kernels.moe.grouped_gemm_tma import TALL, tall_gemm
+from gpu.kernels.moe.grouped_gemm_tma import TALL, tma_gemm
 from gpu.kernels.moe.route import Tiles
-from gpu.kernels.moe.tile_dependency import await_count, finish, take_tile, tell
+from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
 
 Scales = tuple[Tensor, Tensor]
 """float32 scales of e4m3 rows [n] and of weights [experts, outputs], or of their groups [n, inputs / 128] and
@@ -138,7 +138,7 @@ def _tile(
     BLOCK_K: tl.constexpr = CONFIG.block_k
     m = tl.arange(0, BLOCK_M)
     inside = m < count
-    # Rows behind `count` are computed on somebody else's row and dropped: cheaper than masking.
+    # Rows behind `count` are computed on other rows and dropped: cheaper than masking.
     place = tl.minimum(first + m, last_place)
     row = tl.load(pairs + place, mask=inside, other=0) // SHAPE.top_k if SHAPE.gated else place
     d = tl.arange(0, BLOCK_K)
@@ -205,7 +205,7 @@ def _grouped(
     tiles_n: tl.constexpr = (SHAPE.n + CONFIG.block_n - 1) // CONFIG.block_n
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * CONFIG.block_n
-    expert, first, count, done, come = take_tile(tiles.blocks, total, block, AFTER, PDL)
+    expert, first, count, done, seen = take_tile(tiles.blocks, total, block, AFTER, PDL)
     if count == 0:
         if AFTER > 0:
             finish(PDL)
@@ -213,13 +213,13 @@ def _grouped(
     pairs, end = tiles.pairs, places - 1
     half: tl.constexpr = BLOCK_M // 2
     if AFTER > 0:
-        await_count(done, come, AFTER, False)
+        wait_for(done, seen, AFTER, False)
     if CONFIG.half and count <= half:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, half, SHAPE, CONFIG)
     else:
         _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, BLOCK_M, SHAPE, CONFIG)
     if SHAPE.gated:
-        tell(done)
+        signal(done)
     if AFTER > 0:
         finish(PDL)
 
@@ -241,8 +241,8 @@ def _launch(
     by_block = w_scales is not None and w_scales.dim() == w.dim()
     shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block)
     if block_m == TALL:
-        assert scales is None, "rows in e4m3 come in lower tiles"
-        return tall_gemm(a, w, out, tiles, shape, config, after=after, pdl=pdl)
+        assert scales is None, "rows in e4m3 have lower tiles"
+        return tma_gemm(a, w, out, tiles, shape, config, after=after, pdl=pdl)
     if by_block:  # a tile lies within blocks, and a step over K in one
         assert config.block_k == BLOCK and BLOCK % config.block_n == 0 and not (n % BLOCK or k % BLOCK)
     total = tiles.blocks.shape[1]

@@ -45,14 +45,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.route import Tiles
-from gpu.kernels.moe.tile_dependency import await_count, finish, take_tile, tell
+from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
 
 TALL = 192
 """Rows of a tile: what `route` cuts for these kernels."""
 
 
 @jit
-def _finish(
+def _store(
     acc: tl.tensor,
     out: tl.tensor,
     target: tl.tensor,
@@ -100,7 +100,7 @@ def _rows(
 
 
 @jit
-def _some(
+def _load_rows(
     a: tl.tensor,
     at: tl.tensor,
     inside: tl.tensor,
@@ -122,7 +122,7 @@ def _some(
 
 
 @jit
-def _outputs(
+def _load_weights(
     w: tl.tensor,
     expert: tl.tensor,
     n: tl.tensor,
@@ -164,29 +164,29 @@ def _tile(
         inside_low, target_low, at_low = _rows(a, pairs, first, count, ROWS, 64, SHAPE, CONFIG)
         acc_low = tl.zeros([64, width], tl.float32)
     for k in range(0, SHAPE.k, CONFIG.block_k):
-        x = _some(a, at, inside, first, k, SHAPE, CONFIG)
+        x = _load_rows(a, at, inside, first, k, SHAPE, CONFIG)
         if MORE:
-            x_low = _some(a_low, at_low, inside_low, first + ROWS, k, SHAPE, CONFIG)
-        weights = _outputs(w, expert, n, k, SHAPE, CONFIG)
+            x_low = _load_rows(a_low, at_low, inside_low, first + ROWS, k, SHAPE, CONFIG)
+        weights = _load_weights(w, expert, n, k, SHAPE, CONFIG)
         acc = tl.dot(x, weights, acc, input_precision="ieee")
         if MORE:
             acc_low = tl.dot(x_low, weights, acc_low, input_precision="ieee")
-    _finish(acc, out, target, inside, n, SHAPE, CONFIG)
+    _store(acc, out, target, inside, n, SHAPE, CONFIG)
     if MORE:
-        _finish(acc_low, out, target_low, inside_low, n, SHAPE, CONFIG)
+        _store(acc_low, out, target_low, inside_low, n, SHAPE, CONFIG)
 
 
 @jit
 def _await(
-    done: tl.tensor, come: tl.tensor, count: tl.tensor, AFTER: tl.constexpr, TMA: tl.constexpr
+    done: tl.tensor, seen: tl.tensor, count: tl.tensor, AFTER: tl.constexpr, TMA: tl.constexpr
 ) -> None:
     """A tile without rows waits for nothing."""
     if count > 0:
-        await_count(done, come, AFTER, TMA)
+        wait_for(done, seen, AFTER, TMA)
 
 
 @jit_loose("total")
-def _tall(
+def _grouped_tma(
     a: tl.tensor,
     a_low: tl.tensor,
     w: tl.tensor,
@@ -201,9 +201,9 @@ def _tall(
     tiles_n: tl.constexpr = (SHAPE.n + CONFIG.block_n - 1) // CONFIG.block_n
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * CONFIG.block_n
-    expert, first, count, done, come = take_tile(tiles.blocks, total, block, AFTER, PDL)
+    expert, first, count, done, seen = take_tile(tiles.blocks, total, block, AFTER, PDL)
     if AFTER > 0:
-        _await(done, come, count, AFTER, PDL)
+        _await(done, seen, count, AFTER, PDL)
     if count > 128:
         _tile(a, a_low, w, out, tiles.pairs, expert, first, count, n, 128, True, SHAPE, CONFIG)
     elif count > 64:
@@ -211,12 +211,12 @@ def _tall(
     elif count > 0:
         _tile(a_low, a_low, w, out, tiles.pairs, expert, first, count, n, 64, False, SHAPE, CONFIG)
     if SHAPE.gated and count > 0:
-        tell(done)
+        signal(done)
     if AFTER > 0:
         finish(PDL)
 
 
-def tall_gemm(
+def tma_gemm(
     a: Tensor,
     w: Tensor,
     out: Tensor,
@@ -239,7 +239,7 @@ def tall_gemm(
     else:
         weights = TensorDescriptor.from_tensor(w.view(-1, k), [block_n, block_k])
         high, low = (TensorDescriptor.from_tensor(a, [height, block_k]) for height in (128, 64))
-    _tall[(total * cdiv(n, block_n),)](
+    _grouped_tma[(total * cdiv(n, block_n),)](
         high,
         low,
         weights,

@@ -1,11 +1,11 @@
-"""From tile to tile between two kernels: the second need not wait for all of the first.
+"""Dependencies between the tiles of two kernels: the second need not wait for all of the first.
 
 A kernel's last programs end one after the other, and until the very last has ended those of the kernel
 behind it sit on the free multiprocessors and wait. Where one of the second reads what a few known ones of
 the first wrote, these count themselves on a counter, and it waits for those alone.
 
-    first     begin ... store, tell(counter)
-    second    release ... await_count(counter, how many) ... load ... finish
+    first     begin ... store, signal(counter)
+    second    launch_dependents ... wait_for(counter, how many) ... load ... finish
 
 On an H200 the routed experts of a layer, E 128, N 768, hidden 2,048, 8 of 128, from logits to sum, took in us
 
@@ -30,33 +30,33 @@ from gpu.kernels.jit import begin, jit
 
 
 @jit
-def tell(counter: tl.tensor) -> None:
-    """Behind a program's last store: one more has come."""
-    tl.debug_barrier()  # of all threads the stores, before the one thread that says so
+def signal(counter: tl.tensor) -> None:
+    """After a program's last store: count it."""
+    tl.debug_barrier()  # all threads' stores, before one thread increments the counter
     tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @jit
-def release(PDL: tl.constexpr) -> None:
+def launch_dependents(PDL: tl.constexpr) -> None:
     """First line of the second kernel, in place of `begin`. What was written before the first one began may
-    be read at once, past L1; what it writes, behind `await_count`."""
+    be read at once, past L1; what it writes, behind `wait_for`."""
     if PDL:
         gdc_launch_dependents()
 
 
 @jit
-def have_come(counter: tl.tensor) -> tl.tensor:
-    """How many programs of the first kernel have told so far. Asked beside what else a program has to load
+def arrived(counter: tl.tensor) -> tl.tensor:
+    """How many programs of the first kernel have signalled so far. Loaded with what else a program needs
     before it can begin, it costs no time of its own."""
     return tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
 
 
 @jit
-def await_count(counter: tl.tensor, come: tl.tensor, least: tl.constexpr, TMA: tl.constexpr) -> None:
-    """Wait for `least` programs of the first kernel, of which `come` had come. With TMA what they wrote is
-    fetched by descriptor, which goes another way than a load: the fence has it see what loads see."""
-    while come < least:
-        come = have_come(counter)
+def wait_for(counter: tl.tensor, seen: tl.tensor, least: tl.constexpr, TMA: tl.constexpr) -> None:
+    """Wait for `least` programs of the first kernel, of which `seen` had signalled. With TMA what they wrote
+    is fetched by descriptor, which goes another way than a load: the fence has it see what loads see."""
+    while seen < least:
+        seen = arrived(counter)
     if TMA:
         tl.inline_asm_elementwise(
             "fence.proxy.async; mov.u32 $0, $1;", "=r,r", [least], dtype=tl.int32, is_pure=False, pack=1
@@ -71,22 +71,22 @@ def take_tile(
     in the table of `Tiles`, its counter, and what that counted. AFTER is how many programs a tile of the
     second kernel waits for, 0 in the first."""
     if AFTER > 0:
-        release(PDL)
+        launch_dependents(PDL)
     else:
         begin(PDL)
     count = tl.load(blocks + 2 * total + block, cache_modifier=".cg")
     expert = tl.load(blocks + block, cache_modifier=".cg")
     first = tl.load(blocks + total + block, cache_modifier=".cg")
     done = blocks + 3 * total + block
-    come = count
+    seen = count
     if AFTER > 0:
-        come = have_come(done)
-    return expert, first, count, done, come
+        seen = arrived(done)
+    return expert, first, count, done, seen
 
 
 @jit
 def finish(PDL: tl.constexpr) -> None:
-    """Last line: the second kernel has ended only when the first has. Whoever comes behind waits for the
+    """Last line: the second kernel has ended only when the first has. The next kernel waits for the
     second alone, and may write over what the first one's programs without work have still to read."""
     if PDL and tl.program_id(0) + 1 == tl.num_programs(0):
         gdc_wait()

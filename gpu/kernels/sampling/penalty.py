@@ -59,7 +59,7 @@ def _mark(
     live = i < tl.load(entry + 7)
     row = tl.load(entry + AT_MARKS + i * _MARK, mask=live, other=0)
     word = tl.load(entry + AT_MARKS + i * _MARK + 1, mask=live, other=0)
-    # A generated token is told by the sign: ~token.
+    # A generated token is stored as ~token.
     made = word < 0
     token = tl.where(made, -1 - word, word)
     at = row.to(tl.int64) * vocab + token

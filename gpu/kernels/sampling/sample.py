@@ -122,13 +122,13 @@ def _gumbel(bits: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _cool(heat: tl.tensor) -> tl.tensor:
+def _inverse_temperature(temperature: tl.tensor) -> tl.tensor:
     """1 / temperature. Under 1e-6 the noise is lost beside the logits in float32 anyway."""
-    return 1.0 / tl.where(heat > 0, tl.maximum(heat, 1e-6), 1.0)
+    return 1.0 / tl.where(temperature > 0, tl.maximum(temperature, 1e-6), 1.0)
 
 
 @jit
-def _look(
+def _sample_runs(
     logits: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
@@ -148,10 +148,10 @@ def _look(
     if padding(row, num_rows):
         return
     slot = tl.load(slots + row)
-    heat = tl.load(columns.temperature + slot)
-    draws = heat > 0
+    temperature = tl.load(columns.temperature + slot)
+    draws = temperature > 0
     key0, key1 = _keys(columns.seed, positions, slot, row)
-    cool = _cool(heat)
+    inverse = _inverse_temperature(temperature)
     mass = tl.full([], 0.0, tl.float32)  # of exp(logit / t), relative to exp(high / t)
     top = tl.full([], float("-inf"), tl.float32)
     where = tl.full([], 2147483647, tl.int32)
@@ -167,9 +167,9 @@ def _look(
         if draws:
             # A row with +inf has no token: its mass may be anything, but not make inf - inf.
             level = tl.where((peaks > float("-inf")) & (peaks < float("inf")), peaks, 0.0)
-            old = tl.exp((tl.minimum(high, level) - level) * cool)
-            mass = mass * old + tl.sum(tl.exp((tl.minimum(x, level) - level) * cool), 0)
-            x = x * cool + _gumbel(_bits(key0, key1, ids))
+            old = tl.exp((tl.minimum(high, level) - level) * inverse)
+            mass = mass * old + tl.sum(tl.exp((tl.minimum(x, level) - level) * inverse), 0)
+            x = x * inverse + _gumbel(_bits(key0, key1, ids))
         high = peaks
         found = tl.max(x, 0)
         at = tl.min(tl.where((x == found) & inside, ids, 2147483647), 0)
@@ -184,7 +184,7 @@ def _look(
 
 
 @jit
-def _choose(
+def _reduce_runs(
     runs: _Runs,
     slots: tl.tensor,
     columns: _Columns,
@@ -209,10 +209,10 @@ def _choose(
     finite = (high > float("-inf")) & (high < float("inf"))
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
     if totals is not None:
-        cool = _cool(tl.load(columns.temperature + tl.load(slots + row)))
+        inverse = _inverse_temperature(tl.load(columns.temperature + tl.load(slots + row)))
         mass = tl.load(runs.mass + row * count + r, mask=inside, other=0.0)
         level = tl.where(finite, high, 0.0)
-        tl.store(totals.mass + row, tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * cool), 0))
+        tl.store(totals.mass + row, tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * inverse), 0))
         tl.store(totals.high + row, level)
     # The next step embeds the cell, so it must name a row of the table.
     tl.store(columns.last_token + tl.load(slots + row), tl.where(finite, token, 0))
@@ -237,11 +237,11 @@ def _mass_of_largest(
     row: tl.tensor,
     k: tl.tensor,
     high: tl.tensor,
-    cool: tl.tensor,
+    inverse: tl.tensor,
     vocab: int,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """float64 sum of the `k` largest weights exp((x - high) · cool) of `row`.
+    """float64 sum of the `k` largest weights exp((x - high) · inverse) of `row`.
 
     The k-th value is found by its bits, eight at a time. Values equal to it weigh the same, so which
     of them belong does not matter here.
@@ -268,9 +268,9 @@ def _mass_of_largest(
         ids = first + tl.arange(0, BLOCK)
         x = tl.load(row + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
         above = x > floor
-        mass += tl.sum(tl.where(above, tl.exp((x - high) * cool), 0.0), 0).to(tl.float64)
+        mass += tl.sum(tl.where(above, tl.exp((x - high) * inverse), 0.0), 0).to(tl.float64)
         more += tl.sum(above.to(tl.int32), 0)
-    return mass + (k - more).to(tl.float64) * tl.exp((floor - high) * cool).to(tl.float64)
+    return mass + (k - more).to(tl.float64) * tl.exp((floor - high) * inverse).to(tl.float64)
 
 
 @jit
@@ -292,19 +292,19 @@ def _filter(
     if padding(row, num_rows):
         return
     slot = tl.load(slots + row)
-    heat = tl.load(columns.temperature + slot)
+    temperature = tl.load(columns.temperature + slot)
     k, p = tl.load(columns.top_k + slot), tl.load(columns.top_p + slot)
     least = tl.load(columns.min_p + slot)
     token = tl.load(tokens + row).to(tl.int32)
-    if (heat <= 0) | (token < 0) | ((k <= 0) & (p >= 1.0) & (least <= 0.0)):
+    if (temperature <= 0) | (token < 0) | ((k <= 0) & (p >= 1.0) & (least <= 0.0)):
         return
     own = logits + row.to(tl.int64) * stride
     key0, key1 = _keys(columns.seed, positions, slot, row)
-    high, cool = tl.load(totals.high + row), _cool(heat)
+    high, inverse = tl.load(totals.high + row), _inverse_temperature(temperature)
     k = tl.where((k <= 0) | (k > vocab), vocab, k)
     total = tl.load(totals.mass + row).to(tl.float64)
     if (k < vocab) & (p < 1.0):
-        total = _mass_of_largest(own, k, high, cool, vocab, BLOCK)
+        total = _mass_of_largest(own, k, high, inverse, vocab, BLOCK)
     # The slack of gpu/sample/filters.py. No top_p: no mass is too much.
     need = tl.where(p < 1.0, p.to(tl.float64) * total * (1.0 - 1e-6), float("inf"))
     mark = tl.load(own + token).to(tl.float32)
@@ -319,15 +319,15 @@ def _filter(
             x = tl.load(own + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
             above = (x > mark) | ((x == mark) & (ids < token))
             here = tl.sum(above.to(tl.int32), 0)
-            if here > 0:  # the noise is dear, and above a winner there is mostly nothing
+            if here > 0:  # noise is expensive, and mostly no token is above the winner
                 count += here
-                mass += tl.sum(tl.where(above, tl.exp((x - high) * cool), 0.0), 0).to(tl.float64)
-                score = tl.where(above, x * cool + _gumbel(_bits(key0, key1, ids)), float("-inf"))
+                mass += tl.sum(tl.where(above, tl.exp((x - high) * inverse), 0.0), 0).to(tl.float64)
+                score = tl.where(above, x * inverse + _gumbel(_bits(key0, key1, ids)), float("-inf"))
                 found = tl.max(score, 0)
                 at = tl.min(tl.where((score == found) & above, ids, 2147483647), 0)
                 winner = tl.where(found > top, at, winner)
                 top = tl.maximum(top, found)
-        stays = (count < k) & (mass < need) & (tl.exp((mark - high) * cool) >= least)
+        stays = (count < k) & (mass < need) & (tl.exp((mark - high) * inverse) >= least)
         open_ = (stays == 0) & (count > 0)
         token = tl.where(open_, winner, token)
         mark = tl.load(own + token).to(tl.float32)
@@ -350,11 +350,11 @@ def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: b
     runs = _Runs(empty(*shape), empty(*shape, dtype=torch.int32), empty(*shape), empty(*shape))
     totals = _Totals(empty(len(logits)), empty(len(logits))) if filtered else None
     columns = _Columns(*(getattr(tables, name) for name in _Columns._fields))
-    _look[shape](
+    _sample_runs[shape](
         logits, rows.slots, rows.positions, columns, rows.live, runs, logits.stride(0), vocab, count,
         BLOCK=BLOCK, RUN=RUN, **launch_options(pdl, 4),
     )  # fmt: skip
-    _choose[(len(logits),)](
+    _reduce_runs[(len(logits),)](
         runs, rows.slots, columns, tokens, totals, rows.live, count, BLOCK=pow2(count),
         **launch_options(pdl, 1),
     )  # fmt: skip

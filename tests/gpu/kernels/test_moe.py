@@ -9,7 +9,7 @@ import torch
 
 from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
-from gpu.kernels.moe.few_rows import SmallConfig, small_moe
+from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig
@@ -91,13 +91,16 @@ def test_down_begins_where_gate_up_is_done(rows: int, config: MoeConfig, device:
 @pytest.mark.parametrize(
     ("size", "config"),
     [
-        (MoeSize(10, 20, 264, 3), SmallConfig(4, 2, 32, 8)),  # hidden in two pieces, the second short
-        (MoeSize(6, 300, 32, 2), SmallConfig(4, 4, 8, 4)),  # width likewise; columns that steps do not divide
+        (MoeSize(10, 20, 264, 3), FewRowsConfig(4, 2, 32, 8)),  # hidden in two pieces, the second short
+        (
+            MoeSize(6, 300, 32, 2),
+            FewRowsConfig(4, 4, 8, 4),
+        ),  # width likewise; steps leave a rest of columns
     ],
 )
 def test_few_rows(
     size: MoeSize,
-    config: SmallConfig,
+    config: FewRowsConfig,
     renormalise: bool,
     device: torch.device,
     dtype: torch.dtype,
@@ -106,7 +109,7 @@ def test_few_rows(
     inputs = moe_inputs(3, size, dtype, device)
     inputs.logits[2:] = inputs.x[2:] = float("nan")  # padded rows may hold anything
     x, logits, w13, w2 = inputs
-    found, routing = small_moe(
+    found, routing = few_rows_moe(
         x, logits, w13, w2, size.top_k, renormalise=renormalise, num_rows=scalar(2, device), config=config
     )
     weights, experts = reference.route(logits[:2], size.top_k, renormalise)
@@ -120,7 +123,7 @@ def test_few_rows(
 def test_few_rows_of_ties_go_to_the_lowest_experts(device: torch.device, dtype: torch.dtype) -> None:
     inputs = moe_inputs(1, SIZE, dtype, device)
     inputs.logits[0] = torch.tensor([0.0, 1.0, -0.0, 1.0, 1.0, 0.0])
-    _, routing = small_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, 4)
+    _, routing = few_rows_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, 4)
     assert routing.experts.tolist() == [[1, 3, 4, 0]]
 
 
@@ -129,7 +132,7 @@ def test_whatever_the_logits_no_expert_is_out_of_bounds(device: torch.device, dt
     inputs = moe_inputs(2, SIZE, dtype, device)
     inputs.logits[0] = float("nan")
     inputs.logits[1] = -float("inf")
-    _, routing = small_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, SIZE.top_k)
+    _, routing = few_rows_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, SIZE.top_k)
     assert routing.experts.tolist() == [[0, 1], [0, 1]]
 
 
