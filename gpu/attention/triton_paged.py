@@ -76,14 +76,11 @@ class TritonDecode:
     layers that see all positions: that many launches more, whether there are such keys or not.
     """
 
-    __slots__ = ("_caches", "_facts", "_fixed", "_lse", "_options", "_plans", "_prefix", "_shared", "_space")
+    __slots__ = ("_caches", "_facts", "_lse", "_options", "_plans", "_prefix", "_shared", "_space")
 
-    def __init__(
-        self, facts: AttentionFacts, options: AttentionOptions, config: DecodeConfig | None = None
-    ) -> None:
+    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         heads, dim, device = facts.heads, facts.head_dim, facts.device
         self._facts, self._options = facts, options
-        self._fixed = config
         cuts = [self._cut(rows, few) for rows in (1, facts.max_rows) for few in (False, True)]
         most = max(cuts, key=lambda cut: cut.programs)
         self._space = decode_workspace(facts.max_rows, heads, facts.kv_heads, dim, most, device)
@@ -101,7 +98,7 @@ class TritonDecode:
         facts = self._facts
         deep = facts.dtype.itemsize <= 2 and _has_room(facts.device)
         processors, group = _processors(facts.device), facts.heads // facts.kv_heads
-        return self._fixed or decode_config(
+        return decode_config(
             facts.head_dim, facts.kv_heads, processors, rows, group=group, few=few, deep=deep
         )
 
@@ -181,13 +178,9 @@ class TritonPrefill:
 
     __slots__ = ("_caches", "_config", "_facts", "_options", "_plan", "_space")
 
-    def __init__(
-        self, facts: AttentionFacts, options: AttentionOptions, config: PrefillConfig | None = None
-    ) -> None:
+    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         self._facts, self._options = facts, options
-        self._config = config or prefill_config(
-            facts.head_dim, facts.dtype, facts.kv_heads, _processors(facts.device)
-        )
+        self._config = prefill_config(facts.head_dim, facts.dtype, facts.kv_heads, _processors(facts.device))
         self._space = prefill_space(self._config, facts.kv_heads, facts.head_dim, facts.device)
         self._caches: Caches = ()
         self._plan: PrefillPlan | None = None

@@ -14,8 +14,7 @@ class KvPool:
         data  [layers, num_pages, page_size, 2, kv_heads, head_dim]
 
     K and V of a token lie side by side, so that a step stores both with one indexed copy per layer
-    and gathers both with one. `k(layer)` and `v(layer)` are the strided views
-    [num_pages, page_size, kv_heads, head_dim]. Page 0 is the dump.
+    and gathers both with one. Page 0 is the dump.
 
     The memory starts as zeros, so that a page holds NaN only where one was computed.
 
@@ -44,14 +43,6 @@ class KvPool:
             self.data = torch.from_numpy(storage).view(dtype).view(shape)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
-
-    def k(self, layer: int) -> torch.Tensor:
-        """[num_pages, page_size, kv_heads, head_dim], a view."""
-        return self.data[layer, :, :, 0]
-
-    def v(self, layer: int) -> torch.Tensor:
-        """[num_pages, page_size, kv_heads, head_dim], a view."""
-        return self.data[layer, :, :, 1]
 
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer K and V, strided views [num_pages * page_size, kv_heads, head_dim]."""

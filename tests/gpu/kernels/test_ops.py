@@ -93,7 +93,7 @@ class Both:
         self.attention = TorchAttention(windows)
         self.attention.bind(self.plain)
         pool = self.fused
-        caches = [(pool.k(i).flatten(0, 1), pool.v(i).flatten(0, 1)) for i in range(spec.layers)]
+        caches = pool.caches()
         configs = None
         if (moe := spec.moe) is not None:
             configs = MoeConfigs(
