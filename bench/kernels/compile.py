@@ -163,7 +163,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     x = empty(256, 2048)
     lse = empty(256, 32, dtype=torch.float32)
     return {
-        "norm": lambda: norm.add_rms_norm(x, x, x[0], 1e-6, num_rows=n, pdl=pdl),
+        "norm": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, num_rows=n, pdl=pdl),
         "linear 1": lambda: product(1, "8B o"),
         "linear 2": lambda: product(2, "8B down"),
         "linear 32": lambda: product(32, "30B-A3B router"),

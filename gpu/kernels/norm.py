@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind the addition to the residual."""
+"""RMSNorm, alone and after the addition to the residual."""
 
 from __future__ import annotations
 
@@ -39,9 +39,20 @@ def _rms_norm(
     tl.store(out + row * WIDTH + cols, (f * scale * w).to(out.dtype.element_ty), mask=mask)
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, num_rows: Tensor | None, pdl: bool
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
 ) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight: `x` contiguous [n, width], `weight` [width]; a new tensor. With a
+    `residual`, contiguous [n, width], `x` is added to it in place, and the sum is normed.
+
+    `num_rows` int32 [1] on the device: rows from there on are neither read nor written.
+    """
     rows, width = x.shape
     out = torch.empty_like(x)
     block = pow2(width)
@@ -50,26 +61,3 @@ def _launch(
         x, residual, weight, out, num_rows, eps, WIDTH=width, BLOCK=block, **launch_options(pdl, warps)
     )
     return out
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, num_rows: Tensor | None = None, pdl: bool = False
-) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight: `x` contiguous [n, width], `weight` [width]; a new tensor.
-
-    `num_rows` int32 [1] on the device: rows from there on are neither read nor written.
-    """
-    return _launch(x, None, weight, eps, num_rows, pdl)
-
-
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    num_rows: Tensor | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """Add `x` to `residual` in place, both contiguous [n, width], and norm the sum as `rms_norm`."""
-    return _launch(x, residual, weight, eps, num_rows, pdl)

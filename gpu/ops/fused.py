@@ -49,7 +49,7 @@ from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
-from gpu.kernels.norm import add_rms_norm, rms_norm
+from gpu.kernels.norm import rms_norm
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import Experts, HeadNorms, Part, PendingExperts, Rotation
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
@@ -112,7 +112,7 @@ class TritonOps:
         """See `Ops.add_rms_norm`. What is pending runs now, its sum in the kernel of the norm."""
         rows, pdl = self._rows, self._kernels.pdl
         if isinstance(part, Tensor):
-            return add_rms_norm(part, residual, weight, eps, num_rows=rows, pdl=pdl)
+            return rms_norm(part, weight, eps, residual=residual, num_rows=rows, pdl=pdl)
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
         x, logits, (w13, w2, top_k, renormalise, _, scales) = part

@@ -1,6 +1,6 @@
 """A layer's routed experts from router logits to the next norm: which kernels, in which order.
 
-up to a few rows    few_rows_moe, add_rms_norm                             3 launches
+up to a few rows    few_rows_moe, rms_norm                              3 launches
 up to 128 rows      choose, sort, gate_up, down, moe_sum_add_norm       5
 above               route, scatter, gate_up, down, moe_sum_add_norm     5
 
@@ -19,7 +19,7 @@ from gpu.kernels.moe.few_rows import few_rows_moe
 from gpu.kernels.moe.grouped_gemm import down, gate_up
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig
-from gpu.kernels.norm import add_rms_norm
+from gpu.kernels.norm import rms_norm
 
 
 def fused_moe_add_norm(
@@ -53,7 +53,7 @@ def fused_moe_add_norm(
         total, _ = few_rows_moe(
             x, logits, w13, w2, top_k, renormalise=renormalise, scales=scales, num_rows=num_rows, pdl=pdl
         )
-        return add_rms_norm(total, residual, norm, eps, num_rows=num_rows, pdl=pdl)
+        return rms_norm(total, norm, eps, residual=residual, num_rows=num_rows, pdl=pdl)
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
     if scales is None:
