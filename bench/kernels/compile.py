@@ -30,9 +30,8 @@ from bench.kernels.inputs import Heads, MoeSize
 from core.models import Fp8
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
-from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
+from gpu.kernels.attention import cascade, decode, prefill, prefill_merge, prefill_plan
 from gpu.kernels.attention import merge_state as merge
-from gpu.kernels.attention import prefill_merge as prefill_join
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import fp8_block, gemv, skinny
@@ -82,7 +81,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
 
     def chunks(page: int, size: Heads, dtype: torch.dtype = DTYPE, window: int = 0) -> None:
         config = prefill_plan.prefill_config(size.dim, DTYPE, size.kv, 132)
-        space = prefill_join.prefill_space(config, size.kv, size.dim, CPU)
+        space = prefill_merge.prefill_space(config, size.kv, size.dim, CPU)
         slots, firsts = torch.zeros(64, dtype=torch.int32), torch.zeros(65, dtype=torch.int32)
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim, dtype=dtype)

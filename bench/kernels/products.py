@@ -96,7 +96,7 @@ def choose(product: Product, x: torch.Tensor, weight: torch.Tensor, seconds: flo
 
 
 FEW = sorted({n for n in decode_sizes(512) + mixed_sizes(512) if n > MOST_ROWS})
-"""Row counts of captured steps that `linear_mid` leaves to cuBLAS."""
+"""Row counts of captured steps that `skinny_gemm` leaves to cuBLAS."""
 
 BEST, GAIN = 6, 0.97
 """Proposals whose other clusters and splits are tried, and what of cuBLAS's own time a choice may take."""

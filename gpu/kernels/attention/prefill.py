@@ -10,7 +10,7 @@ for all of them, and the causal edge crosses one tile of keys instead of two.
 
 `plan_prefill` runs once a step for all layers: it lists the blocks of all chunks, those with the most
 keys first, so that the device ends on short ones, or parts of their keys where there are few
-(`gpu.kernels.attention.prefill_plan`, `prefill_join`). The grid is the most entries that the graph could
+(`gpu.kernels.attention.prefill_plan`, `prefill_merge`). The grid is the most entries that the graph could
 have; programs behind the list find an empty one and end. (A grid of as many programs as the device holds,
 each walking the list, costs the registers that let the compiler overlap products and exponentials.)
 

@@ -6,8 +6,8 @@
 The list is sorted by expert, so `hidden` lies in that order and its tiles are contiguous; `out` lies
 in pair order (row * k + j), where the sum over a row's experts reads it.
 
-Tiles of 192 rows are `moe_tall`'s. For all others one kernel body serves both, and three ways to lay a tile
-on the tensor cores:
+Tiles of 192 rows are `grouped_gemm_tma`'s. For all others one kernel body serves both, and three ways to lay
+a tile on the tensor cores:
 
     swap      the weights are the left operand. At few rows per expert the left side (64 at least for
               wgmma) is then filled with weights, and the rows are the narrow right side.

@@ -142,7 +142,7 @@ class MoeConfigs:
 
     def at(self, tokens: int) -> MoeConfig:
         """For a step of `tokens` rows, padding counted. A file that begins above the few rows of
-        `moe_small` says nothing about them."""
+        `few_rows_moe` says nothing about them."""
         if not self._table or tokens <= SMALL_ROWS < min(self._table):
             return rule(self._shape, tokens, self._deep)
         return nearest(self._table, tokens)
