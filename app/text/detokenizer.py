@@ -25,13 +25,13 @@ class Detokenizer:
     vocabularies that are tables (`Family.BYTE_LEVEL`, `BYTE_FALLBACK`), 5 to 10 µs for others.
     """
 
-    __slots__ = ("_apart", "_decode", "_raw", "_starting", "_texts", "_windows")
+    __slots__ = ("_decode", "_nothing_pending", "_raw", "_starting", "_texts", "_windows")
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special: bool = True) -> None:
         words = tokenizer.vocabulary
         self._texts = words.shown_texts if skip_special else words.texts
         self._raw = words.shown_raw if skip_special else words.raw
-        self._apart = False
+        self._nothing_pending = False
         """Nothing is pending: the next token's text is its own."""
         self._starting = False
         self._windows: _Windows | None = None
@@ -42,12 +42,12 @@ class Detokenizer:
         tail = b"".join(self._raw[token] for token in prompt_tail if 0 <= token < words.size)
         self._decode.decode(tail)
         self._starting = words.strips_space and not tail
-        self._apart = not (self._starting or self._decode.getstate()[0])
+        self._nothing_pending = not (self._starting or self._decode.getstate()[0])
 
     def feed(self, ids: Sequence[int]) -> str:
         """More ids (each >= 0); returns the text that became certain. Ids outside the vocabulary
         read as nothing."""
-        if self._apart and len(ids) == 1:  # nearly every call
+        if self._nothing_pending and len(ids) == 1:  # nearly every call
             try:
                 text = self._texts[ids[0]]
             except IndexError:
@@ -65,7 +65,7 @@ class Detokenizer:
             self._starting = False
             data = data.removeprefix(b" ")
         text = self._decode.decode(data)
-        self._apart = not (self._starting or self._decode.getstate()[0])
+        self._nothing_pending = not (self._starting or self._decode.getstate()[0])
         return text
 
     def finish(self) -> str:

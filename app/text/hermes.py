@@ -26,21 +26,23 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def in_messages(
+def tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, system: bool
 ) -> list[dict[str, Any]]:
     """The conversation with tools, calls and their results as text. `system`: the template has room for a
     system message; the first user message takes the tools otherwise."""
-    told = list(_as_text(messages))
+    texts = list(_as_text(messages))
     if not tools:
-        return told
-    said = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    first = next((at for at, each in enumerate(told) if each.get("role") in ("system", "user")), 0)
-    if told and told[first].get("role") == ("system" if system else "user"):
-        parts = [told[first].get("content"), said] if system else [said, told[first].get("content")]
-        told[first] = {**told[first], "content": "\n\n".join(_text(part) for part in parts if part)}
-        return told
-    return [{"role": "system" if system else "user", "content": said}, *told]
+        return texts
+    prompt = _PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    role = "system" if system else "user"
+    first = next((at for at, each in enumerate(texts) if each.get("role") in ("system", "user")), 0)
+    if texts and texts[first].get("role") == role:
+        content = texts[first].get("content")
+        parts = [content, prompt] if system else [prompt, content]
+        texts[first] = {**texts[first], "content": "\n\n".join(_text(part) for part in parts if part)}
+        return texts
+    return [{"role": role, "content": prompt}, *texts]
 
 
 def _as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -64,8 +66,8 @@ def _called(message: Mapping[str, Any]) -> dict[str, Any]:
     parts = [text] if (text := _text(message.get("content"))) else []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
-        said = {"name": function.get("name"), "arguments": parsed_arguments(function.get("arguments"))}
-        parts.append(f"<tool_call>\n{json.dumps(said, ensure_ascii=False)}\n</tool_call>")
+        asked = {"name": function.get("name"), "arguments": parsed_arguments(function.get("arguments"))}
+        parts.append(f"<tool_call>\n{json.dumps(asked, ensure_ascii=False)}\n</tool_call>")
     return {key: value for key, value in message.items() if key != "tool_calls"} | {
         "content": "\n".join(parts)
     }

@@ -15,22 +15,22 @@ class RepetitionScanner:
     of n tokens has been said c times when that holds for the last n * (c - 1). Owner: event loop.
     """
 
-    __slots__ = ("_alike", "_asked", "_tokens")
+    __slots__ = ("_matches", "_tokens", "_wanted")
 
-    def __init__(self, asked: Repetition) -> None:
-        self._asked = asked
+    def __init__(self, wanted: Repetition) -> None:
+        self._wanted = wanted
         self._tokens: list[int] = []
-        self._alike = [0] * (asked.longest + 1)
+        self._matches = [0] * (wanted.longest + 1)
 
     def feed(self, token: int) -> bool:
         """One more token; whether it completes a run of the length and number asked for."""
-        asked, tokens, alike = self._asked, self._tokens, self._alike
+        wanted, tokens, matches = self._wanted, self._tokens, self._matches
         found = False
-        for n in range(asked.shortest, min(asked.longest, len(tokens)) + 1):
-            alike[n] = alike[n] + 1 if tokens[-n] == token else 0
-            found = found or alike[n] >= n * (asked.count - 1)
+        for n in range(wanted.shortest, min(wanted.longest, len(tokens)) + 1):
+            matches[n] = matches[n] + 1 if tokens[-n] == token else 0
+            found = found or matches[n] >= n * (wanted.count - 1)
         tokens.append(token)
-        if len(tokens) > asked.longest:
+        if len(tokens) > wanted.longest:
             del tokens[0]
         return found
 

@@ -4,7 +4,7 @@ A template comes with the model, so with whoever made the model. Jinja2's immuta
 from reaching Python; nothing there keeps it from running for ever or from filling the memory, and
 a thread cannot be killed. So the template is compiled with checks where work is made:
 
-    loops                  every turn looks at the clock (`_Turns`)
+    loops                  every turn looks at the clock (`_TimedLoop`)
     calls, filters, tests  look at the clock; their arguments cannot ask for huge results
     + * % ** ~             are refused when the result would be too large
     output, set blocks     are added up before they are joined
@@ -77,7 +77,7 @@ class Budget(threading.local):
         self._due = time.monotonic() + seconds
         self._left = MAX_MADE
 
-    def spend(self, value: Any) -> Any:
+    def charge(self, value: Any) -> Any:
         """`value`, which was just made, and as many small things as it holds."""
         if isinstance(value, _SIZED):
             self._left -= sys.getsizeof(value)
@@ -126,16 +126,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for table in tables:
             table |= {name: self._guarded(name, call) for name, call in table.items()}
         self.filters |= {
-            _TURNS: partial(_Turns, self.budget),
+            _TIMED: partial(_TimedLoop, self.budget),
             _JOIN: self._join_values,
             _BOUNDED: _bounded,
-            _MADE: self.budget.spend,
+            _CHARGED: self.budget.charge,
         }
         self.globals |= {
             "raise_exception": _raise,
             "strftime_now": _now,
-            "namespace": _Names,
-            "dict": _Dict(),
+            "namespace": _SafeNamespace,
+            "dict": _SafeDict(),
         }
         self.globals |= names or {}
 
@@ -151,12 +151,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(owner, str | bytes | list | tuple | dict | int | float):
             _check_arguments(__obj.__name__, owner, args, kwargs)
-        return __self.budget.spend(super().call(__context, __obj, *args, **kwargs))
+        return __self.budget.charge(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.tick()
         _check_operands(operator, left, right)
-        return self.budget.spend(super().call_binop(context, operator, left, right))
+        return self.budget.charge(super().call_binop(context, operator, left, right))
 
     def _guarded(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """A filter or test that looks at the clock and at its arguments. `wraps` keeps the marks by
@@ -169,7 +169,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             values = args[1:] if passes else args
             if values:
                 _check_arguments(name, values[0], values[1:], kwargs)
-            return self.budget.spend(call(*args, **kwargs))
+            return self.budget.charge(call(*args, **kwargs))
 
         return guarded
 
@@ -182,7 +182,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if total > MAX_CHARS:
                 _refuse("the output")
             pieces.append(part)
-        text: str = self.budget.spend("".join(pieces))
+        text: str = self.budget.charge("".join(pieces))
         return text
 
     def _join_values(self, values: list[Any]) -> str:
@@ -190,7 +190,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self._joined(str(_bounded(value)) for value in values)
 
 
-_TURNS, _JOIN, _BOUNDED, _MADE = "loom turns", "loom join", "loom bounded", "loom made"
+_TIMED, _JOIN, _BOUNDED, _CHARGED = "loom turns", "loom join", "loom bounded", "loom made"
 """No template can spell these."""
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _SMALL = 32
@@ -202,7 +202,7 @@ class _Checks(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filter(node.iter, _TURNS)
+        node.iter = _filter(node.iter, _TIMED)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -218,7 +218,7 @@ class _Checks(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
+        return _filter(node, _CHARGED) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
@@ -229,7 +229,7 @@ def _filter(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-class _Turns:
+class _TimedLoop:
     """What a loop goes over, looking at the clock every turn."""
 
     __slots__ = ("_budget", "_items")
@@ -259,7 +259,7 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Names(Namespace):
+class _SafeNamespace(Namespace):
     """`namespace()` that refuses names which begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -411,7 +411,7 @@ def _now(form: str) -> str:
     return datetime.now().strftime(form[:1_000])
 
 
-class _Dict:
+class _SafeDict:
     """`dict(...)` and `dict.fromkeys(...)`, and no way from there to the class."""
 
     __slots__ = ()

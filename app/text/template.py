@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
-from app.text.hermes import in_messages, parsed_arguments
+from app.text.hermes import parsed_arguments, tools_as_text
 from app.text.sandbox import OutOfTime, Sandbox
 from core.errors import ModelError, RequestError
 
@@ -57,7 +57,7 @@ _TOOL: Message = {
         },
     },
 }
-_MARK = "<<the last message goes on here>>"
+_END_OF_MESSAGE = "<<the last message goes on here>>"
 
 
 class ChatTemplate:
@@ -67,15 +67,15 @@ class ChatTemplate:
     """
 
     __slots__ = (
+        "_arguments_as_objects",
+        "_empty_content",
         "_pool",
         "_sandbox",
         "_shows_calls",
-        "_silence",
-        "_systems",
+        "_shows_system",
+        "_takes_parts",
+        "_takes_text",
         "_template",
-        "_texts",
-        "_wants_objects",
-        "_wants_parts",
         "shows_tools",
         "source",
         "special_tokens",
@@ -94,11 +94,11 @@ class ChatTemplate:
         self.source = source or ""
         """The template's text; empty without one."""
         self._template = self._compile(source) if source is not None else None
-        self._wants_parts = False
-        self._texts = True
-        self._wants_objects = True
-        self._silence: str | None = ""
-        self._systems = self._shows_calls = True
+        self._takes_parts = False
+        self._takes_text = True
+        self._arguments_as_objects = True
+        self._empty_content: str | None = ""
+        self._shows_system = self._shows_calls = True
         self.shows_tools = True
         """It renders the tools of a request. Where it does not, they are put into the messages."""
         if self._template is not None:
@@ -163,7 +163,7 @@ class ChatTemplate:
         if _chars((messages, tools, arguments), INLINE_CHARS) <= INLINE_CHARS:
             try:
                 return self._render(prepared(), continue_final_message, INLINE_TIME)
-            except _Late:
+            except _OutOfInlineTime:
                 pass
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, lambda: self._render(prepared(), continue_final_message, TIME_LIMIT)
@@ -178,7 +178,7 @@ class ChatTemplate:
             text = _rendered(self._template, context)
         except OutOfTime as error:
             if seconds < TIME_LIMIT:
-                raise _Late from error
+                raise _OutOfInlineTime from error
             raise RequestError(
                 f"The chat template did not finish within {TIME_LIMIT:g} s for these messages.", "messages"
             ) from error
@@ -194,14 +194,14 @@ class ChatTemplate:
             ) from error
         if not open_end:
             return text
-        at = text.rfind(_MARK)
+        at = text.rfind(_END_OF_MESSAGE)
         if at < 0:
             raise RequestError(
                 "continue_final_message: the chat template does not show the last message's content.",
                 "continue_final_message",
             )
         # A template that trims has taken the space behind the mark, and would the text's own.
-        return text[:at] if text[at:].startswith(_MARK + " ") else text[:at].rstrip()
+        return text[:at] if text[at:].startswith(_END_OF_MESSAGE + " ") else text[:at].rstrip()
 
     def _context(
         self,
@@ -223,7 +223,7 @@ class ChatTemplate:
         if wrong := next((name for name in arguments if name in taken), None):
             raise RequestError(f"chat_template_kwargs must not set {wrong!r}.", "chat_template_kwargs")
         if not self.shows_tools and (tools or not self._shows_calls):
-            messages, tools = in_messages(messages, tools, self._systems), None
+            messages, tools = tools_as_text(messages, tools, self._shows_system), None
         plain = [self._message(message, index) for index, message in enumerate(messages)]
         if continue_final_message:
             if add_generation_prompt:
@@ -231,7 +231,7 @@ class ChatTemplate:
                     "continue_final_message and add_generation_prompt exclude each other.",
                     "continue_final_message",
                 )
-            plain[-1] = _left_open(plain[-1])
+            plain[-1] = _with_end_marked(plain[-1])
         return {
             **self.special_tokens,
             **arguments,
@@ -248,16 +248,16 @@ class ChatTemplate:
         content = plain.get("content")
         if isinstance(content, list | tuple):
             texts = [_text_of(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content)]
-            if self._texts or not self._wants_parts:
+            if self._takes_text or not self._takes_parts:
                 plain["content"] = "\n".join(texts)
             else:
                 plain["content"] = [{"type": "text", "text": text} for text in texts]
-        elif isinstance(content, str) and not self._texts and self._wants_parts:
+        elif isinstance(content, str) and not self._takes_text and self._takes_parts:
             plain["content"] = [{"type": "text", "text": content}]
         elif content is None:
-            plain["content"] = self._silence
+            plain["content"] = self._empty_content
         if isinstance(calls := plain.get("tool_calls"), list | tuple):
-            plain["tool_calls"] = [_with_arguments(call, self._wants_objects) for call in calls]
+            plain["tool_calls"] = [_with_arguments(call, self._arguments_as_objects) for call in calls]
         return plain
 
     def _probe(self) -> None:
@@ -266,10 +266,10 @@ class ChatTemplate:
         variable."""
         text = self._try([{"role": "user", "content": _PROBE}])
         parts = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
-        self._texts = _PROBE in text
+        self._takes_text = _PROBE in text
         # A template that only prints its content shows the list itself.
-        self._wants_parts = _PROBE in parts and "'text'" not in parts and '"text"' not in parts
-        self._systems = _PROBE in self._try([{"role": "system", "content": _PROBE}, *_ASKED])
+        self._takes_parts = _PROBE in parts and "'text'" not in parts and '"text"' not in parts
+        self._shows_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, *_ASKED])
         self.shows_tools = not self._try(_ASKED) or _PROBE in self._try(_ASKED, [_TOOL])
         # Most write tool arguments with `tojson`, a few paste the text that they expect. For the
         # words around a call some test for None and some search in it: both are met in the wild.
@@ -278,7 +278,7 @@ class ChatTemplate:
             call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
             called = {"role": "assistant", "content": content, "tool_calls": [call]}
             if _PROBE in self._try([*_ASKED, called]):
-                self._wants_objects, self._silence = objects, content
+                self._arguments_as_objects, self._empty_content = objects, content
                 break
         else:
             self._shows_calls = False
@@ -293,7 +293,7 @@ class ChatTemplate:
         }
         try:
             return self._render(context, False, min(PROBE_TIME, TIME_LIMIT))
-        except (RequestError, _Late):
+        except (RequestError, _OutOfInlineTime):
             return ""
 
     def _compile(self, source: str) -> Template:
@@ -311,7 +311,7 @@ class ChatTemplate:
             raise ModelError(f"the chat template does not compile: {_reason(error)}.") from error
 
 
-class _Late(Exception):
+class _OutOfInlineTime(Exception):
     """Not finished in the time it had on the loop."""
 
 
@@ -372,14 +372,14 @@ def _with_arguments(call: object, as_object: bool) -> object:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _left_open(message: dict[str, Any]) -> dict[str, Any]:
+def _with_end_marked(message: dict[str, Any]) -> dict[str, Any]:
     """The message with a mark where its text ends, to cut the prompt there."""
     content = message.get("content")
     if isinstance(content, list) and content:
-        last = {**content[-1], "text": content[-1]["text"] + _MARK + " "}
+        last = {**content[-1], "text": content[-1]["text"] + _END_OF_MESSAGE + " "}
         return {**message, "content": [*content[:-1], last]}
     if isinstance(content, str):
-        return {**message, "content": content + _MARK + " "}
+        return {**message, "content": content + _END_OF_MESSAGE + " "}
     raise RequestError("continue_final_message needs a last message with text.", "continue_final_message")
 
 

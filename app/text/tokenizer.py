@@ -179,14 +179,14 @@ class Tokenizer:
                 _check_beginning(core, text, param, most)
             return self._encode(core, text, add_special)
 
-        return await self._apart(len(text), work)
+        return await self._off_loop(len(text), work)
 
-    async def _apart(self, length: int, work: Callable[[tokenizers.Tokenizer], T]) -> T:
+    async def _off_loop(self, length: int, work: Callable[[tokenizers.Tokenizer], T]) -> T:
         """`work` over a text of `length` characters: here, or in a pool thread when it is long."""
         if length <= INLINE_CHARS:
             return work(self._core)
         pool = self._pool if length <= HUGE_CHARS else self._huge
-        return await asyncio.get_running_loop().run_in_executor(pool, lambda: work(self._own_core()))
+        return await asyncio.get_running_loop().run_in_executor(pool, lambda: work(self._thread_core()))
 
     async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
         """Where in `text` each of its tokens stands, (first character, one past the last); (0, 0) for
@@ -196,21 +196,21 @@ class Tokenizer:
             (found,) = core.encode_batch([text], add_special_tokens=add_special)
             return [(0, 0)] * (len(self._added_bos) if add_special else 0) + list(found.offsets)
 
-        return await self._apart(len(text), work)
+        return await self._off_loop(len(text), work)
 
     async def encode_pair_async(self, texts: tuple[str, str], params: tuple[str, str]) -> tuple[Ints, int]:
         """Ids of two texts as the model's own template joins them, special tokens included, and the
         position where the second begins. `params` name them in errors."""
         for text, param in zip(texts, params, strict=True):
             check_text(text, param)
-        ids, second = await self._apart(len(texts[0]) + len(texts[1]), lambda core: _pair(core, texts))
+        ids, second = await self._off_loop(len(texts[0]) + len(texts[1]), lambda core: _pair(core, texts))
         return np.array([*self._added_bos, *ids], np.int32), second + len(self._added_bos)
 
-    def _own_core(self) -> tokenizers.Tokenizer:
+    def _thread_core(self) -> tokenizers.Tokenizer:
         """The calling thread's."""
         core = getattr(self._local, "core", None)
         if core is None:
-            core = self._local.core = _twin(self._core)
+            core = self._local.core = _clone(self._core)
         return core
 
     def _encode(self, core: tokenizers.Tokenizer, text: str, add_special: bool) -> Ints:
@@ -344,7 +344,7 @@ def _add_missing(core: tokenizers.Tokenizer, settings: Mapping[str, Any], path: 
             )
 
 
-def _twin(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+def _clone(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """An object of its own over the same model."""
     twin = tokenizers.Tokenizer(core.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):

@@ -18,7 +18,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoi
 """torch's names for what sentence-transformers' cross-encoders put behind their head."""
 
 
-def headless(config: Config) -> Config:
+def without_lm_head(config: Config) -> Config:
     """The config of the model below a head for tokens; others stay as they are."""
     architecture = architecture_of(Fields(config))
     if not architecture.endswith(_GENERATES):

@@ -11,7 +11,7 @@ BLOCK = 128
 """Rows and columns that share a scale in block-scaled checkpoints (DeepSeek V3, Qwen3-FP8)."""
 
 
-def readable(config: Config) -> bool:
+def is_readable_fp8(config: Config) -> bool:
     """Whether weights of a `quantization_config` are FP8 (e4m3) as `gpu.weights.fp8` takes them."""
     match config.get("quant_method"):
         case "fp8":
@@ -25,8 +25,11 @@ def readable(config: Config) -> bool:
             return False
 
 
-def scaling(config: Config) -> Fp8:
-    """Of what is `readable`. One scale for a whole tensor is one for each of its outputs, too."""
+def fp8_scaling(config: Config) -> Fp8:
+    """How weights that are `is_readable_fp8` are scaled: one scale for a whole tensor is one for each of its
+    outputs, too. "" without a config."""
+    if not config:
+        return ""
     groups = config.get("config_groups")
     schemes = groups.values() if isinstance(groups, Mapping) else ()
     blocks = any(group["weights"]["strategy"] == "block" for group in schemes)

@@ -10,7 +10,7 @@ import msgspec
 
 from core.errors import ModelError
 from core.models.fields import Fields
-from core.models.quant import readable, scaling
+from core.models.quant import fp8_scaling, is_readable_fp8
 from core.models.rope import read_rope
 from core.models.spec import ModelSpec, MoeSpec
 
@@ -107,13 +107,13 @@ def _common(
         dtype=dtype_of(fields),
         bos=bos[0] if bos else None,
         eos=fields.ids("eos_token_id"),
-        stored_fp8=scaling(fields.group("quantization_config")) if fields.has("quantization_config") else "",
+        stored_fp8=fp8_scaling(fields.group("quantization_config")),
     )
 
 
 def refuse_quantised(fields: Fields) -> None:
     """Raise `ModelError` for safetensors that are quantised to what cannot be read."""
-    if fields.has("quantization_config") and not readable(fields.group("quantization_config")):
+    if fields.has("quantization_config") and not is_readable_fp8(fields.group("quantization_config")):
         raise ModelError(
             "config.json: quantization_config: of quantised safetensors only FP8 is supported; "
             "use the unquantised checkpoint or a .gguf file."

@@ -56,7 +56,7 @@ def family_of(architecture: str) -> Family:
 def check_supported(config: Config, embeds: bool = False) -> None:
     """Raise `ModelError` for a config.json whose architecture or quantisation is not supported, before its
     weights are looked for. `embeds`: it lies in a sentence-transformers directory."""
-    fields = Fields(pooled.headless(config) if embeds else config)
+    fields = Fields(pooled.without_lm_head(config) if embeds else config)
     family_of(read.architecture_of(fields))
     read.refuse_quantised(fields)
 
@@ -71,7 +71,7 @@ def read_spec(
     Raises `ModelError` naming the field that is missing, wrong or not supported.
     """
     if pooling is not None:
-        config = pooled.headless(config)
+        config = pooled.without_lm_head(config)
     fields = Fields(config)
     spec = family_of(read.architecture_of(fields)).read(fields)
     if pooling is not None and spec.task == "embed":

@@ -1,4 +1,4 @@
-"""Constrained output: compiling grammars at the edge, stepping them beside the sampler."""
+"""Constrained output: grammars are compiled beside the HTTP server and stepped beside the sampler."""
 
 from gpu.grammar.compiler import Compiler
 from gpu.grammar.matchers import Masks, Matchers

@@ -1,4 +1,4 @@
-"""Specs to grammars: checked, cached, in threads, and first in a process that can be killed."""
+"""Compiles constraints: checked, cached, in threads; costly ones first in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
 from core.helper import Exceeded, Helper
 from gpu.grammar.cache import GrammarCache, Key, Refusal
-from gpu.grammar.limits import check_text, runs_away
-from gpu.grammar.llguidance_backend import LlgBackend, Loose
+from gpu.grammar.limits import check_text, needs_trial
+from gpu.grammar.llguidance_backend import LlgBackend, Source
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
-from gpu.grammar.structural_tag_lark import Unwritten
-from gpu.grammar.token_rules import Ruled, RuleStepper
+from gpu.grammar.structural_tag_lark import NotInLark
+from gpu.grammar.token_rules import RestrictedGrammar, TokenRuleStepper
 from gpu.grammar.trial import trial_task
 from gpu.grammar.xgrammar_backend import XgrBackend
 
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class Compiler:
-    """`core.grammar.GrammarCompiler` over llguidance, and xgrammar for the structural tags that
-    llguidance cannot carry out.
+    """`core.grammar.GrammarCompiler` over llguidance, and xgrammar for the structural tags that are not
+    translated to llguidance's notation.
 
-    What is bounded compiles in a pool thread, once: large schemas too, by what they are made of and not
-    by their bytes. What could run away is compiled by the helper first, which has 5 s and 1 GB: only if
-    it lives through that, the thread repeats it. Repeating was
-    chosen over sending the result across because half of xgrammar's grammars take longer to write down
-    and read than to compile, and llguidance's cannot be written at all.
+    What has a bounded cost is compiled once, in a pool thread; of schemas the cost is estimated from what
+    they contain. Anything else is compiled in the helper process first, within 5 s and 1 GB, and if it
+    passes again in the thread. Compiling twice is cheaper than sending the result across: half of
+    xgrammar's grammars take longer to serialise and read than to compile, and llguidance's cannot be
+    serialised.
 
     Owner: event loop.
     """
@@ -71,15 +71,15 @@ class Compiler:
         """
         self._llguidance, self._xgrammar = LlgBackend(table, threads), XgrBackend(table, threads)
         self._cache = GrammarCache(cache_bytes)
-        self._rules = RuleStepper(table.width)
+        self._rules = TokenRuleStepper(table.width)
         self._helper, self._seconds = helper, helper_seconds
         self._trials = {tags: trial_task(table, tags) for tags in (False, True)}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
-        self._pending: dict[Key, _Shared] = {}
+        self._pending: dict[Key, _PendingCompile] = {}
 
     @property
     def cached_bytes(self) -> int:
-        """What the cache holds."""
+        """Size of the cached grammars."""
         return self._cache.size
 
     async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
@@ -94,7 +94,7 @@ class Compiler:
 
     def restrict(self, grammar: CompiledGrammar | None, rules: TokenRules) -> CompiledGrammar:
         """See `core.grammar.GrammarCompiler.restrict`."""
-        return Ruled(self._rules, grammar, rules)
+        return RestrictedGrammar(self._rules, grammar, rules)
 
     def close(self) -> None:
         """Idempotent. Compiles under way in a thread end by themselves."""
@@ -109,7 +109,7 @@ class Compiler:
         """Wait for the one task that compiles `key`. The last to give up cancels it."""
         shared = self._pending.get(key)
         if shared is None:
-            shared = self._pending[key] = _Shared(asyncio.ensure_future(self._build(key)))
+            shared = self._pending[key] = _PendingCompile(asyncio.ensure_future(self._build(key)))
         shared.waiting += 1
         try:
             return await asyncio.shield(shared.task)
@@ -123,51 +123,51 @@ class Compiler:
     async def _build(self, key: Key) -> Grammar | Refusal:
         found: Grammar | Refusal
         try:
-            found = await (self._tag(key) if key.kind == "structural_tag" else self._made(key))
+            found = await (self._tag(key) if key.kind == "structural_tag" else self._compile(key))
         except Refused as error:
             found = Refusal(str(error))
         self._cache.put(key, found)
         return found
 
     async def _tag(self, key: Key) -> Grammar:
-        """A structural tag by the library that takes it; llguidance, which is asked first, takes more
-        schemas and has the better reasons."""
+        """Compile a structural tag with llguidance if it can be, which takes more schemas and gives the
+        better reasons, else with xgrammar."""
         refused: Refused | None = None
         try:
-            loose = await self._in_thread(lambda: self._written(key))
-            made = await self._made(Key("lark", loose.text, loose.lenient))
+            loose = await self._in_thread(lambda: self._tag_source(key))
+            made = await self._compile(Key("lark", loose.text, loose.lenient))
             made.warnings = loose.dropped + made.warnings
             return made
-        except Unwritten:
+        except NotInLark:
             pass
         except Refused as error:
             refused = error
         try:
-            return await self._made(key)
+            return await self._compile(key)
         except Refused as error:
             raise refused or error from None
 
-    def _written(self, key: Key) -> Loose:
+    def _tag_source(self, key: Key) -> Source:
         check_text(key.kind, key.text)
-        return self._llguidance.written(key.text)
+        return self._llguidance.tag_source(key.text)
 
-    async def _made(self, key: Key) -> Grammar:
+    async def _compile(self, key: Key) -> Grammar:
         made = await self._in_thread(lambda: self._direct(key))
         if made is None:
-            await self._try(key)
+            await self._try_in_helper(key)
             made = await self._in_thread(lambda: self._compiled(key))
         return made
 
     def _direct(self, key: Key) -> Grammar | None:
         """The grammar, None when the helper has to try it first. Raises `Refused`."""
         check_text(key.kind, key.text)
-        return None if runs_away(key.kind, key.text) else self._compiled(key)
+        return None if needs_trial(key.kind, key.text) else self._compiled(key)
 
     def _compiled(self, key: Key) -> Grammar:
         backend = self._xgrammar if key.kind == "structural_tag" else self._llguidance
         return backend.compile(*key)
 
-    async def _try(self, key: Key) -> None:
+    async def _try_in_helper(self, key: Key) -> None:
         """Compile in the helper. Raises `Refused` for what it answers or when it passes its limits."""
         try:
             task = self._trials[key.kind == "structural_tag"]
@@ -181,7 +181,7 @@ class Compiler:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-class _Shared:
+class _PendingCompile:
     """A compile and how many requests wait for it."""
 
     __slots__ = ("task", "waiting")

@@ -1,7 +1,7 @@
-"""Formats that llguidance takes too much for, or does not know, as patterns and formats that it has.
+"""JSON Schema formats that llguidance accepts too much for, or does not know, as patterns or formats it has.
 
-What is let through is a part of what the format allows: an IRI that is written is a URI, and no label of a
-host name begins with "xn--", which stands for letters out of the tables of IDNA.
+The replacement accepts a subset: an IRI is restricted to a URI, and no label of a host name begins with
+"xn--", which would need the tables of IDNA.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _PATTERNS = {
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
 }
-_PARTS = {"iri": "uri", "idn-email": "email", "idn-hostname": "hostname"}
+_SUBSETS = {"iri": "uri", "idn-email": "email", "idn-hostname": "hostname"}
 
 
-def respell_formats(root: Json) -> None:
-    """Put patterns and known formats in place of others, in place."""
+def rewrite_formats(root: Json) -> None:
+    """Replace such formats in place."""
     for schema, _ in list(objects(root)):
         name = schema.get("format")
         if not isinstance(name, str):
             continue
-        if name in _PARTS:
-            schema["format"] = name = _PARTS[name]
+        if name in _SUBSETS:
+            schema["format"] = name = _SUBSETS[name]
         if name == "hostname" and isinstance(branches := schema.setdefault("allOf", []), list):
             branches.append({"pattern": _HOST, "maxLength": 253})
         elif name in _PATTERNS and "pattern" not in schema:

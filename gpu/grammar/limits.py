@@ -1,4 +1,4 @@
-"""How large a constraint may be, and from where on it is compiled in the helper first."""
+"""Size limits of constraints, and which are compiled in the helper process first."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gpu.grammar.schema import Json, Refused, decode, subschemas
-from gpu.grammar.xgrammar_backend import check_tag, light
+from gpu.grammar.xgrammar_backend import check_tag, is_light
 
 
 class Size(NamedTuple):
-    """Bytes of text: the most that is taken, and the most that a thread compiles unseen."""
+    """Bytes of text: the most accepted, and the most that a thread compiles without a trial."""
 
     most: int
     direct: int
@@ -31,7 +31,7 @@ SIZES = {
 
 
 SHORT = 2 * 1024
-"""Bytes of a schema that is never worth looking at: the worst known takes 0.1 s."""
+"""Bytes of a schema whose cost is not estimated: the worst known takes 0.1 s."""
 MAX_COST = 400_000
 """Microseconds that a compile in a thread may be expected to take. It cannot be stopped, but it releases the
 GIL and ends; the helper would compile the same first, for as long, after a start of seconds."""
@@ -52,24 +52,24 @@ def check_text(kind: str, text: str) -> None:
         raise Refused("The constraint is empty.")
 
 
-def runs_away(kind: str, text: str) -> bool:
+def needs_trial(kind: str, text: str) -> bool:
     """Whether compiling could take seconds or gigabytes. Raises `Refused` for a bad structural tag."""
     if kind == "structural_tag":
-        return not light(check_tag(text)) or len(text) > SIZES[kind].direct
+        return not is_light(check_tag(text)) or len(text) > SIZES[kind].direct
     if len(text) > SIZES[kind].direct:
         return True
     if kind == "lark":
-        return _lark_runs_away(text)
+        return _lark_needs_trial(text)
     return kind == "json_schema" and len(text) > SHORT and schema_cost(decode(text)) > MAX_COST
 
 
-def _lark_runs_away(text: str) -> bool:
+def _lark_needs_trial(text: str) -> bool:
     """The same for rules of Lark, each a schema or letters."""
     cost = 0
     for line in text.split("\n"):
         body = line.partition(": ")[2]
         if not body.startswith("%json "):
-            if runs_away("regex", body):
+            if needs_trial("regex", body):
                 return True
         elif len(body) > SHORT:
             cost += schema_cost(decode(body.removeprefix("%json ")))

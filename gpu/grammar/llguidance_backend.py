@@ -14,12 +14,12 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from core.grammar import TokenTable
-from gpu.grammar.formats import respell_formats
-from gpu.grammar.normal import normalise, writes_controls
+from gpu.grammar.formats import rewrite_formats
+from gpu.grammar.normal import allow_control_characters, normalise
 from gpu.grammar.regex import ascii_classes, literal
-from gpu.grammar.schema import Json, Refused, check_schema, decode, loosen
+from gpu.grammar.schema import Json, Refused, check_schema, decode, drop_unsupported
 from gpu.grammar.stepper import Bits, Grammar
-from gpu.grammar.structural_tag_lark import SchemaPart, Unwritten, lark_of, marks_of
+from gpu.grammar.structural_tag_lark import NotInLark, SchemaPart, control_token_ids, lark_of
 
 _LIMITS: Any = {
     "initial_lexer_fuel": 1_000_000,  # 20 ms of regex analysis when compiling
@@ -53,7 +53,7 @@ ever do, until max_tokens. (Tighter patterns, such as one line break and then bl
 parser items: one such ended real schemas of 100 properties.)"""
 
 _SLICE = "[^<]+"
-"""Tokens that free text takes whole, also where no mark may come about in it: marks begin with "<"."""
+"""Tokens that free text takes whole, even where it must not contain a mark: marks begin with "<"."""
 
 _PROBED = 24
 """Forced tokens followed after compiling: some dead ends lie behind the opening brace."""
@@ -81,17 +81,17 @@ class LlgBackend:
         self._limits = LLParserLimits(**_LIMITS)
         self._executor = LLExecutor(threads)
         self._stops = table.stops
-        self._marks = marks_of(table)
+        self._marks = control_token_ids(table)
         self.words = -(-table.width // 32)
 
     # -- compiling ---------------------------------------------------------------------------------
 
-    def written(self, text: str) -> Loose:
-        """A structural tag as a source of kind "lark". Raises `Unwritten` for what is xgrammar's, and
+    def tag_source(self, text: str) -> Source:
+        """A structural tag as a Lark grammar. Raises `NotInLark` for one that xgrammar has to compile, and
         `Refused` for a schema in it that cannot be honoured."""
         tag = decode(text, "The structural tag")
         if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
-            raise Unwritten
+            raise NotInLark
         dropped: list[str] = []
         lenient = False
 
@@ -101,7 +101,7 @@ class LlgBackend:
             return _inner_schema(part, dropped)
 
         text = lark_of(tag, self._marks, schema_text)
-        return Loose(text, tuple(dropped), lenient)
+        return Source(text, tuple(dropped), lenient)
 
     def compile(self, kind: str, text: str, lenient: bool = False) -> Grammar:
         """Raises `Refused` with the reason. Bounded by the library's fuel, not by time."""
@@ -164,66 +164,66 @@ def _reason(error: str) -> str:
     return "nothing can follow" if text in ("", "NoExtensionBias") else text[:400]
 
 
-class Loose(NamedTuple):
-    """A source in the library's notation, and what a lenient schema asks for beyond it."""
+class Source(NamedTuple):
+    """A grammar in the library's notation, and the keywords that a lenient schema lost."""
 
     text: str
     dropped: tuple[str, ...] = ()
     lenient: bool = False
 
 
-def _source(kind: str, text: str, lenient: bool) -> Loose:
-    """llguidance's own notation. Raises `Refused` for what it cannot say."""
+def _source(kind: str, text: str, lenient: bool) -> Source:
+    """A constraint in llguidance's notation. Raises `Refused` for what that cannot express."""
     match kind:
         case "json_object":
             return _schema('{"type":"object"}', lenient=False)
         case "json_schema":
             return _schema(text, lenient)
         case "lark":
-            return Loose(text)
+            return Source(text)
         case "regex":
-            return Loose(LLMatcher.grammar_from_regex(ascii_classes(text)))
+            return Source(LLMatcher.grammar_from_regex(ascii_classes(text)))
         case "choice":
             # An alternation, not grammar rules: those are tried one by one at every token.
-            return Loose(LLMatcher.grammar_from_regex("|".join(map(literal, choices(text)))))
+            return Source(LLMatcher.grammar_from_regex("|".join(map(literal, choices(text)))))
     try:
-        return Loose(grammar_from("ebnf", text))
+        return Source(grammar_from("ebnf", text))
     except (ValueError, RecursionError) as error:
         raise Refused(str(error)) from error
 
 
-def _schema(text: str, lenient: bool) -> Loose:
+def _schema(text: str, lenient: bool) -> Source:
     schema = decode(text)
     dropped: list[str] = []
-    options: Any = _prepared(schema, lenient, dropped)
+    options: Any = _schema_options(schema, lenient, dropped)
     try:
-        return Loose(LLMatcher.grammar_from_json_schema(_dumped(schema), overrides=options), tuple(dropped))
+        return Source(LLMatcher.grammar_from_json_schema(_to_json(schema), overrides=options), tuple(dropped))
     except ValueError as error:
         raise Refused(f"The schema cannot be read: {_reason(str(error))}.") from error
 
 
 def _inner_schema(part: SchemaPart, dropped: list[str]) -> str:
-    """A schema as a part of Lark. What is left out of it is added to `dropped`."""
+    """A schema within a Lark grammar. Keywords left out of it are added to `dropped`."""
     schema, blanks, lenient = part
-    options = _prepared(schema, lenient, dropped)
+    options = _schema_options(schema, lenient, dropped)
     if blanks is not None:
         options["whitespace_pattern"] = _BLANKS % min(blanks, MAX_BLANKS)
-    return _dumped({**({} if schema is True else schema), "x-guidance": options})
+    return _to_json({**({} if schema is True else schema), "x-guidance": options})
 
 
-def _prepared(schema: Json, lenient: bool, dropped: list[str]) -> dict[str, Any]:
-    """The options for `schema`, which is checked and respelled in place; what a `lenient` one loses by it is
-    added to `dropped`."""
+def _schema_options(schema: Json, lenient: bool, dropped: list[str]) -> dict[str, Any]:
+    """Options for `schema`, which is checked and rewritten in place. Keywords that a `lenient` one loses
+    are added to `dropped`."""
     normalise(schema)
     if lenient:
-        dropped += loosen(schema)
+        dropped += drop_unsupported(schema)
     else:
         check_schema(schema)
     if schema is False:
         raise Refused("The schema false allows nothing.")
-    respell_formats(schema)
+    rewrite_formats(schema)
     escapes = _SCHEMA_OPTIONS["json_allowed_escapes"]
-    if writes_controls(schema, _dumped(schema)):
+    if allow_control_characters(schema, _to_json(schema)):
         escapes += "u"
     return {
         **_SCHEMA_OPTIONS,
@@ -233,8 +233,8 @@ def _prepared(schema: Json, lenient: bool, dropped: list[str]) -> dict[str, Any]
     }
 
 
-def _dumped(schema: Json) -> str:
-    """JSON of an object: options can only be put beside one."""
+def _to_json(schema: Json) -> str:
+    """The schema as JSON of an object: options cannot be added to a boolean."""
     return json.dumps({} if schema is True else schema, ensure_ascii=False)
 
 

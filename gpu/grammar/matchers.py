@@ -19,7 +19,7 @@ from gpu.grammar.stepper import Bits, Matcher, Stepper
 
 
 class Masks(NamedTuple):
-    """Which tokens the masked rows of a step may take.
+    """Which tokens the masked rows of a step may sample.
 
     `rows` [m] are indices of the step's sampling rows, ascending; `bits` int32 [m, words] their masks;
     `slots` [m] whose they are. `bits` are good until the next `fill`, which writes over them.
@@ -31,7 +31,7 @@ class Masks(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Stands in a slot whose matcher broke before it was asked."""
+    """In place of a slot's matcher that broke while replaying its output."""
 
     reason: str
 
@@ -51,10 +51,10 @@ class Matchers:
     def __init__(self) -> None:
         self._by_slot: dict[int, Matcher | Failed] = {}
         self._bits: Bits = np.zeros((0, 0), np.int32)
-        """Written anew at each step: 64 fresh rows of 151,936 tokens are 1.2 MB, and 12 µs to come by."""
+        """Written anew at each step: allocating 64 rows of 151,936 tokens (1.2 MB) takes 12 µs."""
 
     def apply(self, new_slots: Iterable[NewSlot]) -> None:
-        """Take over slots: a fresh matcher has to take what was generated before a retraction."""
+        """Assign matchers to new slots; one that was retracted replays what it had generated."""
         for new in new_slots:
             self._by_slot.pop(new.slot, None)
             if new.grammar is not None:
@@ -83,7 +83,7 @@ class Matchers:
         return masks
 
     def accept(self, masks: Masks, tokens: Sequence[int]) -> dict[int, str]:
-        """Move on by the sampled `tokens` [n] of the step. Returns why, for the rows that cannot."""
+        """Advance by the sampled `tokens` [n] of the step. Returns the reasons of rows that cannot."""
         failed: dict[int, str] = {}
         moving = []
         for i, (row, slot) in enumerate(zip(masks.rows, masks.slots, strict=True)):

@@ -1,4 +1,4 @@
-"""Schemas respelled for the backends; what they ask for stays the same."""
+"""Schemas rewritten for the backends without changing what they accept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATTERN_CONTROL = re.compile(rf"{_CONTROL.pattern}|\\[xucv0ae]")
 
 
 def normalise(root: Json) -> None:
-    """Respell `root` in place: counts as integers, and without keywords that ask for nothing."""
+    """Rewrite `root` in place: counts as integers, and without keywords that constrain nothing."""
     for schema, _ in objects(root):
         for key in _COUNTS:
             if isinstance(count := schema.get(key), float) and count.is_integer():
@@ -26,11 +26,11 @@ def normalise(root: Json) -> None:
             del schema["propertyNames"]
 
 
-def writes_controls(root: Json, text: str) -> bool:
-    """Whether `root`, whose JSON is `text`, asks for control characters, which llguidance drops unless it may
-    write \\u escapes. If so, objects are respelled in place: with those escapes, "\\u0061" would be a name
-    of its own beside a declared "a", except under a pattern of names. Raises `Refused` for an object that
-    cannot be respelled."""
+def allow_control_characters(root: Json, text: str) -> bool:
+    """Whether `root`, whose JSON is `text`, contains control characters, which llguidance drops unless \\u
+    escapes are allowed. If so, objects are rewritten in place: with those escapes, "\\u0061" would count as
+    an additional property beside a declared "a", except under `patternProperties`. Raises `Refused` for
+    an object that cannot be rewritten."""
     if not _MAY_CONTROL.search(text) or not any(_has_control(schema) for schema, _ in objects(root)):
         return False
     for schema, path in objects(root):

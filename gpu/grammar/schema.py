@@ -1,10 +1,10 @@
-"""JSON Schemas before they are compiled: how large, and what a backend would silently loosen.
+"""JSON Schemas before they are compiled: size limits, and keywords a backend would silently ignore.
 
-A keyword that a library ignores makes an answer that looks constrained and is not, so the whole
-schema is walked first and the request refused with the keyword named. Only real subschema positions
-count: a property called "not" is a name, `not` beside `type` is a keyword.
+A keyword that a library ignores gives an output that looks constrained and is not, so the whole schema
+is checked first and the request refused with the keyword named. Only real subschema positions count: a
+property called "not" is a name, `not` beside `type` is a keyword.
 
-Formats hold, or are narrowed to what a regular language has of them (`gpu/grammar/formats.py`).
+Formats are enforced, or narrowed to a regular subset (`gpu/grammar/formats.py`).
 `contentEncoding` and `contentMediaType` are annotations, as the standard has them.
 """
 
@@ -25,7 +25,7 @@ Json = Any
 
 
 class Refused(Exception):
-    """The constraint cannot be honoured. The message is for the client."""
+    """The constraint is refused. The message is for the client."""
 
 
 class Place(NamedTuple):
@@ -73,8 +73,8 @@ _UNSUPPORTED = (
     "$recursiveRef",
     "x-guidance",
 )
-"""Keywords of neither backend. llguidance says so itself but for the last, by which a schema could
-tell it to be lenient; xgrammar drops most of them without a word."""
+"""Keywords that neither backend supports. llguidance reports all but the last, by which a schema could
+make it lenient; xgrammar silently drops most of them."""
 
 
 def decode(text: str, what: str = "The schema") -> Json:
@@ -145,8 +145,8 @@ def objects(root: Json) -> Iterator[tuple[dict[str, Json], str]]:
     return ((schema, path) for schema, path in subschemas(root) if isinstance(schema, dict))
 
 
-class Fault(NamedTuple):
-    """A keyword that no backend carries out."""
+class UnsupportedKeyword(NamedTuple):
+    """A keyword that no backend supports, and where it is."""
 
     keyword: str
     schema: Json
@@ -155,40 +155,40 @@ class Fault(NamedTuple):
 
 
 def check_schema(root: Json) -> None:
-    """Raise `Refused` for what no backend carries out, naming keyword and place."""
-    for fault in faults(root):
+    """Raise `Refused` for an unsupported keyword, naming it and its place."""
+    for fault in unsupported_keywords(root):
         refuse(fault.keyword, fault.path, fault.why)
 
 
-def loosen(root: Json) -> list[str]:
-    """Take out of `root` what no backend carries out, and tell what that was. Raises `Refused` for what
-    is no schema."""
+def drop_unsupported(root: Json) -> list[str]:
+    """Remove unsupported keywords from `root` and return their descriptions. Raises `Refused` for what is
+    no schema."""
     dropped = []
-    for keyword, schema, path, _ in list(faults(root, _unreachable)):
+    for keyword, schema, path, _ in list(unsupported_keywords(root, _refused_by_llguidance)):
         dropped.append(f"'{keyword}' at {path[:200]}")
         del schema[keyword]
     return dropped
 
 
-_REGEX_BEYOND = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<|\\[bB]")
-"""Of a pattern: what no regular language has, or llguidance does not know."""
+_NOT_REGULAR = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<|\\[bB]")
+"""In a pattern: look-around, back references and word boundaries, which llguidance does not support."""
 
 
-def _unreachable(schema: Mapping[str, Json]) -> Iterator[str]:
-    """Keywords that llguidance refuses with its own words, also where it is told to be lenient."""
-    if isinstance(pattern := schema.get("pattern"), str) and _REGEX_BEYOND.search(pattern):
+def _refused_by_llguidance(schema: Mapping[str, Json]) -> Iterator[str]:
+    """Keywords that llguidance itself refuses, also when it is lenient."""
+    if isinstance(pattern := schema.get("pattern"), str) and _NOT_REGULAR.search(pattern):
         yield "pattern"
     if isinstance(target := schema.get("$ref"), str) and not target.startswith("#"):
         yield "$ref"
     names = schema.get("patternProperties")
-    if isinstance(names, Mapping) and (len(names) > 1 or any(map(_REGEX_BEYOND.search, names))):
+    if isinstance(names, Mapping) and (len(names) > 1 or any(map(_NOT_REGULAR.search, names))):
         yield "patternProperties"
 
 
-def faults(
+def unsupported_keywords(
     root: Json, more: Callable[[Mapping[str, Json]], Iterable[str]] = lambda schema: ()
-) -> Iterator[Fault]:
-    """What no backend carries out, and `more`. Raises `Refused` for what is no schema."""
+) -> Iterator[UnsupportedKeyword]:
+    """Unsupported keywords, and those that `more` finds. Raises `Refused` for what is no schema."""
     if not isinstance(root, Mapping | bool):
         raise Refused("The schema must be a JSON object or a boolean.")
     for schema, path in subschemas(root):
@@ -197,27 +197,27 @@ def faults(
         if isinstance(schema, Mapping):
             for key in (*_UNSUPPORTED, *more(schema)):
                 if key in schema:
-                    yield Fault(key, schema, path)
+                    yield UnsupportedKeyword(key, schema, path)
             if schema.get("uniqueItems") not in (None, False):
-                yield Fault("uniqueItems", schema, path)
-            if _counts_too_far(schema):
+                yield UnsupportedKeyword("uniqueItems", schema, path)
+            if _min_properties_too_large(schema):
                 why = "is not supported beyond the number of required properties"
-                yield Fault("minProperties", schema, path, why)
+                yield UnsupportedKeyword("minProperties", schema, path, why)
             if path != "#" and "$ref" in schema:
                 # Up to draft 7 the id is ignored there, later it changes what the reference means.
                 for key in ("$id", "id"):
                     if isinstance(schema.get(key), str):
-                        yield Fault(key, schema, path, "beside '$ref' is not supported")
+                        yield UnsupportedKeyword(key, schema, path, "beside '$ref' is not supported")
 
 
-def _counts_too_far(schema: Mapping[str, Json]) -> bool:
-    """An object may repeat a key, and whoever parses it counts once: beyond the required properties,
-    which differ, only the first member is sure."""
+def _min_properties_too_large(schema: Mapping[str, Json]) -> bool:
+    """An object may repeat a key, which parsers count once: only required properties, and the first member,
+    are sure to be distinct."""
     least, required = schema.get("minProperties", 0), schema.get("required")
     sure = max(len(required), 1) if isinstance(required, list) else 1
     return isinstance(least, int | float) and least > sure
 
 
 def refuse(keyword: str, path: str, why: str = "is not supported") -> None:
-    """Raise `Refused` in one wording."""
+    """Raise `Refused` for a keyword at a place."""
     raise Refused(f"The schema keyword '{keyword}' at {path[:200]} {why}.")

@@ -1,4 +1,4 @@
-"""What the launch thread does with matchers, whichever library they come from."""
+"""The interface between the launch thread and the matchers of a grammar library."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Stepper(Protocol):
         ...
 
     def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Bits) -> None:
-        """Write the mask of `states[i]` into `bits[rows[i]]`. One that fails leaves its row empty, or
+        """Write the mask of `states[i]` into `bits[rows[i]]`. A state that fails leaves its row empty, or
         fails at the next `accept`."""
         ...
 
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
-        """Move each by its token. Per state None, or why it can go no further."""
+        """Advance each state by its token. Per state None, or the reason it cannot advance."""
         ...
 
     def ended(self, state: Any, token: int) -> bool:
-        """Whether the accepted `token` ended the text: nothing may follow, no mask is to be filled."""
+        """Whether the accepted `token` ended the text: nothing may follow, and no mask is needed."""
         ...
 
 
@@ -43,14 +43,14 @@ class Matcher(NamedTuple):
     stepper: Stepper
     state: Any
     grammar: Grammar | None = None
-    """Whose it is, to be told when the matcher breaks."""
+    """The grammar it is of, marked broken when the matcher breaks."""
 
 
 class Grammar:
     """A compiled grammar: `core.grammar.CompiledGrammar`. Immutable but for `broken`.
 
     `fork` makes a fresh state and may run on any thread; `size` is what the grammar holds, in bytes;
-    `warnings` say what it does not hold an output to.
+    `warnings` name the parts of the constraint that it does not enforce.
     """
 
     __slots__ = ("_fork", "_stepper", "broken", "size", "warnings")

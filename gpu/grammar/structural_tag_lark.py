@@ -1,8 +1,8 @@
-"""Structural tags in llguidance's notation: text, marks and schemas in one grammar.
+"""Structural tags as Lark grammars of llguidance: text, control tokens and schemas in one grammar.
 
-What a tag spells is cut at the names of control tokens: a mark that is a token matches as that token
-only, never as the same letters. Tags with more than this knows are xgrammar's
-(`gpu/grammar/xgrammar_backend.py`), which is slower and takes fewer schemas.
+Literal text is split at the names of control tokens: one that is a token matches as that token only,
+never as the same letters. Tags with other formats go to xgrammar (`gpu/grammar/xgrammar_backend.py`),
+which is slower and takes fewer schemas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SchemaPart(NamedTuple):
     blanks: int | None
     """White space in a row, at most; None: the usual."""
     lenient: bool
-    """What cannot be held to is left out."""
+    """Unsupported keywords are dropped."""
 
 
 SchemaText = Callable[[SchemaPart], str]
@@ -44,27 +44,27 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "triggered_tags": frozenset(("triggers", "tags", "at_least_one", "stop_after_first", "excludes")),
     "tags_with_separator": frozenset(("tags", "separator", "at_least_one", "stop_after_first")),
 }
-"""Formats that can be written, and the keys of theirs that are honoured."""
+"""Formats that are translated, and the keys of each that are honoured."""
 
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
-class Unwritten(Exception):
-    """The tag has something that this notation is not used for."""
+class NotInLark(Exception):
+    """The tag uses something that is not translated to Lark: it is compiled by xgrammar."""
 
 
-def marks_of(table: TokenTable) -> dict[str, int]:
-    """Control tokens that a text may name, by their names. Those without a sign of a mark are text (runs
-    of blanks, words), and text finds other tokens."""
+def control_token_ids(table: TokenTable) -> dict[str, int]:
+    """Ids of control tokens that a text may name, by name. Added tokens without a bracket in their name
+    are left out: they are runs of blanks or words, which text matches through other tokens."""
     names = {table.raw[token].decode(errors="replace"): token for token in table.control}
     return {name: token for name, token in names.items() if any(sign in name for sign in "<[|｜")}
 
 
 class Part(NamedTuple):
-    """An expression, and what matters of it to what stands beside it.
+    """An expression, and what its neighbours in a sequence have to know.
 
     Letters and JSON are read by two lexers: where both may begin, the library follows one of them and
-    forgets the other. And a text without an own end takes all letters that come.
+    drops the other. Free text without an end of its own takes all letters that follow.
     """
 
     text: str
@@ -82,7 +82,7 @@ _NOTHING = Part('""', frozenset(), empty=True)
 
 def lark_of(tag: Json, tokens: Mapping[str, int], schema_text: SchemaText) -> str:
     """A structural tag as Lark. `tokens` are the ids of control tokens by their names. Raises
-    `Unwritten`, and `Refused` for a schema that cannot be honoured."""
+    `NotInLark`, and `Refused` for a schema that cannot be honoured."""
     writer = _Writer(tokens, schema_text)
     start = writer.element(tag.get("format"))
     lines = [f"start: {start.text}", *(f"{name}: {body}" for body, name in writer.rules.items())]
@@ -90,7 +90,7 @@ def lark_of(tag: Json, tokens: Mapping[str, int], schema_text: SchemaText) -> st
 
 
 class _Writer:
-    """Bodies of rules and their names, equal ones once. Owner: one compile."""
+    """The rules of one grammar, from body to name: equal bodies share a rule. Owner: one compile."""
 
     __slots__ = ("_marks", "_schema_text", "_tokens", "rules")
 
@@ -107,17 +107,18 @@ class _Writer:
         _check_keys(node, kind)
         match kind:
             case "const_string":
-                return self._spelled(_string(node, "value"))
+                return self._literal_text(_string(node, "value"))
             case "any_text":
-                return self._letters(_text(_strings(node, "excludes")))
+                return self._text_rule(_text_excluding(_strings(node, "excludes")))
             case "regex":
-                return self._letters(f"/{_ESCAPED.sub(_slash, ascii_classes(_string(node, 'pattern')))}/")
+                pattern = ascii_classes(_string(node, "pattern"))
+                return self._text_rule(f"/{_ESCAPED.sub(_escape_slash, pattern)}/")
             case "json_schema":
                 return self._json(node)
             case "sequence":
-                return _row([self.element(each) for each in _list(node, "elements")])
+                return _sequence([self.element(each) for each in _list(node, "elements")])
             case "or":
-                return self._either([self.element(each) for each in _list(node, "elements")])
+                return self._alternatives([self.element(each) for each in _list(node, "elements")])
             case "tag":
                 return self._tag(node, _string(node, "begin"))
             case "triggered_tags":
@@ -128,8 +129,8 @@ class _Writer:
 
     # -- leaves ------------------------------------------------------------------------------------
 
-    def _spelled(self, text: str) -> Part:
-        """Tokens where the text names them, letters elsewhere."""
+    def _literal_text(self, text: str) -> Part:
+        """Control tokens where the text names them, letters elsewhere."""
         parts = [part for part in self._marks.split(text) if part]
         spelled = [
             f"<[{self._tokens[part]}]>" if part in self._tokens else json.dumps(part) for part in parts
@@ -141,16 +142,16 @@ class _Writer:
     def _json(self, node: Mapping[str, Json]) -> Part:
         blanks = node.get("max_whitespace_cnt")
         if blanks is not None and (not isinstance(blanks, int) or blanks < 1):
-            raise Unwritten
+            raise NotInLark
         part = SchemaPart(node.get("json_schema"), blanks, node.get("lenient") is True)
         return Part(self._rule(f"%json {self._schema_text(part)}"), _JSON)
 
-    def _letters(self, body: str) -> Part:
+    def _text_rule(self, body: str) -> Part:
         return Part(self.rules.setdefault(body, f"T{len(self.rules)}"), _LETTERS, empty=True, open=True)
 
-    def _until(self, text: str, end: str) -> Part:
+    def _text_up_to(self, text: str, end: str) -> Part:
         """Text up to the first `end`, that included."""
-        name = self._letters(f"{text} {json.dumps(end)}").text
+        name = self._text_rule(f"{text} {json.dumps(end)}").text
         lazy = self.rules.setdefault(f"{name} ", f"l{len(self.rules)}[lazy]")
         return Part(lazy.partition("[")[0], _LETTERS)
 
@@ -159,7 +160,7 @@ class _Writer:
 
     # -- tags --------------------------------------------------------------------------------------
 
-    def _either(self, parts: list[Part]) -> Part:
+    def _alternatives(self, parts: list[Part]) -> Part:
         return Part(
             self._rule(" | ".join(part.text for part in parts)),
             _one_lexer(frozenset().union(*(part.begins for part in parts))),
@@ -173,53 +174,53 @@ class _Writer:
         content, end = node.get("content"), _string(node, "end")
         letters = self._marks.split(end)[0]
         if not letters or not isinstance(content, Mapping) or content.get("type") != "any_text":
-            return _row([self._spelled(begin), self.element(content), self._spelled(end)])
+            return _sequence([self._literal_text(begin), self.element(content), self._literal_text(end)])
         _check_keys(content, "any_text")
         others = [mark for mark in _strings(content, "excludes") if mark not in end]
-        text = self._until(_text(others), letters)
-        return _row([self._spelled(begin), text, self._spelled(end[len(letters) :])])
+        text = self._text_up_to(_text_excluding(others), letters)
+        return _sequence([self._literal_text(begin), text, self._literal_text(end[len(letters) :])])
 
     def _triggered(self, node: Mapping[str, Json]) -> Part:
         """Text, and a tag wherever the trigger comes."""
         triggers, tags = _strings(node, "triggers"), _list(node, "tags")
         if len(triggers) != 1 or not all(_string(tag, "begin").startswith(triggers[0]) for tag in tags):
-            raise Unwritten
+            raise NotInLark
         trigger, others = triggers[0], _strings(node, "excludes")
-        rest = self._either([self._tag(tag, _string(tag, "begin")[len(trigger) :]) for tag in tags])
-        text = self._letters(_text([*others, trigger]))
+        rest = self._alternatives([self._tag(tag, _string(tag, "begin")[len(trigger) :]) for tag in tags])
+        text = self._text_rule(_text_excluding([*others, trigger]))
         if trigger in self._tokens:
-            head = _row([text, self._spelled(trigger)])
+            head = _sequence([text, self._literal_text(trigger)])
         elif self._marks.search(trigger):
-            raise Unwritten
+            raise NotInLark
         else:
-            head = self._until(_text(others), trigger)
+            head = self._text_up_to(_text_excluding(others), trigger)
         least = node.get("at_least_one") is True
-        call = _row([head, rest])
+        call = _sequence([head, rest])
         if node.get("stop_after_first") is True:
-            return call if least else self._either([text, call])
+            return call if least else self._alternatives([text, call])
         # Not as a row: where the trigger is letters too, both begin alike and the trigger decides.
         return Part(f"({call.text}){'+' if least else '*'} {text.text}", _LETTERS, not least, open=True)
 
     def _separated(self, node: Mapping[str, Json]) -> Part:
-        one = self._either([self._tag(tag, _string(tag, "begin")) for tag in _list(node, "tags")])
+        one = self._alternatives([self._tag(tag, _string(tag, "begin")) for tag in _list(node, "tags")])
         listed = one
         if node.get("stop_after_first") is not True:
-            more = _row([self._spelled(_string(node, "separator")), one])
-            listed = _row([one, _repeated(more, "*")])
+            more = _sequence([self._literal_text(_string(node, "separator")), one])
+            listed = _sequence([one, _repeated(more, "*")])
         return listed if node.get("at_least_one") is True else _repeated(listed, "?")
 
 
 _SIGNS = {"optional": "?", "plus": "+", "star": "*"}
 
 
-def _row(parts: list[Part]) -> Part:
-    """One after the other. Raises `Unwritten` where two of them would be mixed up."""
+def _sequence(parts: list[Part]) -> Part:
+    """Parts in sequence. Raises `NotInLark` where the lexers could not tell two of them apart."""
     row = _NOTHING
     for part in reversed(parts):
         if part is _NOTHING:
             continue
         if part.open and not row.begins <= _TOKEN:
-            raise Unwritten
+            raise NotInLark
         row = Part(
             part.text if row is _NOTHING else f"{part.text} {row.text}",
             _one_lexer(part.begins | row.begins) if part.empty else part.begins,
@@ -231,33 +232,33 @@ def _row(parts: list[Part]) -> Part:
 
 def _repeated(part: Part, sign: str) -> Part:
     loops = sign != "?"
-    # What follows is not known here: it may be letters.
+    # What follows the repetition is unknown here and may be letters.
     if part.begins & _JSON or part.empty or (part.open and loops and not part.begins <= _TOKEN):
-        raise Unwritten
+        raise NotInLark
     return Part(f"({part.text}){sign}", part.begins, empty=sign != "+", open=part.open)
 
 
 def _one_lexer(begins: frozenset[str]) -> frozenset[str]:
     if begins >= _LETTERS | _JSON:
-        raise Unwritten
+        raise NotInLark
     return begins
 
 
-def _text(excludes: Iterable[str]) -> str:
-    """Any text in which none of these comes about."""
+def _text_excluding(excludes: Iterable[str]) -> str:
+    """Any text that contains none of these."""
     marks = sorted(set(excludes))
     if not marks:
         return "/(?s:.*)/"
     first = marks[0][0]
     if all(mark.rfind(first) == 0 for mark in marks):
-        return f"/{_beside(first, marks)}/"
+        return f"/{_text_without_complement(first, marks)}/"
     return f"/(?s:.*)/ & ~/(?s:.*)({'|'.join(map(literal, marks))})(?s:.*)/"
 
 
-def _beside(first: str, marks: list[str]) -> str:
-    """The same without a complement, for marks that have their `first` character in no other place: runs
-    without it, and it with what leads away from every mark. Of such a text the library knows at once
-    that it takes nearly all tokens, of a complement it does not: 1.4 ms less wherever a mark might
+def _text_without_complement(first: str, marks: list[str]) -> str:
+    """The same without a complement, for marks whose `first` character occurs nowhere else in them: runs
+    without it, and it followed by what no mark continues with. The library sees at once that such a
+    text takes nearly all tokens, which it does not for a complement: 1.4 ms less wherever a mark might
     have begun and has not."""
     rests = [mark[1:] for mark in marks]
     begun = sorted({rest[:at] for rest in rests for at in range(len(rest))})
@@ -265,41 +266,41 @@ def _beside(first: str, marks: list[str]) -> str:
     away = []
     for part in begun:
         nexts = {rest[len(part)] for rest in rests if rest.startswith(part) and len(rest) > len(part)}
-        away.append(literal(part) + _other({first, *nexts}))
-    run = f"{_other({first})}*"
+        away.append(literal(part) + _any_char_except({first, *nexts}))
+    run = f"{_any_char_except({first})}*"
     return f"(?s:{run}({literal(first)}({'|'.join(map(literal, begun))}|({'|'.join(away)}){run}))*)"
 
 
-def _other(signs: Iterable[str]) -> str:
+def _any_char_except(signs: Iterable[str]) -> str:
     return "[^" + "".join(rf"\x{{{ord(sign):x}}}" for sign in sorted(signs)) + "]"
 
 
-def _slash(found: re.Match[str]) -> str:
+def _escape_slash(found: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
 def _check_keys(node: Json, kind: Json) -> None:
     known = _KEYS.get(kind) if isinstance(kind, str) else None
     if known is None or not isinstance(node, Mapping) or set(node) - known - {"type"}:
-        raise Unwritten
+        raise NotInLark
 
 
 def _string(node: Json, key: str) -> str:
     found = node.get(key) if isinstance(node, Mapping) else None
     if not isinstance(found, str):
-        raise Unwritten
+        raise NotInLark
     return found
 
 
 def _list(node: Mapping[str, Json], key: str) -> list[Any]:
     found = node.get(key)
     if not isinstance(found, list) or not found:
-        raise Unwritten
+        raise NotInLark
     return found
 
 
 def _strings(node: Mapping[str, Json], key: str) -> list[str]:
     found = node.get(key, [])
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise Unwritten
+        raise NotInLark
     return found

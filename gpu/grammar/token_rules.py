@@ -1,4 +1,4 @@
-"""Which tokens may be taken at all: a list of allowed ones, sequences that must not come about."""
+"""Allowed token ids and banned token sequences, alone or on top of a grammar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.grammar import CompiledGrammar, TokenRules
 from gpu.grammar.stepper import Bits, Matcher
 
 
-class _Sequence(NamedTuple):
+class _BannedSequence(NamedTuple):
     """Tokens before the last, and where the last one's bit is."""
 
     before: list[int]
@@ -21,31 +21,30 @@ class _Sequence(NamedTuple):
 
 
 class _State:
-    """One request's place: what it said last, and its grammar's matcher if it has one.
-    Owner: launch thread."""
+    """One request's recent tokens, and its grammar's matcher if it has one. Owner: launch thread."""
 
-    __slots__ = ("inner", "said", "table")
+    __slots__ = ("inner", "recent", "table")
 
-    def __init__(self, table: Ruled, inner: Matcher | None) -> None:
+    def __init__(self, table: RestrictedGrammar, inner: Matcher | None) -> None:
         self.table = table
         self.inner = inner
-        self.said: list[int] = []
+        self.recent: list[int] = []
 
 
-class Ruled:
+class RestrictedGrammar:
     """A compiled grammar (or none) under rules: `core.grammar.CompiledGrammar`. Immutable."""
 
     __slots__ = ("_grammar", "_stepper", "allowed", "reach", "sequences")
 
-    def __init__(self, stepper: RuleStepper, grammar: CompiledGrammar | None, rules: TokenRules) -> None:
+    def __init__(self, stepper: TokenRuleStepper, grammar: CompiledGrammar | None, rules: TokenRules) -> None:
         self._stepper = stepper
         self._grammar = grammar
         self.allowed = _allowed(rules, stepper.width)
-        """int32 [words]: what may be taken wherever no sequence is about to be complete."""
+        """int32 [words]: the mask where no banned sequence is about to be complete."""
         longer = [ids for ids in rules.banned if len(ids) > 1]
-        self.sequences = [_Sequence(list(ids[:-1]), ids[-1] // 32, _bit(ids[-1])) for ids in longer]
+        self.sequences = [_BannedSequence(list(ids[:-1]), ids[-1] // 32, _bit(ids[-1])) for ids in longer]
         self.reach = max((len(ids) - 1 for ids in longer), default=0)
-        """Tokens to remember."""
+        """Tokens to remember: the longest banned sequence without its last."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -58,7 +57,7 @@ class Ruled:
         return Matcher(self._stepper, _State(self, inner))
 
 
-class RuleStepper:
+class TokenRuleStepper:
     """`Stepper` for rules. A row costs some 5 µs, and 0.2 for each sequence. Owner: launch thread."""
 
     __slots__ = ("width", "words")
@@ -77,7 +76,7 @@ class RuleStepper:
                 state.inner.stepper.fill([state.inner.state], [row], bits)
                 bits[row] &= state.table.allowed
             for before, word, bit in state.table.sequences:
-                if state.said[-len(before) :] == before:
+                if state.recent[-len(before) :] == before:
                     bits[row, word] &= ~bit
 
     def accept(self, states: Sequence[_State], tokens: Sequence[int]) -> list[str | None]:
@@ -85,8 +84,8 @@ class RuleStepper:
         return [self._accept(state, token) for state, token in zip(states, tokens, strict=True)]
 
     def _accept(self, state: _State, token: int) -> str | None:
-        state.said.append(token)
-        del state.said[: -state.table.reach or len(state.said)]
+        state.recent.append(token)
+        del state.recent[: -state.table.reach or len(state.recent)]
         if state.inner is None:
             return None
         (reason,) = state.inner.stepper.accept([state.inner.state], [token])

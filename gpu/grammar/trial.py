@@ -21,12 +21,12 @@ overflow theirs, which would end the server."""
 
 def trial_task(table: TokenTable, tags: bool) -> Task:
     """The helper's task for structural tags, or for all other constraints, over one vocabulary. Its payload
-    is the msgpack of a `Key`, its answer the refusal, or nothing."""
+    is the msgpack of a `Key`, its answer the refusal, empty if there is none."""
     return Task(f"{__name__}:{Trial.__name__}", msgspec.msgpack.encode((table, tags)))
 
 
 class Trial:
-    """What a library makes of a constraint: `core.helper.Worker`."""
+    """Compiles a constraint to see whether it can be: `core.helper.Worker`."""
 
     def __init__(self, state: bytes) -> None:
         table, tags = msgspec.msgpack.decode(state, type=tuple[TokenTable, bool])
@@ -35,7 +35,7 @@ class Trial:
         self._thread = ThreadPoolExecutor(1)
 
     def __call__(self, payload: bytes) -> bytes:
-        """Why it is refused, or nothing."""
+        """The reason for a refusal; empty if it compiles."""
         return self._thread.submit(self._refusal, payload).result()
 
     def _refusal(self, payload: bytes) -> bytes:

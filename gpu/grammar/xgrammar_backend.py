@@ -1,8 +1,8 @@
 """Structural tags through xgrammar: free text, tags and schemas in one automaton.
 
 Slower than llguidance (a schema's median is 0.3 s, one in twenty passes 5 s) and takes fewer schemas, but
-knows every format of a tag, and reads letters and JSON that begin alike: it has what
-`gpu/grammar/structural_tag_lark.py` does not write.
+knows every format of a tag, and reads letters and JSON that begin alike: it
+compiles what `gpu/grammar/structural_tag_lark.py` does not translate.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from core.grammar import TokenTable
 from gpu.grammar.normal import normalise
 from gpu.grammar.schema import Json, Refused, decode, values
 from gpu.grammar.stepper import Bits, Grammar
-from gpu.grammar.structural_tag_lark import marks_of
-from gpu.grammar.xgrammar_schema import check_strict, narrow
+from gpu.grammar.structural_tag_lark import control_token_ids
+from gpu.grammar.xgrammar_schema import check_exact, close_objects
 
 MAX_BYTES = 64 * 2**20
 """Of one compiled grammar. The largest of 1,500 MaskBench schemas took 34 MB."""
@@ -50,7 +50,7 @@ class XgrBackend:
 
         self._library: Any = xgrammar
         self._table = table
-        self._names = marks_of(table)
+        self._names = control_token_ids(table)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=threads)
         self.words = -(-table.width // 32)
         self._info = lru_cache(MAX_VOCABULARIES)(self._make_info)
@@ -131,8 +131,8 @@ class XgrBackend:
 
 
 def check_tag(text: str) -> Json:
-    """The tag as JSON, its objects closed. Raises `Refused` for what it is not, and for schemas in it
-    that xgrammar would loosen."""
+    """The tag as JSON, without additional properties in its schemas. Raises `Refused` for what is no tag,
+    and for schemas that xgrammar would not enforce exactly."""
     tag = decode(text, "The structural tag")
     if not isinstance(tag, Mapping) or not isinstance(tag.get("format"), Mapping):
         raise Refused("A structural tag must be an object with a 'format'.")
@@ -144,8 +144,8 @@ def check_tag(text: str) -> Json:
             if isinstance(node, dict):
                 node.pop("lenient", None)  # it is not: llguidance alone leaves out what it cannot hold
             normalise(node.get("json_schema"))
-            check_strict(node.get("json_schema"))
-            narrow(node.get("json_schema"))
+            check_exact(node.get("json_schema"))
+            close_objects(node.get("json_schema"))
             blanks = node.get("max_whitespace_cnt")
             if isinstance(node, dict) and (blanks is None or (isinstance(blanks, int) and blanks > BLANKS)):
                 node["max_whitespace_cnt"] = BLANKS
@@ -154,7 +154,7 @@ def check_tag(text: str) -> Json:
     return tag
 
 
-def light(tag: Json) -> bool:
+def is_light(tag: Json) -> bool:
     """Whether a tag is small and has nothing that was seen to compile for seconds: repetition,
     patterns, numeric ranges, or objects with many optional properties."""
     nodes = 0

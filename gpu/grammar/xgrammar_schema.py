@@ -1,4 +1,4 @@
-"""Schemas inside structural tags: what xgrammar 0.2 loosens without saying so.
+"""Schemas inside structural tags: refuses what xgrammar 0.2 would silently ignore.
 
 Measured keyword by keyword and over the official JSON-Schema-Test-Suite. Of a node's `$ref`, const,
 enum, anyOf, oneOf, allOf and type the first one wins and the rest is dropped; patterns and lengths
@@ -21,7 +21,7 @@ _INSIDE = (
     "cannot be held to, with this model's vocabulary, where tool calls, thinking or tags of your own stand "
     "around the JSON: leave it out of the schema, or ask for the JSON without tools and thinking"
 )
-"""What a client can do about it: it may never have heard of structural tags."""
+"""Says what a client can do, who need not know of structural tags."""
 _KEYS: Mapping[str, frozenset[str]] = {
     "object": frozenset(("properties", "required", "additionalProperties")),
     "array": frozenset(("items", "prefixItems", "minItems", "maxItems")),
@@ -48,8 +48,8 @@ _WORD = 2**53
 _POINTER = re.compile(r"#(/\$defs/|/definitions/)[^/%~]+|#")
 
 
-def check_strict(root: Json) -> None:
-    """Raise `Refused` for a schema that xgrammar would not carry out to the letter."""
+def check_exact(root: Json) -> None:
+    """Raise `Refused` for a schema that xgrammar would not enforce exactly."""
     check_schema(root)
     if root is False:
         raise Refused("The schema false allows nothing.")
@@ -57,9 +57,9 @@ def check_strict(root: Json) -> None:
         _check_node(schema, path)
 
 
-def narrow(root: Json) -> None:
-    """Close objects that declare properties, in place: xgrammar would let an escaped key ("\\u0061" is
-    "a") past the declared one's schema. What remains is a part of what was asked for."""
+def close_objects(root: Json) -> None:
+    """Set `additionalProperties` to false in objects that declare properties, in place: xgrammar would let
+    an escaped key ("\\u0061" is "a") past the declared one's schema."""
     for schema, _ in objects(root):
         if schema.get("properties"):
             schema["additionalProperties"] = False
@@ -93,7 +93,7 @@ def _check_first(first: str, schema: Mapping[str, Json], keys: set[str], path: s
         values = [schema[first]] if first == "const" else schema[first]
         if not isinstance(values, list) or not values:
             refuse(first, path, "needs at least one value")
-        if not _fit(values, schema.get("type")):
+        if not _match_type(values, schema.get("type")):
             refuse("type", path, f"contradicts '{first}' beside it")
         beside -= {"type"}
     if beside:
@@ -123,7 +123,7 @@ def _disjoint(branches: list[Json]) -> bool:
     return plain and len(set(kinds)) == len(kinds) and not numbers
 
 
-def _fit(values: list[Json], kinds: Json) -> bool:
+def _match_type(values: list[Json], kinds: Json) -> bool:
     listed = kinds if isinstance(kinds, list) else [kinds]
     return kinds is None or all(any(_TYPES[kind](v) for kind in listed if kind in _TYPES) for v in values)
 

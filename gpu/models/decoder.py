@@ -54,7 +54,7 @@ class Layer:
         return self._mlp(ctx, self._after.add(ctx, x, residual))
 
 
-def unlike(kinds: Sequence[Hashable]) -> list[int]:
+def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
     """Layers that launch together what all do: of each pair of neighbouring kinds the first, and the last
     layer. A layer's norm depends on what the one before adds."""
     first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}
@@ -64,7 +64,7 @@ def unlike(kinds: Sequence[Hashable]) -> list[int]:
 class Decoder(CausalModel):
     """The Llama lineage: models that generate, those below their head, and those with one for classes."""
 
-    __slots__ = ("_embedding", "_head", "_layers", "_norm", "_rope", "_unlike")
+    __slots__ = ("_distinct", "_embedding", "_head", "_layers", "_norm", "_rope")
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype, device)
@@ -72,7 +72,7 @@ class Decoder(CausalModel):
         self._embedding = parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
         self._norm = RmsNorm(spec, "model.norm", parameters)
         self._layers = [Layer(spec, layer, parameters) for layer in range(spec.layers)]
-        self._unlike = [self._layers[i] for i in unlike([layer.kind for layer in self._layers])]
+        self._distinct = [self._layers[i] for i in distinct_layers([layer.kind for layer in self._layers])]
         heads = {
             "generate": {"lm_head": spec.vocab_size},
             "classify": {"score": len(spec.pooling.labels)},
@@ -91,7 +91,7 @@ class Decoder(CausalModel):
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
         part: Part | None = None
-        for layer in self._unlike if ctx.brief else self._layers:
+        for layer in self._distinct if ctx.brief else self._layers:
             found = layer.attend(ctx, rotation, part, residual)
             if ctx.wanted is not None and layer is self._layers[-1]:
                 # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
@@ -103,4 +103,4 @@ class Decoder(CausalModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`."""
-        return self._head.wide(hidden)
+        return self._head.to_float32(hidden)

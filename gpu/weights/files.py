@@ -15,7 +15,7 @@ from core.errors import ModelError
 from gpu.quant import FP8
 from gpu.thread import device_thread
 from gpu.weights.fill import Filler
-from gpu.weights.fp8 import SCALES, dequantise, fitting, is_scale
+from gpu.weights.fp8 import SCALES, as_place_scale, dequantise, is_scale
 from gpu.weights.stage import readers
 
 _RUN = 32
@@ -95,7 +95,7 @@ def _reader(filler: Filler, path: Path, names: list[str], holders: Mapping[str, 
 def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
     """As it is, where its place is FP8 and scaled as it is."""
     place = filler.scale(name)
-    kept = fitting(scale, tuple(place.shape)) if place is not None else None
+    kept = as_place_scale(scale, tuple(place.shape)) if place is not None else None
     if kept is not None:
         filler.put(name, weight, kept)
     else:

@@ -43,7 +43,7 @@ class Filler:
 
     def wants(self, name: str, shape: Sequence[int]) -> bool:
         """Whether to read the tensor `name`; a name or shape that does not fit is noted."""
-        own, name = name, self._own(name)
+        own, name = name, self._place_name(name)
         place = self._places.get(name)
         if place is None:
             # A tied head may be stored as well; transformers ignores it, and so do we.
@@ -62,7 +62,7 @@ class Filler:
 
     def scale(self, name: str) -> torch.Tensor | None:
         """The place of the scale of `name`, which is wanted, where its own is e4m3."""
-        own = self._own(name)
+        own = self._place_name(name)
         return self._places[own + "_scale"] if self._places[own].dtype == FP8 else None
 
     def put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
@@ -71,7 +71,7 @@ class Filler:
         `scale`, of the shape of `scale(name)`, comes with an FP8 tensor for a place that is one; any other
         tensor is quantised on its way there.
         """
-        name = self._own(name)
+        name = self._place_name(name)
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         place = self._places[name]
@@ -88,7 +88,7 @@ class Filler:
             self._copy(place, tensor)
         self._filled[name] = None
 
-    def _own(self, name: str) -> str:
+    def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""
         return self._base + name if name not in self._places and self._base + name in self._places else name
 
@@ -101,8 +101,7 @@ class Filler:
             _list("of the wrong shape", sorted(self._misshapen)),
         ]
         if any(faults):
-            told = "; ".join(fault for fault in faults if fault)
-            raise ModelError(f"{source} does not match its config: {told}.")
+            raise ModelError(f"{source} does not match its config: {'; '.join(filter(None, faults))}.")
 
 
 def _list(kind: str, names: list[str]) -> str:

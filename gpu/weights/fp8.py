@@ -33,7 +33,7 @@ def is_scale(name: str) -> bool:
     return name.rpartition(".")[2] in _BESIDE
 
 
-def fitting(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+def as_place_scale(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
     """`scale` as float32 of `shape`, [out] or [out / 128, in / 128]; None where it scales otherwise."""
     if scale.numel() == 1:
         return scale.float().reshape(-1)[0].expand(shape).contiguous()
@@ -59,7 +59,7 @@ def store(place: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, copy: 
 def dequantise(name: str, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """float32 [out, in] of e4m3 `weight` and its scale. Raises `ModelError` for a scale that does not fit."""
     rows, columns = weight.shape
-    if (each := fitting(scale, (rows,))) is not None:
+    if (each := as_place_scale(scale, (rows,))) is not None:
         return weight.float().mul_(each[:, None])
     if tuple(scale.shape) != (-(-rows // BLOCK), -(-columns // BLOCK)):
         raise ModelError(

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from app.helper.process import HelperProcess
-from app.text.sent import KEPT, MAX_SOURCE, Renderer, SentTemplate
+from app.text.request_template import KEPT, MAX_SOURCE, Renderer, RequestTemplate
 from app.text.template import TIME_LIMIT, ChatTemplate, read_template
 from core.errors import ModelError, RequestError
 from tests.rigs.assets import asset
@@ -361,7 +361,7 @@ def test_templates_of_requests_are_kept_compiled_but_not_for_ever() -> None:
 async def test_a_request_s_template_that_cannot_be_taken(source: str) -> None:
     helper = HelperProcess()
     with pytest.raises(RequestError) as caught:
-        await SentTemplate(source, {}, helper).render_async(USER)
+        await RequestTemplate(source, {}, helper).render_async(USER)
     assert caught.value.param == "chat_template"
     helper.close()
 

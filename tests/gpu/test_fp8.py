@@ -26,7 +26,7 @@ from gpu.state.view import StepView
 from gpu.thread import device_thread
 from gpu.weights import load_model
 from gpu.weights.fill import Filler
-from gpu.weights.fp8 import dequantise, fitting, store
+from gpu.weights.fp8 import as_place_scale, dequantise, store
 from tests.rigs import tiny_model
 from tests.rigs.runner import CPU
 
@@ -207,7 +207,7 @@ def test_blocks_have_no_scale_for_a_row() -> None:
     weight = torch.randn(300, 200)
     scale = per_block(weight)
     stored = (weight / spread(scale, weight.shape)).to(FP8)
-    assert fitting(scale, (300,)) is None
+    assert as_place_scale(scale, (300,)) is None
     places = {"w": torch.empty(300, 200, dtype=FP8), "w_scale": torch.empty(300)}
     filler = Filler(places, copy)
     assert filler.wants("w", (300, 200)) and filler.scale("w") is places["w_scale"]
@@ -218,9 +218,9 @@ def test_blocks_have_no_scale_for_a_row() -> None:
 
 
 def test_one_scale_is_every_blocks() -> None:
-    found = fitting(torch.tensor([0.5], dtype=torch.bfloat16), (2, 3))
+    found = as_place_scale(torch.tensor([0.5], dtype=torch.bfloat16), (2, 3))
     assert found is not None and torch.equal(found, torch.full((2, 3), 0.5))
-    assert fitting(torch.ones(256, 1), (2, 3)) is None
+    assert as_place_scale(torch.ones(256, 1), (2, 3)) is None
 
 
 def test_blocks_of_numbers() -> None:

@@ -17,7 +17,7 @@ from gpu.grammar import Compiler
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.xgrammar_backend import check_tag
-from gpu.grammar.xgrammar_schema import check_strict
+from gpu.grammar.xgrammar_schema import check_exact
 from tests.rigs.grammars import (
     END,
     THINK,
@@ -488,7 +488,7 @@ async def test_other_sources_say_what_is_wrong(
 )
 def test_schemas_in_tags_are_refused_where_xgrammar_would_loosen_them(schema: Any, word: str) -> None:
     with pytest.raises(Refused, match=re.escape(f"'{word}'")) as caught:
-        check_strict(schema)
+        check_exact(schema)
     if word in ("pattern", "minLength", "multipleOf", "date"):
         assert "leave it out of the schema, or ask for the JSON without tools" in str(caught.value)
 
@@ -511,4 +511,4 @@ def test_schemas_in_tags_are_refused_where_xgrammar_would_loosen_them(schema: An
     ],
 )
 def test_what_tools_usually_declare_passes(schema: Any) -> None:
-    check_strict(schema)
+    check_exact(schema)

@@ -15,7 +15,7 @@ from core.errors import Overloaded, RequestError
 from core.grammar import GrammarSpec
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.cache import GrammarCache, Key, Refusal
-from gpu.grammar.limits import runs_away
+from gpu.grammar.limits import needs_trial
 from gpu.grammar.stepper import Grammar
 from tests.rigs.grammars import decode, new_slot, table
 from tests.rigs.wait import PATIENCE
@@ -249,8 +249,8 @@ async def test_large_schemas_that_are_cheap_never_wait_for_the_helper(name: str)
     ],
 )
 def test_what_may_take_seconds_or_the_stack_is_tried_in_the_helper(text: str) -> None:
-    assert runs_away("json_schema", text)
-    assert runs_away("lark", f"start: r0\nr0: %json {text}")
+    assert needs_trial("json_schema", text)
+    assert needs_trial("lark", f"start: r0\nr0: %json {text}")
 
 
 async def test_a_chain_of_references_ends_the_helper_and_not_the_server(patient: Compiler) -> None:

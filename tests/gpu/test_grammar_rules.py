@@ -15,7 +15,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.request import SamplingParams
 from core.types import NO_TOKENS
 from gpu.grammar import Compiler, Matchers
-from gpu.grammar.token_rules import Ruled, RuleStepper
+from gpu.grammar.token_rules import RestrictedGrammar, TokenRuleStepper
 
 WIDTH = 70
 
@@ -37,8 +37,8 @@ def follow(grammar: Any, said: Sequence[int], width: int = WIDTH) -> set[int]:
     return taken(bits[1], width)
 
 
-def ruled(rules: TokenRules, grammar: CompiledGrammar | None = None) -> Ruled:
-    return Ruled(RuleStepper(WIDTH), grammar, rules)
+def ruled(rules: TokenRules, grammar: CompiledGrammar | None = None) -> RestrictedGrammar:
+    return RestrictedGrammar(TokenRuleStepper(WIDTH), grammar, rules)
 
 
 EVERY = set(range(WIDTH))

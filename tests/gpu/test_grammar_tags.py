@@ -16,7 +16,7 @@ from gpu.grammar import Compiler, Matchers
 from gpu.grammar.llguidance_backend import LlgBackend
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
-from gpu.grammar.structural_tag_lark import Unwritten, lark_of
+from gpu.grammar.structural_tag_lark import NotInLark, lark_of
 from gpu.grammar.xgrammar_backend import XgrBackend
 from tests.rigs.grammars import END, THINK, TOOL, TURN, UNTHINK, accepts, allowed, decode, new_slot, table
 
@@ -68,7 +68,7 @@ def text_of(form: Any) -> str:
 
 
 def both(form: Any) -> list[Grammar]:
-    source = LLGUIDANCE.written(text_of(form)).text
+    source = LLGUIDANCE.tag_source(text_of(form)).text
     return [LLGUIDANCE.compile("lark", source), XGRAMMAR.compile("structural_tag", text_of(form))]
 
 
@@ -186,7 +186,7 @@ MIXED = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_what_llguidance_would_mix_up_is_not_written(name: str) -> None:
-    with pytest.raises(Unwritten):
+    with pytest.raises(NotInLark):
         lark_of({"format": MIXED[name]}, MARKS, lambda part: json.dumps(part.schema))
 
 
@@ -305,5 +305,5 @@ def test_rows_of_a_step_are_written_over_by_the_next() -> None:
 
 def test_a_schema_in_a_tag_is_refused_before_it_is_written() -> None:
     with pytest.raises(Refused, match="if"):
-        LLGUIDANCE.written(text_of(js({"if": {}})))
-    assert DATED["type"] == "object" and "pattern" in LLGUIDANCE.written(text_of(js(DATED))).text
+        LLGUIDANCE.tag_source(text_of(js({"if": {}})))
+    assert DATED["type"] == "object" and "pattern" in LLGUIDANCE.tag_source(text_of(js(DATED))).text

@@ -38,7 +38,7 @@ from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
 from app.parsers.registry import ToolFamily
 from app.service import Loaded
-from app.text.sent import SentTemplate
+from app.text.request_template import RequestTemplate
 from app.text.template import ChatTemplate
 from core.errors import field_error
 from core.types import Ints
@@ -109,7 +109,9 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     return job, watch
 
 
-async def _render(body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate | SentTemplate) -> str:
+async def _render(
+    body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate | RequestTemplate
+) -> str:
     messages = await aside(len(body.messages or ()), lambda: check_messages(body.messages))
     if loaded.tools is not None and loaded.tools.short_ids:
         messages = short_ids(messages)

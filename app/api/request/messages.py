@@ -11,7 +11,7 @@ from app.http.body import check_depth
 from app.http.pieces import MAX_VALUES
 from app.service import Loaded
 from app.text.numbers import slow_numbers
-from app.text.sent import SentTemplate
+from app.text.request_template import RequestTemplate
 from app.text.template import ChatTemplate
 from core.errors import RequestError, field_error, unsupported
 
@@ -153,7 +153,7 @@ def template_arguments(sent: dict[str, Any] | None, **named: object) -> dict[str
     return arguments
 
 
-def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate | SentTemplate:
+def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate | RequestTemplate:
     """The model's template, or the one that a request brings where the operator trusts its clients with
     that (CVE-2025-61620). Raises `RequestError` naming `chat_template`."""
     if sent in (None, ""):
@@ -166,7 +166,7 @@ def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate | SentTemplate
         )
     if not isinstance(sent, str):
         raise field_error("chat_template", "must be a string")
-    return SentTemplate(sent, loaded.template.special_tokens, loaded.helper)
+    return RequestTemplate(sent, loaded.template.special_tokens, loaded.helper)
 
 
 def generation_prompt(add: bool | None, continue_final: bool | None) -> tuple[bool, bool]:

@@ -25,7 +25,7 @@ KEPT = 16
 """Templates that the helper keeps compiled."""
 
 
-class _Call(msgspec.Struct, frozen=True):
+class _Rendering(msgspec.Struct, frozen=True):
     """One rendering: a template, and the arguments of `ChatTemplate.render`."""
 
     source: str
@@ -33,7 +33,7 @@ class _Call(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Answer(msgspec.Struct, frozen=True):
     """The prompt, or what is wrong: the fields of a `RequestError`."""
 
     text: str = ""
@@ -42,7 +42,7 @@ class _Said(msgspec.Struct, frozen=True):
     shows_tools: bool = True
 
 
-class SentTemplate:
+class RequestTemplate:
     """A template of one request, over the model's special tokens. Owner: event loop."""
 
     __slots__ = ("_helper", "_source", "_task", "shows_tools")
@@ -61,9 +61,9 @@ class SentTemplate:
         self._task = Task(f"{__name__}:{Renderer.__name__}", msgspec.msgpack.encode(dict(special_tokens)))
 
     async def render_async(self, messages: Sequence[Message], /, **options: Any) -> str:
-        """See `ChatTemplate.render`. Raises `Overloaded` too, and
-        `RequestError` naming `chat_template`."""
-        call = _Call(self._source, messages, options)
+        """See `ChatTemplate.render`. Raises `RequestError` naming `chat_template` too, and
+        `Overloaded`."""
+        call = _Rendering(self._source, messages, options)
         try:
             payload = msgspec.msgpack.encode(call)
         except OverflowError:
@@ -72,11 +72,11 @@ class SentTemplate:
             answer = await self._helper.run(self._task, payload, SECONDS)
         except Exceeded as error:
             raise RequestError(f"'chat_template' {error} with these messages.", "chat_template") from error
-        said = msgspec.msgpack.decode(answer, type=_Said)
-        if said.wrong:
-            raise RequestError(said.wrong, said.param)
-        self.shows_tools = said.shows_tools
-        return said.text
+        rendered = msgspec.msgpack.decode(answer, type=_Answer)
+        if rendered.wrong:
+            raise RequestError(rendered.wrong, rendered.param)
+        self.shows_tools = rendered.shows_tools
+        return rendered.text
 
 
 class Renderer:
@@ -87,14 +87,14 @@ class Renderer:
         self._template = lru_cache(KEPT)(lambda source: ChatTemplate(source, special))
 
     def __call__(self, payload: bytes) -> bytes:
-        """The msgpack of a `_Said` for that of a `_Call`."""
-        call = msgspec.msgpack.decode(payload, type=_Call)
+        """The msgpack of a `_Answer` for that of a `_Rendering`."""
+        call = msgspec.msgpack.decode(payload, type=_Rendering)
         try:
             template = self._template(call.source)
             text = template.render(call.messages, **call.options)
-            said = _Said(text=text, shows_tools=template.shows_tools)
+            answer = _Answer(text=text, shows_tools=template.shows_tools)
         except RequestError as error:
-            said = _Said(wrong=error.message, param=error.param)
+            answer = _Answer(wrong=error.message, param=error.param)
         except ModelError as error:
-            said = _Said(wrong=f"'chat_template': {error}", param="chat_template")
-        return msgspec.msgpack.encode(said)
+            answer = _Answer(wrong=f"'chat_template': {error}", param="chat_template")
+        return msgspec.msgpack.encode(answer)
