@@ -1,4 +1,4 @@
-"""`--model` to files on disk: which checkpoint, what it says of itself, where its tokenizer is."""
+"""Resolves `--model` to files on disk: weights, config, tokenizer, defaults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything known of a model before a weight is read."""
+    """A model's files and configuration, before a weight is read."""
 
     names: tuple[str, ...]
     """What clients call it; the first is what answers carry."""
@@ -222,7 +222,7 @@ def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> Samp
         check(params, int(facts.get("vocab_size") or 0))
     except (msgspec.ValidationError, RequestError) as error:
         raise ModelError(
-            f"{path / 'generation_config.json'}: {error} Mend it, or start with --generation-config none."
+            f"{path / 'generation_config.json'}: {error} Fix it, or start with --generation-config none."
         ) from error
     if given:
         listed = ", ".join(f"{name} {value}" for name, value in given.items())

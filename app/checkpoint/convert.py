@@ -28,7 +28,7 @@ _WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DIGITS: Mapping[str, str] = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
-"""The split of the Llama 3 and Qwen vocabularies, and how each takes numbers apart."""
+"""The pre-tokenizer split of the Llama 3 and Qwen vocabularies, and how each splits numbers."""
 
 
 def from_gguf(path: Path, progress: Callable[[str], None]) -> Path:

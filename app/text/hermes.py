@@ -1,7 +1,7 @@
-"""Tools for a chat template that leaves them out: put into the messages, in Hermes' form.
+"""Tools in the messages, in Hermes' format, for chat templates that do not render them.
 
-Most models have seen this form in training, and every model can be held to it by a grammar. Its words are
-those of Qwen's templates.
+Most models have seen this format in training, and a grammar can enforce it for any model. The wording is
+that of Qwen's templates.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ For each function call, return a json object with function name and arguments wi
 def tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, system: bool
 ) -> list[dict[str, Any]]:
-    """The conversation with tools, calls and their results as text. `system`: the template has room for a
-    system message; the first user message takes the tools otherwise."""
+    """The conversation with tools, calls and their results as text. `system`: the template renders system
+    messages; otherwise the tools go into the first user message."""
     texts = list(_as_text(messages))
     if not tools:
         return texts
@@ -74,7 +74,7 @@ def _called(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: object) -> object:
-    """A call's arguments as what their text says, where they are text that is JSON."""
+    """A call's arguments parsed, where they are text that is JSON; otherwise as they are."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

@@ -1,8 +1,8 @@
-"""Text between a prompt and a suffix, from models that were trained to fill it in.
+"""Fill-in-the-middle: text between a prompt and a suffix, from models that were trained for it.
 
 Such models have tokens that mark the parts of a prompt. They are looked up by name in the vocabulary, which
-says nothing of whether a checkpoint was trained with them; where none are there, there is no other way to
-ask. The names and the order of the parts are those of the checkpoints' own cards; llama.cpp looks for the
+does not say whether a checkpoint was trained with them; a vocabulary without them cannot be asked to fill
+in. The names and the order of the parts are those of the checkpoints' own cards; llama.cpp looks for the
 same names.
 """
 
@@ -42,7 +42,7 @@ FAMILIES = (
     Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ("<|endoftext|>",)),  # GLM, CodeGeeX4
     Family("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
 )
-"""The first whose marks are all there is taken."""
+"""The first whose tokens are all in the vocabulary is used."""
 
 _GLUE = "☺"
 """Meta's own way to encode a text without the space before it: behind a character of its own tokens."""

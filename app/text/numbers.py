@@ -1,4 +1,4 @@
-"""Numbers in JSON that take long to read."""
+"""Numbers in JSON that are slow to parse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLOW = (b"e000", b"e-000")
 
 
 def slow_numbers(body: bytes) -> int:
-    """How many numbers there may be that take long to read; text that looks like them counts too. Takes 1 ns
+    """An upper bound of the numbers that are slow to parse: text that looks like them counts too. Takes 1 ns
     a byte."""
     plain = body.translate(_PLAIN)
     return sum(plain.count(each) for each in _SLOW)

@@ -1,4 +1,4 @@
-"""Models that go round in circles."""
+"""Detects an output that repeats itself."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ MAX_LENGTH = 128
 
 
 class RepetitionScanner:
-    """Notices when the last tokens are one run, said over and over.
+    """Detects that the last tokens are one run, repeated.
 
     For each length it counts how many of the last tokens equal the one that many places before: a run
-    of n tokens has been said c times when that holds for the last n * (c - 1). Owner: event loop.
+    of n tokens is repeated c times when that holds for the last n * (c - 1). Owner: event loop.
     """
 
     __slots__ = ("_matches", "_tokens", "_wanted")
@@ -23,7 +23,7 @@ class RepetitionScanner:
         self._matches = [0] * (wanted.longest + 1)
 
     def feed(self, token: int) -> bool:
-        """One more token; whether it completes a run of the length and number asked for."""
+        """One more token; whether it completes such a repetition."""
         wanted, tokens, matches = self._wanted, self._tokens, self._matches
         found = False
         for n in range(wanted.shortest, min(wanted.longest, len(tokens)) + 1):
@@ -36,7 +36,7 @@ class RepetitionScanner:
 
 
 class Repetition(msgspec.Struct, frozen=True):
-    """A run of `shortest` to `longest` tokens that is said `count` times in a row. `longest` >=
+    """A run of `shortest` to `longest` tokens that occurs `count` times in a row. `longest` >=
     `shortest` >= 1, `count` >= 2."""
 
     shortest: int

@@ -1,4 +1,4 @@
-"""Templates that requests bring: rendered in the helper process, which can be killed.
+"""Chat templates sent with a request: rendered in the helper process, which can be killed.
 
 The sandbox looks at the clock between two operations; a single one over a text of 30 MB (`title`) outlasts
 any limit, and a thread cannot be stopped. The operator vouches for the model's own template, which stays in
@@ -34,7 +34,7 @@ class _Rendering(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """The prompt, or what is wrong: the fields of a `RequestError`."""
+    """The prompt, or the fields of a `RequestError`."""
 
     text: str = ""
     wrong: str = ""

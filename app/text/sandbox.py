@@ -8,7 +8,7 @@ a thread cannot be killed. So the template is compiled with checks where work is
     calls, filters, tests  look at the clock; their arguments cannot ask for huge results
     + * % ** ~             are refused when the result would be too large
     output, set blocks     are added up before they are joined
-    all that is made       is added up too, also what is gone again
+    all values created     are added up too, also those that were freed
 
 Between two checks only native code over values of bounded size runs, so a template stops within
 tens of milliseconds of its deadline.
@@ -49,8 +49,8 @@ MAX_WORK = 10**9
 """Length of a string times that of a string argument: what `strip` may compare."""
 
 MAX_MADE = 2**29
-"""Bytes of all texts and lists that a rendering makes, so also of those that it keeps: without it, one that
-made what it could in a second held 1.8 GB. 64 times the largest body that a server takes by default."""
+"""Bytes of all texts and lists that one rendering creates, which bounds what it holds: without it, one held
+1.8 GB after a second. 64 times the largest body that a server takes by default."""
 
 _DROPPED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters that no chat template uses and whose time or size has no simple bound."""
@@ -61,7 +61,7 @@ class OutOfTime(TemplateError):
 
 
 class Budget(threading.local):
-    """How long the rendering on this thread may go on, and how much it may make.
+    """The time and memory that the rendering on this thread may still use.
 
     The thread's own processor time counts, so a busy machine fails nobody's template.
     """
@@ -78,7 +78,7 @@ class Budget(threading.local):
         self._left = MAX_MADE
 
     def charge(self, value: Any) -> Any:
-        """`value`, which was just made, and as many small things as it holds."""
+        """Deduct the size of the new `value`, and return it."""
         if isinstance(value, _SIZED):
             self._left -= sys.getsizeof(value)
             if not isinstance(value, str | bytes):
@@ -230,7 +230,7 @@ def _filter(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 class _TimedLoop:
-    """What a loop goes over, looking at the clock every turn."""
+    """The items of a loop; checks the deadline before each."""
 
     __slots__ = ("_budget", "_items")
 
@@ -277,7 +277,7 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"the name {name!r} begins with an underscore")
 
 
-# -- what a template may ask for -------------------------------------------------------------------
+# -- limits of operations -------------------------------------------------------------------
 
 
 def _refuse(what: str) -> NoReturn:
@@ -327,7 +327,7 @@ def _check_sum(start: object) -> None:
 _WALKED = frozenset(("join", "tojson", "string", "e", "escape", "forceescape", "replace", "urlencode"))
 """Filters and methods that print nested values."""
 _COMPARED = frozenset(("sort", "dictsort", "unique", "groupby", "min", "max", "index", "count", "in"))
-"""Those that compare them."""
+"""Filters and methods that compare nested values."""
 _ORDER_TESTS = frozenset(
     ("eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", ">", "ge", ">=")
 )

@@ -39,7 +39,7 @@ _CONTEXT_SIGNS = ("^", "$", "\\b", "\\B", "\\A", "\\z")
 
 
 def check_stops(stops: Sequence[str], patterns: Sequence[str] = ()) -> None:
-    """Raise `RequestError` naming `stop` or `stop_regex` for what cannot be looked for."""
+    """Raise `RequestError` naming `stop` or `stop_regex` for one that is not supported."""
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop takes at most {MAX_STOPS} strings, got {len(stops)}.", "stop")
     for stop in stops:
@@ -151,8 +151,8 @@ class _Stop:
         self.begin = -1
 
     def seek(self, held: str, before: int) -> _Found | None:
-        """Where it stands in `held`, of which only what follows held[:before] is new. No place is looked
-        at twice once it is ruled out."""
+        """Its first match in `held`, where held[before:] is new. A place that is ruled out is not looked at
+        again."""
         text, begin = self.text, self.begin
         if begin < 0:
             begin = held.find(self.first, before)

@@ -30,7 +30,7 @@ Llama 3.1 and DeepSeek-V3); one that is not done in half a millisecond is starte
 thread, so that no template can hold the loop."""
 
 PROBE_TIME = 0.1
-"""For each of the nine renderings by which a template is found out at the start."""
+"""For each of the nine renderings that probe a template at the start."""
 
 THREADS = 2
 MAX_SOURCE = 1 << 20
@@ -40,7 +40,7 @@ RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "continue_fi
 """Names that template arguments cannot set: they have fields of their own."""
 
 _FAILURES = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-"""What a template raises for messages that it was not made for, and by its own mistakes."""
+"""Errors of a template: its own, or for messages that it does not support."""
 _TOO_MUCH = (RecursionError, MemoryError)
 
 _PROBE = "a probe of what the template reads"
@@ -100,7 +100,7 @@ class ChatTemplate:
         self._empty_content: str | None = ""
         self._shows_system = self._shows_calls = True
         self.shows_tools = True
-        """It renders the tools of a request. Where it does not, they are put into the messages."""
+        """The template renders tools. Otherwise they are put into the messages."""
         if self._template is not None:
             self._probe()
 
@@ -211,7 +211,7 @@ class ChatTemplate:
         continue_final_message: bool,
         arguments: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Every name the template sees. Raises `RequestError` for what can be told beforehand."""
+        """The template's variables. Raises `RequestError` for what can be refused before rendering."""
         if self._template is None:
             raise RequestError(
                 "This model has no chat template. Use /v1/completions, or have the operator set one "
@@ -261,9 +261,8 @@ class ChatTemplate:
         return plain
 
     def _probe(self) -> None:
-        """Find out by trying what the template makes of content as text and as parts, of system messages,
-        of tools, and of tool arguments as objects. Reading its source instead would have to follow every
-        variable."""
+        """Find out by rendering which forms of content, system messages, tools and tool arguments the
+        template supports. Its source does not say so without following every variable."""
         text = self._try([{"role": "user", "content": _PROBE}])
         parts = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
         self._takes_text = _PROBE in text
@@ -312,7 +311,7 @@ class ChatTemplate:
 
 
 class _OutOfInlineTime(Exception):
-    """Not finished in the time it had on the loop."""
+    """Not finished within `INLINE_TIME`."""
 
 
 def _rendered(template: Template, context: dict[str, Any]) -> str:

@@ -35,15 +35,15 @@ THREADS = 2
 """Long prompts encoded at once. More would take cores from the launch threads."""
 
 HUGE_CHARS = 256 * 1024
-"""Texts longer than this wait for each other in a thread of their own: 7 MB take up to 20 s, and two of them
-would hold up every prompt that is not short."""
+"""Texts longer than this share one thread of their own: 7 MB take up to 20 s, and two of them would block
+every prompt that is not short."""
 
 SPARSE_CHARS = 4
-"""Of a token, where text is not unusual: the first look at a text that may be too long takes so many for each
-token that there may be, the next four times as many."""
+"""Per token, in usual text: of a text that may be too long, this many characters for each token of the limit
+are encoded first, then four times as many."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>")
-"""End an assistant's turn in ChatML, Llama 3, Gemma and Llama 4, whatever the files name as EOS:
+"""These end an assistant's turn in ChatML, Llama 3, Gemma and Llama 4, whatever the files name as EOS:
 fine-tunes often keep the base model's."""
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""How single token ids read: bytes, text, special or not.
+"""Bytes and text of single token ids.
 
 Two families of vocabularies are exact tables, because their decoders work token by token:
 
@@ -51,7 +51,7 @@ class Vocabulary:
             for text, token in vocab.items():
                 self.raw[token] = _bytes(text, self.family)
             self.texts = [_whole(raw) for raw in self.raw]
-        # What a reader sees who skips special tokens.
+        # The same with special tokens skipped.
         self.shown_raw, self.shown_texts = list(self.raw), list(self.texts)
         if self.raw:
             for token in self.special_ids:

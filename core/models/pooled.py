@@ -1,5 +1,5 @@
-"""Configs of checkpoints that make vectors or scores: decoders without a head, or with one for classes,
-and the BERT family. Defaults are those of transformers' config classes."""
+"""Configs of embedding and classification models: decoders without a head or with one for classes, and the
+BERT family. Defaults are those of transformers' config classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoi
 
 
 def without_lm_head(config: Config) -> Config:
-    """The config of the model below a head for tokens; others stay as they are."""
+    """The config of the base model of one with a language-model head; others stay as they are."""
     architecture = architecture_of(Fields(config))
     if not architecture.endswith(_GENERATES):
         return config
@@ -27,7 +27,7 @@ def without_lm_head(config: Config) -> Config:
 
 
 def embedder(read: Reader) -> Reader:
-    """A decoder whose last hidden state is its answer."""
+    """A decoder whose last hidden state is its output."""
 
     def reader(fields: Fields) -> ModelSpec:
         if not fields.flag("is_causal", True):
@@ -48,7 +48,7 @@ def classifier(read: Reader, of: Pooling = "last") -> Reader:
 
 
 def bert(fields: Fields) -> ModelSpec:
-    """BertModel. Without a word on pooling the mean, as sentence-transformers does."""
+    """BertModel. Mean pooling by default, as in sentence-transformers."""
     return _encoder(fields, first_position=0)
 
 
@@ -92,8 +92,8 @@ def _encoder(fields: Fields, first_position: int) -> ModelSpec:
 
 
 def _classes(fields: Fields, pooling: PoolingSpec) -> PoolingSpec:
-    """Names of the classes and what makes scores of their logits: what sentence-transformers wrote down,
-    else what the kind of problem says, else sigmoid for one class and softmax for several."""
+    """Labels, and the activation of their logits: that of the sentence-transformers config, else by
+    `problem_type`, else sigmoid for one class and softmax for several."""
     named = fields.group("id2label")
     if named and not all(isinstance(label, str) and key.isdecimal() for key, label in named.items()):
         raise fields.wrong("id2label", "an object of class numbers and their names")

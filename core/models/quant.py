@@ -12,7 +12,7 @@ BLOCK = 128
 
 
 def is_readable_fp8(config: Config) -> bool:
-    """Whether weights of a `quantization_config` are FP8 (e4m3) as `gpu.weights.fp8` takes them."""
+    """Whether a `quantization_config` is FP8 (e4m3) as `gpu.weights.fp8` reads it."""
     match config.get("quant_method"):
         case "fp8":
             return config.get("weight_block_size") in (None, [BLOCK, BLOCK])

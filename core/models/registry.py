@@ -13,7 +13,7 @@ from core.models.spec import ModelSpec, PoolingSpec
 
 
 class Family(msgspec.Struct, frozen=True):
-    """How a config is read, and what may stand beside the tensors of its model."""
+    """How a config is read, and which tensor names a checkpoint may omit or add."""
 
     read: Callable[[Fields], ModelSpec]
     base: str = "model."

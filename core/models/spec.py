@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 Task = Literal["generate", "embed", "classify"]
-"""What a checkpoint was made for. A model that generates also embeds."""
+"""What a checkpoint was trained for. A model that generates also embeds."""
 
 Pooling = Literal["first", "last", "mean"]
 
@@ -54,7 +54,7 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How hidden states become one vector, and what is done with it."""
+    """How hidden states become one vector or scores."""
 
     kind: Pooling = "last"
     normalize: bool = True
@@ -62,13 +62,13 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     """Names of the classes, where the checkpoint has a head for them."""
     activation: Activation = "none"
-    """Makes scores of what that head says."""
+    """Turns that head's logits into scores."""
     max_tokens: int = 0
-    """Of an input, where the checkpoint was made for fewer than it has positions; 0: it was not."""
+    """Limit of an input, where it is below the number of positions; 0: none."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an encoder has that decoders have not."""
+    """Facts of encoders only."""
 
     token_types: int
     first_position: int = 0
@@ -107,9 +107,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int
     dtype: str = "float32"
     stored_fp8: Fp8 = ""
-    """How the checkpoint's matrices are scaled, where they are e4m3."""
+    """How the checkpoint's matrices are scaled if they are e4m3."""
     fp8: Fp8 = ""
-    """The layers' matrices run so, routers excepted: chosen by device, not read."""
+    """How the layers' matrices, except routers, are held while serving: chosen by device, not read."""
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

@@ -33,10 +33,10 @@ class Attention:
             self._norms = (q, k, spec.norm_eps)
 
     def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
-        """What the heads found for `x` [n, hidden]: [n, heads * head_dim]."""
+        """Attention output of the heads for `x` [n, hidden]: [n, heads * head_dim]."""
         ops = ctx.ops
         return ops.attend(self._layer, self._qkv(x, ops), self._heads, rotation, self._norms)
 
     def project(self, ctx: ForwardContext, found: torch.Tensor) -> torch.Tensor:
-        """What attention adds, [n, hidden], of what its heads found."""
+        """Output projection of the heads' output: [n, hidden]."""
         return self._out(found, ctx.ops)

@@ -65,8 +65,9 @@ class Linear:
         return ops.gated_linear(x, self.weight, self.bias, activation, self.scale)
 
     def to_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 [n, outputs]. On a GPU the product's own sums: a pass over 512 × 152,000 logits to
-        widen them would cost as much as reading the head, and rounding them makes ties."""
+        """The product as float32 [n, outputs]. On a GPU the accumulators as they are: a pass over
+        512 × 152,000 logits to widen them would cost as much as reading the head, and rounding them
+        makes ties."""
         if self.weight.is_cuda and self.weight.dtype != torch.float32 and self.bias is None:
             return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
         return self(x).float()

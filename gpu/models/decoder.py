@@ -42,21 +42,21 @@ class Layer:
     def attend(
         self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: torch.Tensor
     ) -> torch.Tensor:
-        """What attention's heads find for `residual` [n, hidden], which is updated in place by `part`: what
-        the layer before adds, None in the first layer. No row reads another behind this."""
+        """Attention output of the heads for `residual` [n, hidden], to which `part`, the output of the layer
+        before (None in the first layer), is added in place. Rows are independent from here on."""
         x = self._before(ctx, residual) if part is None else self._before.add(ctx, part, residual)
         return self._attention.attend(ctx, rotation, x)
 
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part:
-        """What the MLP adds to `residual` [n, hidden], which is updated in place by what attention makes of
-        what its heads `found`."""
+        """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
+        `found` is added in place."""
         x = self._attention.project(ctx, found)
         return self._mlp(ctx, self._after.add(ctx, x, residual))
 
 
 def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
-    """Layers that launch together what all do: of each pair of neighbouring kinds the first, and the last
-    layer. A layer's norm depends on what the one before adds."""
+    """Layers that together launch every kernel of the model: of each pair of neighbouring kinds the first,
+    and the last layer. A layer's norm depends on the output of the one before."""
     first = {pair: i for i, pair in reversed(list(enumerate(pairwise(kinds))))}
     return sorted({0, len(kinds) - 1} | {i + step for i in first.values() for step in (0, 1)})
 

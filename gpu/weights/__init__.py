@@ -1,4 +1,4 @@
-"""Checkpoints: what is in the files, and every parameter filled exactly once."""
+"""Loading of safetensors, GGUF and random weights into a model."""
 
 from gpu.weights.gguf import config_from_gguf
 from gpu.weights.load import load_model

@@ -1,4 +1,4 @@
-"""Random weights: for load tests, and for models nobody has the files of."""
+"""Random weights, for load tests and for models whose weights are not at hand."""
 
 from __future__ import annotations
 

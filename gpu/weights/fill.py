@@ -1,4 +1,4 @@
-"""Tensors into parameters, with the books kept: every name once, every shape right."""
+"""Copies tensors into parameters and checks that each is filled once and of the right shape."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SHOWN = 6
 
 
 class Filler:
-    """Copies named tensors into a model's places, then says whether the checkpoint fitted.
+    """Copies named tensors into a model's places, and records what does not match.
 
-    `wants` and `put` may be called from several threads: each name is one thread's, and the books
+    `wants` and `put` may be called from several threads: each name by one, and the records
     are dictionary and list appends. `finish` comes after all of them.
     """
 
@@ -39,10 +39,10 @@ class Filler:
         self._misshapen: list[str] = []
         self._unexpected: list[str] = []
         self.quantised: list[str] = []
-        """Matrices whose places are FP8, and that were not, or were scaled otherwise."""
+        """Matrices quantised while loading: their places are FP8, and they were not, or scaled otherwise."""
 
     def wants(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether to read the tensor `name`; a name or shape that does not fit is noted."""
+        """Whether to read the tensor `name`; one of an unexpected name or shape is recorded."""
         own, name = name, self._place_name(name)
         place = self._places.get(name)
         if place is None:
@@ -93,7 +93,7 @@ class Filler:
         return self._base + name if name not in self._places and self._base + name in self._places else name
 
     def finish(self, source: str) -> None:
-        """Raise one `ModelError` for all that did not fit. `source` names the checkpoint."""
+        """Raise one `ModelError` for all mismatches. `source` names the checkpoint."""
         missing = [name for name in self._places if name not in self._filled]
         faults = [
             _list("missing", missing),

@@ -1,4 +1,4 @@
-"""FP8 weights of checkpoints, as the numbers they stand for.
+"""FP8 weights of checkpoints: scales, dequantising, quantising.
 
 Checkpoints store e4m3 with a scale beside it, named after the weight:
 
