@@ -43,12 +43,10 @@ ALIASES = "Common flags of SGLang (--model-path, ...) and vLLM (serve MODEL, --m
 class GenerateFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Flags of `generate` that are not the model's."""
 
-    input: Annotated[str, Meta(description="JSONL file with one request a line")]
-    output: Annotated[str, Meta(description="JSONL file that results are appended to")]
-    concurrency: Annotated[int, Meta(description="requests at once; 0: chosen by device", ge=0)] = 0
-    model_name: Annotated[
-        str, Meta(description="name that lines may give for the model besides its own; any: every name")
-    ] = ""
+    input: Annotated[str, "JSONL file with one request a line"]
+    output: Annotated[str, "JSONL file that results are appended to"]
+    concurrency: Annotated[int, "requests at once; 0: chosen by device", Meta(ge=0)] = 0
+    model_name: Annotated[str, "name that lines may give for the model besides its own; any: every name"] = ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,10 +184,10 @@ def _add_fields(section: Any, group: type[msgspec.Struct], names: Sequence[str] 
 
 
 def _add_flag(section: Any, field: FieldInfo, hint: Any) -> None:
-    kind, meta = get_args(hint)
+    kind, text, *_ = get_args(hint)
     if several := get_origin(kind) is tuple:
         kind = get_args(kind)[0]
-    text, default = meta.description.replace("%", "%%"), field.default
+    text, default = text.replace("%", "%%"), field.default
     if default not in ("", False, (), msgspec.NODEFAULT):
         text = f"{text} (default: {default})"
     how: dict[str, Any]
