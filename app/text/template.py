@@ -283,15 +283,9 @@ class ChatTemplate:
             self._shows_calls = False
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
-        context = {
-            **self.special_tokens,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": False,
-        }
+        context = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": False}
         try:
-            return self._render(context, False, min(PROBE_TIME, TIME_LIMIT))
+            return self._render({**self.special_tokens, **context}, False, min(PROBE_TIME, TIME_LIMIT))
         except (RequestError, _OutOfInlineTime):
             return ""
 

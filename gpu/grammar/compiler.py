@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -132,20 +133,17 @@ class Compiler:
     async def _tag(self, key: Key) -> Grammar:
         """Compile a structural tag with llguidance if it can be, which takes more schemas and gives the
         better reasons, else with xgrammar."""
-        refused: Refused | None = None
         try:
-            loose = await self._in_thread(lambda: self._tag_source(key))
-            made = await self._compile(Key("lark", loose.text, loose.lenient))
-            made.warnings = loose.dropped + made.warnings
+            source = await self._in_thread(lambda: self._tag_source(key))
+            made = await self._compile(Key("lark", source.text, source.lenient))
+            made.warnings = source.dropped + made.warnings
             return made
         except NotInLark:
-            pass
-        except Refused as error:
-            refused = error
-        try:
             return await self._compile(key)
-        except Refused as error:
-            raise refused or error from None
+        except Refused as refused:
+            with contextlib.suppress(Refused):
+                return await self._compile(key)
+            raise refused
 
     def _tag_source(self, key: Key) -> Source:
         check_text(key.kind, key.text)
