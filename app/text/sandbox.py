@@ -108,7 +108,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "%", "**"))
 
-    def __init__(self, names: Mapping[str, Callable[..., object]] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -137,7 +137,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "namespace": _SafeNamespace,
             "dict": _SafeDict(),
         }
-        self.globals |= names or {}
 
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from core.env import read_object
 from core.errors import ModelError
 from gpu.quant import FP8
 from gpu.thread import device_thread
@@ -127,7 +127,8 @@ def open_file(path: Path) -> safe_open:
 def _names_by_file(directory: Path) -> dict[Path, list[str]]:
     """Tensor names of every file of a checkpoint."""
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+    content = read_object(index)
+    if content is None:
         single = directory / "model.safetensors"
         if not single.is_file():
             raise ModelError(
@@ -136,13 +137,12 @@ def _names_by_file(directory: Path) -> dict[Path, list[str]]:
             )
         with open_file(single) as file:
             return {single: list(file.keys())}
-    try:
-        names = json.loads(index.read_text("utf-8"))["weight_map"]
-        files: dict[Path, list[str]] = {}
-        for name, shard in names.items():
-            files.setdefault(directory / shard, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of shards ({error!r}).") from error
+    names = content.get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelError(f"{index} is not an index of shards: it has no weight_map.")
+    files: dict[Path, list[str]] = {}
+    for name, shard in names.items():
+        files.setdefault(directory / str(shard), []).append(name)
     # All of them before the first is read: a missing last shard should not cost the others' time.
     if gone := [path.name for path in files if not path.is_file()]:
         raise ModelError(
