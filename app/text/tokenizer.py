@@ -232,8 +232,7 @@ class Tokenizer:
 
     def token_name(self, token: int) -> str:
         """One token as the vocabulary spells it (`Ġthe`, `▁the`, `<0xC3>`); empty for ids outside it."""
-        name: str | None = self._core.id_to_token(token)
-        return name or ""
+        return str(self._core.id_to_token(token) or "")
 
     def token_text(self, token: int) -> str:
         """One token as text, U+FFFD where its bytes are no whole character."""
@@ -267,8 +266,7 @@ class Tokenizer:
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        token: int | None = self._core.token_to_id(text) if text else None
-        return token
+        return self.token_id(text) if text else None
 
 
 def _check_beginning(core: tokenizers.Tokenizer, text: str, param: str, most: int) -> None:
