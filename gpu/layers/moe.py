@@ -27,14 +27,14 @@ class SparseMlp:
     __slots__ = ("_experts", "_router")
 
     def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
-        # Plain also once the weights are final: packing 3 × experts small matrices a layer would lose the
-        # one tensor that grouped kernels want.
         self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts})
         width, device = moe.intermediate, parameters.device
         kind, scales = parameters.dtype, None
         if shapes := expert_scales(spec, moe):
             s13, s2 = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
             kind, scales = FP8, (s13, s2)
+        # Left plain when the weights are final: packing 3 × experts small matrices a layer would lose the one
+        # tensor that grouped kernels want.
         w13 = torch.empty(moe.experts, 2 * width, spec.hidden, dtype=kind, device=device)
         w2 = torch.empty(moe.experts, spec.hidden, width, dtype=kind, device=device)
         self._experts = Experts(
