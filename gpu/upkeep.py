@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from core.command import Command, CommandDone
-from core.errors import ConfigError, EngineFailed, LoomError
+from core.errors import ConfigError, EngineFailed, LoomError, ModelError
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
+
+log = logging.getLogger(__name__)
+
+REFUSALS = (LoomError, OSError, RuntimeError, MemoryError)
+"""What a command may fail with and be undone: files that cannot be read, memory that is not there."""
+
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a file raises whose fields or sizes contradict each other, where no check says so better."""
 
 
 class Replaceable(Protocol):
@@ -64,9 +73,17 @@ class Upkeep:
                     self._exchange(command, runner, awake=True)
         except EngineFailed:
             raise
-        except (LoomError, OSError, RuntimeError) as error:
+        except REFUSALS as error:
             return CommandDone(command.id, str(error))
         return CommandDone(command.id)
+
+    def _read(self, path: str) -> CausalModel:
+        """The model of a checkpoint. A damaged one is an error of its own, not of the engine."""
+        try:
+            return self._load(path)
+        except DAMAGED as error:
+            log.warning("%s cannot be read", path, exc_info=True)
+            raise ModelError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
 
     def _load_weights(self, path: str, runner: Replaceable) -> None:
         """Where memory allows, the new model is complete before the old one goes, and a bad file costs
@@ -75,10 +92,10 @@ class Upkeep:
         try:
             if gone:
                 runner.use_model(None)
-            loaded = self._load(path)
+            loaded = self._read(path)
             gone = True
             runner.use_model(loaded)
-        except (LoomError, OSError, RuntimeError) as refused:
+        except REFUSALS as refused:
             if gone:
                 loaded = None  # or there would be two in memory
                 self._restore(runner, refused)
@@ -89,8 +106,8 @@ class Upkeep:
         """The old weights again; nothing is left to run without them."""
         try:
             runner.use_model(None)
-            runner.use_model(self._load(self._path))
-        except (LoomError, OSError, RuntimeError) as lost:
+            runner.use_model(self._read(self._path))
+        except REFUSALS as lost:
             raise EngineFailed(
                 f"The new weights were refused ({refused}), and the old ones could not be read again: {lost}"
             ) from lost
@@ -99,10 +116,10 @@ class Upkeep:
         """A `wake` that fails half way gives back what it took, and the runner sleeps as before."""
         try:
             if "weights" in command.tags:
-                runner.use_model(self._load(self._path) if awake else None)
+                runner.use_model(self._read(self._path) if awake else None)
             if "kv_cache" in command.tags:
                 runner.use_pool(self._make_pool() if awake else None)
-        except (LoomError, OSError, RuntimeError) as failed:
+        except REFUSALS as failed:
             if not awake:
                 raise EngineFailed(f"Memory could not be given back: {failed}") from failed
             self._exchange(command, runner, awake=False)

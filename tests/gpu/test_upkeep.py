@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from core.command import Action, Command, CommandDone, Tag
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
@@ -111,6 +115,45 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_stay(
     assert token(before) == token(after)
 
 
+def damage(path: Path, how: str) -> Path:
+    """Damage a copy of the checkpoint at `path`; returns what to load."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    match how:
+        case "header":
+            file.write_bytes(file.read_bytes().replace(b'"dtype"', b'"dtipe"', 1))
+        case "missing":
+            del tensors["model.norm.weight"]
+            save_file(tensors, file)
+        case "scaled norm":
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+            save_file({**tensors, "model.norm.weight_scale": torch.ones(1)}, file)
+        case "gguf":
+            file = path / "model.gguf"  # its one fact is an array of strings, the first of 2^64 - 1 bytes
+            file.write_bytes(struct.pack("<4sIQQQcIIQQ", b"GGUF", 3, 0, 1, 1, b"a", 9, 8, 2, 2**64 - 1))
+            return file
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("header", "not a safetensors file"),
+        ("missing", "1 tensors missing: model.norm.weight"),
+        ("scaled norm", "is damaged: ValueError"),
+        ("gguf", "is damaged: OverflowError"),
+    ],
+)
+def test_damaged_weights_are_refused_and_the_old_ones_serve(
+    executor: LocalExecutor, path: Path, how: str, reason: str, tmp_path: Path
+) -> None:
+    other = damage(Path(shutil.copytree(path, tmp_path / "other")), how)
+    before, refused, after = play(executor, prefill(0), command(1, "load_weights", str(other)), prefill(1))
+    assert isinstance(refused, CommandDone)
+    assert refused.error is not None and reason in refused.error and str(other) in refused.error
+    assert token(before) == token(after)
+
+
 def test_a_trace_is_written(executor: LocalExecutor, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     answers = play(
@@ -144,19 +187,23 @@ class Bare:
             raise RuntimeError("out of memory")
 
 
+@pytest.mark.parametrize("error", [OSError, KeyError, MemoryError])
 @pytest.mark.parametrize("old_is_readable", [True, False])
-def test_weights_that_cannot_be_restored_fail_the_engine(old_is_readable: bool) -> None:
+def test_weights_that_cannot_be_restored_fail_the_engine(
+    old_is_readable: bool, error: type[Exception]
+) -> None:
     """Without room for two models a refused one has cost the old one already."""
 
     def load(path: str) -> Any:
         if path == "old" and old_is_readable:
             return "old again"
-        raise OSError(f"no such directory: {path}")
+        raise error(f"no such directory: {path}")
 
     upkeep, runner = Upkeep("old", load, lambda: None, both=False), Bare()  # type: ignore[arg-type, return-value]
     if old_is_readable:
         done = upkeep.carry_out(command(1, "load_weights", "new"), runner)
-        assert (done.error, runner.model) == ("no such directory: new", "old again")
+        assert done.error is not None and "no such directory: new" in done.error
+        assert runner.model == "old again"
     else:
         with pytest.raises(EngineFailed, match=r"new.*old"):
             upkeep.carry_out(command(1, "load_weights", "new"), runner)
