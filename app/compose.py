@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -83,6 +84,8 @@ def load(config: Config, progress: Progress) -> Parts:
     helper = HelperProcess()
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if spec.task == "generate" else None
     executor = build_executor(spec, checkpoint.path, config.model, config.cache, config.schedule, progress)
+    executor.prepare(partial(progress, "graphs"))
+    progress("ready", 1.0)
     return Parts(checkpoint, tokenizer, template, executor, spec, helper, grammars)
 
 

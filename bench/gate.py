@@ -205,6 +205,7 @@ def main() -> None:
     executor = build_executor(
         spec_of(source), source, config.model, config.cache, config.schedule, lambda stage, share: None
     )
+    executor.prepare(lambda share: None)
     found["alone_out_tok_s"] = round(uvloop.run(alone(executor, config, work)), 1)
     found["ratio"] = round(found["out_tok_s"] / found["alone_out_tok_s"], 4)
     write(args.name, {"device": executor.capabilities.device, "clients": args.clients, **found})

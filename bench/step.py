@@ -305,6 +305,7 @@ def main() -> None:
     executor = build_executor(
         spec, source, config.model, config.cache, config.schedule, lambda stage, share: None
     )
+    executor.prepare(lambda share: None)
     start = time.perf_counter() - begun
     about = {"device": executor.capabilities.device, "build_s": round(start, 2)}
     uvloop.run(tell(run(executor, config, args, Look(args.seconds, args.trace, watch)), args.name, about))

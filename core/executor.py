@@ -45,7 +45,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Executor(Protocol):
-    """Runs plans in the order they were submitted. Peers: a fake, the CPU, one GPU, many.
+    """Runs plans in the order they were submitted, each on all of its ranks: devices that hold the model
+    together. Peers: a fake, the CPU, one GPU.
 
     Owner: event loop. `submit` never blocks. A result or failure is handed out once, in order;
     after a `StepFailure` nothing follows.

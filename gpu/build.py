@@ -32,7 +32,6 @@ from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.thread import device_thread
 from gpu.upkeep import Upkeep
 from gpu.weights import config_from_gguf, load_model
-from gpu.worker import Runner
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ def build_executor(
     schedule: ScheduleConfig,
     progress: Progress,
 ) -> LocalExecutor:
-    """Estimate memory, load, allocate, capture. The executor is not started.
+    """Estimate memory, load, allocate. The executor is not prepared: ranks capture on threads of their own.
 
     Raises `ConfigError` (too little memory, a context the model does not have, no such device, attention
     backend or logit processor) or `ModelError` (the checkpoint), before or instead of an executor.
@@ -120,18 +119,18 @@ def build_executor(
         progress("pool", 0.0)
         upkeep = Upkeep(str(source), load, make_pool, both=device.type == "cpu")
         parts = Parts(spec, target, sizes, processors, upkeep)
-        runner: Runner
         chunks = 0
         if target.captures(spec):
             from gpu.cuda import MAX_CHUNKS, captured_runner  # Triton, which a CPU may not have
 
             chunks = min(sizes.rows, MAX_CHUNKS)
-            runner = captured_runner(parts, Settings(model, cache, schedule), loaded, make_pool(), progress)
+            runner = captured_runner(parts, Settings(model, cache, schedule))
         else:
-            runner = _called_runner(parts, cache.page_size, loaded, make_pool())
-    progress("ready", 1.0)
+            runner = _called_runner(parts, cache.page_size)
+        runner.use_model(loaded)
+        runner.use_pool(make_pool())
     return LocalExecutor(
-        runner,
+        [runner],
         Capabilities(
             num_pages=memory.num_pages,
             page_size=cache.page_size,
@@ -151,7 +150,7 @@ def build_executor(
     )
 
 
-def _called_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPool) -> ModelRunner:
+def _called_runner(parts: Parts, page_size: int) -> ModelRunner:
     """Steps in plain torch, called in the plan's own sizes."""
     spec, device = parts.spec, parts.target.device
     attention: TorchBackend = EncoderAttention()
@@ -171,10 +170,7 @@ def _called_runner(parts: Parts, page_size: int, model: CausalModel, pool: KvPoo
 
         machine = with_kernels(machine)
     shape = parts.shape(page_size, parts.sizes.rows)
-    runner = ModelRunner(shape, machine, parts.processors, parts.upkeep)
-    runner.use_model(model)
-    runner.use_pool(pool)
-    return runner
+    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.upkeep)
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:

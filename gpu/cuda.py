@@ -18,7 +18,6 @@ from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
-from gpu.models.base import CausalModel
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.parts import Parts, Settings
 from gpu.runner import Machine, ModelRunner
@@ -32,15 +31,8 @@ MAX_CHUNKS = 64
 work were reckoned to take 9 µs a layer."""
 
 
-def captured_runner(
-    parts: Parts,
-    settings: Settings,
-    loaded: CausalModel,
-    pool: KvPool,
-    progress: Callable[[str, float], None],
-) -> ModelRunner:
-    """All graphs captured, ready for plans. Raises `ConfigError` for an attention backend that is
-    unavailable."""
+def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
+    """One whose steps are graphs. Raises `ConfigError` for an attention backend that is unavailable."""
     model, cache, schedule = settings
     spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
     pdl = facts.capability >= HOPPER
@@ -60,10 +52,7 @@ def captured_runner(
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
     padded = PaddedSizes(shape.rows, shape.tokens, shape.chunks)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
-    runner = ModelRunner(shape, machine, parts.processors, parts.upkeep)
-    runner.use_model(loaded)
-    runner.use_pool(pool, lambda share: progress("graphs", share))
-    return runner
+    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.upkeep)
 
 
 def with_kernels(machine: Machine) -> Machine:

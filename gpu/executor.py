@@ -1,51 +1,107 @@
-"""`core.executor.Executor` over one device of this host."""
+"""`core.executor.Executor` over the devices of this host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from functools import partial
 
 from core.command import Command, CommandDone
+from core.errors import EngineFailed
 from core.executor import Capabilities
 from core.mailbox import Outbox
-from core.plan import StepFailure, StepPlan, StepResult
-from gpu.worker import Runner, Worker
+from core.plan import StepFailure, StepPlan
+from gpu.worker import Item, Progress, Runner, Worker
 
 
 class LocalExecutor:
-    """One worker behind the seam.
+    """A worker for each rank: all of them get every plan and command.
+
+    A step is answered by rank 0, when every rank has ended it; a failure of any rank is the executor's.
 
     Owner: event loop. See `core.executor.Executor` for what each method promises.
     """
 
-    __slots__ = ("_capabilities", "_outbox", "_worker")
+    __slots__ = ("_arrived", "_capabilities", "_failed", "_lock", "_outbox", "_over", "_workers")
 
-    def __init__(self, runner: Runner, capabilities: Capabilities) -> None:
+    def __init__(self, ranks: Sequence[Runner], capabilities: Capabilities) -> None:
         self._capabilities = capabilities
-        self._outbox: Outbox[StepResult | StepFailure | CommandDone] = Outbox()
-        self._worker = Worker(runner, self._outbox)
+        self._outbox: Outbox[Item] = Outbox()
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._over = False
+        self._arrived: list[deque[Item]] = [deque() for _ in ranks]
+        """What each rank has ended and another has not."""
+        self._workers = [
+            Worker(runner, partial(self._post, rank), self._failed, rank) for rank, runner in enumerate(ranks)
+        ]
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the runner was built to hold."""
+        """What the ranks were built to hold."""
         return self._capabilities
 
+    def prepare(self, progress: Progress) -> None:
+        """Start the threads and wait until every rank can launch steps: a GPU captures graphs. Call before
+        `start`, from any thread. Raises `EngineFailed` for a rank that cannot; the executor is closed then.
+        """
+        for worker in self._workers:
+            worker.start(progress)
+        try:
+            ended, _ = wait([worker.prepared for worker in self._workers], return_when=FIRST_EXCEPTION)
+            for prepared in ended:
+                prepared.result()
+        except EngineFailed:
+            self.close()
+            raise
+
     def start(self, wake: Callable[[], None]) -> None:
-        """Start the threads; `wake` is called from the waiter thread."""
+        """Take plans; `wake` is called from a waiter thread. Does not wait for ranks that still prepare."""
         self._outbox.wake = wake
-        self._worker.start()
+        for worker in self._workers:
+            worker.start()
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan. Raises `core.mailbox.Closed` after `close`."""
-        self._worker.submit(plan)
+        for worker in self._workers:
+            worker.submit(plan)
 
     def command(self, command: Command) -> None:
-        """Queue a command behind the plans submitted so far."""
-        self._worker.submit(command)
+        """Queue a command behind the plans submitted so far. The executor fails where only some ranks carry
+        it out: they would no longer be equal."""
+        for worker in self._workers:
+            worker.submit(command)
 
-    def results(self) -> list[StepResult | StepFailure | CommandDone]:
+    def results(self) -> list[Item]:
         """What has arrived since the last call."""
         return self._outbox.drain()
 
     def close(self) -> None:
         """Finish, then join."""
-        self._worker.close()
+        for worker in self._workers:
+            worker.close()
+
+    def _post(self, rank: int, item: Item) -> None:
+        """A thread of `rank`: take what it has ended, and hand out what all have."""
+        with self._lock:
+            if self._over:
+                return
+            self._arrived[rank].append(item)
+            if isinstance(item, StepFailure):
+                answer: Item = item
+            elif all(self._arrived):
+                answer = self._agreed([each.popleft() for each in self._arrived])
+            else:
+                return
+            self._over = isinstance(answer, StepFailure)
+            self._outbox.put(answer)
+
+    def _agreed(self, items: list[Item]) -> Item:
+        """One of the ranks' answers to the same plan or command for all of them."""
+        errors = [item.error for item in items if isinstance(item, CommandDone) and item.error is not None]
+        if errors and len(errors) < len(items):
+            self._failed.set()
+            return StepFailure(-1, f"a command was carried out by some ranks alone: {errors[0]}")
+        return items[0]

@@ -43,15 +43,12 @@ from gpu.step.begin import BeginStep
 from gpu.step.buffers import HiddenShape, StepBuffers
 from gpu.step.graphs import Launcher, Launches, Work
 from gpu.step.launched import Answer, LaunchedStep, Marks, mark
-from gpu.step.rings import Rings, Ticket
+from gpu.step.rings import Entries, Rings, Ticket
 from gpu.step.sampling import Key, Sampled, SamplingDevice, SamplingStage
 from gpu.step.steps import Forward, StepSizes, sampling_slots
 from gpu.thread import assert_device_thread
 from gpu.transfer import upload
 from gpu.upkeep import Upkeep
-
-Progress = Callable[[float], None]
-"""Called with the share that is done, 0 to 1."""
 
 ENTRIES = 4
 """Of each ring: the deepest overlap is 2, and a step more is written while one is read."""
@@ -74,6 +71,10 @@ class Shape(NamedTuple):
     vocab: int
     count_rows: int
     hidden: HiddenShape
+
+    def entries(self, device: torch.device) -> Entries:
+        """Memory for the plans of such steps, which all ranks read."""
+        return Entries(Limits(self.rows, self.chunks, self.tokens, PAGE_WRITES, self.pages), ENTRIES, device)
 
 
 class Machine(NamedTuple):
@@ -115,19 +116,19 @@ class ModelRunner:
         self,
         shape: Shape,
         machine: Machine,
+        entries: Entries,
         processors: Mapping[str, Processor] = MappingProxyType({}),
         upkeep: Upkeep | None = None,
     ) -> None:
-        """`processors` are logit processors by name. Runs nothing before `use_model` and `use_pool`. Without
-        `upkeep` commands are refused."""
+        """`entries` are shared by all ranks, `processors` are logit processors by name. Runs nothing before
+        `use_model`, `use_pool` and `prepare`. Without `upkeep` commands are refused."""
         self.device = machine.device
         self._shape, self._machine, self._upkeep = shape, machine, upkeep
         self.tables = SlotTables(shape.rows, shape.pages, machine.device)
         self._buffers = buffers = StepBuffers(
             self.tables, shape.tokens, shape.rows, shape.chunks, shape.hidden
         )
-        limits = Limits(shape.rows, shape.chunks, shape.tokens, PAGE_WRITES, shape.pages)
-        self._rings = Rings(limits, ENTRIES, machine.device)
+        self._rings = Rings(entries, machine.device)
         rows = Rows(buffers.samples.slots, buffers.samples.positions, buffers.num_samples, self.tables)
         works_on = SamplingDevice(rows, self._rings, machine.sampling, machine.pdl)
         self._stage = SamplingStage(works_on, shape.vocab, shape.count_rows, self._head, processors)
@@ -229,9 +230,8 @@ class ModelRunner:
         every, placed, given, pairs, routes = uncaptured or Uncaptured(False, (), None, None, None)
         buffers, rings, machine = self._buffers, self._rings, self._machine
         view, samples = buffers.view(key, placed), buffers.samples.first(key.samples)
-        machine.begin(
-            rings.entries, self.tables, view, samples, page_size=self._shape.page_size, pdl=machine.pdl
-        )
+        entries = rings.empty if brief else rings.entries
+        machine.begin(entries, self.tables, view, samples, page_size=self._shape.page_size, pdl=machine.pdl)
         machine.attention.plan(view)
         wanted = samples.rows if key.chunks and key.samples and not every else None
         ctx = ForwardContext(view.positions, self._ops(view), pairs, wanted, brief, given, routes)
@@ -253,16 +253,17 @@ class ModelRunner:
 
     # -- what may change between steps -------------------------------------------------------------
 
-    def _capture(self, progress: Progress) -> None:
-        """Make every launch that serving needs.
+    def prepare(self, progress: Callable[[float], None] = lambda share: None) -> None:
+        """See `gpu.worker.Runner`. Does nothing while weights or pages are given back, or where it is done.
 
-        Runs on empty entries: all rows are padding, and what running slots have stays as it is.
+        Warms up on empty entries: all rows are padding, and what running slots have stays as it is.
         """
         assert_device_thread(self.device)
+        if self._launches is not None or self._model is None or self._ops is None:
+            return
         make = self._machine.launcher
         launches: Launches[Forward | Key] = Launches(None if make is None else make(), self._run)
         keys = list(self._machine.sizes.all())
-        self._rings.clear()
         for done, key in enumerate(keys, 1):
             work: Work = partial(self._run, key)
             launches.capture(
@@ -270,7 +271,6 @@ class ModelRunner:
             )
             progress(done / len(keys))
         self._stage.warm()
-        self._rings.clear()
         self._launches = launches
 
     def carry_out(self, command: Command) -> CommandDone:
@@ -286,19 +286,12 @@ class ModelRunner:
         self.use_pool(None)
 
     def use_model(self, model: CausalModel | None) -> None:
-        """See `gpu.upkeep.Replaceable`."""
+        """See `gpu.upkeep.Replaceable`. Graphs hold the addresses of weights and pages, and go with them."""
+        self._launches = None
         self._model = model
-        self._recapture()
 
-    def use_pool(self, pool: KvPool | None, progress: Progress = lambda share: None) -> None:
+    def use_pool(self, pool: KvPool | None) -> None:
         """See `gpu.upkeep.Replaceable`."""
+        self._launches = None
         self._machine.attention.bind(pool)
         self._ops = None if pool is None else self._machine.ops(pool)
-        self._recapture(progress)
-
-    def _recapture(self, progress: Progress = lambda share: None) -> None:
-        """Graphs hold the addresses of weights and pages: they go with them, and come again when both
-        are there."""
-        self._launches = None
-        if self._model is not None and self._ops is not None:
-            self._capture(progress)

@@ -26,11 +26,15 @@ class Replaceable(Protocol):
     """What a runner lets others exchange between two steps."""
 
     def use_model(self, model: CausalModel | None) -> None:
-        """Run this one from now on; None frees the weights, and no step may come."""
+        """Run this one from now on; None frees the weights. No step may come before `prepare`."""
         ...
 
     def use_pool(self, pool: KvPool | None) -> None:
         """The same for the pages. A new pool is empty."""
+        ...
+
+    def prepare(self) -> None:
+        """Capture the launches of steps, where weights and pages are both there."""
         ...
 
 
@@ -95,6 +99,7 @@ class Upkeep:
             loaded = self._read(path)
             gone = True
             runner.use_model(loaded)
+            runner.prepare()
         except REFUSALS as refused:
             if gone:
                 loaded = None  # or there would be two in memory
@@ -107,6 +112,7 @@ class Upkeep:
         try:
             runner.use_model(None)
             runner.use_model(self._read(self._path))
+            runner.prepare()
         except REFUSALS as lost:
             raise EngineFailed(
                 f"The new weights were refused ({refused}), and the old ones could not be read again: {lost}"
@@ -119,6 +125,7 @@ class Upkeep:
                 runner.use_model(self._read(self._path) if awake else None)
             if "kv_cache" in command.tags:
                 runner.use_pool(self._make_pool() if awake else None)
+            runner.prepare()
         except REFUSALS as failed:
             if not awake:
                 raise EngineFailed(f"Memory could not be given back: {failed}") from failed

@@ -1,17 +1,19 @@
-"""The two threads of a device: one launches plans, one waits for what was launched."""
+"""The two threads of a rank: one launches plans, one waits for what was launched."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
 from core.command import Command, CommandDone
-from core.mailbox import Closed, Mailbox, Outbox
+from core.errors import EngineFailed
+from core.mailbox import Closed, Mailbox
 from core.plan import StepFailure, StepPlan, StepResult
 from gpu.thread import device_thread
 
@@ -21,6 +23,12 @@ T = TypeVar("T")
 
 CLOSING = 60.0
 """Seconds that a thread gets to end: a kernel that hangs must not keep the process."""
+
+
+Progress = Callable[[float], None]
+"""Called with the share that is done, 0 to 1; from any thread."""
+
+Item = StepResult | StepFailure | CommandDone
 
 
 class Launched(Protocol):
@@ -40,6 +48,10 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def prepare(self, progress: Progress) -> None:
+        """Capture the launches of steps. Called once, before any other, from the launch thread."""
+        ...
+
     def launch(self, plan: StepPlan) -> Launched:
         """Start a step. Called in plan order, from one thread."""
         ...
@@ -54,37 +66,43 @@ class Runner(Protocol):
 
 
 class Worker:
-    """Plans in, results out, in order.
+    """One rank: plans in, results out, in order.
 
-        plans ──► loom-launch-N ──► launched ──► loom-wait-N ──► outbox
+        plans ──► loom-launch-N ──► launched ──► loom-wait-N ──► post
 
-    The first exception becomes one `StepFailure`, behind the results of the steps before it; every
-    plan after it is dropped. `_failed` is set once, by either thread: seen late, it costs a step
-    that nobody reads.
+    The launch thread prepares the runner first. The first exception becomes one `StepFailure`, behind the
+    results of the steps before it; every plan after it is dropped. `failed` is shared by all ranks and set
+    once, by any thread: seen late, it costs a step that nobody reads.
 
     Owner: event loop; the underscored methods say which thread runs them.
     """
 
-    __slots__ = ("_failed", "_launched", "_outbox", "_plans", "_runner", "_threads")
+    __slots__ = ("_failed", "_launched", "_plans", "_post", "_progress", "_runner", "_threads", "prepared")
 
     def __init__(
-        self, runner: Runner, outbox: Outbox[StepResult | StepFailure | CommandDone], index: int = 0
+        self, runner: Runner, post: Callable[[Item], None], failed: threading.Event, rank: int
     ) -> None:
+        """`post` takes what has ended, from the waiter thread, or from the launch thread when it dies."""
         self._runner = runner
-        self._outbox = outbox
+        self._post = post
+        self._failed = failed
         self._plans: Mailbox[StepPlan | Command] = Mailbox()
         self._launched: Mailbox[Launched | StepFailure | CommandDone] = Mailbox()
-        self._failed = threading.Event()
+        self._progress: Progress = lambda share: None
+        self.prepared: Future[None] = Future()
+        """Done when steps can be launched; fails with `EngineFailed` when the launch thread ends before."""
         # Daemons: a process that dies for another reason must not hang on a step.
         self._threads = tuple(
-            threading.Thread(target=self._run, args=(work,), name=f"loom-{name}-{index}", daemon=True)
+            threading.Thread(target=self._run, args=(work,), name=f"loom-{name}-{rank}", daemon=True)
             for name, work in (("launch", self._launch), ("wait", self._wait))
         )
 
-    def start(self) -> None:
-        """Start both threads."""
+    def start(self, progress: Progress | None = None) -> None:
+        """Start both threads; does nothing when they run. `progress` is of the runner's preparation."""
+        self._progress = progress or self._progress
         for thread in self._threads:
-            thread.start()
+            if thread.ident is None:
+                thread.start()
 
     def submit(self, plan: StepPlan | Command) -> None:
         """Hand over a plan or a command; never blocks. Raises `Closed` after `close`."""
@@ -116,13 +134,17 @@ class Worker:
         """Either thread. One that dies, of a device that it cannot enter, must not be waited for in vain."""
         death = self._attempt(-1, work)
         if death is not None:
-            self._outbox.put(death)
+            self._post(death)
         if work == self._launch:
             self._launched.close()
+            if death is not None and not self.prepared.done():
+                self.prepared.set_exception(EngineFailed(death.reason))
 
     def _launch(self) -> None:
         """Launch thread: until the plans end, launch them, or drop them after a failure."""
         with device_thread(self._runner.device):
+            self._runner.prepare(self._progress)
+            self.prepared.set_result(None)
             while (plan := _take(self._plans)) is not None:
                 if self._failed.is_set():
                     continue
@@ -142,11 +164,11 @@ class Worker:
                         self._attempt(launched.step, launched.wait)  # the launch thread may wait for it too
                     continue
                 if isinstance(launched, StepFailure | CommandDone):
-                    result: StepResult | StepFailure | CommandDone = launched
+                    result: Item = launched
                 else:
                     result = self._attempt(launched.step, launched.wait)
                 posted_failure = isinstance(result, StepFailure)
-                self._outbox.put(result)
+                self._post(result)
 
     def _attempt(self, step: int, act: Callable[[], T]) -> T | StepFailure:
         """The boundary of both threads: whatever a step raises ends here, as data; also what is no

@@ -115,6 +115,9 @@ class CountingRunner:
     def _write(self, slots: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         self._pool[self._table[slots, positions // self._size], positions % self._size] = values
 
+    def prepare(self, progress: object) -> None:
+        """There is nothing to do."""
+
     def carry_out(self, command: Command) -> CommandDone:
         """There is nothing to do."""
         return CommandDone(command.id)
@@ -149,4 +152,4 @@ def build_executor(
         max_step_tokens=schedule.step_tokens or 8192,
         count_rows=rows,
     )
-    return LocalExecutor(CountingRunner(sizes), sizes)
+    return LocalExecutor([CountingRunner(sizes)], sizes)

@@ -32,7 +32,7 @@ from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape, StepBuffers
-from gpu.step.rings import Rings
+from gpu.step.rings import Entries, Rings
 from gpu.step.steps import Forward
 
 COPIES = 4
@@ -60,7 +60,7 @@ def _ints(*args: int) -> Ints:
 
 
 def _rings() -> Rings:
-    return Rings(Limits(SLOTS, MAX_CHUNKS, TOKENS, PAGE_WRITES, PAGES), ENTRIES, DEVICE)
+    return Rings(Entries(Limits(SLOTS, MAX_CHUNKS, TOKENS, PAGE_WRITES, PAGES), ENTRIES, DEVICE), DEVICE)
 
 
 def _plan(rows: int, chunks: int, tokens: int) -> StepPlan:

@@ -142,11 +142,12 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
     padded = PaddedSizes(rows, tokens, chunks)
     machine = Machine(CPU, padded, lambda: share, attention, ops, begin_step, triton_kernels, options.pdl)
     shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, rows, HiddenShape(spec.hidden, dtype))
-    runner = ModelRunner(shape, machine)
+    runner = ModelRunner(shape, machine, shape.entries(CPU))
     with device_thread(CPU), _no_products(), mock.patch("gpu.weights.load.fill_dummy"):
         runner.use_model(load_model(spec, None, dtype, CPU))
         heads = (spec.kv_heads, spec.head_dim)
         runner.use_pool(KvPool(spec.layers, PAGES, page, heads, kept or dtype, CPU))
+        runner.prepare()
 
 
 def compile_share(spec: ModelSpec, steps: Steps, first: int, of: int) -> dict[str, str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+
+_CAPTURING = threading.Lock()
+"""One rank captures at a time: whether garbage is collected is one flag of the process."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -65,7 +69,7 @@ class CudaGraphs:
         warm()  # compiles kernels and lets libraries choose theirs, which a capture must not
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with no_collection(), torch.cuda.stream(self._stream):
+        with _CAPTURING, no_collection(), torch.cuda.stream(self._stream):
             # Not torch.cuda.graph(): it collects garbage and empties the allocator around every capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

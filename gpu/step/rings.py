@@ -1,12 +1,13 @@
-"""The two rings through which steps come and go: memory that host and device share.
+"""The two rings through which steps come and go: memory that host and devices share.
 
-The host writes an entry into the ring and launches; the step's first kernel finds it by a counter on
-the device. Its last kernel writes the tokens into the other ring; the host reads them when the step's
+The host writes an entry and every rank launches; a step's first kernel finds the entry by a counter on its
+device. Its last kernel writes the tokens into the rank's other ring; the host reads them when the step's
 event says so. No copy is launched in either direction.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -27,70 +28,79 @@ class Ticket(NamedTuple):
     surplus: Surplus | None
 
 
-class Rings:
-    """Owner: launch thread writes entries; the waiter thread reads answers whose event has passed.
+class Entries:
+    """Plans as entries: the first rank that comes to a plan writes it, for all.
 
-    With `entries` of at least the overlap depth + 2 no entry is written while a step still reads it: a
-    plan is made only when all but `depth` of those before it have been answered.
+    With `count` of at least the overlap depth + 2 no entry is written while a step still reads it: a plan is
+    made only when every rank has answered all but `depth` of those before it.
     """
 
-    __slots__ = (
-        "_answers",
-        "_read",
-        "_turn",
-        "_words",
-        "_writer",
-        "_written",
-        "answers",
-        "cursor",
-        "entries",
-    )
+    __slots__ = ("_lock", "_tickets", "_words", "_writer", "_written", "at", "limits", "read", "words")
 
-    def __init__(self, limits: Limits, entries: int, device: torch.device) -> None:
-        at = layout(limits)
-        words = _shared(entries, at.words, device)
-        self.answers = _shared(entries, limits.rows, device)
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        self._words: Ints = words.numpy()
-        self._answers: Ints = self.answers.numpy()
+    def __init__(self, limits: Limits, count: int, device: torch.device) -> None:
+        self.limits, self.at = limits, layout(limits)
+        self.words = _shared(count, self.at.words, device)
+        self.read: list[int] = []
+        """Of each rank, how many answers have been read."""
+        self._words: Ints = self.words.numpy()
         self._writer = EntryWriter(limits)
-        self.entries = EntryRing(words, self.cursor, at)
-        self._turn = 0
+        self._lock = threading.Lock()
+        self._tickets: dict[int, Ticket] = {}
         self._written = 0
-        self._read = 0
-        """By the waiter thread."""
+
+    def write(self, turn: int, plan: StepPlan) -> Ticket:
+        """The ticket of `plan`, which is each rank's `turn`-th."""
+        entry = turn % len(self._words)
+        with self._lock:
+            if turn == self._written:
+                written = self._writer.write(plan, self._words[entry])
+                self._tickets[entry] = Ticket(entry, plan.num_samples, *written)
+                self._written += 1
+            return self._tickets[entry]
+
+
+class Rings:
+    """A rank's side of the entries, and its answers.
+
+    entries  as the rank's steps read them
+    empty    the same of nothing: what warms up reads it, and counts in it
+
+    Owner: the launch thread takes tickets; the waiter thread reads answers whose event has passed.
+    """
+
+    __slots__ = ("_answers", "_rank", "_shared", "_turn", "answers", "cursor", "empty", "entries")
+
+    def __init__(self, entries: Entries, device: torch.device) -> None:
+        words = entries.words
+        self._shared, self._rank = entries, len(entries.read)
+        entries.read.append(0)
+        self.answers = _shared(len(words), entries.limits.rows, device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.entries = EntryRing(words, self.cursor, entries.at)
+        self.empty = EntryRing(
+            torch.zeros_like(words, device=device), torch.zeros_like(self.cursor), entries.at
+        )
+        self._answers: Ints = self.answers.numpy()
+        self._turn = 0
 
     def write(self, plan: StepPlan) -> Ticket:
-        """Put a plan where the next step will look."""
-        self._written += 1
-        entry = self._turn % len(self._words)
-        written = self._writer.write(plan, self._words[entry])
+        """Put a plan where the next step will look, if no other rank has."""
+        ticket = self._shared.write(self._turn, plan)
         self._turn += 1
-        return Ticket(entry, plan.num_samples, *written)
+        return ticket
 
     def check_room(self, step: int) -> None:
-        """Raise `RuntimeError` when as many steps as there are entries have not been read: `step` would write
-        over an answer."""
-        if self._written - self._read >= len(self._words):
-            raise RuntimeError(f"step {step}: {len(self._words)} steps before it have not been read")
+        """Raise `RuntimeError` when a rank has not read as many steps as there are entries: `step` would
+        write over one."""
+        count = len(self._answers)
+        if self._turn - min(self._shared.read) >= count:
+            raise RuntimeError(f"step {step}: {count} steps before it have not been read")
 
     def read(self, ticket: Ticket) -> Ints:
         """The tokens of a step that has ended, a copy."""
         tokens = self._answers[ticket.entry, : ticket.tokens].copy()
-        self._read += 1
+        self._shared.read[self._rank] += 1
         return tokens
-
-    def clear(self) -> None:
-        """Empty entries, and both sides at the first entry: around warm-up, which only the device counts.
-
-        Waits for the device: a warm-up that it has still to run would take the first true entry for its own,
-        whose rows lie outside of a smaller step.
-        """
-        if self.cursor.is_cuda:
-            torch.cuda.synchronize(self.cursor.device)
-        self._words.fill(0)
-        self.cursor.zero_()
-        self._turn = 0
 
 
 def _shared(entries: int, words: int, device: torch.device) -> Tensor:

@@ -43,6 +43,7 @@ from gpu.sample.slots import (
     SlotOptions,
 )
 from gpu.sample.token_tables import token_tables
+from gpu.state.entry import EntryRing
 from gpu.step.graphs import Work
 from gpu.step.rings import Rings, Ticket
 from gpu.transfer import upload
@@ -138,20 +139,19 @@ class SamplingStage:
 
     def prepare(self, plan: StepPlan, ticket: Ticket) -> None:
         """Launch what new slots need ahead of their step's first kernel, mostly nothing: ids that they name,
-        token counts, and what the order had no room for."""
+        token counts, and what the entry had no room for."""
         if not plan.new_slots:
             return
         self._options.write(plan.new_slots)
         self._processors.apply(plan.new_slots)
         self._tokens.write(plan.new_slots)
         if any(new.count_row >= 0 for new in plan.new_slots):
-            self._start_counts(len(plan.new_slots), ticket.marks)
+            self._start_counts(self._device.rings.entries, len(plan.new_slots), ticket.marks)
         if ticket.surplus is not None and len(ticket.surplus.marks):
             self.counts.mark(upload(ticket.surplus.marks, self._logits.device))
 
-    def _start_counts(self, new_slots: int, marks: int) -> None:
-        rings, kernels = self._device.rings, self._device.kernels
-        kernels.start_counts(rings.entries, self.counts, new_slots=new_slots, marks=marks)
+    def _start_counts(self, entries: EntryRing, new_slots: int, marks: int) -> None:
+        self._device.kernels.start_counts(entries, self.counts, new_slots=new_slots, marks=marks)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -229,10 +229,10 @@ class SamplingStage:
 
     def warm(self) -> None:
         """Launch once what no capture holds, so that its kernels are compiled and loaded before a request
-        needs them. On empty orders; what slot 0 gets, no row reads."""
+        needs them. On an empty entry; what slot 0 gets, no row reads."""
         params = SamplingParams(logit_bias=((0, 0.0),), min_tokens=1, stop_ids=frozenset({0}))
         self._tokens.write((NewSlot(0, params, NO_TOKENS, NO_TOKENS, 0),))
-        self._start_counts(1, 1)
+        self._start_counts(self._device.rings.empty, 1, 1)
         everything = LogprobOptions(LOGPROBS | ENTROPY | SUPPORT | AFTER_MASK | AFTER_ALL, 1, (0,), False)
         asked = LogprobRows.of([0], [0], [everything], [True], self._logits.device)
         self._logprobs(asked, self._logits.index_select(0, asked.columns.rows))

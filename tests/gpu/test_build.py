@@ -77,7 +77,7 @@ def test_more_steps_than_the_rings_hold_are_a_failure_and_no_wrong_tokens(path: 
     executor.submit(StepPlan(0, NO_TOKENS, (Chunk(1, 0, prompt, True),), new, writes))
     for step in range(1, 16):
         executor.submit(StepPlan(step, ints([1])))
-    while not executor._worker._failed.is_set():
+    while not executor._failed.is_set():
         assert not released.wait(0.01)
     released.set()
     executor.close()
@@ -103,7 +103,7 @@ def test_stages_are_reported_in_order(path: Path) -> None:
         ScheduleConfig(),
         lambda stage, share: seen.append(stage),
     )
-    assert list(dict.fromkeys(seen)) == ["memory", "weights", "pool", "ready"]
+    assert list(dict.fromkeys(seen)) == ["memory", "weights", "pool"]
 
 
 def test_a_context_the_model_does_not_have(path: Path) -> None:

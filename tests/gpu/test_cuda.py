@@ -51,7 +51,9 @@ def executor(
 ) -> LocalExecutor:
     settings = CacheConfig(**({"page_size": 16, "kv_tokens": 4096} | cache))
     model = ModelConfig(model=str(path), device=device, dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
-    return build_executor(spec_of(path), path, model, settings, schedule, lambda stage, share: None)
+    made = build_executor(spec_of(path), path, model, settings, schedule, lambda stage, share: None)
+    made.prepare(lambda share: None)
+    return made
 
 
 def answers(
@@ -140,7 +142,7 @@ ASKING = [
 def test_no_launch_waits_for_the_device(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever rows ask for: torch raises where the launch thread would wait."""
     made = executor(moe, "cuda", "float32")
-    runner: Any = made._worker._runner
+    runner: Any = made._workers[0]._runner
     kind, launch = type(runner), type(runner).launch
 
     def watched(self: Any, plan: StepPlan) -> Any:
@@ -257,7 +259,7 @@ def test_a_closed_executor_gives_its_memory_back(moe: Path) -> None:
     made = executor(moe, "cuda", "bfloat16", kv_tokens=4 << 20)
     taken = torch.cuda.memory_reserved() - before
     assert taken > 1 << 30
-    runner = made._worker._runner
+    runner = made._workers[0]._runner
     with device_thread(torch.device("cuda")):
         runner.carry_out(Command(id=1, action="sleep", tags=("kv_cache",)))
     assert torch.cuda.memory_reserved() - before < taken / 4
@@ -291,9 +293,9 @@ def test_graphs_that_nobody_holds_disturb_no_capture(moe: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runner(moe: Path) -> Iterator[Any]:
-    """The runner of an executor that is not started; the test is its launch thread."""
+    """The runner of an executor that gets no plans; the test is its launch thread."""
     made = executor(moe, "cuda", "bfloat16")
-    yield made._worker._runner
+    yield made._workers[0]._runner
     made.close()
 
 
@@ -324,7 +326,6 @@ def test_every_graph_is_its_work_bit_by_bit(runner: Any) -> None:
             plan = full(key.tokens, key.chunks > 0, runner._shape.rows)
             found = []
             for launch in (runner._launches[key], lambda key=key: runner._forward(key)):
-                runner._rings.clear()
                 runner._rings.write(plan)
                 runner._buffers.sample_hidden.fill_(float("nan"))
                 launch()
@@ -346,7 +347,6 @@ def test_padding_changes_nothing(runner: Any) -> None:
         for keys, _ in caches:
             keys.fill_(3.0)  # an earlier test's rows stand where these will: the same keys again
         pages = torch.cat([k.flatten() for k, _ in caches])
-        runner._rings.clear()
         runner._rings.write(plan)
         runner._launches[key]()
         torch.cuda.synchronize()

@@ -57,7 +57,7 @@ class Engine:
             vocab_size=rig.spec.vocab_size, max_step_tokens=24, count_rows=4,
         )  # fmt: skip
         config = ScheduleConfig(overlap_depth=depth, conservativeness=0.01)
-        self.driver = Driver(LocalExecutor(rig.runner, capabilities), config)
+        self.driver = Driver(LocalExecutor([rig.runner], capabilities), config)
 
     def texts(
         self, prompts: Sequence[Sequence[int] | Floats], params: Sequence[SamplingParams]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from core.command import Command
+from core.errors import EngineFailed
 from core.executor import Capabilities
 from core.mailbox import Closed
 from core.plan import StepFailure, StepPlan, StepResult
@@ -16,6 +17,7 @@ from core.types import NO_TOKENS
 from gpu import worker
 from gpu.executor import LocalExecutor
 from gpu.thread import assert_device_thread, device_thread
+from gpu.worker import Progress
 
 CPU = torch.device("cpu")
 CAPS = Capabilities(
@@ -51,6 +53,11 @@ class ScriptedRunner:
         self.threads: list[str] = []
         self.closed_among: list[threading.Thread] | None = None
 
+    def prepare(self, progress: Progress) -> None:
+        assert_device_thread(CPU)
+        self.threads.append(threading.current_thread().name)
+        progress(1.0)
+
     def close(self) -> None:
         assert_device_thread(CPU)
         self.closed_among = threading.enumerate()
@@ -70,7 +77,7 @@ class ScriptedRunner:
 
 def run(runner: ScriptedRunner, steps: int) -> list[StepResult | StepFailure]:
     """Submit plans 0 ... steps - 1, let them finish, close, and collect."""
-    executor = LocalExecutor(runner, CAPS)
+    executor = LocalExecutor([runner], CAPS)
     executor.start(lambda: None)
     for step in range(steps):
         executor.submit(StepPlan(step, NO_TOKENS))
@@ -88,7 +95,7 @@ def test_results_come_in_order_and_once() -> None:
 
 def test_steps_are_launched_ahead_of_results() -> None:
     runner = ScriptedRunner()
-    executor = LocalExecutor(runner, CAPS)
+    executor = LocalExecutor([runner], CAPS)
     executor.start(lambda: None)
     for step in range(3):
         executor.submit(StepPlan(step, NO_TOKENS))
@@ -103,7 +110,7 @@ def test_wake_is_called_and_then_there_is_something() -> None:
     woken = threading.Event()
     runner = ScriptedRunner()
     runner.gate.set()
-    executor = LocalExecutor(runner, CAPS)
+    executor = LocalExecutor([runner], CAPS)
     executor.start(woken.set)
     executor.submit(StepPlan(4, NO_TOKENS))
     assert woken.wait(10)
@@ -128,7 +135,7 @@ def test_a_failed_wait_is_the_last_thing_heard() -> None:
 def test_what_was_launched_behind_a_failure_is_waited_for() -> None:
     """Its end may be what the launch thread waits for: masks follow the tokens of the step before."""
     runner = ScriptedRunner(fail_wait=0)
-    executor = LocalExecutor(runner, CAPS)
+    executor = LocalExecutor([runner], CAPS)
     executor.start(lambda: None)
     for step in range(3):
         executor.submit(StepPlan(step, NO_TOKENS))
@@ -139,8 +146,36 @@ def test_what_was_launched_behind_a_failure_is_waited_for() -> None:
     assert runner.threads.count("loom-wait-0") == 3
 
 
+def test_ranks_are_prepared_on_their_launch_threads_before_anything_else() -> None:
+    ranks, shares = [ScriptedRunner(), ScriptedRunner()], list[float]()
+    executor = LocalExecutor(ranks, CAPS)
+    executor.prepare(shares.append)
+    assert [rank.threads for rank in ranks] == [["loom-launch-0"], ["loom-launch-1"]]
+    assert shares == [1.0, 1.0]
+    executor.start(lambda: None)
+    executor.submit(StepPlan(0, NO_TOKENS))
+    for rank in ranks:
+        rank.gate.set()
+    executor.close()
+    assert [result.step for result in executor.results()] == [0]
+    assert [rank.threads.count(f"loom-launch-{i}") for i, rank in enumerate(ranks)] == [2, 2]
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_rank_that_cannot_be_prepared_is_an_error_and_leaves_no_thread(lacking: int) -> None:
+    def prepare(progress: Progress) -> None:
+        raise RuntimeError("out of memory")
+
+    ranks = [ScriptedRunner(), ScriptedRunner()]
+    ranks[lacking].prepare = prepare  # type: ignore[method-assign]
+    executor = LocalExecutor(ranks, CAPS)
+    with pytest.raises(EngineFailed, match="RuntimeError: out of memory"):
+        executor.prepare(lambda share: None)
+    assert not any(thread.name.startswith("loom-") for thread in threading.enumerate())
+
+
 def test_close_is_idempotent_and_fine_before_start() -> None:
-    executor = LocalExecutor(ScriptedRunner(), CAPS)
+    executor = LocalExecutor([ScriptedRunner()], CAPS)
     executor.close()
     executor.close()
     with pytest.raises(Closed):
@@ -179,7 +214,7 @@ def test_a_thread_that_did_not_enter_is_refused() -> None:
 def test_an_order_that_raises_ends_the_executor() -> None:
     runner = ScriptedRunner()
     runner.carry_out = lambda command: {}[command]  # type: ignore[attr-defined]
-    executor = LocalExecutor(runner, CAPS)  # type: ignore[arg-type]
+    executor = LocalExecutor([runner], CAPS)  # type: ignore[arg-type]
     executor.start(lambda: None)
     executor.command(Command(id=1, action="sleep"))
     executor.submit(StepPlan(0, NO_TOKENS))
@@ -194,7 +229,7 @@ def test_a_step_that_never_ends_does_not_keep_the_process(
 ) -> None:
     monkeypatch.setattr("gpu.worker.CLOSING", 0.05)
     runner = ScriptedRunner()
-    executor = LocalExecutor(runner, CAPS)  # type: ignore[arg-type]
+    executor = LocalExecutor([runner], CAPS)  # type: ignore[arg-type]
     executor.start(lambda: None)
     executor.submit(StepPlan(0, NO_TOKENS))
     executor.close()

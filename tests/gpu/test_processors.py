@@ -191,7 +191,7 @@ def test_a_processor_knows_every_token_however_far_ahead_steps_are(model: Path) 
     chunks = [Chunk(slot, 0, ints([5, 7, slot]), True) for slot in rows]
     new = [rig.new(slot, [5, 7, slot], params=params) for slot, params in rows.items()]
     plans = [rig.plan(chunks=chunks, new=new), rig.plan(decode=[2, 1]), rig.plan(decode=[1, 2])]
-    executor = LocalExecutor(rig.runner, build(model, "").capabilities)
+    executor = LocalExecutor([rig.runner], build(model, "").capabilities)
     executor.start(lambda: None)
     for plan in plans:
         executor.submit(plan)

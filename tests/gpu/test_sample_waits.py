@@ -23,7 +23,7 @@ from gpu.sample.weights import draw_weights
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import place
-from gpu.step.rings import Rings
+from gpu.step.rings import Entries, Rings
 from gpu.step.sampling import Choice, Logits, Sampled, Sampling, SamplingDevice, SamplingStage
 from tests.rigs.arrays import ints
 
@@ -59,7 +59,7 @@ class Stage:
         names = ("start_counts", "mask_rows", "adjust", "penalise", "choose", "count_tokens", "emit")
         kernels = SimpleNamespace(**dict.fromkeys(names, nothing), draw_weights=draw_weights)
         columns = (torch.zeros(n, dtype=torch.int32, device=META) for n in (ROWS, ROWS, 1))
-        self.rings = Rings(Limits(ROWS, ROWS, 64, 3, 4), 4, META)
+        self.rings = Rings(Entries(Limits(ROWS, ROWS, 64, 3, 4), 4, META), META)
         rows = Rows(*columns, SlotTables(ROWS, 4, META))
         device = SamplingDevice(rows, self.rings, cast(SamplingKernels, kernels))
         processors = {"lift": lambda logits, output, params: logits[3].add_(1.0)}

@@ -178,12 +178,12 @@ class Bare:
 
     def use_model(self, model: object) -> None:
         self.model = model
-        if model in self.refuses:
-            raise RuntimeError("out of memory")
 
     def use_pool(self, pool: object) -> None:
         self.pool = pool
-        if pool in self.refuses:
+
+    def prepare(self) -> None:
+        if self.model in self.refuses or self.pool in self.refuses:
             raise RuntimeError("out of memory")
 
 

@@ -58,11 +58,12 @@ class Both:
         machine = Machine(
             CPU, PaddedSizes(ROWS, 128, ROWS), launcher, attention, ops, begin_step, triton_kernels
         )
-        self.runner = ModelRunner(self.shape, machine)
+        self.runner = ModelRunner(self.shape, machine, self.shape.entries(CPU))
         heads = (spec.kv_heads, spec.head_dim)
         with device_thread(CPU):
             self.runner.use_model(rig.model)
             self.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))
+            self.runner.prepare()
 
     def step(
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()

@@ -83,8 +83,9 @@ class Rig:
             windows = [self.spec.window(layer) for layer in range(self.spec.layers)]
             attention = TorchAttention(windows) if self.spec.causal else EncoderAttention()
             width = HiddenShape(self.spec.hidden, torch.float32)
+            shape = Shape(rows, tokens, rows, pages, page_size, self.spec.vocab_size, rows, width)
             self.runner = ModelRunner(
-                Shape(rows, tokens, rows, pages, page_size, self.spec.vocab_size, rows, width),
+                shape,
                 Machine(
                     CPU,
                     ExactSizes(),
@@ -94,10 +95,12 @@ class Rig:
                     begin_step,
                     torch_kernels,
                 ),
+                shape.entries(CPU),
             )
             self.slots = self.runner.tables
             self.runner.use_model(self.watched)
             self.runner.use_pool(self.pool)
+            self.runner.prepare()
         order = np.arange(1, pages)
         if not consecutive:
             np.random.default_rng(3).shuffle(order)

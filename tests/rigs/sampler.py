@@ -21,7 +21,7 @@ from gpu.sample.rows import Rows
 from gpu.state.entry import NEW, Limits
 from gpu.state.tables import COLUMNS, SlotTables
 from gpu.step.graphs import Work
-from gpu.step.rings import Rings
+from gpu.step.rings import Entries, Rings
 from gpu.step.sampling import Key, SamplingDevice, SamplingStage
 
 
@@ -52,7 +52,7 @@ class Sampler:
             torch.zeros(n, dtype=torch.int32, device=device) for n in (max_rows, max_rows, 1)
         )
         self._rows = Rows(slots, positions, count, self._tables)
-        self._rings = Rings(Limits(max_rows, 0, 0, 8192, 1), 1, device)
+        self._rings = Rings(Entries(Limits(max_rows, 0, 0, 8192, 1), 1, device), device)
         self._logits = torch.zeros(0, vocab_size)
         works_on = SamplingDevice(self._rows, self._rings, kernels)
         self.stage = SamplingStage(works_on, vocab_size, count_rows, self._head, processors)

@@ -10,7 +10,7 @@ from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.begin import begin_step
 from gpu.step.buffers import HiddenShape, Samples, StepBuffers
-from gpu.step.rings import Rings
+from gpu.step.rings import Entries, Rings
 from gpu.step.steps import ExactSizes
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ class Views:
     def __init__(self, rows: int, pages: int, page_size: int, tokens: int) -> None:
         self.tables = SlotTables(rows, pages, CPU)
         self.buffers = StepBuffers(self.tables, tokens, rows, rows, HiddenShape(1, torch.float32))
-        self.rings = Rings(Limits(rows, rows, tokens, rows * pages, pages), 2, CPU)
+        self.rings = Rings(Entries(Limits(rows, rows, tokens, rows * pages, pages), 2, CPU), CPU)
         self.page_size = page_size
         self.samples = self.buffers.samples
 

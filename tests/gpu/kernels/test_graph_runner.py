@@ -238,7 +238,7 @@ def test_steps_ahead_of_their_answers(both: Both, digits: Grammar) -> None:
     with device_thread(CPU):
         want = [rig.runner.launch(plan).wait() for plan in plans()]
     arrived = threading.Semaphore(0)
-    executor = LocalExecutor(both.runner, CAPABILITIES)
+    executor = LocalExecutor([both.runner], CAPABILITIES)
     executor.start(arrived.release)
     got: list[StepResult] = []
     for at, plan in enumerate(plans()):
@@ -264,7 +264,7 @@ def test_a_step_whose_answer_is_lost_ends_the_executor(
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(Rings, "read", lost)
-    executor = LocalExecutor(both.runner, CAPABILITIES)
+    executor = LocalExecutor([both.runner], CAPABILITIES)
     executor.start(lambda: None)
     for plan in plans:
         executor.submit(plan)
@@ -284,5 +284,6 @@ def test_weights_and_pages_may_go_and_come(tiny: Tiny) -> None:
         heads = (spec.kv_heads, spec.head_dim)
         both.runner.use_pool(KvPool(spec.layers, PAGES + 1, PAGE, heads, torch.float32, CPU))
         both.runner.use_model(both.rig.model)
+        both.runner.prepare()
     both.rig.free = list(range(PAGES, 0, -1))
     run(both, [SamplingParams(temperature=0.0)], 2)

@@ -17,12 +17,12 @@ from gpu.kernels.sampling.adjust import mask_rows
 from gpu.kernels.step import begin_step
 from gpu.sample import torch_kernels
 from gpu.sample.kernels import MaskRows, SamplingKernels
-from gpu.state.entry import Limits
+from gpu.state.entry import EntryRing, Limits
 from gpu.state.tables import COLUMNS, SlotTables
 from gpu.step import begin
 from gpu.step.begin import BeginStep
 from gpu.step.buffers import HiddenShape, StepBuffers
-from gpu.step.rings import Rings
+from gpu.step.rings import Entries, Rings
 from gpu.step.steps import ExactSizes, Forward
 
 ROWS, PAGES, PAGE, TOKENS = 6, 8, 4, 64
@@ -125,7 +125,11 @@ def on(kernels: str, device: torch.device) -> Ends:
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, device: torch.device) -> None:
     run = on(kernels, device)
-    tables, expected, rings = SlotTables(ROWS, PAGES, device), Expected(), Rings(LIMITS, 3, device)
+    tables, expected, rings = (
+        SlotTables(ROWS, PAGES, device),
+        Expected(),
+        Rings(Entries(LIMITS, 3, device), device),
+    )
     buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
     plans = Plans(seed)
     surpluses = 0
@@ -183,7 +187,7 @@ def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, d
 def test_a_new_slots_words_reach_their_columns(kernels: str, device: torch.device) -> None:
     """Of a slot among others, each column its own value."""
     run = on(kernels, device)
-    tables, rings = SlotTables(ROWS, PAGES, device), Rings(LIMITS, 2, device)
+    tables, rings = SlotTables(ROWS, PAGES, device), Rings(Entries(LIMITS, 2, device), device)
     buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
     params = SamplingParams(
         temperature=0.9, top_k=5, top_p=0.5, min_p=0.25, seed=2**61 + 7, repetition_penalty=1.5,
@@ -204,7 +208,7 @@ def test_a_new_slots_words_reach_their_columns(kernels: str, device: torch.devic
 def test_greedy_is_temperature_zero(kernels: str, device: torch.device) -> None:
     run = on(kernels, device)
     tables = SlotTables(ROWS, PAGES, device)
-    rings = Rings(LIMITS, 2, device)
+    rings = Rings(Entries(LIMITS, 2, device), device)
     buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
     new = NewSlot(2, SamplingParams(temperature=0.9, top_k=1, seed=2**63 - 1), ints([]), ints([]), 3)
     rings.write(StepPlan(1, ints([]), new_slots=(new,)))
@@ -216,23 +220,24 @@ def test_greedy_is_temperature_zero(kernels: str, device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_launched_reads_its_own_order(device: torch.device) -> None:
-    """Without graphs warm-ups were still under way when the first order was written in their place."""
+def test_what_is_launched_reads_its_own_entry(device: torch.device) -> None:
+    """Without graphs warm-ups may still be under way when the first entry is written: they read another."""
     tables = SlotTables(ROWS, PAGES, device)
-    rings = Rings(LIMITS, 2, device)
+    rings = Rings(Entries(LIMITS, 2, device), device)
     buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
     view = buffers.view(Forward(ROWS, ROWS, 0, ROWS))
     busy: Any = torch.cuda._sleep  # untyped
 
-    def launch(seed: int) -> None:
-        new = NewSlot(2, SamplingParams(seed=seed), ints([]), ints([]), 3)
-        rings.write(StepPlan(1, ints([]), new_slots=(new,)))
-        begin_step(rings.entries, tables, view, buffers.samples, page_size=PAGE)
+    def launch(entries: EntryRing) -> None:
+        begin_step(entries, tables, view, buffers.samples, page_size=PAGE)
 
-    launch(5)  # compiles
+    launch(rings.empty)  # compiles
     busy(1_000_000_000)  # cycles, half a second
-    launch(7)
-    rings.clear()
+    launch(rings.empty)
+    new = NewSlot(2, SamplingParams(seed=7), ints([]), ints([]), 3)
+    rings.write(StepPlan(1, ints([]), new_slots=(new,)))
+    assert int(tables.seed[2]) == 0
+    launch(rings.entries)
     assert int(tables.seed[2]) == 7
 
 
