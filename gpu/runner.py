@@ -1,8 +1,8 @@
 """One step, on every device: write the entry, run the forward, choose tokens, mark the end.
 
     launch(plan)   ring entry ─► forward ─► (masks) ─► sampling ─► mark ─► LaunchedStep.wait: StepResult
-                                  │ begin: tables, view  │ logits, mask, penalties, choice ─► cells
-                                  │ attention's plan     │ emit: tokens ─► answer ring
+                                  │ begin: tables, view  │ logits, mask, penalties, choice
+                                  │ attention's plan     │ accept ─► lengths, cells, answer ring
                                   └ layers ─► rows that sample
 
 A GPU replays graphs of padded sizes; a CPU, and an encoder on any device, calls the same work in the plan's
@@ -74,7 +74,8 @@ class Shape(NamedTuple):
 
     def entries(self, device: torch.device) -> Entries:
         """Memory for the plans of such steps, which all ranks read."""
-        return Entries(Limits(self.rows, self.chunks, self.tokens, PAGE_WRITES, self.pages), ENTRIES, device)
+        limits = Limits(self.rows, self.chunks, self.tokens, PAGE_WRITES, self.pages, samples=self.rows)
+        return Entries(limits, ENTRIES, device)
 
 
 class Machine(NamedTuple):
@@ -124,13 +125,12 @@ class ModelRunner:
         `use_model`, `use_pool` and `prepare`. Without `upkeep` commands are refused."""
         self.device = machine.device
         self._shape, self._machine, self._upkeep = shape, machine, upkeep
-        self.tables = SlotTables(shape.rows, shape.pages, machine.device)
-        self._buffers = buffers = StepBuffers(
-            self.tables, shape.tokens, shape.rows, shape.chunks, shape.hidden
-        )
+        limits = entries.limits
+        self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts)
+        self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
         self._rings = Rings(entries, machine.device)
         rows = Rows(buffers.samples.slots, buffers.samples.positions, buffers.num_samples, self.tables)
-        works_on = SamplingDevice(rows, self._rings, machine.sampling, machine.pdl)
+        works_on = SamplingDevice(rows, buffers.queries, self._rings, machine.sampling, machine.pdl)
         self._stage = SamplingStage(works_on, shape.vocab, shape.count_rows, self._head, processors)
         self._matchers = Matchers()
         self._hidden = HiddenRows()

@@ -23,11 +23,11 @@ from core.types import Ints
 from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.sampling.adjust import mask_rows
 from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
-from gpu.kernels.step import begin_step, emit
+from gpu.kernels.step import accept, begin_step
 from gpu.runner import ENTRIES, PAGE_WRITES
 from gpu.sample.kernels import MaskRows
 from gpu.sample.penalties import Counts
-from gpu.sample.rows import Rows
+from gpu.sample.rows import Queries, Rows
 from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
@@ -45,6 +45,8 @@ SLOTS, TOKENS = 512, 2048
 PAGE, PAGES = 16, 2560
 """Of the page table: 40,960 tokens a slot, the context of both models."""
 
+LIMITS = Limits(SLOTS, MAX_CHUNKS, TOKENS, PAGE_WRITES, PAGES, samples=SLOTS)
+
 KNOWN = 1024
 """Tokens of a row that decodes: its length, and what its penalties have seen."""
 
@@ -60,7 +62,7 @@ def _ints(*args: int) -> Ints:
 
 
 def _rings() -> Rings:
-    return Rings(Entries(Limits(SLOTS, MAX_CHUNKS, TOKENS, PAGE_WRITES, PAGES), ENTRIES, DEVICE), DEVICE)
+    return Rings(Entries(LIMITS, ENTRIES, DEVICE), DEVICE)
 
 
 def _plan(rows: int, chunks: int, tokens: int) -> StepPlan:
@@ -83,9 +85,9 @@ def _words(plan: StepPlan, view: StepView, room: int) -> int:
     and the samples, which are written up to their padding."""
     rows, chunks, news = len(plan.decode_slots), len(plan.chunks), len(plan.new_slots)
     taken = (
-        (rows, 1 + 4),  # length both ways, last token, page
+        (rows, 1 + 3),  # length, last token, page
         (chunks, CHUNK + 1),
-        (plan.num_samples, SAMPLE + 1),
+        (sum(chunk.samples for chunk in plan.chunks), SAMPLE),
         (news, NEW + NEW),
         (len(plan.page_writes.slots), WRITE + 1),
         (plan.num_tokens - rows, TOKEN + 1),
@@ -102,7 +104,7 @@ def _orders() -> Iterator[Row]:
             tables.length.fill_(KNOWN)
             for _ in range(ENTRIES):  # each call takes the next
                 rings.write(plan)
-            buffers = StepBuffers(tables, TOKENS, SLOTS, MAX_CHUNKS, HiddenShape(1, torch.float32))
+            buffers = StepBuffers(tables, LIMITS, HiddenShape(1, torch.float32))
             most = min(plan.num_tokens, SLOTS)
             key = Forward(plan.num_tokens, most, MAX_CHUNKS if chunks else 0, most)
             view, samples = buffers.view(key), buffers.samples.first(most)
@@ -116,8 +118,11 @@ def _answers() -> Iterator[Row]:
     turned = torch.ones(1, dtype=torch.int64, device=DEVICE)
     for rows in ROWS:
         sets = [torch.arange(rows, device=DEVICE) for _ in range(COPIES)]
-        calls = [partial(emit, tokens, turned, scalar(rows, DEVICE), _rings().answers) for tokens in sets]
-        yield Row("emit", f"{rows} rows", microseconds(calls), rows * (8 + 4))
+        tables, slots = SlotTables(SLOTS, 1, DEVICE), torch.arange(rows, dtype=torch.int32, device=DEVICE)
+        own = Rows(slots, slots, scalar(rows, DEVICE), tables)
+        queries = Queries(torch.zeros(SLOTS + 1, dtype=torch.int32, device=DEVICE), own.live, slots)
+        calls = [partial(accept, tokens, own, queries, turned, _rings().answers) for tokens in sets]
+        yield Row("accept", f"{rows} rows", microseconds(calls), rows * (8 + 5 * 4))
 
 
 def _starts() -> Iterator[Row]:

@@ -1,7 +1,10 @@
-"""The first and the last kernel of a step: a plan into the tables and the view, tokens out to the host.
+"""The first and the last kernel of a step: a plan into the tables and the view, tokens into the tables and
+out to the host.
 
 One program each. A step has at most a few thousand words, and one program needs no order between
 programs: what new slots and page writes change is read a barrier later by the rows of the same step.
+
+Decode rows have a token each where the tables have no room for drafts (DRAFTS 0), and else up to DRAFTS more.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
+from gpu.sample.rows import Queries, Rows
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
 from gpu.state.tables import WIDE, SlotTables, row_of
 from gpu.state.view import StepView
@@ -22,6 +26,8 @@ _TOKEN: tl.constexpr = tl.constexpr(TOKEN)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
 _LAST_TOKEN: tl.constexpr = tl.constexpr(row_of("last_token"))
 _LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
+_NUM_DRAFTS: tl.constexpr = tl.constexpr(row_of("num_drafts"))
+_LIMIT: tl.constexpr = tl.constexpr(row_of("limit"))
 
 
 @jit
@@ -43,12 +49,58 @@ def _take_new(
                 tl.store(columns + word * stride + slot, value, mask=live)
 
 
+@jit
+def _take_rows(
+    entry: tl.tensor,
+    columns: tl.tensor,
+    drafts: tl.tensor,
+    ids: tl.tensor,
+    positions: tl.tensor,
+    decode_slots: tl.tensor,
+    sample_firsts: tl.tensor,
+    stride: int,
+    DRAFTS: tl.constexpr,
+    AT_DECODE: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> tl.tensor:
+    """Lay out the queries of rows that may have drafts: as many as the row's limit and the step's budget
+    allow, in the order of rows. Returns how many tokens they have together."""
+    rows, longest, left = tl.load(entry + 1), tl.load(entry + 8), tl.load(entry + 9)
+    tokens = tl.full([], 0, tl.int32)
+    for first in range(0, rows, SPAN):
+        i = first + tl.arange(0, SPAN)
+        live = i < rows
+        slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
+        before = tl.load(columns + _LENGTH * stride + slot, mask=live, other=0)
+        limit = tl.load(columns + _LIMIT * stride + slot, mask=live, other=0)
+        ready = tl.load(columns + _NUM_DRAFTS * stride + slot, mask=live, other=0)
+        wanted = tl.maximum(tl.minimum(tl.minimum(ready, limit - before - 1), longest - 1), 0)
+        wanted = tl.where(live, wanted, 0)
+        given = tl.maximum(tl.minimum(left - tl.cumsum(wanted) + wanted, wanted), 0)
+        query = tl.where(live, 1 + given, 0)
+        at = tokens + tl.cumsum(query) - query
+        tl.store(sample_firsts + i, at, mask=live)
+        for j in tl.static_range(DRAFTS + 1):
+            mine = j < query
+            if j == 0:
+                token = tl.load(columns + _LAST_TOKEN * stride + slot, mask=mine, other=0)
+            else:
+                token = tl.load(drafts + slot * DRAFTS + j - 1, mask=mine, other=0)
+            tl.store(ids + at + j, token, mask=mine)
+            tl.store(positions + at + j, before + j, mask=mine)
+            tl.store(decode_slots + at + j, slot, mask=mine)
+        left -= tl.sum(wanted)
+        tokens += tl.sum(query)
+    return tokens
+
+
 @jit_loose("n", "d", "c", "s")
 def _begin(
     ring: tl.tensor,
     cursor: tl.tensor,
     columns: tl.tensor,
     table: tl.tensor,
+    drafts: tl.tensor,
     counts: tl.tensor,
     ids: tl.tensor,
     positions: tl.tensor,
@@ -62,12 +114,15 @@ def _begin(
     sample_rows: tl.tensor,
     sample_slots: tl.tensor,
     sample_positions: tl.tensor,
+    sample_firsts: tl.tensor,
+    sampling_rows: tl.tensor,
     stride: int,
     width: int,
     n: int,
     d: int,
     c: int,
     s: int,
+    DRAFTS: tl.constexpr,
     MIXED: tl.constexpr,
     PAGE: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -84,12 +139,8 @@ def _begin(
     begin(PDL)
     turn = tl.load(cursor)
     entry = ring + (turn % ENTRIES) * WORDS
-    tokens, rows, chunks = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    known, rows, chunks = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     samples, news, writes = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
-    tl.store(counts, tokens)
-    tl.store(counts + 1, rows)
-    tl.store(counts + 2, chunks)
-    tl.store(counts + 3, samples)
     tl.store(common, tl.load(entry + 6))
     last_token, length = columns + _LAST_TOKEN * stride, columns + _LENGTH * stride
     _take_new(entry + AT_NEW, news, columns, stride, SPAN)
@@ -100,20 +151,47 @@ def _begin(
         page = tl.load(entry + AT_WRITES + i * _WRITE + 1, mask=live, other=0)
         tl.store(table + cell, page, mask=live)
     tl.debug_barrier()
+    queries = rows
+    if DRAFTS:
+        queries = _take_rows(
+            entry, columns, drafts, ids, positions, decode_slots, sample_firsts, stride,
+            DRAFTS, AT_DECODE, SPAN,
+        )  # fmt: skip
+        tl.store(sampling_rows, rows + samples)
+        for first in range(0, samples + 1, SPAN):
+            i = first + tl.arange(0, SPAN)
+            tl.store(sample_firsts + rows + i, queries + i, mask=i <= samples)
+        tl.debug_barrier()
+    tokens = queries + known
+    tl.store(counts, tokens)
+    tl.store(counts + 1, queries)
+    tl.store(counts + 2, chunks)
+    tl.store(counts + 3, queries + samples)
     # Padding of either kind: slot 0, position 0, length 1, place 0.
     for first in range(0, d, SPAN):
         i = first + tl.arange(0, SPAN)
-        live = i < rows
-        slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
-        before = tl.load(length + slot, mask=live, other=0)
-        tl.store(length + slot, before + 1, mask=live)
-        token = tl.load(last_token + slot, mask=live, other=0)
-        page = tl.load(table + slot * width + before // PAGE, mask=live, other=0)
+        live = i < queries
+        if DRAFTS:
+            slot = tl.load(decode_slots + i, mask=live, other=0)
+            position = tl.load(positions + i, mask=live, other=0)
+            token = tl.load(ids + i, mask=live, other=0)
+        else:
+            slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
+            position = tl.load(length + slot, mask=live, other=0)
+            token = tl.load(last_token + slot, mask=live, other=0)
+        tl.store(sample_rows + i, i, mask=live)
+        tl.store(sample_slots + i, slot, mask=live)
+        tl.store(sample_positions + i, position + 1, mask=live)
+        stored = live
+        if DRAFTS:  # the token of a row at its limit is computed for nobody, and stored in the dump
+            stored = live & (position < tl.load(columns + _LIMIT * stride + slot, mask=live, other=0))
+            position -= (live & (stored == 0)).to(tl.int32)
+        page = tl.load(table + slot * width + position // PAGE, mask=stored, other=0)
         tl.store(ids + i, token, mask=i < d)
-        tl.store(positions + i, before, mask=i < d)
-        tl.store(kv_slot_mapping + i, page * PAGE + tl.where(live, before % PAGE, 0), mask=i < d)
+        tl.store(positions + i, position, mask=i < d)
+        tl.store(kv_slot_mapping + i, page * PAGE + tl.where(stored, position % PAGE, 0), mask=i < d)
         tl.store(decode_slots + i, slot, mask=i < d)
-        tl.store(decode_lengths + i, before + 1, mask=i < d)
+        tl.store(decode_lengths + i, position + 1, mask=i < d)
     if MIXED:
         for first in range(0, c, SPAN):
             i = first + tl.arange(0, SPAN)
@@ -121,43 +199,40 @@ def _begin(
             at = entry + AT_CHUNKS + i * _CHUNK
             slot = tl.load(at, mask=live, other=0)
             start = tl.load(at + 1, mask=live, other=0)
-            row = tl.load(at + 2, mask=live, other=0)
-            stop = tl.load(at + 2 + _CHUNK, mask=i + 1 < chunks, other=0)
-            stop = tl.where(i + 1 < chunks, stop, tokens)
-            tl.store(length + slot, start + stop - row, mask=live)
+            index = tl.load(at + 2, mask=live, other=0)
             tl.store(chunk_slots + i, slot, mask=i < c)
             tl.store(chunk_starts + i, start, mask=i < c)
-            tl.store(chunk_firsts + i, tl.where(live, row, tokens), mask=i < c)
+            tl.store(chunk_firsts + i, tl.where(live, queries + index, tokens), mask=i < c)
         tl.store(chunk_firsts + c, tokens)
-        # Behind the decode rows' stores: rows up to d were written above as if they were padding.
+        # Behind the decode rows' stores: tokens up to d were written above as if they were padding.
         tl.debug_barrier()
         for first in range(0, n, SPAN):
             i = first + tl.arange(0, SPAN)
-            live = (i >= rows) & (i < tokens)
-            at = entry + AT_TOKENS + (i - rows) * _TOKEN
+            live = (i >= queries) & (i < tokens)
+            at = entry + AT_TOKENS + (i - queries) * _TOKEN
             token = tl.load(at, mask=live, other=0)
             owner = tl.load(at + 1, mask=live, other=0)
             record = entry + AT_CHUNKS + owner * _CHUNK
             slot = tl.load(record, mask=live, other=0)
             start = tl.load(record + 1, mask=live, other=0)
-            row = tl.load(record + 2, mask=live, other=0)
-            position = tl.where(live, start + i - row, 0)
+            index = tl.load(record + 2, mask=live, other=0)
+            position = tl.where(live, start + i - queries - index, 0)
             page = tl.load(table + slot * width + position // PAGE, mask=live, other=0)
-            mine = (i >= rows) & (i < n)
+            mine = (i >= queries) & (i < n)
             tl.store(ids + i, token, mask=mine)
             tl.store(positions + i, position, mask=mine)
             tl.store(kv_slot_mapping + i, page * PAGE + position % PAGE, mask=mine)
-    tl.debug_barrier()
     for first in range(0, s, SPAN):
         i = first + tl.arange(0, SPAN)
-        live = i < samples
-        at = entry + AT_SAMPLES + i * _SAMPLE
-        row = tl.load(at, mask=live, other=0)
+        live = (i >= queries) & (i < queries + samples)
+        at = entry + AT_SAMPLES + (i - queries) * _SAMPLE
+        index = tl.load(at, mask=live, other=0)
         slot = tl.load(at + 1, mask=live, other=0)
-        position = tl.load(length + slot, mask=live, other=0)
-        tl.store(sample_rows + i, row, mask=i < s)
-        tl.store(sample_slots + i, slot, mask=i < s)
-        tl.store(sample_positions + i, position, mask=i < s)
+        position = tl.load(at + 2, mask=live, other=0)
+        mine = (i >= queries) & (i < s)
+        tl.store(sample_rows + i, tl.where(live, queries + index, 0), mask=mine)
+        tl.store(sample_slots + i, slot, mask=mine)
+        tl.store(sample_positions + i, position, mask=mine)
     tl.store(cursor, turn + 1)
 
 
@@ -165,21 +240,21 @@ def begin_step(
     ring: EntryRing,
     tables: SlotTables,
     view: StepView,
-    samples: tuple[Tensor, Tensor, Tensor],
+    samples: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     *,
     page_size: int,
     pdl: bool = False,
 ) -> None:
-    """Take the next entry: write the tables, gather the view, turn the ring. `samples` are rows, slots and
-    positions int32 [s] of the tokens to choose; s at most the view's tokens."""
+    """See `gpu.step.begin.BeginStep`; `samples` are those of `gpu.step.buffers.Samples`."""
     words, cursor, at = ring
-    rows, slots, positions = samples
+    rows, slots, positions, firsts, num_rows = samples
     span = 1024 if view.tokens > 256 else 256
     _begin[(1,)](
         words,
         cursor,
         tables.words,
         tables.page_table,
+        tables.drafts,
         view.counts,
         view.ids,
         view.positions,
@@ -193,12 +268,15 @@ def begin_step(
         rows,
         slots,
         positions,
+        firsts,
+        num_rows,
         tables.words.stride(0),
         tables.page_table.stride(0),
         view.tokens,
         view.max_decode,
         view.max_chunks,
         len(rows),
+        DRAFTS=tables.drafts.shape[1],
         MIXED=view.max_chunks > 0,
         PAGE=page_size,
         ENTRIES=len(words),
@@ -216,13 +294,22 @@ def begin_step(
 
 
 @jit_loose("room")
-def _emit(
+def _accept(
     tokens: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    samples: tl.tensor,
+    firsts: tl.tensor,
+    rows: tl.tensor,
+    ids: tl.tensor,
+    columns: tl.tensor,
     cursor: tl.tensor,
-    count: tl.tensor,
     out: tl.tensor,
+    column: int,
     stride: int,
     room: int,
+    DRAFTS: tl.constexpr,
+    AT_COUNTS: tl.constexpr,
     ENTRIES: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
@@ -230,15 +317,47 @@ def _emit(
     begin(PDL)
     entry = out + ((tl.load(cursor) - 1) % ENTRIES) * stride
     i = tl.arange(0, SPAN)
-    live = i < tl.minimum(tl.load(count), room)
-    tl.store(entry + i, tl.load(tokens + i, mask=live, other=0).to(tl.int32), mask=live)
+    if DRAFTS:
+        live = i < tl.load(rows)
+        first, end = tl.load(firsts + i, mask=live, other=0), tl.load(firsts + i + 1, mask=live, other=0)
+    else:
+        live, first = i < tl.minimum(tl.load(samples), room), i
+    slot = tl.load(slots + first, mask=live, other=0)
+    position = tl.load(positions + first, mask=live, other=0)
+    token = tl.load(tokens + first, mask=live, other=0).to(tl.int32)
+    if DRAFTS:
+        # A draft is taken while it is what was sampled before it; nothing is of a row at its limit.
+        live &= position <= tl.load(columns + _LIMIT * column + slot, mask=live, other=0)
+        count = live.to(tl.int32)
+        for j in tl.static_range(1, DRAFTS + 1):
+            more = (count == j) & (first + j < end)
+            draft = tl.load(ids + first + j, mask=more, other=-1)
+            more &= token == draft
+            token = tl.where(more, tl.load(tokens + first + j, mask=more, other=0).to(tl.int32), token)
+            count += more.to(tl.int32)
+        at = tl.cumsum(count) - count
+        for j in tl.static_range(DRAFTS + 1):
+            made = tl.load(tokens + first + j, mask=j < count, other=0).to(tl.int32)
+            tl.store(entry + at + j, made, mask=j < count)
+        tl.store(entry + AT_COUNTS + i, count, mask=i < tl.load(rows))
+        position += count - 1
+    else:
+        tl.store(entry + i, token, mask=live)
+    tl.store(columns + _LENGTH * column + slot, position, mask=live)
+    # The next step embeds the cell, so it must name a row of the table.
+    tl.store(columns + _LAST_TOKEN * column + slot, tl.maximum(token, 0), mask=live)
 
 
-def emit(tokens: Tensor, cursor: Tensor, count: Tensor, out: Tensor, *, pdl: bool = False) -> None:
-    """Write `tokens` int64 [s], of which `count` int32 [1] are true, to the current entry of `out` int32
-    [entries, rows], memory that host and device share. `cursor` has been turned by `begin_step`."""
-    span = pow2(out.shape[1])  # of the ring, not of the step: one kernel for all sizes
-    _emit[(1,)](
-        tokens, cursor, count, out, out.stride(0), len(tokens), ENTRIES=len(out), SPAN=span, PDL=pdl,
+def accept(
+    tokens: Tensor, rows: Rows, queries: Queries, cursor: Tensor, out: Tensor, *, pdl: bool = False
+) -> None:
+    """See `gpu.sample.kernels.SamplingKernels.accept`. `out` is memory that host and device share; `cursor`
+    has been turned by `begin_step`."""
+    tables, most = rows.tables, len(queries.firsts) - 1
+    span = pow2(most)  # of the ring, not of the step: one kernel for all sizes
+    _accept[(1,)](
+        tokens, rows.slots, rows.positions, rows.live, queries.firsts, queries.live, queries.ids,
+        tables.words, cursor, out, tables.words.stride(0), out.stride(0), len(tokens),
+        DRAFTS=tables.drafts.shape[1], AT_COUNTS=out.shape[1] - most, ENTRIES=len(out), SPAN=span, PDL=pdl,
         **options(min(max(span // 32, 1), 8), pdl=pdl),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from gpu.sample.penalties import Counts
-from gpu.sample.rows import Rows
+from gpu.sample.rows import Queries, Rows
 from gpu.sample.token_tables import TokenTables
 from gpu.state.entry import EntryRing
 
@@ -50,16 +50,21 @@ class SamplingKernels(Protocol):
     def choose(
         self, logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False
     ) -> None:
-        """Write a token per row to `tokens` int64 [rows], -1 where the logits are not finite, and to the
-        slot's cell, there 0. Without `filtered` no row has top_k, top_p or min_p."""
+        """Write a token per row to `tokens` int64 [rows], -1 where the logits are not finite. Without
+        `filtered` no row has top_k, top_p or min_p."""
         ...
 
     def count_tokens(self, tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
         """Count sampled tokens of the slots that have counts; -1 is not counted."""
         ...
 
-    def emit(self, tokens: Tensor, cursor: Tensor, count: Tensor, out: Tensor, *, pdl: bool = False) -> None:
-        """Write `tokens` to the current entry of the answer ring `out`."""
+    def accept(
+        self, tokens: Tensor, rows: Rows, queries: Queries, cursor: Tensor, out: Tensor, *, pdl: bool = False
+    ) -> None:
+        """Take of each row's sampled `tokens` int64 [samples] those up to the first that its next draft does
+        not equal, none of a row at its limit. Write the row's length and last token, there 0 for -1, and to
+        the current entry of the answer ring `out` the tokens taken, row by row, and behind them, where rows
+        may have drafts, how many are each row's."""
         ...
 
     def draw_weights(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:

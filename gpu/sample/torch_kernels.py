@@ -15,7 +15,7 @@ from gpu.sample.filters import Rule, survivors
 from gpu.sample.kernels import MaskRows
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.penalties import Counts, Penalty
-from gpu.sample.rows import Rows
+from gpu.sample.rows import Queries, Rows
 from gpu.sample.select import argmax
 from gpu.sample.token_tables import TokenTables
 from gpu.state.entry import MARK, NEW, EntryRing
@@ -98,8 +98,6 @@ def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: b
             race = field.weights.div_(exponential(bits(keys[row], field.ids)))
             found[row] = field.ids[argmax(race)]
     tokens.numpy()[:live] = found
-    # The next step embeds the cell, so it must name a row of the table.
-    rows.tables.last_token.numpy()[rows.slots.numpy()[:live]] = np.maximum(found, 0)
 
 
 @cache
@@ -120,10 +118,31 @@ def count_tokens(tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = Fals
         counts.add(torch.from_numpy(counted).long()[known], tokens[known])
 
 
-def emit(tokens: Tensor, cursor: Tensor, count: Tensor, out: Tensor, *, pdl: bool = False) -> None:
-    """See `SamplingKernels.emit`."""
-    live = int(count)
-    out.numpy()[(int(cursor) - 1) % len(out), :live] = tokens.numpy()[:live]
+def accept(
+    tokens: Tensor, rows: Rows, queries: Queries, cursor: Tensor, out: Tensor, *, pdl: bool = False
+) -> None:
+    """See `SamplingKernels.accept`."""
+    tables, live = rows.tables, int(rows.live)
+    made, slots, positions = (each.numpy()[:live] for each in (tokens, rows.slots, rows.positions))
+    answer = out.numpy()[(int(cursor) - 1) % len(out)]
+    last = np.arange(live)
+    if tables.drafts.shape[1]:
+        firsts = queries.firsts.numpy()[: int(queries.live) + 1]
+        first = firsts[:-1]
+        within = np.arange(live) - np.repeat(first, np.diff(firsts))
+        # A sample counts while every one before it in its row is what its next draft says.
+        wrong = np.flatnonzero((within[1:] > 0) & (made[:-1] != queries.ids.numpy()[1:live])) + 1
+        ends = np.minimum(firsts[1:], np.append(wrong, live)[np.searchsorted(wrong, first)])
+        counts = np.where(positions[first] > tables.limit.numpy()[slots[first]], 0, ends - first)
+        taken = within < np.repeat(counts, np.diff(firsts))
+        answer[: counts.sum()] = made[taken]
+        answer[len(answer) - len(queries.firsts) + 1 :][: len(counts)] = counts
+        last = (first + counts - 1)[counts > 0]
+    else:
+        answer[:live] = made
+    tables.length.numpy()[slots[last]] = positions[last]
+    # The next step embeds the cell, so it must name a row of the table.
+    tables.last_token.numpy()[slots[last]] = np.maximum(made[last], 0)
 
 
 def draw_weights(logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 An entry is int32 words in pinned memory that the device can read:
 
     | head | decode slots | chunks | samples | new slots | page writes | tokens | marks |
-      16     R              C × 3    R × 2     R × NEW     W × 2         T × 2    W × 2
+      16     R              C × 3    C × 3     R × NEW     W × 2         T × 2    W × 2
 
 Every section has a fixed place, so that the kernel that reads it needs no arithmetic but the counts in
-the head. R rows, C chunks, T tokens of chunks, W page writes and marks: tokens that penalties know of a
-new slot. A plan with more page writes or marks than W has the rest done before its step (`Surplus`):
-cached prefixes of many new requests can be long, and an entry for the worst case would be megabytes.
+the head. Where a chunk lies is counted from the first chunk's first token: how many tokens the decode rows
+before it have is up to the device. R rows, C chunks, T tokens of chunks, W page writes and marks: tokens
+that penalties know of a new slot. A plan with more page writes or marks than W has the rest done before its
+step (`Surplus`): cached prefixes of many new requests can be long, and an entry for the worst case would be
+megabytes.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from core.types import NO_TOKENS, Ints
 from gpu.state.tables import COLUMNS, WORDS
 
 HEAD: Final = 16
-"""Words of the head: tokens, decode rows, chunks, samples, new slots, page writes, common keys, marks."""
+"""Words of the head: tokens of chunks, decode rows, chunks, chunks that sample, new slots, page writes,
+common keys, marks, the longest query of a decode row, drafts of all decode rows."""
 CHUNK: Final = 3
-"""Words of a chunk: slot, position of its first token, row of its first token."""
-SAMPLE: Final = 2
-"""Words of a sample: row of the step, slot."""
+"""Words of a chunk: slot, position and index of its first token."""
+SAMPLE: Final = 3
+"""Words of a chunk that samples: index of its last token, slot, position of the token to choose."""
 NEW: Final = 1 + WORDS
 """Words of a new slot: slot, then what its columns begin with, in the order of `gpu.state.tables`."""
 WRITE: Final = 2
@@ -59,13 +62,16 @@ def shared_keys(plan: StepPlan) -> int:
 
 class Limits(NamedTuple):
     """What an entry can hold: `writes` bounds page writes and marks each. `table_width` is the number of
-    pages in a row of the page table."""
+    pages in a row of the page table. Of the answer: `samples` tokens, and where decode rows may have drafts,
+    up to `drafts` each, how many tokens are each row's."""
 
     rows: int
     chunks: int
     tokens: int
     writes: int
     table_width: int
+    samples: int
+    drafts: int = 0
 
 
 class Layout(NamedTuple):
@@ -87,7 +93,7 @@ def layout(limits: Limits) -> Layout:
         HEAD,
         limits.rows,
         limits.chunks * CHUNK,
-        limits.rows * SAMPLE,
+        limits.chunks * SAMPLE,
         limits.rows * NEW,
         limits.writes * WRITE,
         limits.tokens * TOKEN,
@@ -138,10 +144,7 @@ class EntryWriter:
         """Fill `words` [layout.words]. What a former plan left behind the counts stays."""
         at, rows, room = self._at, len(plan.decode_slots), self._limits.writes
         words[at.decode : at.decode + rows] = plan.decode_slots
-        samples = words[at.samples : at.samples + plan.num_samples * SAMPLE].reshape(-1, SAMPLE)
-        samples[:rows, 0] = np.arange(rows)
-        samples[:rows, 1] = plan.decode_slots
-        tokens = self._write_chunks(plan, words, samples[rows:]) if plan.chunks else rows
+        tokens, samples = self._write_chunks(plan, words) if plan.chunks else (0, 0)
         cells, pages = self._write_pages(plan, words)
         marks = NO_MARKS
         if plan.new_slots:
@@ -149,15 +152,17 @@ class EntryWriter:
             marks = _marks(plan.new_slots)
             section = words[at.marks : at.marks + min(len(marks), room) * MARK].reshape(-1, MARK)
             section[:] = marks[:room]
-        words[:8] = (
+        words[:10] = (
             tokens,
             rows,
             len(plan.chunks),
-            len(samples),
+            samples,
             len(plan.new_slots),
             min(len(plan.page_writes.slots), room),
             shared_keys(plan),
             min(len(marks), room),
+            plan.query_length,
+            plan.drafts,
         )
         rest = Surplus(cells, pages, marks[room:])
         return Written(min(len(marks), room), rest if len(cells) or len(rest.marks) else None)
@@ -173,11 +178,11 @@ class EntryWriter:
         section[:, 1] = writes.pages[:room]
         return cells[room:], writes.pages[room:]
 
-    def _write_chunks(self, plan: StepPlan, words: Ints, samples: Ints) -> int:
-        """Chunk records, their tokens, and who samples; returns the tokens of the step."""
+    def _write_chunks(self, plan: StepPlan, words: Ints) -> tuple[int, int]:
+        """Chunk records, their tokens, and who samples; returns how many tokens and samples there are."""
         at, count = self._at, len(plan.chunks)
         lengths = np.array([len(chunk.tokens) for chunk in plan.chunks])
-        ends = len(plan.decode_slots) + np.cumsum(lengths)
+        ends = np.cumsum(lengths)
         records = words[at.chunks : at.chunks + count * CHUNK].reshape(count, CHUNK)
         records[:, 0] = [chunk.slot for chunk in plan.chunks]
         records[:, 1] = [chunk.start for chunk in plan.chunks]
@@ -187,9 +192,11 @@ class EntryWriter:
         section[:, 0] = np.concatenate([chunk.tokens for chunk in plan.chunks])
         section[:, 1] = np.repeat(np.arange(count), lengths)
         sampling = np.flatnonzero([chunk.samples for chunk in plan.chunks])
+        samples = words[at.samples : at.samples + len(sampling) * SAMPLE].reshape(-1, SAMPLE)
         samples[:, 0] = ends[sampling] - 1
         samples[:, 1] = records[sampling, 0]
-        return int(ends[-1])
+        samples[:, 2] = records[sampling, 1] + lengths[sampling]
+        return total, len(sampling)
 
     def _write_new(self, new_slots: tuple[NewSlot, ...], words: Ints) -> None:
         at, count = self._at.new, len(new_slots)

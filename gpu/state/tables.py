@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from core.plan import NewSlot
+from core.types import NO_LIMIT
 
 _ALIGNED: Final = 4
 """Words: every column starts at a multiple of 16 bytes, so that an int64 column may be viewed as one."""
-_LAST_POSITION: Final = 2**31 - 1
 
 
 class Column:
@@ -51,17 +51,21 @@ class SlotTables:
 
     words        int32 [WORDS, slots, padded]: the rows of a column hold its words, slot by slot
     page_table   int32 [slots, pages]; entries past a slot's pages are stale
+    drafts       int32 [slots, most]: tokens that may follow the slot's last one, `num_drafts` of them
 
     Written by the kernels of the step alone: what the host has to say travels in the step's entry.
     """
 
-    __slots__ = ("columns", "page_table", "slots", "words")
+    __slots__ = ("columns", "drafts", "page_table", "slots", "words")
 
     seed = Column(_LONG, lambda new: new.params.seed)
-    # The future-token cell: sampling writes it, the next step reads it.
+    # The future-token cell: a step's last kernel writes it, as the length, and the next step reads both.
     last_token = Column(_INT, lambda new: 0, device=True)
-    # Tokens whose KV some launched step has written.
+    # Tokens before the last one: their KV is written. Of a prompt under way its chunks say so.
     length = Column(_INT, lambda new: new.cached, device=True)
+    num_drafts = Column(_INT, lambda new: 0, device=True)
+    # The first position that is not written.
+    limit = Column(_INT, lambda new: new.limit, neutral=NO_LIMIT)
     # 0 is greedy.
     temperature = Column(_FLOAT, lambda new: 0.0 if new.params.greedy else new.params.temperature)
     top_k = Column(_INT, lambda new: new.params.top_k)
@@ -76,13 +80,14 @@ class SlotTables:
     # back up to a position.
     num_bias = Column(_INT, lambda new: len(new.params.biases))
     num_stops = Column(_INT, lambda new: len(new.params.held_stops))
-    stop_from = Column(_INT, lambda new: min(len(new.prompt) + new.params.min_tokens, _LAST_POSITION))
+    stop_from = Column(_INT, lambda new: min(len(new.prompt) + new.params.min_tokens, NO_LIMIT))
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device, max_drafts: int = 0) -> None:
         self.slots = max_rows + 1
         padded = -(-self.slots // _ALIGNED) * _ALIGNED
         self.words = torch.zeros(WORDS, padded, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(self.slots, max_pages, dtype=torch.int32, device=device)
+        self.drafts = torch.zeros(self.slots, max_drafts, dtype=torch.int32, device=device)
         self.columns: dict[int, Tensor] = {}
         for column in COLUMNS:
             words = self.words[column.row : column.row + column.width].view(-1)

@@ -30,18 +30,21 @@ def place(plan: StepPlan) -> tuple[ChunkRow, ...]:
 
 class StepView(NamedTuple):
     """The inputs of one forward. Sizes in Python are padded where the forward is a graph; true counts are on
-    the device. Rows are packed: decode rows first, then each chunk's tokens, then padding.
+    the device. Tokens are packed: those of decode rows first, then each chunk's, then padding.
 
-    tokens          N, rows of the forward
-    max_decode      D, decode rows it can hold: N in a decode graph, at most N in a mixed one
+    A decode row has its last token and its drafts. Attention sees each of these as a row of its own, with the
+    keys up to itself: those of the tokens before it are written ahead of every layer's attention.
+
+    tokens          N, tokens of the forward
+    max_decode      D, tokens of decode rows it can hold: N in a decode graph, at most N in a mixed one
     max_chunks      C, 0 in a decode graph
-    counts          int32 [4]: true tokens, true decode rows, true chunks, true samples
+    counts          int32 [4]: true tokens, true tokens of decode rows, true chunks, true samples
     ids             int32 [N]
     positions       int32 [N]
     kv_slot_mapping int32 [N]: page * page_size + offset, where a token's K and V go
     page_table      int32 [max_slots, max_pages]; entries past a slot's length are stale
-    decode_slots    int32 [D]: a slot per decode row
-    decode_lengths  int32 [D]: keys a decode row sees, this step's token included
+    decode_slots    int32 [D]: a slot per token of a decode row
+    decode_lengths  int32 [D]: keys it sees, its own included
     chunk_slots     int32 [C]
     chunk_starts    int32 [C]: position of a chunk's first token
     chunk_firsts    int32 [C + 1]: row of a chunk's first token; entry i + 1 is where chunk i ends
@@ -79,5 +82,5 @@ class StepView(NamedTuple):
 
     @property
     def num_decode(self) -> Tensor:
-        """int32 [1] on the device: the `num_rows` of kernels over decode rows."""
+        """int32 [1] on the device: the `num_rows` of kernels over tokens of decode rows."""
         return self.counts[1:2]

@@ -51,41 +51,60 @@ def begin_step(
     def section(first: int, count: int, width: int) -> Ints:
         return entry[first : first + count * width].reshape(count, width)
 
-    tokens, rows, chunks, count, news, writes, common = entry[:7].tolist()
-    view.counts.numpy()[:] = entry[:4]
+    known, rows, chunks, count, news, writes, common, _, longest, drafts = entry[:10].tolist()
     view.common.fill_(common)
     if news:
         _take_new(section(at.new, news, NEW), tables.words.numpy())
-    pages, last_token, length = (
-        each.numpy() for each in (tables.page_table, tables.last_token, tables.length)
-    )
+    pages = tables.page_table.numpy()
     if writes:
         cells = section(at.writes, writes, WRITE)
         pages.reshape(-1)[cells[:, 0]] = cells[:, 1]
-    decode = entry[at.decode : at.decode + rows]
-    positions = length[decode]
-    length[decode] = positions + 1
-    ids, slots = last_token[decode], decode
-    _fill(view.decode_slots, decode)
+    slots, chosen = entry[at.decode : at.decode + rows], section(at.samples, count, SAMPLE)
+    positions, ids = tables.length.numpy()[slots], tables.last_token.numpy()[slots]
+    at_limit = None
+    if tables.drafts.shape[1]:
+        query = _query_lengths(tables, slots, longest, drafts)
+        firsts = np.cumsum(query) - query
+        slots, within = np.repeat(slots, query), np.arange(query.sum()) - np.repeat(firsts, query)
+        positions = np.repeat(positions, query) + within
+        ids = np.where(within > 0, tables.drafts.numpy()[slots, within - 1], np.repeat(ids, query))
+        at_limit = positions >= tables.limit.numpy()[slots]
+        samples.firsts.numpy()[: rows + count + 1] = [*firsts, *range(len(ids), len(ids) + count + 1)]
+        samples.num_rows.fill_(rows + count)
+    queries, tokens = len(ids), len(ids) + known
+    view.counts.numpy()[:] = tokens, queries, chunks, queries + count
+    _fill(samples.rows, np.append(np.arange(queries), queries + chosen[:, 0]))
+    _fill(samples.slots, np.append(slots, chosen[:, 1]))
+    _fill(samples.positions, np.append(positions + 1, chosen[:, 2]))
+    if at_limit is not None:  # such a row's token is computed for nobody, and stored in the dump
+        positions = positions - at_limit
+    _fill(view.decode_slots, slots)
     _fill(view.decode_lengths, positions + 1, padding=1)
     if view.max_chunks:
-        records, known = section(at.chunks, chunks, CHUNK), section(at.tokens, tokens - rows, TOKEN)
-        owners = records[known[:, 1]]
-        ids, slots = np.concatenate([ids, known[:, 0]]), np.concatenate([slots, owners[:, 0]])
-        within = np.arange(rows, tokens) - owners[:, 2]
+        records, prompts = section(at.chunks, chunks, CHUNK), section(at.tokens, known, TOKEN)
+        owners = records[prompts[:, 1]]
+        within = np.arange(known) - owners[:, 2]
+        ids, slots = np.concatenate([ids, prompts[:, 0]]), np.concatenate([slots, owners[:, 0]])
         positions = np.concatenate([positions, owners[:, 1] + within])
-        ends = np.append(records[1:, 2], tokens)
-        length[records[:, 0]] = records[:, 1] + ends - records[:, 2]
         _fill(view.chunk_slots, records[:, 0])
         _fill(view.chunk_starts, records[:, 1])
-        _fill(view.chunk_firsts, records[:, 2], padding=tokens)
+        _fill(view.chunk_firsts, queries + records[:, 2], padding=tokens)
+    mapping = pages[slots, positions // page_size] * page_size + positions % page_size
+    if at_limit is not None:
+        mapping[:queries][at_limit] = 0
     _fill(view.ids, ids)
     _fill(view.positions, positions)
-    _fill(view.kv_slot_mapping, pages[slots, positions // page_size] * page_size + positions % page_size)
-    chosen = section(at.samples, count, SAMPLE)
-    _fill(samples.rows, chosen[:, 0])
-    _fill(samples.slots, chosen[:, 1])
-    _fill(samples.positions, length[chosen[:, 1]])
+    _fill(view.kv_slot_mapping, mapping)
+
+
+def _query_lengths(tables: SlotTables, slots: Ints, longest: int, drafts: int) -> Ints:
+    """Tokens of each decode row: its last one, and drafts as far as its limit and those of all rows allow, in
+    the order of rows."""
+    columns = (tables.length, tables.limit, tables.num_drafts)
+    length, limit, ready = (column.numpy()[slots] for column in columns)
+    wanted = np.clip(np.minimum(ready, limit - length - 1), 0, longest - 1)
+    query: Ints = 1 + np.clip(drafts - np.cumsum(wanted) + wanted, 0, wanted)
+    return query
 
 
 def _take_new(records: Ints, words: Ints) -> None:

@@ -7,21 +7,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.sample.rows import Queries
+from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, StepView
 from gpu.step.steps import Forward
 
 
 class Samples(NamedTuple):
-    """Which tokens are chosen, int32 [s] each: row of the step, slot, position of the token to choose."""
+    """Which tokens are chosen, int32 [s] each: row of the step, slot, position of the token to choose.
+    `firsts` and `num_rows`, as in `gpu.sample.rows.Queries`, are written where rows may have drafts."""
 
     rows: Tensor
     slots: Tensor
     positions: Tensor
+    firsts: Tensor
+    num_rows: Tensor
 
     def first(self, count: int) -> Samples:
-        """The first `count` of each."""
-        return Samples(*(each[:count] for each in self))
+        """The first `count` samples."""
+        rows, slots, positions = (each[:count] for each in self[:3])
+        return self._replace(rows=rows, slots=slots, positions=positions)
 
 
 class HiddenShape(NamedTuple):
@@ -32,7 +38,7 @@ class HiddenShape(NamedTuple):
 
 
 class StepBuffers:
-    """For steps of up to `tokens` tokens, `rows` samples and `chunks` chunks.
+    """For steps of up to `limits` tokens, samples, rows and chunks.
 
     Owner: launch thread; the kernels of a step write them, and the next step's write over them.
     """
@@ -42,9 +48,7 @@ class StepBuffers:
     def __init__(
         self,
         tables: SlotTables,
-        tokens: int,
-        rows: int,
-        chunks: int,
+        limits: Limits,
         hidden: HiddenShape,
     ) -> None:
         device = tables.page_table.device
@@ -53,12 +57,13 @@ class StepBuffers:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
         self._table = tables.page_table
+        samples, chunks = limits.samples, limits.chunks
         self._counts, self._at = ints(4), ints(1)
-        self._tokens = ints(3, tokens)
-        self._rows = ints(2, rows)
+        self._tokens = ints(3, limits.tokens)
+        self._rows = ints(2, samples)
         self._chunks = ints(2, chunks), ints(chunks + 1)
-        self.samples = Samples(ints(rows), ints(rows), ints(rows))
-        self.sample_hidden = torch.zeros(rows, hidden.width, dtype=hidden.dtype, device=device)
+        self.samples = Samples(ints(samples), ints(samples), ints(samples), ints(limits.rows + 1), ints(1))
+        self.sample_hidden = torch.zeros(samples, hidden.width, dtype=hidden.dtype, device=device)
 
     def view(self, key: Forward, placed: tuple[ChunkRow, ...] = ()) -> StepView:
         """The inputs of a forward of these sizes."""
@@ -75,3 +80,8 @@ class StepBuffers:
     def num_samples(self) -> Tensor:
         """int32 [1] on the device."""
         return self._counts[3:4]
+
+    @property
+    def queries(self) -> Queries:
+        """Of the step whose view was taken last."""
+        return Queries(self.samples.firsts, self.samples.num_rows, self._tokens[0])

@@ -120,7 +120,7 @@ class LaunchedStep:
         """The step's answer. Raises what the device raised."""
         try:
             self._marks.ended.wait()
-            answer, tokens = self._answer, self._rings.read(self._ticket)
+            answer, (tokens, counts) = self._answer, self._rings.read(self._ticket)
             failed = dict[int, str]()
             if answer.masks is not None:
                 failed = self._matchers.accept(answer.masks, tokens.tolist())
@@ -133,7 +133,7 @@ class LaunchedStep:
         prompt = {slot: scores.read() for slot, scores in answer.prompt.items()}
         seconds, logprobs = self._marks.ended.seconds_since(self._marks.began), answer.sampled.read(tokens)
         hidden, experts = answer.extras.read()
-        return StepResult(self.step, tokens, logprobs, prompt, seconds, failed, hidden, experts)
+        return StepResult(self.step, tokens, logprobs, prompt, seconds, failed, hidden, experts, counts)
 
     @property
     def settles(self) -> bool:

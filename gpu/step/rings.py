@@ -20,10 +20,10 @@ from gpu.state.entry import EntryRing, EntryWriter, Limits, Surplus, layout
 
 
 class Ticket(NamedTuple):
-    """Where a step's answer will stand, of how many tokens; and what has to be launched beside it."""
+    """Where a step's answer will stand, of how many rows; and what has to be launched beside it."""
 
     entry: int
-    tokens: int
+    rows: int
     marks: int
     surplus: Surplus | None
 
@@ -54,7 +54,7 @@ class Entries:
         with self._lock:
             if turn == self._written:
                 written = self._writer.write(plan, self._words[entry])
-                self._tickets[entry] = Ticket(entry, plan.num_samples, *written)
+                self._tickets[entry] = Ticket(entry, plan.num_samples - plan.drafts, *written)
                 self._written += 1
             return self._tickets[entry]
 
@@ -68,13 +68,16 @@ class Rings:
     Owner: the launch thread takes tickets; the waiter thread reads answers whose event has passed.
     """
 
-    __slots__ = ("_answers", "_rank", "_shared", "_turn", "answers", "cursor", "empty", "entries")
+    __slots__ = ("_answers", "_counted", "_rank", "_shared", "_turn", "answers", "cursor", "empty", "entries")
 
     def __init__(self, entries: Entries, device: torch.device) -> None:
         words = entries.words
         self._shared, self._rank = entries, len(entries.read)
         entries.read.append(0)
-        self.answers = _shared(len(words), entries.limits.rows, device)
+        limits = entries.limits
+        self._counted = limits.samples if limits.drafts else 0
+        """Where counts begin in an answer, 0 where every row has one token."""
+        self.answers = _shared(len(words), limits.samples + (limits.rows if limits.drafts else 0), device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.entries = EntryRing(words, self.cursor, entries.at)
         self.empty = EntryRing(
@@ -96,11 +99,14 @@ class Rings:
         if self._turn - min(self._shared.read) >= count:
             raise RuntimeError(f"step {step}: {count} steps before it have not been read")
 
-    def read(self, ticket: Ticket) -> Ints:
-        """The tokens of a step that has ended, a copy."""
-        tokens = self._answers[ticket.entry, : ticket.tokens].copy()
+    def read(self, ticket: Ticket) -> tuple[Ints, Ints | None]:
+        """Copies of the tokens of a step that has ended, and of how many each row has, None for one each."""
+        answer, counts = self._answers[ticket.entry], None
+        if self._counted:
+            counts = answer[self._counted : self._counted + ticket.rows].copy()
+        tokens = answer[: ticket.rows if counts is None else counts.sum()].copy()
         self._shared.read[self._rank] += 1
-        return tokens
+        return tokens, counts
 
 
 def _shared(entries: int, words: int, device: torch.device) -> Tensor:

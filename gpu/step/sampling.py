@@ -1,6 +1,6 @@
 """From a step's logits to its tokens, for every row and on every device.
 
-    logits ─► processors ─► mask, bias, stop ids, penalties ─► choice ─► cells, counts, answer ring
+    logits ─► processors ─► mask, bias, stop ids, penalties ─► choice ─► accept ─► lengths, cells, answers
        └ set aside for rows that want log-probabilities ───────────────► their values, to the host
 
 A step whose rows want none of this is one launch from logits to answer ring (`Sampling`). Any other is two
@@ -29,7 +29,7 @@ from gpu.sample.kernels import MaskRows, SamplingKernels
 from gpu.sample.logprobs import LogprobBlock, LogprobRows, launch_block, read_block
 from gpu.sample.penalties import Counts
 from gpu.sample.processors import NONE_PROCESSED, Processed, Processor, Processors
-from gpu.sample.rows import Rows
+from gpu.sample.rows import Queries, Rows
 from gpu.sample.slots import (
     ADJUSTED,
     AFTER_ALL,
@@ -86,10 +86,11 @@ class Launchable(Protocol):
 
 
 class SamplingDevice(NamedTuple):
-    """What the stage works on: the rows of a step that get a token, the rings, and the kernels. `pdl` is
-    programmatic dependent launch."""
+    """What the stage works on: the samples of a step, which of them are one row's, the rings, the kernels.
+    `pdl` is programmatic dependent launch."""
 
     rows: Rows
+    queries: Queries
     rings: Rings
     kernels: SamplingKernels
     pdl: bool = False
@@ -241,26 +242,27 @@ class SamplingStage:
 
     def _sample(self, rows: int, filtered: bool) -> None:
         self._draw(self._head(rows), filtered)
-        self._emit(rows)
+        self._accept(rows)
 
     def _fill(self, rows: int) -> None:
         self._logits[:rows].copy_(self._head(rows))
 
     def _choose(self, count: int) -> None:
-        (rows, _, kernels, pdl), logits = self._device, self._logits[:count]
+        (rows, _, _, kernels, pdl), logits = self._device, self._logits[:count]
         rows, masks = rows.first(count), self._masks._replace(which=self._masks.which[:count])
         kernels.mask_rows(logits, masks, rows.live, pdl=pdl)
         kernels.adjust(logits, rows, self._tokens, masks, pdl=pdl)
         kernels.penalise(logits, rows, self.counts, pdl=pdl)
         self._draw(logits, filtered=True)
         kernels.count_tokens(self._chosen[:count], rows, self.counts, pdl=pdl)
-        self._emit(count)
+        self._accept(count)
 
     def _draw(self, logits: Tensor, filtered: bool) -> None:
-        rows, _, kernels, pdl = self._device
+        rows, _, _, kernels, pdl = self._device
         count = len(logits)
         kernels.choose(logits, rows.first(count), self._chosen[:count], filtered=filtered, pdl=pdl)
 
-    def _emit(self, count: int) -> None:
-        rows, rings, kernels, pdl = self._device
-        kernels.emit(self._chosen[:count], rings.cursor, rows.live, rings.answers, pdl=pdl)
+    def _accept(self, count: int) -> None:
+        rows, queries, rings, kernels, pdl = self._device
+        chosen = self._chosen[:count]
+        kernels.accept(chosen, rows.first(count), queries, rings.cursor, rings.answers, pdl=pdl)

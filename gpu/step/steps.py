@@ -25,9 +25,10 @@ for 128 tokens behind none and 22 behind 2,048, whole 8 and 36."""
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """A forward of `tokens` padded tokens: at most `decode` decode rows and `chunks` chunks, of which at most
-    `samples` sample. One that is `shared` attends apart to the keys that the decode rows have in common,
-    which takes launches of its own, and one that is `deep` cuts the keys of its chunks, which takes more."""
+    """A forward of `tokens` padded tokens: at most `decode` of decode rows, and those of `chunks` chunks, of
+    which at most `samples` are sampled from. One that is `shared` attends apart to the keys that the decode
+    rows have in common, which takes launches of its own, and one that is `deep` cuts the keys of its chunks,
+    which takes more."""
 
     tokens: int
     decode: int
@@ -100,7 +101,8 @@ class ExactSizes:
 
     def forward(self, plan: StepPlan) -> Forward:
         """See `StepSizes.forward`."""
-        return Forward(plan.num_tokens, len(plan.decode_slots), len(plan.chunks), plan.num_samples)
+        decode = len(plan.decode_slots) + plan.drafts
+        return Forward(plan.num_tokens, decode, len(plan.chunks), plan.num_samples)
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`."""

@@ -21,17 +21,21 @@ class Views:
 
     def __init__(self, rows: int, pages: int, page_size: int, tokens: int) -> None:
         self.tables = SlotTables(rows, pages, CPU)
-        self.buffers = StepBuffers(self.tables, tokens, rows, rows, HiddenShape(1, torch.float32))
-        self.rings = Rings(Entries(Limits(rows, rows, tokens, rows * pages, pages), 2, CPU), CPU)
+        limits = Limits(rows, rows, tokens, rows * pages, pages, samples=rows)
+        self.buffers = StepBuffers(self.tables, limits, HiddenShape(1, torch.float32))
+        self.rings = Rings(Entries(limits, 2, CPU), CPU)
         self.page_size = page_size
         self.samples = self.buffers.samples
 
     def take(self, plan: StepPlan) -> StepView:
-        """Apply a plan; `samples` are then its own."""
+        """Apply a plan; `samples` are then its own. Every row gets its length here, where nothing samples."""
         rings, key = self.rings, ExactSizes().forward(plan)
         rings.write(plan)
         view, self.samples = self.buffers.view(key), self.buffers.samples.first(key.samples)
         begin_step(rings.entries, self.tables, view, self.samples, page_size=self.page_size)
+        self.tables.length[view.decode_slots.long()] = view.decode_lengths
+        for chunk in plan.chunks:
+            self.tables.length[chunk.slot] = chunk.start + len(chunk.tokens)
         return view
 
     def write_tokens(self, samples: Samples, tokens: torch.Tensor) -> None:

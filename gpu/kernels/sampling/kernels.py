@@ -3,15 +3,15 @@
 from gpu.kernels.sampling.adjust import adjust, mask_rows
 from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
 from gpu.kernels.sampling.sample import choose
-from gpu.kernels.step import emit
+from gpu.kernels.step import accept
 from gpu.sample.weights import draw_weights
 
 __all__ = [
+    "accept",
     "adjust",
     "choose",
     "count_tokens",
     "draw_weights",
-    "emit",
     "mask_rows",
     "penalise",
     "start_counts",

@@ -17,6 +17,7 @@ from gpu.kernels.sampling.adjust import mask_rows
 from gpu.kernels.step import begin_step
 from gpu.sample import torch_kernels
 from gpu.sample.kernels import MaskRows, SamplingKernels
+from gpu.sample.rows import Rows
 from gpu.state.entry import EntryRing, Limits
 from gpu.state.tables import COLUMNS, SlotTables
 from gpu.step import begin
@@ -26,7 +27,7 @@ from gpu.step.rings import Entries, Rings
 from gpu.step.steps import ExactSizes, Forward
 
 ROWS, PAGES, PAGE, TOKENS = 6, 8, 4, 64
-LIMITS = Limits(rows=ROWS, chunks=ROWS, tokens=TOKENS, writes=5, table_width=PAGES)
+LIMITS = Limits(rows=ROWS, chunks=ROWS, tokens=TOKENS, writes=5, table_width=PAGES, samples=ROWS)
 
 
 def ints(values: object) -> Ints:
@@ -87,16 +88,14 @@ class Expected:
         for row, (slot, length) in enumerate(self.decode):
             self.ids.append(self.cells[slot])
             owners.append((slot, length - 1))
-            self.lengths[slot] = length
             self.samples.append((row, slot, length))
         self.chunks = []
         for chunk in plan.chunks:
             self.chunks.append((chunk.slot, chunk.start, len(owners)))
             self.ids += chunk.tokens.tolist()
             owners += [(chunk.slot, chunk.start + i) for i in range(len(chunk.tokens))]
-            self.lengths[chunk.slot] = end = chunk.start + len(chunk.tokens)
             if chunk.samples:
-                self.samples.append((len(owners) - 1, chunk.slot, end))
+                self.samples.append((len(owners) - 1, chunk.slot, chunk.start + len(chunk.tokens)))
         self.positions = [position for _, position in owners]
         self.mapping = [self.pages[slot][at // PAGE] * PAGE + at % PAGE for slot, at in owners]
 
@@ -120,6 +119,15 @@ def on(kernels: str, device: torch.device) -> Ends:
     return KERNELS[kernels]
 
 
+def accept(run: Ends, tokens: torch.Tensor, tables: SlotTables, buffers: StepBuffers, rings: Rings) -> None:
+    """Hand `tokens` to the last kernel of the step that `buffers` hold."""
+    samples = buffers.samples
+    rows = Rows(samples.slots, samples.positions, buffers.num_samples, tables)
+    run.last.accept(tokens, rows, buffers.queries, rings.cursor, rings.answers)
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -130,7 +138,7 @@ def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, d
         Expected(),
         Rings(Entries(LIMITS, 3, device), device),
     )
-    buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
+    buffers = StepBuffers(tables, LIMITS, HiddenShape(8, torch.float32))
     plans = Plans(seed)
     surpluses = 0
     for _ in range(12):
@@ -163,16 +171,15 @@ def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, d
         assert (view.decode_lengths[d:] == 1).all()
         if c:
             assert (view.chunk_firsts[c:] == n).all()
-        assert tables.length.tolist() == expected.lengths
         # Sampled tokens come back through the ring, and stand in their cells in the next step.
         tokens = torch.arange(s, device=device) + 100 * plan.step
-        run.last.emit(tokens, rings.cursor, buffers.num_samples, rings.answers)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        assert rings.read(ticket).tolist() == tokens.tolist()
-        for (_, slot, _), token in zip(expected.samples, tokens.tolist(), strict=True):
-            expected.cells[slot] = token
-            tables.last_token[slot] = token
+        accept(run, tokens, tables, buffers, rings)
+        answered, counts = rings.read(ticket)
+        assert (answered.tolist(), counts) == (tokens.tolist(), None)
+        for (_, slot, position), token in zip(expected.samples, tokens.tolist(), strict=True):
+            expected.cells[slot], expected.lengths[slot] = token, position
+        assert tables.length.tolist() == expected.lengths
+        assert tables.last_token.tolist() == expected.cells
     for slot, new in {new.slot: new for new in plan.new_slots}.items():
         held = [float(table[slot]) for table in (tables.temperature, tables.top_p, tables.min_p)]
         assert held == pytest.approx([new.params.temperature, new.params.top_p, new.params.min_p])
@@ -183,12 +190,146 @@ def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, d
     assert surpluses, "no plan was larger than its entry"
 
 
+DRAFTS = 3
+DRAFTING = LIMITS._replace(samples=16, drafts=DRAFTS, writes=64)
+
+
+class Row(NamedTuple):
+    """A decode row: its query's tokens, its first position, and whether it is at its limit."""
+
+    slot: int
+    tokens: list[int]
+    start: int
+    full: bool
+
+
+class Drafting:
+    """Random steps of rows with drafts and limits, and what their tables must hold."""
+
+    def __init__(self, seed: int, tables: SlotTables) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.tables = tables
+        self.length = {slot: int(self.rng.integers(1, 12)) for slot in range(1, ROWS + 1)}
+        self.limit = {slot: int(self.rng.integers(12, 20)) for slot in self.length}  # behind every chunk
+        self.cell = dict.fromkeys(self.length, 0)
+        self.pages = self.rng.integers(1, 50, (ROWS + 1, PAGES))
+        self.step = 0
+
+    def first(self) -> StepPlan:
+        """The slots, and their pages."""
+        new = tuple(
+            NewSlot(slot, SamplingParams(), ints([]), ints([]), length, limit=self.limit[slot])
+            for slot, length in self.length.items()
+        )
+        cells = [(slot, at, self.pages[slot, at]) for slot in self.length for at in range(PAGES)]
+        return StepPlan(0, ints([]), new_slots=new, page_writes=PageWrites(*ints(cells).T))
+
+    def next(self) -> tuple[StepPlan, list[Row]]:
+        """A plan, and the queries that its decode rows must have. Writes drafts into the tables."""
+        rng, self.step = self.rng, self.step + 1
+        slots = [slot for slot in self.length if rng.random() < 0.6][:4]
+        longest = int(rng.integers(1, DRAFTS + 2))
+        left = drafts = int(rng.integers(0, 5)) if longest > 1 else 0
+        rows = []
+        for slot in slots:
+            known = rng.integers(0, 3, DRAFTS).tolist()
+            ready = int(rng.integers(0, DRAFTS + 1))
+            self.tables.drafts[slot] = torch.tensor(known, dtype=torch.int32)
+            self.tables.num_drafts[slot] = ready
+            start, room = self.length[slot], self.limit[slot] - self.length[slot]
+            given = min(max(min(ready, room - 1, longest - 1), 0), left)
+            left -= given
+            rows.append(Row(slot, [self.cell[slot], *known[:given]], start, room <= 0))
+        rest = [slot for slot in self.length if slot not in slots]
+        chunks = tuple(
+            Chunk(slot, 4 * (slot % 3), ints(rng.integers(0, 99, rng.integers(1, 5))), rng.random() < 0.6)
+            for slot in rest
+            if rng.random() < 0.5
+        )
+        return StepPlan(self.step, ints(slots), chunks, query_length=longest, drafts=drafts), rows
+
+    def mapping(self, slot: int, at: int) -> int:
+        return int(self.pages[slot, at // PAGE]) * PAGE + at % PAGE
+
+    def accept(self, rows: list[Row], chunks: list[Chunk], chosen: list[int]) -> tuple[list[int], list[int]]:
+        """The tokens taken of those chosen, and how many are each row's."""
+        tokens, counts = [], []
+        ends = [Row(chunk.slot, [0], chunk.start + len(chunk.tokens) - 1, False) for chunk in chunks]
+        for row in [*rows, *ends]:
+            mine, chosen = chosen[: len(row.tokens)], chosen[len(row.tokens) :]
+            count = 1
+            while count < len(mine) and mine[count - 1] == row.tokens[count]:
+                count += 1
+            if row.full:
+                count = 0
+            else:
+                self.length[row.slot], self.cell[row.slot] = row.start + count, max(mine[count - 1], 0)
+            tokens += mine[:count]
+            counts.append(count)
+        return tokens, counts
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: torch.device) -> None:
+    """Queries as long as drafts, budget and limit allow; tokens as far as the drafts were right."""
+    run = on(kernels, device)
+    tables = SlotTables(ROWS, PAGES, device, DRAFTS)
+    buffers = StepBuffers(tables, DRAFTING, HiddenShape(8, torch.float32))
+    rings, drafting = Rings(Entries(DRAFTING, 3, device), device), Drafting(seed, tables)
+    rings.read(rings.write(drafting.first()))
+    view, samples = buffers.view(Forward(16, 16, 0, 16)), buffers.samples
+    run.begin_step(rings.entries, tables, view, samples, page_size=PAGE)
+    seen = set()
+    for _ in range(25):
+        plan, rows = drafting.next()
+        padded = Forward(TOKENS if plan.chunks else 16, 16, ROWS if plan.chunks else 0, 16)
+        key = ExactSizes().forward(plan) if exact else padded
+        view, samples = buffers.view(key), buffers.samples.first(key.samples)
+        ticket = rings.write(plan)
+        run.begin_step(rings.entries, tables, view, samples, page_size=PAGE)
+        at = [(row, row.start + j - row.full) for row in rows for j in range(len(row.tokens))]
+        queries, sampling = len(at), [chunk for chunk in plan.chunks if chunk.samples]
+        n, s = queries + sum(len(chunk.tokens) for chunk in plan.chunks), queries + len(sampling)
+        assert view.counts.tolist() == [n, queries, len(plan.chunks), s]
+        assert view.ids[:queries].tolist() == [token for row in rows for token in row.tokens]
+        assert view.positions[:queries].tolist() == [position for _, position in at]
+        assert view.decode_slots[:queries].tolist() == [row.slot for row, _ in at]
+        assert view.decode_lengths[:queries].tolist() == [position + 1 for _, position in at]
+        stored = [0 if row.full else drafting.mapping(row.slot, position) for row, position in at]
+        ends = []
+        for chunk, first in zip(plan.chunks, view.chunk_firsts.tolist(), strict=False):
+            assert first == len(stored)
+            assert view.ids[first : first + len(chunk.tokens)].tolist() == chunk.tokens.tolist()
+            stored += [drafting.mapping(chunk.slot, chunk.start + j) for j in range(len(chunk.tokens))]
+            ends += [len(stored) - 1] * chunk.samples
+        assert view.kv_slot_mapping[:n].tolist() == stored
+        for padding in (view.ids[n:], view.positions[n:], view.kv_slot_mapping[n:]):
+            assert not padding.any()
+        assert (view.decode_lengths[queries:] == 1).all() and not view.decode_slots[queries:].any()
+        assert samples.rows[:s].tolist() == [*range(queries), *ends]
+        assert samples.slots[:s].tolist() == [row.slot for row, _ in at] + [c.slot for c in sampling]
+        after = [position + 1 + row.full for row, position in at]
+        assert samples.positions[:s].tolist() == after + [c.start + len(c.tokens) for c in sampling]
+        chosen = drafting.rng.integers(-1, 3, s).tolist()
+        accept(run, torch.tensor(chosen, device=device), tables, buffers, rings)
+        tokens, counts = rings.read(ticket)
+        expected = drafting.accept(rows, sampling, chosen)
+        assert (tokens.tolist(), counts.tolist()) == expected
+        for slot in drafting.length:
+            held = int(tables.length[slot]), int(tables.last_token[slot])
+            assert held == (drafting.length[slot], drafting.cell[slot])
+        seen |= {*expected[1]}
+    assert seen >= {0, 1, 2}, "no row was at its limit, or no draft was taken"
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_new_slots_words_reach_their_columns(kernels: str, device: torch.device) -> None:
     """Of a slot among others, each column its own value."""
     run = on(kernels, device)
     tables, rings = SlotTables(ROWS, PAGES, device), Rings(Entries(LIMITS, 2, device), device)
-    buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
+    buffers = StepBuffers(tables, LIMITS, HiddenShape(8, torch.float32))
     params = SamplingParams(
         temperature=0.9, top_k=5, top_p=0.5, min_p=0.25, seed=2**61 + 7, repetition_penalty=1.5,
         frequency_penalty=0.75, presence_penalty=-0.5,
@@ -209,7 +350,7 @@ def test_greedy_is_temperature_zero(kernels: str, device: torch.device) -> None:
     run = on(kernels, device)
     tables = SlotTables(ROWS, PAGES, device)
     rings = Rings(Entries(LIMITS, 2, device), device)
-    buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
+    buffers = StepBuffers(tables, LIMITS, HiddenShape(8, torch.float32))
     new = NewSlot(2, SamplingParams(temperature=0.9, top_k=1, seed=2**63 - 1), ints([]), ints([]), 3)
     rings.write(StepPlan(1, ints([]), new_slots=(new,)))
     view = buffers.view(Forward(ROWS, ROWS, 0, ROWS))
@@ -224,7 +365,7 @@ def test_what_is_launched_reads_its_own_entry(device: torch.device) -> None:
     """Without graphs warm-ups may still be under way when the first entry is written: they read another."""
     tables = SlotTables(ROWS, PAGES, device)
     rings = Rings(Entries(LIMITS, 2, device), device)
-    buffers = StepBuffers(tables, TOKENS, ROWS, ROWS, HiddenShape(8, torch.float32))
+    buffers = StepBuffers(tables, LIMITS, HiddenShape(8, torch.float32))
     view = buffers.view(Forward(ROWS, ROWS, 0, ROWS))
     busy: Any = torch.cuda._sleep  # untyped
 
