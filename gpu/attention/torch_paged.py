@@ -122,9 +122,10 @@ class TorchAttention:
         """See `AttentionBackend.attend`."""
         window, kv_heads = self._windows[layer], self._data.shape[-2]
         groups, blocks = self._decode[window], self._blocks[window]
-        if len(groups) == 1 and not blocks and view.max_decode == view.tokens:
+        if len(groups) == 1 and int(view.num_decode) == view.tokens:
             return self._attend_rows(layer, groups[0], q, kv_heads)
         out = torch.empty_like(q).flatten(1)
+        out[int(view.num_tokens) :] = 0  # drafts that the plan allowed and no row had
         for group in groups:
             out[group.rows] = self._attend_rows(layer, group, q[group.rows], kv_heads)
         for block in blocks:
