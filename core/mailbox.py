@@ -24,8 +24,6 @@ class Mailbox(Generic[T]):
     Owner: the producer calls `put` and `close`, the consumer calls `take`.
     """
 
-    __slots__ = ("_closed", "_items", "_ready")
-
     def __init__(self) -> None:
         self._items: deque[T] = deque()
         self._ready = threading.Event()
@@ -66,8 +64,6 @@ class Outbox(Generic[T]):
     and cleared by `drain` before it looks, so an item that arrives meanwhile wakes the loop again.
     An early wake-up finds nothing and is harmless.
     """
-
-    __slots__ = ("_items", "_signalled", "wake")
 
     def __init__(self, wake: Callable[[], None] | None = None) -> None:
         self._items: deque[T] = deque()

@@ -24,8 +24,6 @@ class LocalExecutor:
     Owner: event loop. See `core.executor.Executor` for what each method promises.
     """
 
-    __slots__ = ("_arrived", "_capabilities", "_failed", "_lock", "_outbox", "_over", "_workers")
-
     def __init__(self, ranks: Sequence[Runner], capabilities: Capabilities) -> None:
         self._capabilities = capabilities
         self._outbox: Outbox[Item] = Outbox()

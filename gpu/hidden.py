@@ -39,8 +39,6 @@ NO_EXTRAS = StepExtras({}, {})
 class HiddenRows:
     """Which slots want hidden states or experts. Owner: launch thread."""
 
-    __slots__ = ("_all", "_routed")
-
     def __init__(self) -> None:
         self._all: set[int] = set()
         """Slots whose decode rows give theirs."""

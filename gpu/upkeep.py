@@ -45,8 +45,6 @@ class Upkeep:
     Owner: launch thread.
     """
 
-    __slots__ = ("_both", "_load", "_make_pool", "_path", "_profile")
-
     def __init__(
         self,
         path: str,

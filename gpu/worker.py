@@ -77,8 +77,6 @@ class Worker:
     Owner: event loop; the underscored methods say which thread runs them.
     """
 
-    __slots__ = ("_failed", "_launched", "_plans", "_post", "_progress", "_runner", "_threads", "prepared")
-
     def __init__(
         self, runner: Runner, post: Callable[[Item], None], failed: threading.Event, rank: int
     ) -> None:

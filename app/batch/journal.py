@@ -19,8 +19,6 @@ SYNC_LINES = 32
 class Tally:
     """Totals of the lines of one or more journals. Owner: the code that runs the batch."""
 
-    __slots__ = ("completed", "failed", "ids", "usage")
-
     def __init__(self) -> None:
         self.ids: set[str] = set()
         self.completed = 0
@@ -54,8 +52,6 @@ class Journal:
 
     Owner: one thread at a time.
     """
-
-    __slots__ = ("_file", "_unsynced", "_whole", "path")
 
     def __init__(self, path: Path, tally: Tally) -> None:
         """Opens or creates the file and adds its lines to `tally`. An incomplete last line, from a crash, is

@@ -29,8 +29,6 @@ class Backlog:
     Owner: event loop.
     """
 
-    __slots__ = ("_entries", "_recorder", "_stopped", "_streams")
-
     def __init__(self, recorder: Recorder, stopped: Callable[[Request, Finish], None]) -> None:
         """`stopped` is told of requests that end here: by a stop string, or with `LOST`."""
         self._recorder = recorder

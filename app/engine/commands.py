@@ -15,8 +15,6 @@ class Commands:
     Owner: event loop.
     """
 
-    __slots__ = ("_count", "_executor", "_failure", "_open", "_quiet")
-
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._count = 0

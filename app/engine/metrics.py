@@ -15,8 +15,6 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 class Observations:
     """A histogram that grows. Owner: event loop."""
 
-    __slots__ = ("_counts", "_total")
-
     def __init__(self) -> None:
         self._counts = [0] * (len(SECONDS) + 1)
         self._total = 0.0
@@ -34,21 +32,6 @@ class Recorder:
 
     Owner: event loop. `lag` is set by whoever measures the loop.
     """
-
-    __slots__ = (
-        "_clock",
-        "_end_to_end",
-        "_inter_token",
-        "_last_step",
-        "_previous",
-        "_queue",
-        "_seconds",
-        "_spent",
-        "_ttft",
-        "lag",
-        "rows",
-        "steps",
-    )
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -72,18 +72,6 @@ class Submitter:
     Owner: event loop.
     """
 
-    __slots__ = (
-        "_clock",
-        "_draining",
-        "_engine",
-        "_grammars",
-        "_limits",
-        "_rng",
-        "_runs",
-        "_timelines",
-        "_tokenizer",
-    )
-
     def __init__(
         self,
         engine: Engine,

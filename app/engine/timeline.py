@@ -40,8 +40,6 @@ JobKey = tuple[str, str]
 class Timelines:
     """The jobs that run and the last thousand that ended. Owner: event loop."""
 
-    __slots__ = ("_clock", "_ended", "_open", "_recorder")
-
     def __init__(self, recorder: Recorder, clock: Clock) -> None:
         self._recorder = recorder
         self._clock = clock

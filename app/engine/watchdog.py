@@ -19,8 +19,6 @@ class Watchdog:
     Owner: event loop.
     """
 
-    __slots__ = ("_clock", "_engine", "_limit", "_seen", "_since", "interval")
-
     def __init__(self, engine: Engine, limit: float, clock: Clock) -> None:
         self._engine = engine
         self._limit = limit

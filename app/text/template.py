@@ -66,21 +66,6 @@ class ChatTemplate:
     Owner: event loop. Rendering is pure, so `render_async` may use a pool thread.
     """
 
-    __slots__ = (
-        "_arguments_as_objects",
-        "_empty_content",
-        "_pool",
-        "_sandbox",
-        "_shows_calls",
-        "_shows_system",
-        "_takes_parts",
-        "_takes_text",
-        "_template",
-        "shows_tools",
-        "source",
-        "special_tokens",
-    )
-
     def __init__(
         self,
         source: str | None,

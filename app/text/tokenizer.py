@@ -57,19 +57,6 @@ class Tokenizer:
     Owner: event loop. `encode_async` alone leaves it, with objects that only its threads touch.
     """
 
-    __slots__ = (
-        "_added_bos",
-        "_core",
-        "_huge",
-        "_local",
-        "_pool",
-        "added_eos",
-        "bos_id",
-        "eos_ids",
-        "special_tokens",
-        "vocabulary",
-    )
-
     def __init__(
         self,
         core: tokenizers.Tokenizer,

@@ -36,8 +36,6 @@ class Vocabulary:
     empty for `Family.OTHER`. Immutable after construction.
     """
 
-    __slots__ = ("family", "raw", "shown_raw", "shown_texts", "size", "special_ids", "strips_space", "texts")
-
     def __init__(self, vocab: Mapping[str, int], special: frozenset[int], decoder: Json | None) -> None:
         """`vocab` maps every token, added ones too, to its id; `decoder` is that entry of
         tokenizer.json."""

@@ -21,8 +21,6 @@ class PageAllocator:
     page would cost more than the rest of a release.
     """
 
-    __slots__ = ("_count", "_stack", "total")
-
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
             raise ValueError(f"a pool of {num_pages} pages has none to give: page 0 is the dump")

@@ -42,8 +42,6 @@ class Pins:
     Owner: event loop, through `CacheManager`.
     """
 
-    __slots__ = ("_lines", "_owners", "_tree", "_usage", "_uses", "count", "limit", "owner_limit")
-
     def __init__(self, tree: RadixTree, limit: int) -> None:
         """`limit`: pages that may be pinned."""
         self._tree = tree

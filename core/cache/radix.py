@@ -62,19 +62,6 @@ class RadixTree:
     a root exists only while something is cached (or held) below it.
     """
 
-    __slots__ = (
-        "_eviction_key",
-        "_now",
-        "_pushes",
-        "_queue",
-        "_step",
-        "evictable",
-        "nodes",
-        "pinned",
-        "protected",
-        "top",
-    )
-
     def __init__(self, page_size: int, eviction_key: EvictionKey) -> None:
         self.top = RadixNode(None, b"", b"", NO_PAGES, 0, 0)
         self.evictable = 0

@@ -14,8 +14,6 @@ Config = Mapping[str, object]
 class Fields:
     """A config, read field by field. A null field counts as absent, as in transformers."""
 
-    __slots__ = ("_config", "_where")
-
     def __init__(self, config: Config, where: str = "config.json") -> None:
         self._config = config
         self._where = where

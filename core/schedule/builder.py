@@ -20,23 +20,6 @@ class PlanBuilder:
     Owner: event loop. Lives for one call of `Scheduler.plan`.
     """
 
-    __slots__ = (
-        "_chunk_requests",
-        "_chunks",
-        "_common",
-        "_decode",
-        "_drafts",
-        "_max_chunks",
-        "_new",
-        "_query_length",
-        "_writes",
-        "decode_slots",
-        "decode_tokens",
-        "now",
-        "room",
-        "samples",
-    )
-
     def __init__(self, room: int, samples: int, now: float, max_chunks: int = 0) -> None:
         """`max_chunks` 0: as many as there is room for."""
         self._max_chunks = max_chunks

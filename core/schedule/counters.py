@@ -8,8 +8,6 @@ from collections import Counter
 class Counters:
     """Totals since the start. Owner: event loop."""
 
-    __slots__ = ("cached_tokens", "finished", "output_tokens", "prompt_tokens", "retractions", "steps")
-
     def __init__(self) -> None:
         self.steps = 0
         self.prompt_tokens = 0

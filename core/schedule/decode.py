@@ -22,18 +22,6 @@ class DecodeRows:
     Owner: event loop.
     """
 
-    __slots__ = (
-        "_cache",
-        "_max_drafts",
-        "_new_token_ratio",
-        "_requests",
-        "_retract",
-        "_shared_prefix",
-        "_shift",
-        "_slots",
-        "_table",
-    )
-
     def __init__(
         self,
         table: SlotTable,

@@ -75,8 +75,6 @@ def renumbered(values: Mapping[int, V], keep: Sequence[int]) -> dict[int, V]:
 class Ledger:
     """First in, first out: executors answer in the order of submission. Owner: event loop."""
 
-    __slots__ = ("_flights",)
-
     def __init__(self) -> None:
         self._flights: deque[Flight] = deque()
 

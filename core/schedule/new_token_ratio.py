@@ -20,8 +20,6 @@ class NewTokenRatio:
     Owner: event loop.
     """
 
-    __slots__ = ("_decay", "_floor", "_start", "value")
-
     def __init__(self, conservativeness: float) -> None:
         self._start = min(START * conservativeness, 1.0)
         self._floor = self._start * FLOOR

@@ -91,8 +91,6 @@ class Prefixes:
     Owner: event loop.
     """
 
-    __slots__ = ("_cache", "_found")
-
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._found: dict[Request, Prefix] = {}

@@ -31,19 +31,6 @@ class Prefills:
     Owner: event loop.
     """
 
-    __slots__ = (
-        "_cache",
-        "_counts",
-        "_new_token_ratio",
-        "_policy",
-        "_table",
-        "_under_way",
-        "_waiting",
-        "_whole",
-        "admitted",
-        "throttle",
-    )
-
     def __init__(
         self,
         table: SlotTable,
@@ -280,8 +267,6 @@ def _owes_logprobs(request: Request) -> bool:
 
 class CountRows:
     """Rows of the device's pool of token counts, for requests with penalties. Owner: event loop."""
-
-    __slots__ = ("_free", "_held")
 
     def __init__(self, rows: int) -> None:
         self._free = list(range(rows - 1, -1, -1))

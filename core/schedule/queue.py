@@ -19,8 +19,6 @@ class Waiting:
     Owner: event loop.
     """
 
-    __slots__ = ("_arrived", "_max_requests", "_max_tokens", "_number", "_prompts", "_returned")
-
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._arrived: OrderedDict[Request, None] = OrderedDict()
         self._returned: dict[Request, None] = {}

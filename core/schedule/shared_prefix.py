@@ -17,8 +17,6 @@ class SharedPrefix:
     Owner: event loop.
     """
 
-    __slots__ = ("_changes", "_count", "_first")
-
     def __init__(self) -> None:
         self._count = 0
         self._changes = 0

@@ -21,19 +21,6 @@ class SlotTable:
     changes whenever a slot is freed, so that a late result cannot be taken for the slot's next owner.
     """
 
-    __slots__ = (
-        "_free",
-        "epoch",
-        "in_flight",
-        "least",
-        "limit",
-        "made",
-        "max_tokens",
-        "most",
-        "requests",
-        "room",
-    )
-
     def __init__(self, max_rows: int) -> None:
         rows = max_rows + 1
         self._free = list(range(max_rows, 0, -1))  # pop() gives low slots first

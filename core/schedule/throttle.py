@@ -39,8 +39,6 @@ class PrefillThrottle:
     Owner: event loop.
     """
 
-    __slots__ = ("_table", "_usual", "most")
-
     def __init__(self, most: int, table: SlotTable) -> None:
         """`most` 0: no limit, and `room` need not be called."""
         self.most = most

@@ -80,21 +80,6 @@ class FlashInferPrefill:
     must exist before the first graph.
     """
 
-    __slots__ = (
-        "_caches",
-        "_facts",
-        "_kernels",
-        "_options",
-        "_packed_at",
-        "_packed_kv",
-        "_packed_schedule",
-        "_paged_schedule",
-        "_processors",
-        "_room",
-        "_space",
-        "_triton",
-    )
-
     def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         self._facts, self._options = facts, options
         self._caches: Caches = ()

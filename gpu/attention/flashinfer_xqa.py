@@ -58,8 +58,6 @@ class FlashInferDecode:
     exist before the first graph.
     """
 
-    __slots__ = ("_caches", "_facts", "_processors", "_run", "_scratch", "_semaphores", "_table")
-
     def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         """`options` change nothing: the kernel's dependent launch is one setting for all threads."""
         del options

@@ -28,8 +28,6 @@ from gpu.state.view import StepView
 class PhasedAttention:
     """`AttentionBackend` of two backends. Owner: launch thread."""
 
-    __slots__ = ("_decode", "_prefill")
-
     def __init__(self, prefill: PhaseAttention, decode: PhaseAttention) -> None:
         self._prefill = prefill
         self._decode = decode

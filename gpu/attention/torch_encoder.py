@@ -21,8 +21,6 @@ class EncoderAttention:
     Owner: launch thread.
     """
 
-    __slots__ = ("_groups", "_kv")
-
     def __init__(self) -> None:
         self._groups: list[tuple[Tensor, int]] = []
         """Rows int64 [chunks * length] of the step, and how many chunks they are."""

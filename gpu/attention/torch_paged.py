@@ -66,17 +66,6 @@ class TorchAttention:
     Owner: launch thread.
     """
 
-    __slots__ = (
-        "_blocks",
-        "_data",
-        "_decode",
-        "_kv_slot_mapping",
-        "_page_size",
-        "_pages",
-        "_tokens",
-        "_windows",
-    )
-
     def __init__(self, windows: Sequence[int]) -> None:
         self._windows = tuple(windows)
         self.bind(None)

@@ -76,8 +76,6 @@ class TritonDecode:
     layers that see all positions: that many launches more, whether there are such keys or not.
     """
 
-    __slots__ = ("_caches", "_facts", "_lse", "_options", "_plans", "_prefix", "_shared", "_space")
-
     def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         heads, dim, device = facts.heads, facts.head_dim, facts.device
         self._facts, self._options = facts, options
@@ -175,8 +173,6 @@ class TritonPrefill:
 
     A `deep` graph cuts its chunks' keys too, where the step's blocks leave programs idle.
     """
-
-    __slots__ = ("_caches", "_config", "_facts", "_options", "_plan", "_space")
 
     def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
         self._facts, self._options = facts, options

@@ -29,8 +29,6 @@ class Refusal(NamedTuple):
 class GrammarCache:
     """Least recently used goes first. Owner: event loop."""
 
-    __slots__ = ("_entries", "_limit", "size")
-
     def __init__(self, limit: int) -> None:
         self._entries: OrderedDict[Key, Grammar | Refusal] = OrderedDict()
         self._limit = limit

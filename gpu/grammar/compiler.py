@@ -45,18 +45,6 @@ class Compiler:
     Owner: event loop.
     """
 
-    __slots__ = (
-        "_cache",
-        "_helper",
-        "_llguidance",
-        "_pending",
-        "_pool",
-        "_rules",
-        "_seconds",
-        "_trials",
-        "_xgrammar",
-    )
-
     def __init__(
         self,
         table: TokenTable,

@@ -62,8 +62,6 @@ _PROBED = 24
 class LlgBackend:
     """Compiles on any thread; is its own stepper on the launch thread."""
 
-    __slots__ = ("_executor", "_limits", "_marks", "_stops", "_tokenizer", "words")
-
     def __init__(self, table: TokenTable, threads: int) -> None:
         """Takes 0.7 to 1.6 s for 150,000 tokens and holds the GIL. Raises `Refused` for a tokenizer
         whose tokens have no exact bytes."""

@@ -46,8 +46,6 @@ class Matchers:
     Owner: launch thread.
     """
 
-    __slots__ = ("_bits", "_by_slot")
-
     def __init__(self) -> None:
         self._by_slot: dict[int, Matcher | Failed] = {}
         self._bits: Bits = np.zeros((0, 0), np.int32)

@@ -42,8 +42,6 @@ _FORMATS = frozenset(
 class XgrBackend:
     """Compiles on any thread; is its own stepper on the launch thread."""
 
-    __slots__ = ("_batch", "_info", "_library", "_names", "_table", "words")
-
     def __init__(self, table: TokenTable, threads: int) -> None:
         """Imports the library (1 s) and reads the vocabulary (0.1 s): call it before serving."""
         import xgrammar

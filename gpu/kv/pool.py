@@ -21,8 +21,6 @@ class KvPool:
     Owner: launch thread.
     """
 
-    __slots__ = ("data", "num_pages", "page_size")
-
     def __init__(
         self,
         layers: int,

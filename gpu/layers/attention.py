@@ -18,8 +18,6 @@ class Attention:
     so that rope turns queries and keys in one go and the pool takes keys and values as they lie.
     """
 
-    __slots__ = ("_heads", "_layer", "_norms", "_out", "_qkv")
-
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, parameters: Parameters) -> None:
         self._layer = layer
         self._heads = (spec.heads, spec.kv_heads)

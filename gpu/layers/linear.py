@@ -28,8 +28,6 @@ class Linear:
     otherwise None.
     """
 
-    __slots__ = ("_packed", "_parts", "bias", "scale", "weight")
-
     def __init__(
         self,
         inputs: int,

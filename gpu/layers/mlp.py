@@ -12,8 +12,6 @@ from gpu.layers.parameters import Parameters
 class Mlp:
     """down(act(gate(x)) · up(x)), gate and up in one matrix."""
 
-    __slots__ = ("_activation", "_down", "_gate_up")
-
     def __init__(self, spec: ModelSpec, prefix: str, parameters: Parameters) -> None:
         self._activation = spec.activation
         up = {"gate_proj": spec.intermediate, "up_proj": spec.intermediate}

@@ -24,8 +24,6 @@ class SparseMlp:
     The experts lie as grouped GEMM kernels want them (see `Experts`).
     """
 
-    __slots__ = ("_experts", "_router")
-
     def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
         self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts})
         width, device = moe.intermediate, parameters.device

@@ -13,8 +13,6 @@ from gpu.ops.base import Part
 class RmsNorm:
     """x / sqrt(mean(x²) + eps) · weight over the last axis; `weight` [hidden]."""
 
-    __slots__ = ("eps", "weight")
-
     def __init__(self, spec: ModelSpec, name: str, parameters: Parameters) -> None:
         self.eps = spec.norm_eps
         self.weight = parameters.tensor(f"{name}.weight", spec.hidden)

@@ -17,8 +17,6 @@ class Parameters:
     views cover the parameters once.
     """
 
-    __slots__ = ("device", "dtype", "linears", "places")
-
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device

@@ -70,8 +70,6 @@ class Rope:
     kernels a step on a CPU, and one on a GPU, where a kernel makes them.
     """
 
-    __slots__ = ("_dim", "_dtype", "_frequencies", "_rope")
-
     def __init__(self, rope: RopeSpec, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rope = rope
         self._dim = int(head_dim * rope.partial)

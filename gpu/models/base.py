@@ -18,8 +18,6 @@ class CausalModel(ABC):
     Owner: launch thread, once built.
     """
 
-    __slots__ = ("_parameters", "spec")
-
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self._parameters = Parameters(dtype, device)

@@ -20,8 +20,6 @@ from gpu.ops.plain import ACTIVATIONS
 class LayerNorm:
     """(x - mean) / sqrt(variance + eps) · weight + bias over the last axis; both [size]."""
 
-    __slots__ = ("_bias", "_eps", "_weight")
-
     def __init__(self, spec: ModelSpec, name: str, parameters: Parameters) -> None:
         self._eps = spec.norm_eps
         self._weight = parameters.tensor(f"{name}.weight", spec.hidden)
@@ -34,8 +32,6 @@ class LayerNorm:
 
 class Layer:
     """Attention and MLP, each with its norm behind the residual."""
-
-    __slots__ = ("_act", "_after", "_down", "_heads", "_layer", "_norm", "_out", "_qkv", "_up")
 
     def __init__(self, spec: ModelSpec, layer: int, prefix: str, parameters: Parameters) -> None:
         self._layer = layer
@@ -65,8 +61,6 @@ class Layer:
 class Head:
     """Classes of a text from its first token: classes(tanh(dense(x)))."""
 
-    __slots__ = ("_classes", "_dense")
-
     def __init__(self, spec: ModelSpec, parameters: Parameters) -> None:
         # BERT's first matrix is the base model's pooler; RoBERTa has both in its head.
         bert = spec.architecture.startswith("Bert")
@@ -82,8 +76,6 @@ class Head:
 
 class Bert(CausalModel):
     """`CausalModel` in all but the name: every token sees the whole text."""
-
-    __slots__ = ("_head", "_layers", "_norm", "_positions", "_types", "_words")
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype, device)

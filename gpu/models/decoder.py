@@ -24,8 +24,6 @@ class Layer:
     made: add and norm are one kernel where a device has one.
     """
 
-    __slots__ = ("_after", "_attention", "_before", "_mlp", "kind")
-
     def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters) -> None:
         prefix = f"model.layers.{layer}."
         self._before = RmsNorm(spec, f"{prefix}input_layernorm", parameters)
@@ -63,8 +61,6 @@ def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
 
 class Decoder(CausalModel):
     """The Llama lineage: models that generate, those below their head, and those with one for classes."""
-
-    __slots__ = ("_distinct", "_embedding", "_head", "_layers", "_norm", "_rope")
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype, device)

@@ -83,8 +83,6 @@ class TritonOps:
     Owner: launch thread, while a graph is captured or a step runs eagerly.
     """
 
-    __slots__ = ("_kernels", "_rows", "_view")
-
     def __init__(self, view: StepView, kernels: Kernels, rows: Tensor | None = None) -> None:
         """`rows` int32 [1] on the device is how many rows are true, None for the view's tokens."""
         self._view = view

@@ -28,8 +28,6 @@ class TorchOps:
     Owner: launch thread, for one step.
     """
 
-    __slots__ = ("_attention", "_view")
-
     def __init__(self, view: StepView, attention: TorchBackend) -> None:
         self._view, self._attention = view, attention
 

@@ -88,8 +88,6 @@ NONE_PROCESSED = Processed()
 class Processors:
     """Which slot wants which processor. Owner: launch thread."""
 
-    __slots__ = ("_by_slot", "_known")
-
     def __init__(self, known: Mapping[str, Processor]) -> None:
         self._known = known
         self._by_slot: dict[int, _Row] = {}

@@ -46,8 +46,6 @@ class LogprobOptions(NamedTuple):
 class SlotOptions:
     """Owner: launch thread. Slot 0 is the dump and wants nothing."""
 
-    __slots__ = ("_needs", "_wanted")
-
     def __init__(self, num_slots: int) -> None:
         self._needs: Ints = np.zeros(num_slots, np.int32)
         self._wanted: dict[int, LogprobOptions] = {}

@@ -134,8 +134,6 @@ class Written(NamedTuple):
 class EntryWriter:
     """Owner: launch thread. Writes plans into entries."""
 
-    __slots__ = ("_at", "_limits")
-
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._at = layout(limits)

@@ -23,8 +23,6 @@ class Column:
     alone writes the others.
     """
 
-    __slots__ = ("begin", "device", "dtype", "name", "neutral", "row", "width")
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -55,8 +53,6 @@ class SlotTables:
 
     Written by the kernels of the step alone: what the host has to say travels in the step's entry.
     """
-
-    __slots__ = ("columns", "drafts", "page_table", "slots", "words")
 
     seed = Column(_LONG, lambda new: new.params.seed)
     # The future-token cell: a step's last kernel writes it, as the length, and the next step reads both.

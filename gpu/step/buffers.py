@@ -43,8 +43,6 @@ class StepBuffers:
     Owner: launch thread; the kernels of a step write them, and the next step's write over them.
     """
 
-    __slots__ = ("_at", "_chunks", "_counts", "_rows", "_table", "_tokens", "sample_hidden", "samples")
-
     def __init__(
         self,
         tables: SlotTables,

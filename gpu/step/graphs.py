@@ -55,8 +55,6 @@ class CudaGraphs:
     Capture the largest first: its allocations serve the smaller ones.
     """
 
-    __slots__ = ("_graphs", "_pool", "_stream")
-
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         make: Any = torch.cuda.Stream  # untyped
@@ -82,8 +80,6 @@ class CudaGraphs:
 
 class Launches(Generic[K]):
     """Captured work by key; `run(key)` itself where nothing is captured. Owner: launch thread."""
-
-    __slots__ = ("_by_key", "_launcher", "_run")
 
     def __init__(self, launcher: Launcher | None, run: Callable[[K], object]) -> None:
         """Without a launcher nothing is captured, and work is called."""

@@ -68,8 +68,6 @@ class Rings:
     Owner: the launch thread takes tickets; the waiter thread reads answers whose event has passed.
     """
 
-    __slots__ = ("_answers", "_counted", "_rank", "_shared", "_turn", "answers", "cursor", "empty", "entries")
-
     def __init__(self, entries: Entries, device: torch.device) -> None:
         words = entries.words
         self._shared, self._rank = entries, len(entries.read)

@@ -59,8 +59,6 @@ class PaddedSizes:
     """`StepSizes` of graphs: few, for steps of up to `max_rows` rows, `max_tokens` tokens and `max_chunks`
     chunks."""
 
-    __slots__ = ("_chunks", "_mixed", "_rows")
-
     def __init__(self, max_rows: int, max_tokens: int, max_chunks: int) -> None:
         self._rows = decode_sizes(max_rows)
         self._mixed = mixed_sizes(max_tokens)

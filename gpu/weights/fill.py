@@ -26,8 +26,6 @@ class Filler:
     are dictionary and list appends. `finish` comes after all of them.
     """
 
-    __slots__ = ("_base", "_copy", "_filled", "_misshapen", "_places", "_unexpected", "_unused", "quantised")
-
     def __init__(self, places: Places, copy: Copy, base: str = "", unused: tuple[str, ...] = ()) -> None:
         """`copy` is how a tensor gets into its place, `base` what a checkpoint may leave out before a
         place's name, `unused` are beginnings of names that belong to nothing here."""

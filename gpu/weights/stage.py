@@ -25,8 +25,6 @@ class Stage:
     Owner: one reading thread.
     """
 
-    __slots__ = ("_buffers", "_events", "_next")
-
     def __init__(self, device: torch.device, size: int = STAGE_BYTES) -> None:
         pinned = device.type == "cuda"
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]

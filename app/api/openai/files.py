@@ -85,8 +85,6 @@ async def upload(request: web.Request) -> web.StreamResponse:
 class Upload:
     """A form on its way to the disk. Owner: event loop; the file is touched in the store's thread."""
 
-    __slots__ = ("_fields", "_file", "_id", "_name", "_owner", "_reserved", "_size", "_store")
-
     def __init__(self, store: Store, owner: str) -> None:
         self._store = store
         self._owner = owner

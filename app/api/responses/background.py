@@ -135,8 +135,6 @@ class Live:
 class Responses:
     """The store, and what is on its way there. Owner: event loop."""
 
-    __slots__ = ("_live", "store")
-
     def __init__(self, store: Store) -> None:
         self.store = store
         self._live: dict[str, Live] = {}

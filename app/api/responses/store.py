@@ -20,8 +20,6 @@ T = TypeVar("T")
 class Store(DatabaseThread[Disk]):
     """Responses of all owners, durable and bounded. Owner: event loop."""
 
-    __slots__ = ("_limit",)
-
     def __init__(self, root: Path, limit: int) -> None:
         """`limit` in bytes; 0 keeps nothing and touches no disk."""
         super().__init__("responses", lambda: Disk(root, limit))

@@ -45,8 +45,6 @@ class _Session(msgspec.Struct):
 class Sessions:
     """Those of one tenant, bounded by number, by tokens and by idle time. Owner: event loop."""
 
-    __slots__ = ("_by_id", "_clock", "_limit")
-
     def __init__(self, clock: Clock, limit: int = MAX_SESSIONS) -> None:
         """`limit`: how many may be open at once."""
         self._clock = clock

@@ -104,8 +104,6 @@ class CublasError(RuntimeError):
 class Product:
     """x Wᵀ of one shape in bfloat16. Owner: launch thread."""
 
-    __slots__ = ("_a", "_b", "_d", "_handle", "_library", "_operation", "_space")
-
     def __init__(self, library: Any, handle: c_void_p, space: Tensor, sizes: Sizes) -> None:
         """`space` is WORKSPACE bytes on the device."""
         rows, outputs, inputs = sizes
@@ -203,8 +201,6 @@ class Product:
 
 class Products:
     """Products by chosen algorithms. Owner: launch thread, once built."""
-
-    __slots__ = ("_by_size", "_chosen", "_handle", "_library", "_space")
 
     def __init__(self, chosen: Mapping[Sizes, Choice], device: torch.device) -> None:
         """Raises `CublasError` where torch's cuBLASLt cannot be loaded."""

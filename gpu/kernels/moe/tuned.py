@@ -128,8 +128,6 @@ class MoeConfigs:
     Owner: launch thread, once built.
     """
 
-    __slots__ = ("_deep", "_shape", "_table", "source")
-
     def __init__(self, shape: MoeShape, folder: Path = FOLDER, *, deep: bool = False) -> None:
         self._shape = shape
         self._deep = deep
