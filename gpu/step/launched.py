@@ -130,10 +130,18 @@ class LaunchedStep:
         finally:
             self._settled.set()  # whatever happened: the launch thread must not wait for ever
         tokens.setflags(write=False)
-        prompt = {slot: scores.read() for slot, scores in answer.prompt.items()}
-        seconds, logprobs = self._marks.ended.seconds_since(self._marks.began), answer.sampled.read(tokens)
         hidden, experts = answer.extras.read()
-        return StepResult(self.step, tokens, logprobs, prompt, seconds, failed, hidden, experts, counts)
+        return StepResult(
+            step=self.step,
+            tokens=tokens,
+            counts=counts,
+            logprobs=answer.sampled.read(tokens),
+            prompt_logprobs={slot: scores.read() for slot, scores in answer.prompt.items()},
+            hidden=hidden,
+            experts=experts,
+            failed=failed,
+            seconds=self._marks.ended.seconds_since(self._marks.began),
+        )
 
     @property
     def settles(self) -> bool:
