@@ -141,7 +141,7 @@ def damage(path: Path, how: str) -> Path:
         ("header", "not a safetensors file"),
         ("missing", "1 tensors missing: model.norm.weight"),
         ("scaled norm", "is damaged: ValueError"),
-        ("gguf", "is damaged: OverflowError"),
+        ("gguf", "is truncated or not a GGUF file"),
     ],
 )
 def test_damaged_weights_are_refused_and_the_old_ones_serve(
