@@ -144,7 +144,8 @@ class Chunks(Frames[dict[str, Any]]):
         self._head = DATA + asked.envelope.open() + b',"choices":['
         choices = sum(run.choices for run in runs)
         self._begun = [False] * choices
-        self._heads = [b'%b{"index":%d,%b' % (self._head, index, self.opening) for index in range(choices)]
+        self._heads: list[bytes | None] = [None] * choices
+        """What is before the text, once a choice has begun, unless more than its text is told."""
         self._tail = _tail(self.closing, b',"usage":null' if options.include_usage else b"")
         self._rich = options.logprobs or options.token_ids or options.continuous_usage
 
@@ -178,9 +179,10 @@ class Chunks(Frames[dict[str, Any]]):
         """See `Frames.delta`. A piece may make several chunks (a call begins, its arguments follow): they go
         out in one write."""
         self._count += len(piece.tokens)
-        if self._rich or piece.events is not None or not self._begun[index]:
+        head = self._heads[index]  # one look: 512 streams do not fit the core's caches
+        if head is None or piece.events is not None:
             return self._parsed_delta(index, piece)
-        return b"".join((self._heads[index], _encode(piece.text), self._tail)) if piece.text else None
+        return b"".join((head, _encode(piece.text), self._tail)) if piece.text else None
 
     def _parsed_delta(self, index: int, piece: Piece) -> bytes | None:
         options, begins = self._asked.options, not self._begun[index]
@@ -195,6 +197,8 @@ class Chunks(Frames[dict[str, Any]]):
             fields |= self.choice_fields(index)
             beside = b"" if any(self._begun) else appended(self.prompt_fields())
             self._begun[index] = True
+            if not self._rich:
+                self._heads[index] = b'%b{"index":%d,%b' % (self._head, index, self.opening)
         if options.token_ids:
             fields["token_ids"] = piece.tokens
         first = self._chunk({"index": index, **parts[0], **fields}, beside)
