@@ -28,6 +28,8 @@ class AnswerSpec(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     every: int = 1
     """Tokens that an event of a stream tells at least."""
     dialect: Dialect = OPENAI
+    tells_prompt: bool = True
+    """Events tell the prompt's log-probabilities, where they are asked for."""
 
     @property
     def choices(self) -> int:
@@ -43,10 +45,11 @@ async def answer(request: web.Request, spec: AnswerSpec[Any], stream: bool) -> w
     sink = spaced(delivery.take, spec.every)
     async with running(spec.engine, spec.jobs, sink) as runs:
         frames = spec.frames(runs)
+        weight = prompt_weight(runs) if spec.tells_prompt else 0
         # Prompt log-probabilities are complete once choice 0 has begun, not before.
-        patient = spec.jobs[0].sampling.prompt_logprobs >= 0 and spec.jobs[0].n > 1
+        patient = weight > 0 and spec.jobs[0].n > 1
         async with EventStream(request, dialect=spec.dialect) as events:
-            await delivery.run(events, frames, patient, prompt_weight(runs))
+            await delivery.run(events, frames, patient, weight)
         return events.response
 
 

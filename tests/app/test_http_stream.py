@@ -164,6 +164,19 @@ async def test_prompt_logprobs_are_awaited_by_a_choice_that_begins_early(server:
             assert choice["logprobs"]["token_logprobs"] == pytest.approx([None, -0.97, -0.98, -0.72])
 
 
+async def test_a_stream_without_prompt_logprobs_does_not_wait_for_every_choice(server: Server) -> None:
+    server.engine.manual = True
+    sampling = {"n": 2, "max_tokens": 1, "prompt_logprobs": 1}
+    body = {"token_ids": [97, 98], "sampling_params": sampling, "stream": True}
+    async with server.http.post("/inference/v1/generate", json=body) as response:
+        run = await first_run(server)
+        run.push(1, Piece("x", [120]))
+        async with asyncio.timeout(PATIENCE):
+            event = json.loads((await response.content.readuntil(b"\n\n"))[6:])
+    (choice,) = event["choices"]
+    assert (choice["index"], choice["token_ids"]) == (1, [120])
+
+
 async def test_chat_logprobs_and_token_ids_streamed(server: Server) -> None:
     body = {"messages": HI, "max_tokens": 3, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
     _, whole = await server.post(CHAT, body)

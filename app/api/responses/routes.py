@@ -111,6 +111,7 @@ async def _stream(
         frames=partial(ResponseFrames, turn, keep),
         every=turn.every,
         dialect=DIALECT,
+        tells_prompt=False,
     )
     return await answer(request, spec, stream=True)
 

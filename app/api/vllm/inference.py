@@ -89,6 +89,7 @@ async def inference(request: web.Request) -> web.StreamResponse:
             jobs=[job],
             frames=partial(TokenFrames, body, job, loaded),
             every=stream_interval(asked),
+            tells_prompt=False,
         )
         return await answer(request, spec, body.stream is True)
 
