@@ -302,7 +302,7 @@ class Choice:
             log.exception("an answer could not be read")
             self.over = _UNREADABLE
             finish = None if piece.finish is None else _UNREADABLE
-            return Piece(piece.text, piece.tokens, piece.logprobs, finish)
+            return Piece(piece.text, piece.tokens, piece.logprobs, finish, [])
 
     def _parsed(self, piece: Piece) -> Piece:
         answer, watch, finish = self._answer, self._watch, piece.finish

@@ -11,6 +11,8 @@ import openai
 import pytest
 
 from app.engine.job import Piece
+from app.parsers.answer import Answer
+from app.parsers.base import Event
 from core.errors import ContextExceeded, Overloaded
 from core.types import Finish, FinishReason
 from tests.rigs.requests import CHAT
@@ -171,6 +173,28 @@ async def test_no_budget_at_all_skips_the_thinking(server: Server) -> None:
     body = {"messages": [*HI, opened], "continue_final_message": True, "max_thinking_tokens": 0}
     await server.post(CHAT, body)
     assert server.engine.runs[-1].job.prompt.endswith("assistant: <think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize("finish", [None, Finish(FinishReason.STOP)])
+async def test_text_that_cannot_be_read_is_not_told_as_content(
+    server: Server, monkeypatch: pytest.MonkeyPatch, finish: Finish | None
+) -> None:
+    def unread(*_: object) -> list[Event]:
+        raise ValueError("secret")
+
+    know(server, None, "think")
+    server.engine.manual = True
+    task = asyncio.create_task(server.events(CHAT, {"messages": HI, "stream": True}))
+    await until(lambda: bool(server.engine.runs))
+    [run] = server.engine.runs
+    run.push(0, Piece("<think>a", [1]))
+    monkeypatch.setattr(Answer, "feed", unread)
+    run.push(0, Piece("b", [2], None, finish))
+    *events, error, done = await task
+    deltas = told([*events, done])
+    assert joined(deltas, "reasoning_content") == "a" and joined(deltas, "content") == ""
+    assert "could not read" in json.loads(error)["error"]["message"] and "secret" not in error
+    assert not server.engine.live
 
 
 async def test_each_choice_has_its_own_budget(server: Server) -> None:
