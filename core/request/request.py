@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+import msgspec
 import numpy as np
 
 from core.cache.hold import Hold
@@ -32,85 +33,51 @@ _NEXT: dict[State, frozenset[State]] = {
 }
 
 
-class Request:
+class Request(msgspec.Struct, eq=False):
     """One request: what the client asked for and how far it has come.
 
     Owner: event loop. `output` holds only what results have confirmed; what is planned beyond it is in the
     scheduler's slot table. KV exists for every token but the last sampled one.
     """
 
-    __slots__ = (
-        "arrival",
-        "cached",
-        "embeds",
-        "finish",
-        "first_token_at",
-        "grammar",
-        "hidden_from",
-        "history",
-        "hold",
-        "id",
-        "logprobs_from",
-        "number",
-        "output",
-        "params",
-        "pinning",
-        "priority",
-        "prompt",
-        "ran",
-        "retractions",
-        "root",
-        "since",
-        "slot",
-        "started_at",
-        "state",
-    )
+    id: str
+    prompt: Ints
+    params: SamplingParams
+    arrival: float = 0.0
+    priority: int = 0
+    root: RootKey = PLAIN_ROOT
+    grammar: CompiledGrammar | None = None
+    pinning: Pinning | None = None
+    """Set before it is queued, where its client wants the prompt kept."""
+    embeds: Floats | None = None
+    """Set before it is queued, where the first tokens of its prompt are placeholders: what they are embedded
+    to, float32 [placeholders, hidden]. Its root is its own: equal ids say nothing of it."""
+    state: State = State.WAITING
+    output: list[int] = []
+    slot: int = 0
+    hold: Hold | None = None
+    cached: int = 0
+    """Prompt tokens found in the tree at the first admission: what usage reports."""
+    logprobs_from: int = 0
+    """First prompt position whose log-probability no submitted step reports yet."""
+    hidden_from: int = 0
+    """First prompt position whose hidden state or experts no submitted step reports yet."""
+    number: int = 0
+    """Arrival number: requests that were queued before it."""
+    since: float = 0.0
+    """Time of the last change between queue and running."""
+    ran: float = 0.0
+    """Seconds that it had run when it was last retracted."""
+    retractions: int = 0
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+    finish: Finish | None = None
+    history: list[tuple[float, str, int]] = []
+    """Events with their time and number of tokens: admitted (cached ones), chunk, retracted."""
 
-    def __init__(
-        self,
-        id: str,
-        prompt: Ints,
-        params: SamplingParams,
-        *,
-        arrival: float = 0.0,
-        priority: int = 0,
-        root: RootKey = PLAIN_ROOT,
-        grammar: CompiledGrammar | None = None,
-    ) -> None:
-        self.id = id
-        self.prompt = prompt
-        self.params = params
-        self.arrival = arrival
-        self.priority = priority
-        self.root = root
-        self.grammar = grammar
-        self.pinning: Pinning | None = None
-        """Set before it is queued, where its client wants the prompt kept."""
-        self.embeds: Floats | None = None
-        """Set before it is queued, where the first tokens of its prompt are placeholders: what they are
-        embedded to, float32 [placeholders, hidden]. Its root is its own: equal ids say nothing of it."""
-        self.state = State.WAITING
-        self.output: list[int] = []
-        self.slot = 0
-        self.hold: Hold | None = None
-        self.cached = 0
-        """Prompt tokens found in the tree at the first admission: what usage reports."""
-        self.logprobs_from = params.prompt_logprobs_start
-        """First prompt position whose log-probability no submitted step reports yet."""
-        self.hidden_from = params.read_from
-        """First prompt position whose hidden state or experts no submitted step reports yet."""
-        self.number = 0
-        """Arrival number: requests that were queued before it."""
-        self.since = 0.0
-        """Time of the last change between queue and running."""
-        self.ran = 0.0
-        """Seconds that it had run when it was last retracted."""
-        self.retractions = 0
-        self.started_at = 0.0
-        self.first_token_at = 0.0
-        self.finish: Finish | None = None
-        self.history: list[tuple[float, str, int]] = []
-        """Events with their time and number of tokens: admitted (cached ones), chunk, retracted."""
+    def __post_init__(self) -> None:
+        self.logprobs_from = self.params.prompt_logprobs_start
+        self.hidden_from = self.params.read_from
 
     @property
     def num_tokens(self) -> int:
