@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import msgspec
 
-if TYPE_CHECKING:
-    from core.cache.node import RadixNode
+from core.cache.node import RadixNode
 
 
-class Hold:
+class Hold(msgspec.Struct, eq=False):
     """A request's page-table row and what of it belongs to the tree.
 
         pages:   0 ........... shared ............ len(pages)
@@ -20,10 +19,7 @@ class Hold:
     Owner: event loop, through `CacheManager`.
     """
 
-    __slots__ = ("duplicates", "node", "pages", "shared")
-
-    def __init__(self, node: RadixNode, pages: list[int], shared: int) -> None:
-        self.node = node
-        self.pages = pages
-        self.shared = shared
-        self.duplicates: list[int] = []
+    node: RadixNode
+    pages: list[int]
+    shared: int
+    duplicates: list[int] = []

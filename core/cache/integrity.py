@@ -87,11 +87,9 @@ def _check_locks(tree: RadixTree, nodes: list[RadixNode], holds: list[Hold]) -> 
     present = {id(node) for node in nodes} | {id(tree.top)}
     due: Counter[int] = Counter()
     for hold in holds:
-        walk: RadixNode | None = hold.node
-        while walk is not None:
-            _require(id(walk) in present, f"{_name(walk)}: held but not in the tree")
-            due[id(walk)] += 1
-            walk = walk.parent
+        for node in hold.node.path():
+            _require(id(node) in present, f"{_name(node)}: held but not in the tree")
+            due[id(node)] += 1
     for node in [*nodes, tree.top]:
         held = due[id(node)]
         if node.locks != held:

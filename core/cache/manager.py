@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from core.cache.evict import EVICTION_KEYS
@@ -90,13 +90,13 @@ class CacheManager:
 
     def would_fit(self, prefix: Prefix, num_tokens: int, spare: int, gone: Sequence[Hold] = ()) -> bool:
         """Whether `try_reserve` would succeed for the prefix once the holds in `gone` were released."""
-        locks = Counter(node for hold in gone for node in _path(hold.node))
+        locks = Counter(node for hold in gone for node in hold.node.path())
         given = sum(len(node.pages) for node, count in locks.items() if node.locks == count)
         given += sum(len(hold.pages) - hold.shared + len(hold.duplicates) for hold in gone)
         shared = prefix.units // self.page_size
         need = max(-(-num_tokens // self.page_size) - shared, 0)
         # What the prefix stands on is locked then, and nothing of it can be evicted.
-        spelled = list(_path(prefix.node))
+        spelled = prefix.node.path()
         need += sum(len(node.pages) for node in spelled if node.locks == locks[node])
         if prefix.below is not None and prefix.below.locks == locks[prefix.below]:
             need += shared - sum(len(node.pages) for node in spelled)
@@ -237,14 +237,6 @@ class CacheManager:
         """Raise `IntegrityError` unless every page, lock and counter is accounted for, given all
         holds that are alive. Walks everything: for tests and idle times."""
         check(self._tree, self._pages, self._pins, list(holds), self.page_size)
-
-
-def _path(node: RadixNode) -> Iterator[RadixNode]:
-    """`node` and all above it."""
-    walk: RadixNode | None = node
-    while walk is not None:
-        yield walk
-        walk = walk.parent
 
 
 def _alive(hold: Hold) -> Hold:

@@ -43,6 +43,15 @@ class RadixNode(msgspec.Struct, eq=False, gc=False):
     queued: bool = False
     """The tree's eviction queue has an entry for this node."""
 
+    def path(self) -> list[RadixNode]:
+        """This node and all above it."""
+        nodes: list[RadixNode] = []
+        node: RadixNode | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes
+
     def split(self, num_pages: int) -> RadixNode:
         """Cut after the first `num_pages` pages; return the new node, which takes them.
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
 
+import msgspec
+
 from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError
 from core.cache.radix import RadixTree
@@ -21,15 +23,12 @@ Key = tuple[str, RadixNode, float]
 """Identity of a pin: its owner, the node that ends the prefix, and its seconds."""
 
 
-class Pin:
+class Pin(msgspec.Struct, eq=False):
     """One prefix under one owner. `used` counts uses of all pins, `expires` is on the caller's clock."""
 
-    __slots__ = ("expires", "key", "used")
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.expires = 0.0
-        self.used = 0
+    key: Key
+    expires: float = 0.0
+    used: int = 0
 
 
 class Pins:
@@ -97,11 +96,10 @@ class Pins:
         """A longer prefix of the same owner for as long makes shorter ones of it needless: without this
         every turn of a conversation would leave a pin behind."""
         owner, node, seconds = key
-        line, above = self._lines[seconds], node.parent
-        while above is not None:
+        line = self._lines[seconds]
+        for above in node.path()[1:]:
             if (shorter := line.get((owner, above, seconds))) is not None:
                 self._drop(shorter)
-            above = above.parent
 
     def _drop(self, pin: Pin) -> None:
         self._leave(pin.key)
@@ -147,11 +145,11 @@ class Pins:
         """Every node counts the pins at and below it, and no others."""
         due: dict[int, Counter[str]] = {}
         for pin in pins:
-            owner, walk, _ = pin.key
-            while walk.parent is not None:
-                due.setdefault(id(walk), Counter())[owner] += 1
-                walk = walk.parent
-            if walk is not self._tree.top:
+            owner, node, _ = pin.key
+            *path, top = node.path()
+            for node in path:
+                due.setdefault(id(node), Counter())[owner] += 1
+            if top is not self._tree.top:
                 raise IntegrityError("a pinned node is not in the tree")
         for node in nodes:
             if (node.pins or {}) != due.get(id(node), {}):

@@ -126,13 +126,8 @@ class RadixTree:
 
     def pages(self, node: RadixNode) -> Ints:
         """Pages from the root down to and including `node`, int32, a copy."""
-        parts: list[Ints] = []
-        walk = node
-        while walk.parent is not None:
-            parts.append(walk.pages)
-            walk = walk.parent
-        parts.reverse()
-        return np.concatenate(parts) if parts else NO_PAGES
+        parts = [each.pages for each in node.path()[:-1]]
+        return np.concatenate(parts[::-1]) if parts else NO_PAGES
 
     def _descend(self, start: RadixNode, key: bytes) -> tuple[RadixNode, int]:
         """Deepest node below `start` that spells a prefix of `key`, and how many bytes it spells."""
@@ -183,21 +178,18 @@ class RadixTree:
         """Undo one `lock`; nodes that nobody holds any more may be evicted from here on. Without `keep`
         those that end there go at once: returns their pages, int32."""
         freed: list[Ints] = []
-        walk: RadixNode | None = node
-        while walk is not None:
-            if walk.locks == 0:
+        for each in node.path():
+            if each.locks == 0:
                 raise IntegrityError("unlock of a node that is not locked")
-            above = walk.parent
-            walk.locks -= 1
-            if walk.locks == 0:
-                self.evictable += len(walk.pages)
-                self.protected -= len(walk.pages)
-                if not keep and self._loose(walk) and len(walk.pages):
-                    freed.append(walk.pages)
-                    self._drop(walk)
+            each.locks -= 1
+            if each.locks == 0:
+                self.evictable += len(each.pages)
+                self.protected -= len(each.pages)
+                if not keep and self._loose(each) and len(each.pages):
+                    freed.append(each.pages)
+                    self._drop(each)
                 else:
-                    self._settle(walk)
-            walk = above
+                    self._settle(each)
         return np.concatenate(freed) if freed else NO_PAGES
 
     def cut(self, node: RadixNode, depth: int, num_pages: int) -> RadixNode:
@@ -215,34 +207,29 @@ class RadixTree:
     def pin(self, node: RadixNode, owner: str) -> int:
         """Count a pin of `owner` at `node` and all above it; returns the pages it had not pinned yet."""
         fresh = 0
-        walk = node
-        while walk.parent is not None:
-            if walk.pins is None:
-                walk.pins = {}
-                self.pinned += len(walk.pages)
-            fresh += 0 if owner in walk.pins else len(walk.pages)
-            walk.pins[owner] = walk.pins.get(owner, 0) + 1
-            walk = walk.parent
+        for each in node.path()[:-1]:
+            if each.pins is None:
+                each.pins = {}
+                self.pinned += len(each.pages)
+            fresh += 0 if owner in each.pins else len(each.pages)
+            each.pins[owner] = each.pins.get(owner, 0) + 1
         return fresh
 
     def unpin(self, node: RadixNode, owner: str) -> int:
         """Undo one `pin`; returns the pages that `owner` pins no more."""
         gone = 0
-        walk = node
-        while walk.parent is not None:
-            pins = walk.pins
+        for each in node.path()[:-1]:
+            pins = each.pins
             if pins is None or owner not in pins:
                 raise IntegrityError(f"unpin of a node that {owner!r} does not pin")
-            above = walk.parent
             pins[owner] -= 1
             if not pins[owner]:
                 del pins[owner]
-                gone += len(walk.pages)
+                gone += len(each.pages)
             if not pins:
-                walk.pins = None
-                self.pinned -= len(walk.pages)
-                self._settle(walk)
-            walk = above
+                each.pins = None
+                self.pinned -= len(each.pages)
+                self._settle(each)
         return gone
 
     def credit(self, node: RadixNode) -> None:
