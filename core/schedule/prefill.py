@@ -48,7 +48,8 @@ class Prefills:
         self._waiting = waiting
         self._new_token_ratio = new_token_ratio
         self._policy = policy
-        self._counts = CountRows(capabilities.count_rows)
+        self._count_rows = list(range(capabilities.count_rows - 1, -1, -1))
+        """Free rows of the device's pool of token counts, for requests with penalties."""
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
@@ -105,7 +106,7 @@ class Prefills:
 
     def _try_start(self, builder: PlanBuilder, request: Request) -> Ints | None:
         """Give the request its pages and slot, or leave everything as it is and return None."""
-        if request.params.penalised and not self._counts.free:
+        if request.params.penalised and not self._count_rows:
             return None
         tokens = request.tokens()
         match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
@@ -123,6 +124,8 @@ class Prefills:
         if request.started_at == 0.0:
             request.started_at = builder.now
             request.cached = match.tokens
+        if request.params.penalised:
+            request.count_row = self._count_rows.pop()
         builder.new_slot(
             NewSlot(
                 slot=slot,
@@ -130,7 +133,7 @@ class Prefills:
                 prompt=request.prompt,
                 output=tokens[len(request.prompt) :],
                 cached=match.tokens,
-                count_row=self._counts.take(request) if request.params.penalised else -1,
+                count_row=request.count_row,
                 grammar=request.grammar,
                 embedded=request.embedded,
                 limit=request.limit,
@@ -146,7 +149,7 @@ class Prefills:
         if not self._table.free and not gone:
             return False
         penalised = request.params.penalised
-        if penalised and not self._counts.free and not any(r.params.penalised for r in gone):
+        if penalised and not self._count_rows and not any(r.params.penalised for r in gone):
             return False
         tokens = request.tokens()
         prefix = self._cache.peek(request.root, tokens, self._match_limit(request, tokens))
@@ -232,8 +235,10 @@ class Prefills:
         )
 
     def release(self, request: Request) -> None:
-        """The request's row of token counts is free again."""
-        self._counts.give(request)
+        """The request's row of token counts, if it has one, is free again."""
+        if request.count_row >= 0:
+            self._count_rows.append(request.count_row)
+            request.count_row = -1
 
 
 def _embeds(request: Request, start: int, end: int) -> Floats | None:
@@ -263,25 +268,3 @@ def _hidden(asked: Hidden, start: int, end: int, owed: int, last: bool) -> Hidde
 
 def _owes_logprobs(request: Request) -> bool:
     return request.params.prompt_logprobs >= 0 and request.logprobs_from < len(request.prompt)
-
-
-class CountRows:
-    """Rows of the device's pool of token counts, for requests with penalties. Owner: event loop."""
-
-    def __init__(self, rows: int) -> None:
-        self._free = list(range(rows - 1, -1, -1))
-        self._held: dict[str, int] = {}
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, request: Request) -> int:
-        row = self._held[request.id] = self._free.pop()
-        return row
-
-    def give(self, request: Request) -> None:
-        """Free the request's row, if it has one."""
-        row = self._held.pop(request.id, None)
-        if row is not None:
-            self._free.append(row)

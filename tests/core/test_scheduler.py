@@ -295,6 +295,19 @@ def test_penalised_requests_wait_for_a_row_of_counts() -> None:
     assert rows == [0, 0]
 
 
+def test_requests_of_one_id_do_not_lose_rows_of_counts() -> None:
+    """Clients choose ids, and two tenants may choose the same."""
+    h = Harness(count_rows=2)
+    first, second = (h.request(range(8), max_tokens=2, presence_penalty=1.0) for _ in range(2))
+    second.id = first.id
+    h.scheduler.plan()
+    h.scheduler.abort(first)
+    h.scheduler.abort(second)
+    later = [h.request(range(9), max_tokens=2, presence_penalty=1.0) for _ in range(2)]
+    h.scheduler.plan()
+    assert [request.state for request in later] == [State.DECODE, State.DECODE]
+
+
 def admitted(h: Harness) -> list[int]:
     """First prompt tokens of the requests, in the order they were admitted."""
     return [int(new.prompt[-1]) for plan in h.executor.plans for new in plan.new_slots]
