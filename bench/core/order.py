@@ -19,8 +19,7 @@ from bench.core.scheduler import answer
 from bench.results import write
 from core.cache.manager import CacheManager
 from core.clock import monotonic
-from core.config import ScheduleConfig
-from core.config.groups import SchedulePolicy
+from core.config import ScheduleConfig, SchedulePolicy
 from core.executor import Capabilities
 from core.plan import StepPlan
 from core.request import Request, SamplingParams

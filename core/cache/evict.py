@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from core.cache.node import RadixNode
-from core.config.groups import Eviction
+from core.config import Eviction
 
 EvictionKey = Callable[[RadixNode], int]
 

@@ -14,7 +14,7 @@ from core.cache.node import RadixNode
 from core.cache.pages import IntegrityError, PageAllocator
 from core.cache.pins import Pins
 from core.cache.radix import Prefix, RadixTree
-from core.config.groups import Eviction
+from core.config import Eviction
 from core.stats import CacheStatistics
 from core.types import Ints, RootKey
 

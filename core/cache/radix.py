@@ -22,13 +22,6 @@ from core.cache.pages import IntegrityError
 from core.types import Ints, RootKey
 
 
-class Inserted(NamedTuple):
-    """The node that ends the inserted key, and how many leading pages of it were there before."""
-
-    node: RadixNode
-    found: int
-
-
 class Prefix(NamedTuple):
     """How far a key reached into the tree when it was looked up. Nothing is locked, refreshed or split.
 
@@ -107,8 +100,9 @@ class RadixTree:
 
     def insert(
         self, node: RadixNode, root: RootKey, key: bytes, pages: Sequence[int], priority: int
-    ) -> Inserted:
-        """Add `key` below `node` with its pages; those that are there already stay as they are.
+    ) -> tuple[RadixNode, int]:
+        """Add `key` below `node` with its pages; those that are there already stay as they are. Returns the
+        node that ends the key, and how many leading pages of it were there before.
 
         The caller has locked `node`, and this lock moves to the node that is returned. `node` is
         the top or lies below `root`. Priority is raised along the path.
@@ -122,7 +116,7 @@ class RadixTree:
             end = self._attach(end, key[at : at + self._step], key[at:], np.array(pages[found:], np.int32))
         self.promote(end, priority)
         self.lock(end, below=node)
-        return Inserted(end, found)
+        return end, found
 
     def pages(self, node: RadixNode) -> Ints:
         """Pages from the root down to and including `node`, int32, a copy."""

@@ -10,7 +10,6 @@ import numpy as np
 from core.cache.hold import Hold
 from core.grammar import CompiledGrammar
 from core.request.params import SamplingParams
-from core.request.pinning import Pinning
 from core.types import PLAIN_ROOT, Finish, Floats, Ints, RootKey
 
 
@@ -31,6 +30,16 @@ _NEXT: dict[State, frozenset[State]] = {
     State.RETRACTED: frozenset({State.WAITING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
+
+
+class Pinning(msgspec.Struct):
+    """Prefixes of a prompt to pin, and how much was pinned. Pages count against the share of `owner`."""
+
+    owner: str
+    marks: tuple[tuple[int, float], ...]
+    """(tokens from the prompt's start, seconds)."""
+    kept: tuple[int, ...] = ()
+    """Tokens that were pinned, by mark; empty until the whole prompt is planned."""
 
 
 class Request(msgspec.Struct, eq=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -70,26 +69,6 @@ class Arrived(NamedTuple):
 def renumbered(values: Mapping[int, V], keep: Sequence[int]) -> dict[int, V]:
     """`values` at the indices `keep`, renumbered by position in `keep`."""
     return {new: values[old] for new, old in enumerate(keep) if old in values} if values else {}
-
-
-class Ledger:
-    """First in, first out: executors answer in the order of submission. Owner: event loop."""
-
-    def __init__(self) -> None:
-        self._flights: deque[Flight] = deque()
-
-    def __len__(self) -> int:
-        return len(self._flights)
-
-    def add(self, flight: Flight) -> None:
-        self._flights.append(flight)
-
-    def confirm(self, step: int) -> Flight:
-        """The flight that `step` answers; another order is a broken executor and raises."""
-        flight = self._flights.popleft()
-        if flight.step != step:
-            raise RuntimeError(f"step {step} was answered before step {flight.step}")
-        return flight
 
 
 def arrive(flight: Flight, result: StepResult, table: SlotTable) -> Arrived:

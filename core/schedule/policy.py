@@ -13,7 +13,7 @@ from operator import attrgetter
 from core.cache.manager import CacheManager
 from core.cache.node import RadixNode
 from core.cache.radix import Prefix
-from core.config.groups import SchedulePolicy
+from core.config import SchedulePolicy
 from core.request import Request
 from core.schedule.queue import Waiting
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from core.request import Request, State
 from core.schedule.builder import PlanBuilder
 from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
-from core.schedule.ledger import Arrived, Flight, Ledger, arrive, by_request, renumbered
+from core.schedule.ledger import Arrived, Flight, arrive, by_request, renumbered
 from core.schedule.new_token_ratio import NewTokenRatio
 from core.schedule.policy import by_priority, schedule_policy
 from core.schedule.preempt import preempted
@@ -61,8 +61,7 @@ class Scheduler:
 
     The order on the loop is apply, plan, submit: `plan` may be called while earlier steps are in
     flight, and counts for each of their rows the least and the most tokens that it may grow by; `apply`
-    replaces both by what came. Requests
-    that `plan` or `abort` end are handed out by `take_finished`.
+    replaces both by what came. Requests that `plan` or `abort` end are handed out by `take_finished`.
 
     Owner: event loop.
     """
@@ -78,7 +77,7 @@ class Scheduler:
         self._waiting = Waiting(config.max_queued, config.max_queued_tokens)
         self._table = SlotTable(capabilities.max_rows)
         self._new_token_ratio = NewTokenRatio(config.conservativeness)
-        self._ledger = Ledger()
+        self._flights: deque[Flight] = deque()  # executors answer in the order of submission
         self._decodes = DecodeRows(
             self._table, cache, self._new_token_ratio, capabilities.max_drafts, self.retract
         )
@@ -193,7 +192,7 @@ class Scheduler:
             return None
         plan, flight = builder.build(self.counters.steps, self._table)
         self.counters.steps += 1
-        self._ledger.add(flight)
+        self._flights.append(flight)
         return plan
 
     def _decode_samples(self) -> int:
@@ -226,8 +225,10 @@ class Scheduler:
                 self.counters.cached_tokens += request.cached
 
     def apply(self, result: StepResult) -> Confirmed:
-        """Apply one step's result, in the order of submission."""
-        flight, table = self._ledger.confirm(result.step), self._table
+        """Apply one step's result. Raises for another than the first in flight: a broken executor."""
+        flight, table = self._flights.popleft(), self._table
+        if flight.step != result.step:
+            raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = by_request(flight, result.hidden, table) if result.hidden else []
         experts = by_request(flight, result.experts, table) if result.experts else []
@@ -353,7 +354,7 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         """Steps submitted and not applied."""
-        return len(self._ledger)
+        return len(self._flights)
 
     @property
     def idle(self) -> bool:

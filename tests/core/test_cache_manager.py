@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from core.cache import CacheManager, Hold, IntegrityError
-from core.config.groups import Eviction
+from core.config import Eviction
 from core.types import Ints, RootKey
 from tests.rigs.arrays import ints
 from tests.rigs.cache import A, B, admit, seq

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from core.cache import CacheManager, Hold
-from core.config.groups import Eviction
+from core.config import Eviction
 from core.stats import CacheStatistics
 from core.types import Ints, RootKey
 

@@ -12,7 +12,7 @@ from core.cache.evict import EVICTION_KEYS, EvictionKey, fifo, lfu, lru, priorit
 from core.cache.key import pack
 from core.cache.node import RadixNode
 from core.cache.radix import RadixTree
-from core.config.groups import Eviction
+from core.config import Eviction
 from core.types import RootKey
 
 A = RootKey()
@@ -24,7 +24,7 @@ def key(tokens: Sequence[int]) -> bytes:
 
 def put(tree: RadixTree, tokens: Sequence[int], pages: list[int], importance: int = 0) -> None:
     tree.lock(tree.top)
-    tree.unlock(tree.insert(tree.top, A, key(tokens), pages, importance).node)
+    tree.unlock(tree.insert(tree.top, A, key(tokens), pages, importance)[0])
 
 
 def use(tree: RadixTree, tokens: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from core.config.groups import SchedulePolicy
+from core.config import SchedulePolicy
 from core.request import Request, State
 from core.schedule.policy import OVERTAKEN
 from tests.rigs.scheduler import VOCAB, Harness

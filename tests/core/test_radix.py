@@ -30,7 +30,7 @@ def key(*tokens: int) -> bytes:
 def add(tree: RadixTree, tokens: Sequence[int], pages: list[int], root: RootKey = A) -> RadixNode:
     """Insert and leave the end locked, as a request does."""
     tree.lock(tree.top)
-    return tree.insert(tree.top, root, key(*tokens), pages, 0).node
+    return tree.insert(tree.top, root, key(*tokens), pages, 0)[0]
 
 
 def put(tree: RadixTree, tokens: Sequence[int], pages: list[int], root: RootKey = A) -> None:
@@ -129,7 +129,7 @@ class TestMatch:
     def test_insert_goes_on_from_a_node(self) -> None:
         tree = RadixTree(2, lru)
         node = add(tree, [1, 2], [11])
-        below = tree.insert(node, A, key(3, 4), [12], 0).node
+        below = tree.insert(node, A, key(3, 4), [12], 0)[0]
         assert found(tree, [1, 2, 3, 4]) == [11, 12]
         tree.unlock(below)
         assert (tree.protected, tree.evictable, tree.top.locks) == (0, 2, 0)

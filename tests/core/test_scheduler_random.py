@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from core.config import CacheConfig
-from core.config.groups import Eviction, SchedulePolicy
+from core.config import CacheConfig, Eviction, SchedulePolicy
 from core.request import Request
 from core.schedule import throttle
 from core.types import FinishReason, RootKey

@@ -1,4 +1,4 @@
-"""The four groups. A field's name is its flag, the text beside its type its `--help`."""
+"""The operator's settings in groups. A field's name is its flag, the text beside its type its `--help`."""
 
 from __future__ import annotations
 
