@@ -35,8 +35,8 @@ from app.api.request.sampling import (
 )
 from app.api.request.schema import NATIVE, NativeBody, NativeSampling, refuse_unsupported
 from app.api.sglang.answer import NativeFrames
-from app.api.sglang.sessions import SESSIONS, Part, encoded, taking_part
-from app.engine.job import Generator, Job, Run, Sink
+from app.api.sglang.sessions import SESSIONS, encoded, taking_part
+from app.engine.job import Job
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
 from app.http.body import decoded
@@ -92,23 +92,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
         job = await encoded(jobs[0], loaded)
-        with taking_part(request.app[SESSIONS][tenant()], body.session_params, job, loaded) as part:
-            spec = msgspec.structs.replace(spec, engine=Recorded(spec.engine, part), jobs=[part.job])
+        with taking_part(request.app[SESSIONS][tenant()], body.session_params, spec, job, loaded) as spec:
             return await answer(request, spec, body.stream is True)
-
-
-class Recorded(Generator):
-    """A `Generator` whose answers become turns of a session. Owner: event loop."""
-
-    __slots__ = ("_engine", "_part")
-
-    def __init__(self, engine: Generator, part: Part) -> None:
-        self._engine = engine
-        self._part = part
-
-    async def start(self, job: Job, sink: Sink) -> Run:
-        """See `Generator.start`."""
-        return await self._engine.start(job, self._part.watch(sink))
 
 
 def _budget(body: NativeBody, loaded: Loaded) -> int | None:

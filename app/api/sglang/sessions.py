@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,8 @@ from app.api.request.sampling import job_id, ready
 from app.api.request.schema import SessionParams
 from app.api.sglang.session_tree import Sessions
 from app.engine.failure import failure
-from app.engine.job import Job, Piece, Sink
+from app.engine.job import Generator, Job, Piece, Run, Sink
+from app.http.answer import AnswerSpec
 from app.http.body import decoded
 from app.http.keys import SERVICE
 from app.http.reply import json_response
@@ -65,11 +67,28 @@ async def close_session(request: web.Request) -> web.StreamResponse:
     return json_response({"success": request.app[SESSIONS][tenant()].close(body.session_id)})
 
 
-class Part(NamedTuple):
-    """A request in a session: its job with the whole prompt, and a wrapper for its sink."""
+class Recorded(Generator):
+    """A `Generator` whose complete answer becomes a turn of a session. Owner: event loop."""
 
-    job: Job
-    watch: Callable[[Sink], Sink]
+    __slots__ = ("_end", "_engine")
+
+    def __init__(self, engine: Generator, end: Callable[[list[int]], None]) -> None:
+        """`end` gets the tokens of the answer."""
+        self._engine = engine
+        self._end = end
+
+    async def start(self, job: Job, sink: Sink) -> Run:
+        """See `Generator.start`."""
+        tokens: list[int] = []
+
+        def watched(index: int, piece: Piece) -> None:
+            tokens.extend(piece.tokens)
+            finish = piece.finish
+            if finish is not None and failure(finish) is None and finish.reason is not FinishReason.ABORT:
+                self._end(tokens)
+            sink(index, piece)
+
+        return await self._engine.start(job, watched)
 
 
 async def encoded(job: Job, loaded: Loaded) -> Job:
@@ -81,25 +100,15 @@ async def encoded(job: Job, loaded: Loaded) -> Job:
 
 
 @contextmanager
-def taking_part(sessions: Sessions, params: SessionParams, job: Job, loaded: Loaded) -> Iterator[Part]:
-    """The job behind the turn that it continues. A turn that does not complete is forgotten."""
+def taking_part(
+    sessions: Sessions, params: SessionParams, spec: AnswerSpec[Any], job: Job, loaded: Loaded
+) -> Iterator[AnswerSpec[Any]]:
+    """`spec` with the job behind the turn that it continues. A turn that does not complete is forgotten."""
     bos = loaded.tokenizer.encode("", True)  # whatever a text begins with
     prompt = sessions.begin(params, job.id, np.asarray(job.prompt), int(bos[0]) if len(bos) else None)
-    id, tokens = params.id or "", list[int]()
-
-    def watch(sink: Sink) -> Sink:
-        """`sink`, which also gives the session the complete output."""
-
-        def watched(index: int, piece: Piece) -> None:
-            tokens.extend(piece.tokens)
-            finish = piece.finish
-            if finish is not None and failure(finish) is None and finish.reason is not FinishReason.ABORT:
-                sessions.end(id, job.id, tokens)
-            sink(index, piece)
-
-        return watched
-
+    id = params.id or ""
+    engine = Recorded(spec.engine, partial(sessions.end, id, job.id))
     try:
-        yield Part(msgspec.structs.replace(job, prompt=prompt), watch)
+        yield msgspec.structs.replace(spec, engine=engine, jobs=[msgspec.structs.replace(job, prompt=prompt)])
     finally:
         sessions.drop(id, job.id)
