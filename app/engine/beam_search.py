@@ -52,22 +52,6 @@ class BeamRun(LiveRun):
     running until the search ends.
     """
 
-    __slots__ = (
-        "_beams",
-        "_clock",
-        "_detokenizer",
-        "_failed",
-        "_job",
-        "_over",
-        "_queued",
-        "_round_over",
-        "_rows",
-        "_stopped",
-        "_stream",
-        "_task",
-        "_waiting",
-    )
-
     def __init__(self, job: Job, prompt: Ints, sampling: SamplingParams, engine: Engine, sink: Sink) -> None:
         super().__init__(job, prompt, sampling, engine, sink)
         assert job.beam is not None

@@ -13,7 +13,7 @@ from app.engine.job import Job, Run, Sink
 from app.engine.loop import Engine
 from app.engine.output import RepetitionStream, Stream
 from app.engine.run import LiveRun
-from app.engine.timeline import JobKey, Timelines, Waits
+from app.engine.timeline import JobKey, Timelines
 from app.text.detokenizer import Detokenizer
 from app.text.infill import encode_suffix, find_marks
 from app.text.repetition import RepetitionScanner
@@ -116,8 +116,7 @@ class Submitter:
                 raise error from None
             raise
         self._runs[key] = run
-        waits = Waits(arrived, encoded - arrived, self._clock() - encoded)
-        self._timelines.open(key, run.requests, waits)
+        self._timelines.open(key, run.requests, arrived, encoded - arrived, self._clock() - encoded)
         run.on_done(lambda: self._done(key))
         return run
 

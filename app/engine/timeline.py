@@ -14,20 +14,14 @@ KEPT = 1000
 """Finished jobs that are remembered; each takes about a kilobyte."""
 
 
-class Waits(NamedTuple):
-    """What a job went through before it was queued: when it came, seconds of encoding, of waiting for
-    its grammar."""
+class _Entry(NamedTuple):
+    """One job while it runs: when it came, seconds of encoding and of waiting for its grammar. `steps` and
+    `rows` are the recorder's sums at its start."""
 
+    requests: list[Request]
     arrived: float
     encoding: float
     grammar: float
-
-
-class _Entry(NamedTuple):
-    """One job while it runs. `steps`, `rows` are the recorder's sums at its start."""
-
-    requests: list[Request]
-    waits: Waits
     steps: int
     rows: int
     created: int
@@ -46,10 +40,12 @@ class Timelines:
         self._open: dict[JobKey, _Entry] = {}
         self._ended: OrderedDict[JobKey, dict[str, object]] = OrderedDict()
 
-    def open(self, key: JobKey, requests: list[Request], waits: Waits) -> None:
-        """A job was queued."""
-        recorder = self._recorder
-        self._open[key] = _Entry(requests, waits, recorder.steps, recorder.rows, int(time.time()))
+    def open(
+        self, key: JobKey, requests: list[Request], arrived: float, encoding: float, grammar: float
+    ) -> None:
+        """A job was queued that came at `arrived`; seconds of encoding, of waiting for its grammar."""
+        steps, rows = self._recorder.steps, self._recorder.rows
+        self._open[key] = _Entry(requests, arrived, encoding, grammar, steps, rows, int(time.time()))
 
     def close(self, key: JobKey) -> None:
         """Its last choice ended. What is kept holds no prompt."""
@@ -69,9 +65,9 @@ class Timelines:
             "id": key[1],
             "created": entry.created,
             "running": running,
-            "total_ms": _ms(now - entry.waits.arrived),
-            "encoding_ms": _ms(entry.waits.encoding),
-            "grammar_ms": _ms(entry.waits.grammar),
+            "total_ms": _ms(now - entry.arrived),
+            "encoding_ms": _ms(entry.encoding),
+            "grammar_ms": _ms(entry.grammar),
             "steps": steps,
             "mean_rows": round(rows / steps, 1) if steps else 0.0,
             "choices": [_choice(request, now) for request in entry.requests],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.engine.metrics import Recorder
-from app.engine.timeline import KEPT, Timelines, Waits
+from app.engine.timeline import KEPT, Timelines
 from core.types import FinishReason
 from tests.rigs.scheduler import Harness
 
@@ -16,7 +16,7 @@ def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
     timelines = Timelines(recorder, h.clock)
     h.request(range(50, 58), max_tokens=2)
     request = h.request(range(40), max_tokens=3)
-    timelines.open(("", "job"), [request], Waits(h.clock.now, 0.25, 0.5))
+    timelines.open(("", "job"), [request], h.clock.now, 0.25, 0.5)
     while request.finish is None:
         h.clock.now += 1.0
         h.turn()
@@ -47,7 +47,7 @@ def test_what_ended_long_ago_is_forgotten() -> None:
     timelines = Timelines(Recorder(h.clock), h.clock)
     request = h.request(range(4))
     for number in range(KEPT + 1):
-        timelines.open(("", str(number)), [request], Waits(0.0, 0.0, 0.0))
+        timelines.open(("", str(number)), [request], 0.0, 0.0, 0.0)
         timelines.close(("", str(number)))
     assert timelines.of(("", "0")) is None
     assert timelines.of(("", str(KEPT))) is not None
