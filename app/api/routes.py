@@ -16,9 +16,9 @@ from app.api.openai import batches, chat, completions, files, invoke, models, to
 from app.api.openai.files import BATCHES
 from app.api.pooling import classify, embeddings, rerank, score
 from app.api.request.routing import Route
-from app.api.responses import Store as ResponseStore
 from app.api.responses import routes as responses
 from app.api.responses.background import RESPONSES, Responses
+from app.api.responses.store import Store as ResponseStore
 from app.api.sglang import generate, parsing, sessions
 from app.api.sglang.session_tree import MAX_SESSIONS, Sessions
 from app.api.vllm import chat_batch, derender, inference, render

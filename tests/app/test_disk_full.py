@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from app.api.openai import files
-from app.api.responses import Store
 from app.api.responses.background import RESPONSES
+from app.api.responses.store import Store
 from app.batch import batches
 from app.batch.journal import Journal
 from app.batch.store import Disk

@@ -11,9 +11,10 @@ import openai
 import pytest
 from aiohttp import web
 
-from app.api.responses import Record, Store
 from app.api.responses import background as responses_live
+from app.api.responses.disk import Record
 from app.api.responses.events import ResponseEvents
+from app.api.responses.store import Store
 from app.api.routes import make_app
 from app.engine.job import Piece
 from app.http.server import Runner

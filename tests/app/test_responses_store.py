@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from app.api.responses import Store, disk
+from app.api.responses import disk
 from app.api.responses.disk import SLICE, decode_items, encode_items
+from app.api.responses.store import Store
 from core.errors import NotFound, RequestError, Unavailable
 from tests.rigs.responses import record
 

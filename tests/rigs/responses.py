@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from app.api.responses import Record
+from app.api.responses.disk import Record
 from core.types import Finish, FinishReason
 from tests.rigs.server import Server
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from app.api.responses import Store
 from app.api.responses.events import Doc, ResponseEvents, error_event
+from app.api.responses.store import Store
 from app.api.responses.turn import Turn
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Piece, Run

@@ -153,11 +153,9 @@ class Disk(Database):
         if used + TOUCH <= now:
             self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (now, id))
         record = Record(**dict(zip(Record.__struct_fields__, values, strict=True)))
-        return (
-            msgspec.structs.replace(record, events=zlib.decompress(record.events))
-            if record.events
-            else record
-        )
+        if not record.events:
+            return record
+        return msgspec.structs.replace(record, events=zlib.decompress(record.events))
 
     def history(self, owner: str, id: str) -> list[Item]:
         """Every item up to the end of response `id`, oldest first. Raises `RequestError`, also for a

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from app.api.request.messages import check_known_role, text_parts
-from app.api.responses import Store
 from app.api.responses.schema import Item
+from app.api.responses.store import Store
 from app.http.body import check_depth
 from core.errors import RequestError, field_error
 

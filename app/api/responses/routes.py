@@ -12,9 +12,8 @@ from aiohttp import web
 
 from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited
 from app.api.request.sampling import check_model, ready
-from app.api.responses import Record
 from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
-from app.api.responses.disk import decode_items
+from app.api.responses.disk import Record, decode_items
 from app.api.responses.events import Doc, ResponseEvents, ending
 from app.api.responses.schema import RESPONSES as BODY
 from app.api.responses.turn import Turn, make_turn

@@ -11,8 +11,7 @@ from app.api.openai.chat import chat_job
 from app.api.request.logprobs import Namer
 from app.api.request.sampling import stream_interval
 from app.api.request.schema import ChatBody
-from app.api.responses import Record, Store
-from app.api.responses.disk import encode_items
+from app.api.responses.disk import Record, encode_items
 from app.api.responses.events import Doc, ResponseOptions
 from app.api.responses.input import messages, own_items, resolve, shortened
 from app.api.responses.schema import (
@@ -25,6 +24,7 @@ from app.api.responses.schema import (
     fields_of_responses,
     logprobs_wanted,
 )
+from app.api.responses.store import Store
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch
 from app.http.aside import aside
