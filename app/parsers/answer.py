@@ -8,7 +8,12 @@ from app.parsers.reasoning import ReasoningParser
 
 
 class Answer:
-    """The `StreamParser` of a whole choice. Either parser may be absent. Owner: event loop."""
+    """Splits the text of a whole choice, which comes in pieces. Either parser may be absent.
+
+    The events do not depend on how the text was cut, but for where fragments end. Work is linear in the text,
+    and what is held back is the start of a possible marker or of a call that may still be malformed. The same
+    holds for both parsers. Owner: event loop.
+    """
 
     __slots__ = ("_calls", "_done", "_inline", "_one", "_reasoning", "_silent", "made", "whole")
 
@@ -54,13 +59,13 @@ class Answer:
         return self._done
 
     def feed(self, text: str) -> list[Event]:
-        """See `StreamParser.feed`."""
+        """More text. Never raises for what a model may write."""
         if self._reasoning is None:
             return self._called(text)
         return self._split(self._reasoning.feed(text))
 
     def finish(self) -> list[Event]:
-        """See `StreamParser.finish`."""
+        """The text is over: what was held back. Nothing may be fed afterwards."""
         events: list[Event] = []
         if self._reasoning is not None:
             if (found := self._unclosed(self._reasoning)) is not None:

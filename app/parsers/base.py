@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Protocol
 
 import msgspec
 
@@ -75,23 +74,6 @@ def merged(events: Iterable[Event]) -> list[Event]:
         else:
             found += (first, *more)
     return found
-
-
-class StreamParser(Protocol):
-    """Splits a text that comes in pieces. Owner: event loop.
-
-    The events do not depend on how the text was cut, but for where fragments end. Work is linear in
-    the text, and what is held back is the start of a possible marker or of a call that may still be
-    malformed.
-    """
-
-    def feed(self, text: str) -> list[Event]:
-        """More text. Never raises for what a model may write."""
-        ...
-
-    def finish(self) -> list[Event]:
-        """The text is over: what was held back. Nothing may be fed afterwards."""
-        ...
 
 
 class Call(msgspec.Struct):

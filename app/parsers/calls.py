@@ -44,7 +44,7 @@ class Syntax(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallParser:
-    """A `StreamParser` for calls.
+    """Splits calls from the rest of a text that comes in pieces.
 
     White space between calls, and around calls where there is no text, belongs to neither; beside text it is
     content as the model wrote it. An answer without calls is content to its last character. A call that the
@@ -104,12 +104,12 @@ class CallParser:
         self._run = self._answer()
 
     def feed(self, text: str) -> list[Event]:
-        """See `StreamParser.feed`."""
+        """See `Answer.feed`."""
         self.cursor.push(text)
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """See `StreamParser.finish`."""
+        """See `Answer.finish`."""
         self.cursor.ended = True
         events = self._advance()
         if self._space and not self._after:

@@ -7,7 +7,7 @@ from app.parsers.cursor import Cursor, Steps
 
 
 class ReasoningParser:
-    """A `StreamParser` for thinking at the start of an answer.
+    """Splits thinking from the answer after it, in a text that comes in pieces.
 
     Marks are recognised once: a later `<think>` is the answer's own. Line breaks next to a mark
     belong to it. From where a call begins all is held until the thinking ends: if it never does, that was
@@ -57,7 +57,7 @@ class ReasoningParser:
         return "".join(self._called) + self._rest() if self._called else ""
 
     def feed(self, text: str) -> list[Event]:
-        """See `StreamParser.feed`."""
+        """See `Answer.feed`."""
         if self.plain:
             return [Content(text)] if text else []
         self._cursor.push(text)
@@ -66,7 +66,7 @@ class ReasoningParser:
         return events
 
     def finish(self) -> list[Event]:
-        """See `StreamParser.finish`."""
+        """See `Answer.finish`."""
         rest = "".join((*self._breaks, *self._called, self._cursor.recorded(), self._rest()))
         if not rest:
             return []

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, StreamParser, assemble
+from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, assemble
+from app.parsers.calls import CallParser
 from app.parsers.json_scan import MAX_DEPTH, JsonScanner
 from app.parsers.registry import TOOLS
 from app.parsers.typed import members
@@ -214,7 +215,7 @@ MALFORMED = {
 }
 
 
-def parser(family: str) -> StreamParser:
+def parser(family: str) -> CallParser:
     return TOOLS[family].parser(NAMES, SCHEMAS)
 
 

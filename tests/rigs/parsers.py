@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-from app.parsers.base import Event, StreamParser
+from app.parsers.answer import Answer
+from app.parsers.base import Event
+from app.parsers.calls import CallParser
+from app.parsers.reasoning import ReasoningParser
 
 Made = list[tuple[str, dict[str, Any]]]
 
@@ -19,7 +22,7 @@ def hermes(calls: Made) -> str:
     return "\n".join(f'<tool_call>\n{{"name": "{n}", "arguments": {a}}}\n</tool_call>' for n, a in each)
 
 
-def parse(parser: StreamParser, pieces: Iterable[str]) -> list[Event]:
+def parse(parser: Answer | CallParser | ReasoningParser, pieces: Iterable[str]) -> list[Event]:
     events: list[Event] = []
     for piece in pieces:
         events += parser.feed(piece)
