@@ -105,11 +105,6 @@ class ChatTemplate:
         except ModelError as error:
             raise ModelError(f"{error} Name another with --chat-template.") from error
 
-    @property
-    def present(self) -> bool:
-        """Whether the model has a template at all."""
-        return self._template is not None
-
     def close(self) -> None:
         """Stop the pool threads, after what they are rendering. Idempotent."""
         self._pool.shutdown()

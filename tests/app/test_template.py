@@ -132,7 +132,7 @@ def test_tool_arguments_come_as_the_template_reads_them() -> None:
 
 def test_no_template_says_what_to_do() -> None:
     template = ChatTemplate(None)
-    assert not template.present
+    assert template.source == ""
     assert "/v1/completions" in refused(template).message
 
 
