@@ -1,6 +1,6 @@
 """Large bodies, decoded in the helper process and sent back in pieces, between which the loop is free.
 
-A piece is 32 KB of msgpack, or one value with few parts. Limits are checked before anything is sent, so that
+A piece is 16 KB of msgpack, or one value with few parts. Limits are checked before anything is sent, so that
 no piece takes the loop more than some 3 ms.
 """
 
@@ -19,7 +19,7 @@ from core.errors import RequestError
 
 T = TypeVar("T")
 
-PIECE = 32 * 1024
+PIECE = 16 * 1024
 """Bytes of a piece, where its value can be split."""
 NUMBERS = 4_096
 """Numbers of a list in one piece: at most 9 bytes each."""
