@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 4096
 """Listen backlog: a burst of new connections must not be reset."""
 SWITCH_SECONDS = 0.0005
-"""How long another thread may keep the GIL from the loop. Python's default, 5 ms, is as long as a step."""
+"""Switch interval of the GIL. With Python's default, 5 ms, another thread could delay the loop by a step."""
 DRAIN_POLL = 0.02
 SHUTDOWN_GRACE = 0.5
 """Seconds between a failure and the exit, so that the last events reach the clients."""

@@ -124,6 +124,6 @@ class Housekeeping:
             log.error("the integrity check of the idle engine failed", exc_info=error)
 
     def _state(self) -> object:
-        """Differs after any work, and after pages were allocated or freed."""
+        """A snapshot that changes when the engine runs a step or allocates or frees pages."""
         engine = self._engine
         return engine.idle, engine.recorder.steps, engine.load().cache

@@ -56,7 +56,7 @@ class _Preparing:
         """What `Submitter.start` raises after an abort."""
 
     def abort(self, message: str | None = None) -> None:
-        """Queue nothing of it; with a `message` the client gets an error."""
+        """Cancel the job before it is queued; with a `message` the client gets an error."""
         if self.error is None and self._task is not None:
             self.error = Aborted() if message is None else Unavailable(message)
             self._task.cancel()

@@ -1,1 +1,1 @@
-"""The helper process: runs clients' work that may not end, where it can be killed."""
+"""The helper process: runs client work that may not terminate, so that it can be killed."""

@@ -24,7 +24,7 @@ class AnswerSpec(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     engine: Generator
     jobs: Sequence[Job]
     frames: Callable[[Sequence[Run]], Frames[T]]
-    """Called once all jobs run. Raises `RequestError` for what only shows then."""
+    """Called when all jobs are queued. Raises `RequestError` for limits that depend on prompt lengths."""
     every: int = 1
     """Tokens that an event of a stream tells at least."""
     dialect: Dialect = OPENAI

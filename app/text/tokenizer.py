@@ -43,7 +43,7 @@ SPARSE_CHARS = 4
 are encoded first, then four times as many."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>")
-"""These end an assistant's turn in ChatML, Llama 3, Gemma and Llama 4, whatever the files name as EOS:
+"""End-of-turn tokens of ChatML, Llama 3, Gemma and Llama 4, used in addition to the EOS of the files:
 fine-tunes often keep the base model's."""
 
 T = TypeVar("T")

@@ -44,7 +44,7 @@ _KEYS: Mapping[str, frozenset[str]] = {
     "triggered_tags": frozenset(("triggers", "tags", "at_least_one", "stop_after_first", "excludes")),
     "tags_with_separator": frozenset(("tags", "separator", "at_least_one", "stop_after_first")),
 }
-"""Formats that are translated, and the keys of each that are honoured."""
+"""The supported formats, each with its supported keys."""
 
 _ESCAPED = re.compile(r"\\.|/|\n", re.DOTALL)
 

@@ -29,7 +29,7 @@ PIECE = 2**16
 """Characters of base64, or numbers, that are read in one turn of the loop: about 0.1 ms."""
 
 SLOW = 100
-"""How much longer it takes to decode a number with an exponent of three digits."""
+"""Decoding time of a number with a three-digit exponent, relative to other numbers."""
 
 PLACEHOLDER = 0
 """The token id that stands for an embedding; vLLM's."""

@@ -188,8 +188,8 @@ class NativeFrames(Frames[Any]):
         return self._event(index, piece.finish)
 
     def rest(self) -> Iterator[bytes]:
-        """See `Frames.rest`. A last event for each choice, with what it gives back, where asked for. No
-        earlier one has that: it is too much to be told again and again."""
+        """See `Frames.rest`. One more event per choice, with its hidden states or routed experts: they are
+        too large to repeat in every cumulative event."""
         for index, finish in self._ends.items():
             given = self.given(index, len(self._tokens[index]))
             if given:

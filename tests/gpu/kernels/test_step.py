@@ -225,7 +225,7 @@ class Drafting:
         return StepPlan(0, ints([]), new_slots=new, page_writes=PageWrites(*ints(cells).T))
 
     def next(self) -> tuple[StepPlan, list[Row]]:
-        """A plan, and the queries that its decode rows must have. Writes drafts into the tables."""
+        """A random plan and the expected queries of its decode rows; writes their drafts to the tables."""
         rng, self.step = self.rng, self.step + 1
         slots = [slot for slot in self.length if rng.random() < 0.6][:4]
         longest = int(rng.integers(1, DRAFTS + 2))
