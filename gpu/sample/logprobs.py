@@ -8,6 +8,7 @@ equals."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -26,6 +27,10 @@ Array = TypeVar("Array", Ints, Floats)
 
 BLOCK = 64
 """Rows normalised at once: bounds each copy to 39 MB, and keys to 78, at a vocabulary of 151,936."""
+
+FEW_ROWS = 8
+"""Up to which each row is searched in 64 parts and then among their best: the best 5 of one row of 151,936
+take 83 µs on an H200, not 141, those of 8 rows 126, not 182; of 64 rows they would take 591, not 515."""
 
 
 class Ranked(NamedTuple):
@@ -62,8 +67,11 @@ def _best_keys(logprobs: Tensor, k: int) -> Tensor:
     more is fetched, and only the rows where the last one in equals the first one out are looked through.
     """
     if not logprobs.is_cpu:
-        ids = torch.arange(logprobs.shape[1], device=logprobs.device)
-        return keys_of(logprobs, ids).topk(k, largest=False).values
+        keys = keys_of(logprobs, torch.arange(logprobs.shape[1], device=logprobs.device))
+        if len(keys) <= FEW_ROWS:
+            parts = keys.view(len(keys), math.gcd(keys.shape[1], 64), -1)
+            keys = parts.topk(min(k, parts.shape[2]), largest=False, sorted=False).values.flatten(1)
+        return keys.topk(k, largest=False).values
     top = logprobs.topk(min(k + 1, logprobs.shape[1]))
     ids, values = top.indices[:, :k], top.values.numpy()
     if k < logprobs.shape[1]:
