@@ -1,14 +1,14 @@
-"""The two thread crossings: plans go to the launch thread, results come back to the loop.
+"""Queues between threads: plans go to the launch thread, results come back to the loop.
 
-Both rest on `collections.deque`, whose append and popleft are atomic in CPython, so no lock stands
-on the path. Each has one producer and one consumer.
+Neither has a lock in Python on its path: a `SimpleQueue` is native code, and `append` and `popleft` of a
+`deque` are atomic in CPython. Each has one producer and one consumer.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,36 +25,27 @@ class Mailbox(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._items: deque[T] = deque()
-        self._ready = threading.Event()
+        self._items: SimpleQueue[T | None] = SimpleQueue()
+        """None is the end."""
         self._closed = False
 
     def put(self, item: T) -> None:
         """Hand over one item; never blocks. Raises `Closed` after `close`."""
         if self._closed:
             raise Closed
-        self._items.append(item)
-        self._ready.set()
+        self._items.put(item)
 
     def close(self) -> None:
         """No item follows. The consumer empties what is left, then sees `Closed`."""
         self._closed = True
-        self._ready.set()
+        self._items.put(None)
 
     def take(self) -> T:
-        """Next item; sleeps (GIL released) while there is none. Raises `Closed` at the end."""
-        while True:
-            try:
-                return self._items.popleft()
-            except IndexError:
-                pass
-            if self._closed and not self._items:
-                raise Closed
-            # Clear, then look again: an item put between the two sets the event once more, so a
-            # wake-up can be early but is never lost.
-            self._ready.clear()
-            if not self._items and not self._closed:
-                self._ready.wait()
+        """Next item; waits (GIL released) while there is none. Raises `Closed` at the end, once."""
+        item = self._items.get()
+        if item is None:
+            raise Closed
+        return item
 
 
 class Outbox(Generic[T]):
