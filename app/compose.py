@@ -77,7 +77,7 @@ class Live(msgspec.Struct, frozen=True):
 def load(config: Config, progress: Progress) -> Parts:
     """Fetch, read and place the model. Raises `ConfigError`; may run for minutes in any thread."""
     checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
-    spec = read_spec(checkpoint.config, pooling=pooling_of(checkpoint.path))
+    spec = read_spec(checkpoint.config, pooling_of(checkpoint.path))
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
     template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)

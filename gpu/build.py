@@ -60,8 +60,7 @@ def spec_of(source: Path) -> ModelSpec:
         raise ModelError(
             f"{source} has no config.json: --model takes a Hugging Face directory or a .gguf file."
         )
-    generation = read_object(source / "generation_config.json")
-    return read_spec(config, generation, pooling_of(source))
+    return read_spec(config, pooling_of(source))
 
 
 def pooling_of(source: Path) -> PoolingSpec | None:

@@ -16,6 +16,7 @@ from core.config import ModelConfig
 from core.env import read, read_object
 from core.errors import ConfigError, ModelError, RequestError
 from core.models import check_supported
+from core.models.fields import Fields
 from core.request import SamplingParams
 from core.request.params import check
 
@@ -121,7 +122,7 @@ def _checkpoint(
         path=path,
         config=facts,
         eos_ids=_eos_ids(directory, facts),
-        bos_id=facts.get("bos_token_id"),
+        bos_id=next(iter(Fields(facts).ids("bos_token_id")), None),
         tokenizer=_tokenizer(directory, config, progress),
         chat_template=_chat_template(config),
         sampling=_sampling(directory, facts, config),
@@ -231,7 +232,6 @@ def _sampling(path: Path, facts: Mapping[str, Any], config: ModelConfig) -> Samp
 
 
 def _eos_ids(path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = read_object(path / "generation_config.json") or {}
-    named = generation.get("eos_token_id")
-    ids = facts.get("eos_token_id") if named is None else named
-    return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+    name = "generation_config.json"
+    generation = read_object(path / name) or {}
+    return Fields(generation, name).ids("eos_token_id") or Fields(facts).ids("eos_token_id")

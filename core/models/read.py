@@ -85,7 +85,6 @@ def _common(
     if not fields.has("head_dim") and not head_dim and hidden % heads:
         raise fields.wrong("hidden_size", f"a multiple of num_attention_heads ({heads})")
     positions = fields.size("max_position_embeddings", max_position)
-    bos = fields.ids("bos_token_id")
     return ModelSpec(
         architecture=architecture_of(fields),
         vocab_size=fields.size("vocab_size"),
@@ -105,8 +104,6 @@ def _common(
         qk_norm=qk_norm,
         max_position=positions,
         dtype=dtype_of(fields),
-        bos=bos[0] if bos else None,
-        eos=fields.ids("eos_token_id"),
         stored_fp8=fp8_scaling(fields.group("quantization_config")),
     )
 

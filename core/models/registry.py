@@ -61,12 +61,9 @@ def check_supported(config: Config, embeds: bool = False) -> None:
     read.refuse_quantised(fields)
 
 
-def read_spec(
-    config: Config, generation: Config | None = None, pooling: PoolingSpec | None = None
-) -> ModelSpec:
-    """`ModelSpec` of a config.json, with end-of-sequence ids of a generation_config.json added, and
-    with the pooling that a sentence-transformers directory asks for: what such a directory holds makes
-    embeddings, whatever head its config names.
+def read_spec(config: Config, pooling: PoolingSpec | None = None) -> ModelSpec:
+    """`ModelSpec` of a config.json, with the pooling of a sentence-transformers directory: a model in such a
+    directory makes embeddings, whatever head its config names.
 
     Raises `ModelError` naming the field that is missing, wrong or not supported.
     """
@@ -75,7 +72,5 @@ def read_spec(
     fields = Fields(config)
     spec = family_of(read.architecture_of(fields)).read(fields)
     if pooling is not None and spec.task == "embed":
-        spec = msgspec.structs.replace(spec, pooling=pooling)
-    extra = Fields(generation or {}, "generation_config.json").ids("eos_token_id")
-    # Chat checkpoints name the end of a turn only in the generation config; the config's own id stays.
-    return msgspec.structs.replace(spec, eos=tuple(dict.fromkeys((*spec.eos, *extra))))
+        return msgspec.structs.replace(spec, pooling=pooling)
+    return spec

@@ -110,8 +110,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint's matrices are scaled if they are e4m3."""
     fp8: Fp8 = ""
     """How the layers' matrices, except routers, are held while serving: chosen by device, not read."""
-    bos: int | None = None
-    eos: tuple[int, ...] = ()
 
     @property
     def context_length(self) -> int:

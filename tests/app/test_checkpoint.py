@@ -62,6 +62,12 @@ def test_generation_config_names_the_ends(directory: Path) -> None:
     assert find(directory).eos_ids == (5, 6)
 
 
+def test_ends_that_are_no_token_ids_are_refused(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": ["</s>"]}))
+    with pytest.raises(ModelError, match="eos_token_id"):
+        find(directory)
+
+
 def test_sampling_defaults_are_those_of_the_generation_config(directory: Path) -> None:
     told = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "do_sample": True, "max_length": 5}
     (directory / "generation_config.json").write_text(json.dumps(told))

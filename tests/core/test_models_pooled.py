@@ -112,13 +112,13 @@ def test_without_a_module_vectors_keep_their_length() -> None:
 
 def test_a_directory_may_know_of_fewer_tokens() -> None:
     read = directory({"pooling_mode": "mean"}, **{"sentence_bert_config.json": {"max_seq_length": 256}})
-    got = read_spec({**BASE, "architectures": ["BertModel"]}, pooling=sentence_pooling(read))
+    got = read_spec({**BASE, "architectures": ["BertModel"]}, sentence_pooling(read))
     assert got.context_length == 256
 
 
 def test_a_directory_makes_embeddings_whatever_head_its_config_names() -> None:
     pooling = sentence_pooling(directory({"pooling_mode_lasttoken": True}))
-    got = read_spec({**BASE, "architectures": ["Qwen3ForCausalLM"]}, pooling=pooling)
+    got = read_spec({**BASE, "architectures": ["Qwen3ForCausalLM"]}, pooling)
     assert (got.architecture, got.task, got.pooling.kind) == ("Qwen3Model", "embed", "last")
 
 
