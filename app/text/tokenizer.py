@@ -2,19 +2,17 @@
 
 The GIL decides the shape of this file: `tokenizers` releases it in its batch calls only (a plain
 `encode` of 90,000 tokens was measured to freeze the loop for 409 ms), so single texts travel as
-batches of one, and long ones in a pool thread. A `tokenizers.Tokenizer` that two threads use at
-once can raise "Already borrowed", so each thread has its own object; they share the model inside,
-so another object costs milliseconds and no second copy of the vocabulary.
+batches of one, and long ones in a pool thread. All threads use one `tokenizers.Tokenizer`, which
+nothing changes after it was loaded: only a call that changes it (truncation, padding, new tokens)
+would raise "Already borrowed".
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +52,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class Tokenizer:
     """Encodes and decodes for one model.
 
-    Owner: event loop. `encode_async` alone leaves it, with objects that only its threads touch.
+    Owner: event loop. the methods that are `async` read it in pool threads too.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class Tokenizer:
     ) -> None:
         """`settings` is tokenizer_config.json, `eos_ids` and `bos_id` are the checkpoint's."""
         self._core = core
-        self._local = threading.local()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
         self._huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
         # A part's pickled state is its entry of tokenizer.json; writing all of that takes 0.3 s.
@@ -148,7 +145,7 @@ class Tokenizer:
         Takes about 1 µs per token where it is called; the GIL is free meanwhile.
         """
         check_text(text, param)
-        return self._encode(self._core, text, add_special)
+        return self._encode(text, add_special)
 
     async def encode_async(
         self, text: str, add_special: bool = True, param: str = "prompt", most: int = 0
@@ -160,27 +157,27 @@ class Tokenizer:
         if len(text) <= INLINE_CHARS:
             return self.encode(text, add_special, param)
 
-        def work(core: tokenizers.Tokenizer) -> Ints:
+        def work() -> Ints:
             check_text(text, param)
             if most:
-                _check_beginning(core, text, param, most)
-            return self._encode(core, text, add_special)
+                _check_beginning(self._core, text, param, most)
+            return self._encode(text, add_special)
 
         return await self._off_loop(len(text), work)
 
-    async def _off_loop(self, length: int, work: Callable[[tokenizers.Tokenizer], T]) -> T:
+    async def _off_loop(self, length: int, work: Callable[[], T]) -> T:
         """`work` over a text of `length` characters: here, or in a pool thread when it is long."""
         if length <= INLINE_CHARS:
-            return work(self._core)
+            return work()
         pool = self._pool if length <= HUGE_CHARS else self._huge
-        return await asyncio.get_running_loop().run_in_executor(pool, lambda: work(self._thread_core()))
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
         """Where in `text` each of its tokens stands, (first character, one past the last); (0, 0) for
         those that were added. Aligned with `encode`; in a pool thread when long."""
 
-        def work(core: tokenizers.Tokenizer) -> list[tuple[int, int]]:
-            (found,) = core.encode_batch([text], add_special_tokens=add_special)
+        def work() -> list[tuple[int, int]]:
+            (found,) = self._core.encode_batch([text], add_special_tokens=add_special)
             return [(0, 0)] * (len(self._added_bos) if add_special else 0) + list(found.offsets)
 
         return await self._off_loop(len(text), work)
@@ -190,18 +187,11 @@ class Tokenizer:
         position where the second begins. `params` name them in errors."""
         for text, param in zip(texts, params, strict=True):
             check_text(text, param)
-        ids, second = await self._off_loop(len(texts[0]) + len(texts[1]), lambda core: _pair(core, texts))
+        ids, second = await self._off_loop(len(texts[0]) + len(texts[1]), lambda: _pair(self._core, texts))
         return np.array([*self._added_bos, *ids], np.int32), second + len(self._added_bos)
 
-    def _thread_core(self) -> tokenizers.Tokenizer:
-        """The calling thread's."""
-        core = getattr(self._local, "core", None)
-        if core is None:
-            core = self._local.core = _clone(self._core)
-        return core
-
-    def _encode(self, core: tokenizers.Tokenizer, text: str, add_special: bool) -> Ints:
-        ids = core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    def _encode(self, text: str, add_special: bool) -> Ints:
+        ids = self._core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         if add_special and self._added_bos:
             ids = self._added_bos + ids
         return np.array(ids, np.int32)
@@ -327,20 +317,6 @@ def _add_missing(core: tokenizers.Tokenizer, settings: Mapping[str, Any], path: 
                 f"tokenizer_config.json gives {text!r} the id {key}, which does not fit {path}. "
                 "The two files are of different models; download them again."
             )
-
-
-def _clone(core: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """An object of its own over the same model."""
-    twin = tokenizers.Tokenizer(core.model)
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (value := getattr(core, part)) is not None:
-            setattr(twin, part, value)
-    added = [token for _, token in sorted(core.get_added_tokens_decoder().items())]
-    # In runs: every call rebuilds the matcher of added tokens (DeepSeek-V3 has 818).
-    for special, run in groupby(added, key=lambda token: bool(token.special)):
-        add = twin.add_special_tokens if special else twin.add_tokens
-        add(list(run))
-    return twin
 
 
 def _byte_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:

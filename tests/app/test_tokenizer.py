@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -126,7 +125,12 @@ async def test_long_texts_encode_alike_in_pool_threads() -> None:
     tokenizer = Tokenizer(core, {"bos_token": "<|im_start|>", "add_bos_token": True})
     texts = [f"hello <|im_end|>{i} two words 🙂 " * 100 for i in range(20)]
     assert all(len(text) > INLINE_CHARS for text in texts)
-    apart = await asyncio.gather(*map(tokenizer.encode_async, texts))
+    encoding = asyncio.gather(*map(tokenizer.encode_async, texts))
+    while not encoding.done():  # the loop reads the same tokenizer meanwhile
+        assert tokenizer.decode(tokenizer.encode("hello two")) == "hello two"
+        assert tokenizer.token_id("<|im_end|>") is not None and tokenizer.token_name(0)
+        await asyncio.sleep(0)
+    apart = await encoding
     assert [ids.tolist() for ids in apart] == [tokenizer.encode(text).tolist() for text in texts]
     tokenizer.close()
 
@@ -193,9 +197,9 @@ async def test_a_huge_text_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) ->
     gate = threading.Event()
     encode = tokenizer._encode
 
-    def held(core: Any, text: str, add_special: bool) -> Ints:
+    def held(text: str, add_special: bool) -> Ints:
         assert len(text) <= HUGE_CHARS or gate.wait(PATIENCE)
-        return encode(core, text, add_special)
+        return encode(text, add_special)
 
     monkeypatch.setattr(Tokenizer, "_encode", lambda self, *given: held(*given))
     huge = [asyncio.ensure_future(tokenizer.encode_async("x" * (HUGE_CHARS + 1))) for _ in range(3)]
