@@ -24,7 +24,7 @@ from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic
-from core.config import Config
+from core.config import Config, ModelConfig
 from core.env import cache_dir
 from core.executor import Capabilities, Executor
 from core.models import ModelSpec, read_spec
@@ -41,21 +41,8 @@ Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
 
 
-class Parts(msgspec.Struct, frozen=True):
-    """What takes seconds to make, and belongs to no loop yet."""
-
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
-    template: ChatTemplate
-    executor: Executor
-    spec: ModelSpec
-    helper: HelperProcess
-    grammars: Compiler | None
-    """None where the vocabulary cannot be constrained, or nothing is generated."""
-
-
 class Live(msgspec.Struct, frozen=True):
-    """A running engine and its faces. Owner: event loop."""
+    """An engine and all that serves it. Owner: event loop, once the engine is started."""
 
     engine: Engine
     submitter: Submitter
@@ -74,19 +61,41 @@ class Live(msgspec.Struct, frozen=True):
         self.loaded.template.close()
 
 
-def load(config: Config, progress: Progress) -> Parts:
-    """Fetch, read and place the model. Raises `ConfigError`; may run for minutes in any thread."""
+def load(config: Config, progress: Progress) -> Live:
+    """Fetch, read and place the model, and make an engine over it, which `live.engine.start(loop)` starts.
+    Raises `ConfigError`; may run for minutes in any thread."""
     checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
     spec = read_spec(checkpoint.config, pooling_of(checkpoint.path))
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
     template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
     helper = HelperProcess()
-    grammars = _grammars(tokenizer, spec.vocab_size, helper) if spec.task == "generate" else None
+    generates = spec.task == "generate"
+    grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
     executor = build_executor(spec, checkpoint.path, config.model, config.cache, config.schedule, progress)
     executor.prepare(partial(progress, "graphs"))
     progress("ready", 1.0)
-    return Parts(checkpoint, tokenizer, template, executor, spec, helper, grammars)
+    capabilities = executor.capabilities
+    engine = _engine(executor, config)
+    limits = Limits(capabilities.context_length, spec.vocab_size, capabilities.processors, generates)
+    submitter = Submitter(engine, tokenizer, limits, monotonic, grammars)
+    serve = config.serve
+    loaded = Loaded(
+        _card(checkpoint, spec, capabilities, config.model),
+        tokenizer,
+        template,
+        submitter,
+        tool_family(serve.tool_parser, template.source),
+        reasoning_family(serve.reasoning_parser, template.source),
+        Operator(engine, cache_dir() / "traces"),
+        trusts_templates=serve.trust_request_chat_template,
+        defaults=AnswerDefaults(
+            usage=serve.force_include_usage,
+            tokens_as_ids=serve.return_tokens_as_token_ids,
+        ),
+        helper=helper,
+    )
+    return Live(engine, submitter, loaded, capabilities, grammars)
 
 
 def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compiler | None:
@@ -99,10 +108,8 @@ def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compil
         return None
 
 
-def assemble(parts: Parts, config: Config) -> Live:
-    """An engine over the parts, not started yet: `live.engine.start(loop)` does that."""
-    checkpoint, tokenizer = parts.checkpoint, parts.tokenizer
-    capabilities = parts.executor.capabilities
+def _engine(executor: Executor, config: Config) -> Engine:
+    capabilities = executor.capabilities
     cache = CacheManager(
         capabilities.num_pages,
         capabilities.page_size,
@@ -112,46 +119,29 @@ def assemble(parts: Parts, config: Config) -> Live:
         pin_share=config.cache.pin_share,
     )
     scheduler = Scheduler(capabilities, cache, config.schedule, monotonic)
-    engine = Engine(scheduler, parts.executor, config.schedule.overlap_depth, monotonic)
-    spec = parts.spec
-    generates = spec.task == "generate"
-    limits = Limits(capabilities.context_length, spec.vocab_size, capabilities.processors, generates)
-    submitter = Submitter(engine, tokenizer, limits, monotonic, parts.grammars)
-    card = ModelCard(
+    return Engine(scheduler, executor, config.schedule.overlap_depth, monotonic)
+
+
+def _card(
+    checkpoint: Checkpoint, spec: ModelSpec, capabilities: Capabilities, config: ModelConfig
+) -> ModelCard:
+    return ModelCard(
         name=checkpoint.names[0],
         aliases=checkpoint.names[1:],
         path=str(checkpoint.tokenizer or checkpoint.path),
-        architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
+        architecture=checkpoint.config["architectures"][0],
         context_length=capabilities.context_length,
         vocab_size=spec.vocab_size,
-        dtype=capabilities.dtype or config.model.dtype,
+        dtype=capabilities.dtype or config.dtype,
         weight_dtype=capabilities.weight_dtype,
         kv_dtype=capabilities.kv_dtype,
         created=int(time.time()),
         device=capabilities.device,
         format="gguf" if checkpoint.path.suffix == ".gguf" else "safetensors",
         size=checkpoint.size,
-        sampling=msgspec.structs.replace(checkpoint.sampling, logprobs_mode=config.model.logprobs_mode),
+        sampling=msgspec.structs.replace(checkpoint.sampling, logprobs_mode=config.logprobs_mode),
         hidden_size=spec.hidden,
         routed=(0, 0) if spec.moe is None else (spec.layers, spec.moe.per_token),
         task=spec.task,
         pooling=spec.pooling,
     )
-    operator = Operator(engine, cache_dir() / "traces")
-    serve, source = config.serve, parts.template.source
-    loaded = Loaded(
-        card,
-        tokenizer,
-        parts.template,
-        submitter,
-        tool_family(serve.tool_parser, source),
-        reasoning_family(serve.reasoning_parser, source),
-        operator,
-        trusts_templates=serve.trust_request_chat_template,
-        defaults=AnswerDefaults(
-            usage=serve.force_include_usage,
-            tokens_as_ids=serve.return_tokens_as_token_ids,
-        ),
-        helper=parts.helper,
-    )
-    return Live(engine, submitter, loaded, capabilities, parts.grammars)

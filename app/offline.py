@@ -25,7 +25,7 @@ from app.api.request.beam import check_streamed
 from app.api.request.hidden import check_states, last_state
 from app.api.request.sampling import MAX_CHOICES
 from app.api.request.schema import ChatBody, CompletionBody
-from app.compose import Live, assemble, load
+from app.compose import load
 from app.engine.failure import failure
 from app.engine.job import Generator, Job, Piece, Run
 from app.engine.reasoning_budget import watched
@@ -78,8 +78,7 @@ class LLM:
 
     def _open(self, config: Config, progress: bool) -> None:
         self._progress = progress
-        parts = load(config, lambda stage, share: log.info("%s %d%%", stage, 100 * share))
-        self._live: Live = assemble(parts, config)
+        self._live = load(config, lambda stage, share: log.info("%s %d%%", stage, 100 * share))
         self.window = 2 * self._live.capabilities.max_rows
         """Requests at once that keep the engine full."""
         self._stop = asyncio.Event()

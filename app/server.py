@@ -26,7 +26,7 @@ from app import logs
 from app.api.openai.files import BATCHES
 from app.api.routes import make_app
 from app.batch import BackgroundCapacity, Batches
-from app.compose import Parts, assemble, load
+from app.compose import Live, load
 from app.engine.gc import Housekeeping
 from app.engine.loop import Engine
 from app.engine.submit import Submitter
@@ -99,9 +99,9 @@ class Server:
         log.info("listening on http://%s:%d, loading the model", host, port)
         try:
             begun = time.perf_counter()
-            parts = await self._while_running(in_thread(lambda: load(self._config, self._progress)))
-            if parts is not None:
-                await self._run_engine(parts, application[BATCHES], begun)
+            live = await self._while_running(in_thread(lambda: load(self._config, self._progress)))
+            if live is not None:
+                await self._run_engine(live, application[BATCHES], begun)
         finally:
             await runner.cleanup()
         return self._exit_code
@@ -113,8 +113,7 @@ class Server:
         if self._service.health.phase is Phase.STARTING:
             self._service.health = Health(Phase.STARTING, stage, share)
 
-    async def _run_engine(self, parts: Parts, batches: Batches, begun: float) -> None:
-        live = assemble(parts, self._config)
+    async def _run_engine(self, live: Live, batches: Batches, begun: float) -> None:
         engine, self._submitter = live.engine, live.submitter
         engine.on_failure = partial(self._on_failure, engine)
         loop = asyncio.get_running_loop()

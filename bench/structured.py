@@ -35,7 +35,7 @@ import jsonschema
 import msgspec
 import numpy as np
 
-from app.compose import Live, assemble, load
+from app.compose import Live, load
 from app.engine.job import Job, Piece
 from app.helper.process import HelperProcess
 from app.parsers.grammar import Wanted, constraint
@@ -326,7 +326,7 @@ async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = Config(
         model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=16)
     )
-    live = assemble(load(settings, lambda stage, share: None), settings)
+    live = load(settings, lambda stage, share: None)
     live.engine.start(asyncio.get_running_loop())
     tally: Counter[str] = Counter()
     try:
@@ -445,7 +445,7 @@ async def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
     settings = Config(
         model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=4)
     )
-    live = assemble(load(settings, lambda stage, share: None), settings)
+    live = load(settings, lambda stage, share: None)
     live.engine.start(asyncio.get_running_loop())
     tally: Counter[str] = Counter()
     gaps: dict[str, list[float]] = {"beside_plain": [], "beside_hostile": []}

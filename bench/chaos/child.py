@@ -32,7 +32,7 @@ DECODING.install()  # before any module of the server makes its decoders
 import app.compose  # noqa: E402
 import app.server  # noqa: E402
 from app.cli import parse  # noqa: E402
-from app.compose import Live, Parts  # noqa: E402
+from app.compose import Live, Progress  # noqa: E402
 from app.http.server import Runner  # noqa: E402
 from app.logs import set_up  # noqa: E402
 from app.server import bind  # noqa: E402
@@ -57,7 +57,7 @@ class Served:
         set_up(config.serve.log_level)
         app.server.raise_file_limit()
         with Patches() as wiring:
-            wiring.replace(app.server, "assemble", self._assemble)
+            wiring.replace(app.server, "load", self._load)
             wiring.replace(app.server, "Runner", self._runner)
             wiring.replace(app.server, "bind", _bind)
             if device == "tiny":
@@ -74,8 +74,8 @@ class Served:
                     self.loop = self.live = self.runner = None
                     self.patches.undo()
 
-    def _assemble(self, parts: Parts, config: Config) -> Live:
-        self.live = app.compose.assemble(parts, config)
+    def _load(self, config: Config, progress: Progress) -> Live:
+        self.live = app.compose.load(config, progress)
         return self.live
 
     def _runner(self, *arguments: Any, **named: Any) -> Runner:

@@ -13,7 +13,7 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 
 from app.api.routes import make_app
-from app.compose import Parts, assemble, load
+from app.compose import load
 from app.service import Service
 from app.text.tokenizer import Tokenizer
 from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
@@ -79,15 +79,10 @@ def settings(tiny: tiny_model.Tiny, tmp_path_factory: pytest.TempPathFactory) ->
     )
 
 
-@pytest.fixture(scope="module")
-def parts(settings: Config) -> Parts:
-    torch.set_num_threads(1)
-    return load(settings, lambda stage, share: None)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(parts: Parts, settings: Config) -> AsyncIterator[TestClient[Any, Any]]:
-    live = assemble(parts, settings)
+async def client(settings: Config) -> AsyncIterator[TestClient[Any, Any]]:
+    torch.set_num_threads(1)
+    live = load(settings, lambda stage, share: None)
     service = Service({})
     live.engine.start(asyncio.get_running_loop())
     service.ready(live.loaded)

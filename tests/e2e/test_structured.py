@@ -16,7 +16,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from app.compose import Live, Parts, assemble, load
+from app.compose import Live, load
 from app.engine.job import Job, Piece
 from bench.chaos.tiny import dummy_model, flags
 from core.config import CacheConfig, Config, ModelConfig, ScheduleConfig
@@ -66,8 +66,7 @@ def config(model: Path, kv_tokens: int = 16384, depth: int = 1) -> Config:
 
 
 @asynccontextmanager
-async def running(parts: Parts, settings: Config) -> AsyncIterator[Live]:
-    live = assemble(parts, settings)
+async def running(live: Live) -> AsyncIterator[Live]:
     live.engine.start(asyncio.get_running_loop())
     try:
         yield live
@@ -115,7 +114,7 @@ async def test_depth_and_retraction_leave_the_text_as_it_is(model: Path) -> None
     seen = {}
     for name, depth, kv_tokens in (("0", 0, 16384), ("1", 1, 16384), ("2", 2, 16384), ("small", 1, 224)):
         settings = config(model, kv_tokens, depth)
-        async with running(load(settings, lambda stage, share: None), settings) as live:
+        async with running(load(settings, lambda stage, share: None)) as live:
             seen[name] = await texts(live, jobs())
             retractions = live.engine.load().retractions
             assert (retractions > 0) == (name == "small")
@@ -142,7 +141,7 @@ def check(kind: str, text: str) -> None:
 @pytest.fixture
 async def live(model: Path) -> AsyncIterator[Live]:
     settings = config(model)
-    async with running(load(settings, lambda stage, share: None), settings) as opened:
+    async with running(load(settings, lambda stage, share: None)) as opened:
         yield opened
 
 
