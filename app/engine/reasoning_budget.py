@@ -60,22 +60,22 @@ def watched(engine: Generator, encoder: Encoder, watch: Watch) -> Generator:
 class Watcher:
     """A `Generator` over another. Owner: event loop."""
 
-    __slots__ = ("_encoder", "_engine", "_watch")
+    __slots__ = ("_encoder", "_engine", "watch")
 
     def __init__(self, engine: Generator, encoder: Encoder, watch: Watch) -> None:
         self._engine = engine
         self._encoder = encoder
-        self._watch = watch
+        self.watch = watch
 
     async def start(self, job: Job, sink: Sink) -> Run:
         """See `Generator.start`."""
-        run = WatchedRun(job, sink, self._watch, self._go_on)
+        run = WatchedRun(job, sink, self)
         run.begin(await self._engine.start(job, run.take))
         return run
 
-    async def _go_on(self, job: Job, index: int, thought: list[int], take: Sink) -> Run | None:
+    async def go_on(self, job: Job, index: int, thought: list[int], take: Sink) -> Run | None:
         """Close the thinking of a choice and start what follows. None when there is no room left."""
-        closing = self._watch.closing
+        closing = self.watch.closing
         mark = await self._encoder.encode_async(closing, False)
         ids: list[int] = mark.tolist()
         take(index, Piece(closing, ids, [_sure(id) for id in ids] if job.sampling.wants_logprobs else None))
@@ -96,7 +96,7 @@ class Watcher:
             truncate_prompt=None,
             keep=None,
             continues=True,
-            grammar=self._watch.after,
+            grammar=self.watch.after,
         )
         try:
             return await self._engine.start(following, lambda _, piece: take(index, piece))
@@ -110,12 +110,6 @@ def _sure(token: int) -> RowLogprobs:
     return RowLogprobs(0.0, NO_TOKENS, np.zeros(0, np.float32), 0.0, alone)
 
 
-class GoOn(Protocol):
-    """Starts what follows a thinking that was cut."""
-
-    async def __call__(self, job: Job, index: int, thought: list[int], take: Sink) -> Run | None: ...
-
-
 class WatchedRun:
     """A `Run` that may become another one on the way. Owner: event loop."""
 
@@ -124,40 +118,37 @@ class WatchedRun:
         "_choices",
         "_done",
         "_first",
-        "_go_on",
         "_job",
         "_left",
         "_sink",
         "_tasks",
+        "_watcher",
         "choices",
         "params",
         "prompt",
     )
 
-    def __init__(self, job: Job, sink: Sink, watch: Watch, go_on: GoOn) -> None:
-        self._first: Run | None = None
+    def __init__(self, job: Job, sink: Sink, watcher: Watcher) -> None:
         self._job = job
         self._sink = sink
-        self._go_on = go_on
-        self._choices = [Choice(watch) for _ in range(job.n)]
+        self._watcher = watcher
+        self._choices = [Choice(watcher.watch) for _ in range(job.n)]
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._left = job.n
         self._done = asyncio.Event()
         self._aborted = False
-        self.prompt: Ints = NO_TOKENS
-        self.params, self.choices = job.sampling, job.n
 
     # -- as a run ----------------------------------------------------------------------------------
 
     def begin(self, first: Run) -> None:
-        """`first` runs; its pieces come to `take`."""
+        """`first` runs; its pieces come to `take`, from the next turn of the loop on."""
         self._first = first
-        self.prompt, self.params = first.prompt, first.params
+        self.prompt, self.params, self.choices = first.prompt, first.params, first.choices
 
     @property
     def cached(self) -> int:
         """See `app.engine.job.Run.cached`."""
-        return 0 if self._first is None else self._first.cached
+        return self._first.cached
 
     @property
     def reasoning_tokens(self) -> int:
@@ -166,30 +157,26 @@ class WatchedRun:
 
     def count(self, *states: State) -> int:
         """See `app.engine.job.Run.count`."""
-        seconds = (choice.second for choice in self._choices)
-        return sum(run.count(*states) for run in (self._first, *seconds) if run is not None)
+        seconds = (choice.second.count(*states) for choice in self._choices if choice.second is not None)
+        return self._first.count(*states) + sum(seconds)
 
     def kept(self, seconds: float) -> int:
         """See `app.engine.job.Run.kept`."""
-        return 0 if self._first is None else self._first.kept(seconds)
+        return self._first.kept(seconds)
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `app.engine.job.Run.prompt_logprobs`."""
-        return [] if self._first is None else self._first.prompt_logprobs()
+        return self._first.prompt_logprobs()
 
     def hidden(self, index: int) -> list[Floats]:
         """See `app.engine.job.Run.hidden`. What follows a cut reads all before it once more."""
         second = self._choices[index].second
-        if second is not None:
-            return second.hidden(0)
-        return [] if self._first is None else self._first.hidden(index)
+        return self._first.hidden(index) if second is None else second.hidden(0)
 
     def experts(self, index: int) -> list[Ints]:
         """See `app.engine.job.Run.experts`. The same."""
         second = self._choices[index].second
-        if second is not None:
-            return second.experts(0)
-        return [] if self._first is None else self._first.experts(index)
+        return self._first.experts(index) if second is None else second.experts(0)
 
     async def wait(self) -> None:
         await self._done.wait()
@@ -197,8 +184,7 @@ class WatchedRun:
     def abort(self) -> None:
         """See `app.engine.job.Run.abort`."""
         self._aborted = True
-        if self._first is not None:
-            self._first.abort()
+        self._first.abort()
         while self._tasks:
             index, task = self._tasks.popitem()
             task.cancel()
@@ -212,7 +198,7 @@ class WatchedRun:
         choice = self._choices[index]
         if choice.second is not None:
             choice.second.end(0)
-        elif self._first is not None:
+        else:
             self._first.end(index)
 
     # -- pieces ------------------------------------------------------------------------------------
@@ -250,7 +236,7 @@ class WatchedRun:
         job = msgspec.structs.replace(self._job, id=id, prompt=self.prompt)
         finish = Finish(FinishReason.ERROR, message="The answer could not be continued after its thinking.")
         try:
-            choice.second = await self._go_on(job, index, choice.thought, self.take)
+            choice.second = await self._watcher.go_on(job, index, choice.thought, self.take)
             finish = Finish(FinishReason.LENGTH)
         except LoomError as error:
             finish = Finish(FinishReason.ERROR, message=str(error))

@@ -1,4 +1,4 @@
-"""How the answers of one request are read."""
+"""One choice's text to events: reasoning first, then calls in what is left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
-from app.parsers.answer import Answer
+from app.parsers.base import CallBroken, CallCut, CallStart, Content, Event, Reasoning, assemble
+from app.parsers.calls import CallParser
+from app.parsers.reasoning import ReasoningParser
 from app.parsers.registry import ReasoningFamily, ToolFamily
 
 
@@ -43,9 +45,104 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     def answer(self) -> Answer:
         """The parser of one choice."""
-        markers = () if self.tools is None else self.tools.markers
-        reasoning = (
-            None if self.reasoning is None else self.reasoning.parser(self.inside, self.inline, markers)
-        )
-        calls = None if self.tools is None else self.tools.parser(self.names, self.schemas, self.forced)
-        return Answer(reasoning, calls, inline=self.inline, silent=self.silent, one=self.one)
+        return Answer(self)
+
+
+class Answer:
+    """Splits the text of a whole choice, which comes in pieces. Either parser may be absent.
+
+    The events do not depend on how the text was cut, but for where fragments end. Work is linear in the text,
+    and what is held back is the start of a possible marker or of a call that may still be malformed. The same
+    holds for both parsers. Owner: event loop.
+    """
+
+    __slots__ = ("_calls", "_reading", "_reasoning", "done", "made", "whole")
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        family, tools = reading.reasoning, reading.tools
+        self._reasoning: ReasoningParser | None = None
+        if family is not None:
+            marks = (family.begin, family.end, *(tools.markers if tools is not None else ()))
+            self._reasoning = ReasoningParser(marks, reading.inside, reading.inline)
+        self._calls: CallParser | None = None
+        if tools is not None:
+            self._calls = CallParser(tools, reading.names, reading.schemas, reading.forced)
+        self.done = False
+        """No event follows: the one call allowed has been followed by another."""
+        self.made = 0
+        """Calls that were reported and not broken."""
+        self.whole = 0
+        """Of them, those that the text's end did not cut off."""
+
+    @property
+    def thinking(self) -> bool:
+        """Inside the thinking now."""
+        return self._reasoning is not None and self._reasoning.inside
+
+    @property
+    def settled(self) -> bool:
+        """No thinking can begin any more."""
+        return self._reasoning is None or self._reasoning.settled
+
+    @property
+    def plain(self) -> bool:
+        """From here on the text is the content, character for character: it need not be fed."""
+        return self._calls is None and (self._reasoning is None or self._reasoning.plain)
+
+    def feed(self, text: str) -> list[Event]:
+        """More text. Never raises for what a model may write."""
+        if self._reasoning is None:
+            return self._called(text)
+        return self._split(self._reasoning.feed(text))
+
+    def finish(self) -> list[Event]:
+        """The text is over: what was held back. Nothing may be fed afterwards."""
+        events: list[Event] = []
+        if self._reasoning is not None:
+            if (found := self._unclosed(self._reasoning)) is not None:
+                return found
+            events = self._split(self._reasoning.finish())
+        if self._calls is not None:
+            events += self._counted(self._calls.finish())
+        return events
+
+    def _unclosed(self, reasoning: ReasoningParser) -> list[Event] | None:
+        """The calls in a thinking that has never ended: it ends with them. None without any."""
+        if self._calls is None or not (text := reasoning.called):
+            return None
+        found = self._calls.feed(text) + self._calls.finish()
+        return self._counted(found) if assemble(found).calls else self._split(reasoning.finish())
+
+    def _split(self, parts: list[Event]) -> list[Event]:
+        events: list[Event] = []
+        for part in parts:
+            if isinstance(part, Content):
+                events += self._called(part.text)
+            elif isinstance(part, Reasoning) and self._reading.inline:
+                events.append(Content(part.text))
+            elif not self._reading.silent:
+                events.append(part)
+        return events
+
+    def _called(self, text: str) -> list[Event]:
+        if self._calls is None:
+            return [Content(text)] if text else []
+        return self._counted(self._calls.feed(text))
+
+    def _counted(self, events: list[Event]) -> list[Event]:
+        if self.done:
+            return []
+        for at, event in enumerate(events):
+            if isinstance(event, CallStart):
+                if self._reading.one and self.made:
+                    self.done = True
+                    return events[:at]
+                self.made += 1
+                self.whole += 1
+            elif isinstance(event, CallBroken):
+                self.made -= 1
+                self.whole -= 1
+            elif isinstance(event, CallCut):
+                self.whole -= 1
+        return events

@@ -6,14 +6,12 @@ A family is data: marks, the functions that read its calls, and how to write a g
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from app.parsers import formats, tagged
-from app.parsers.calls import CallParser, Syntax
+from app.parsers.calls import Syntax
 from app.parsers.pythonic import MARKS, pythonic
-from app.parsers.reasoning import ReasoningParser
 
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,15 +52,6 @@ class ToolFamily(Syntax, frozen=True, kw_only=True):
     short_ids: bool = False
     """The template takes call ids of nine characters only."""
 
-    def parser(
-        self,
-        names: frozenset[str],
-        schemas: Mapping[str, Mapping[str, Any]] | None = None,
-        forced: bool = False,
-    ) -> CallParser:
-        """For one answer: see `CallParser`."""
-        return CallParser(self, names, schemas, forced)
-
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
     """One way to mark thinking."""
@@ -88,10 +77,6 @@ class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
             return prompt
         opened = prompt.rstrip() if self.opened(prompt) else prompt + self.begin
         return f"{opened}\n\n{self.end}{self.gap}"
-
-    def parser(self, inside: bool, inline: bool = False, markers: tuple[str, ...] = ()) -> ReasoningParser:
-        """For one answer; `markers` begin calls."""
-        return ReasoningParser((self.begin, self.end, *markers), inside, inline)
 
 
 _HERMES = ToolFamily(

@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from app.engine.job import Piece
-from app.parsers.answer import Answer
 from app.parsers.base import Event
+from app.parsers.reading import Answer
 from core.errors import ContextExceeded, Overloaded
 from core.types import Finish, FinishReason
 from tests.rigs.requests import CHAT

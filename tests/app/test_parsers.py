@@ -216,7 +216,7 @@ MALFORMED = {
 
 
 def parser(family: str) -> CallParser:
-    return TOOLS[family].parser(NAMES, SCHEMAS)
+    return CallParser(TOOLS[family], NAMES, SCHEMAS)
 
 
 def read(family: str, pieces: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -285,7 +285,7 @@ def test_a_forced_call_is_one_wherever_it_is_cut(writer: Callable[[Made], str]) 
         for end in range(1, len(text) + 1):
             told = set()
             for pieces in ([text[:end]], text[:end]):
-                each = TOOLS[WRITERS[writer]].parser(names, SCHEMAS, True)
+                each = CallParser(TOOLS[WRITERS[writer]], names, SCHEMAS, True)
                 message = assemble(parse(each, pieces))
                 assert message.content == "", text[:end]
                 assert [call.name for call in message.calls] == ["f", "get_weather"][: len(message.calls)]
@@ -370,7 +370,7 @@ def test_an_argument_that_never_ends_does_not_swallow_the_next() -> None:
             assert read("qwen3_coder", pieces) == ("", both * 2), text
     unknown = text.replace("text>\nx\n</parameter>", "text>\nx <parameter=other>\n</parameter>")
     assert read("qwen3_coder", [unknown])[1][0][1] == '{"text": "x <parameter=other>", "json": "y"}'
-    bare = TOOLS["qwen3_coder"].parser(NAMES)
+    bare = CallParser(TOOLS["qwen3_coder"], NAMES)
     text = "<function=f>\n<parameter=a>\nx\n<parameter=b>\n2\n</parameter>\n</function>"
     assert [call.arguments for call in assemble(parse(bare, text)).calls] == ['{"a": "x", "b": 2}']
 
@@ -466,7 +466,7 @@ def test_a_bare_value_is_what_its_schema_says(schema: Any, written: str, value: 
         ("glm", f"<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>{written}</arg_value>\n</tool_call>"),
     ):
         for pieces in cuts(text):
-            message = assemble(parse(TOOLS[family].parser(NAMES, {"f": root}), pieces))
+            message = assemble(parse(CallParser(TOOLS[family], NAMES, {"f": root}), pieces))
             assert [json.loads(call.arguments) for call in message.calls] == [{"k": value}]
 
 
@@ -657,7 +657,7 @@ def test_what_is_held_back_is_not_copied_with_every_piece() -> None:
     """The cursor's own text is what `feed` copies each time: it must stay short, whatever comes."""
     for family, opening in OPENINGS.items():
         for filling in ("{", '{"a":', "<", " ", '"', "[", "x", "\\"):
-            each = TOOLS[family].parser(NAMES, SCHEMAS)
+            each = CallParser(TOOLS[family], NAMES, SCHEMAS)
             each.feed(opening)
             for _ in range(100):
                 each.feed(filling * 20)

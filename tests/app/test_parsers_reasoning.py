@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from app.parsers.base import Content, Event, Reasoning, assemble
 from app.parsers.reading import Reading
+from app.parsers.reasoning import ReasoningParser
 from app.parsers.registry import REASONING, TOOLS, reasoning_family, tool_family
 from tests.rigs.assets import asset
 from tests.rigs.parsers import cuts, hermes, lines, parse, splits
 
 THINK = REASONING["think"]
+
+
+def thinking(inside: bool) -> ReasoningParser:
+    return ReasoningParser((THINK.begin, THINK.end), inside)
+
 
 TEXTS = (
     # text, inside from the start, reasoning, content
@@ -37,7 +43,7 @@ TEXTS = (
 @pytest.mark.parametrize(("text", "inside", "reasoning", "content"), TEXTS)
 def test_thinking_is_told_apart(text: str, inside: bool, reasoning: str, content: str) -> None:
     for pieces in cuts(text):
-        message = assemble(parse(THINK.parser(inside), pieces))
+        message = assemble(parse(thinking(inside), pieces))
         assert (message.reasoning, message.content) == (reasoning, content)
         inline = assemble(parse(Reading(reasoning=THINK, inside=inside, inline=True).answer(), pieces))
         assert (inline.reasoning, inline.content) == ("", text)
@@ -46,7 +52,7 @@ def test_thinking_is_told_apart(text: str, inside: bool, reasoning: str, content
 
 
 def test_thinking_comes_as_it_is_written() -> None:
-    parser = THINK.parser(False)
+    parser = thinking(False)
     assert parser.feed("<think>\nLet") == [Reasoning("Let")] and parser.inside
     assert parser.feed(" me\n\n") == [Reasoning(" me")]
     assert parser.feed("see </thi") == [Reasoning("\n\nsee ")]
@@ -59,15 +65,15 @@ def test_the_cuts_do_not_matter(text: str, inside: bool, seed: int) -> None:
         message = assemble(events)
         return message.reasoning, message.content
 
-    whole = told(parse(THINK.parser(inside), [text]))
+    whole = told(parse(thinking(inside), [text]))
     for pieces in cuts(text, seed) if text else ():
-        assert told(parse(THINK.parser(inside), pieces)) == whole
+        assert told(parse(thinking(inside), pieces)) == whole
 
 
 @pytest.mark.parametrize("filling", ["<", "\n", " ", "</think", "a\n"])
 def test_work_is_linear(filling: str) -> None:
     def work(size: int, inside: bool) -> int:
-        return lines(lambda: parse(THINK.parser(inside), (filling * size)[:size]))
+        return lines(lambda: parse(thinking(inside), (filling * size)[:size]))
 
     for inside in (False, True):
         assert work(4_000, inside) < 4.5 * work(1_000, inside) + 200

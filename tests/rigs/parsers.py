@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-from app.parsers.answer import Answer
 from app.parsers.base import Event
 from app.parsers.calls import CallParser
+from app.parsers.reading import Answer
 from app.parsers.reasoning import ReasoningParser
 
 Made = list[tuple[str, dict[str, Any]]]
