@@ -155,7 +155,7 @@ class BeamRun(LiveRun):
         self._round_over.clear()
         self._queued, self._waiting = requests, len(requests)
         self._rows = [None] * len(requests)
-        streams = [Stream(i, self._take, self._take, self._detokenizer(), None) for i in range(len(requests))]
+        streams = [Stream(i, self._take, self._take, self._detokenizer()) for i in range(len(requests))]
         self._engine.add(requests, streams)
         return streams
 

@@ -29,6 +29,8 @@ class Stream:
         "_index",
         "_last",
         "_logprobs",
+        "_repetition",
+        "_searched",
         "_sink",
         "_stops",
         "_tokens",
@@ -40,7 +42,13 @@ class Stream:
     )
 
     def __init__(
-        self, index: int, sink: Sink, last: Sink, detokenizer: Detokenizer, stops: StopScanner | None
+        self,
+        index: int,
+        sink: Sink,
+        last: Sink,
+        detokenizer: Detokenizer,
+        stops: StopScanner | None = None,
+        repetition: RepetitionScanner | None = None,
     ) -> None:
         """The piece with the finish goes to `last`, all before it to `sink`."""
         self._index = index
@@ -48,6 +56,8 @@ class Stream:
         self._last = last
         self._detokenizer = detokenizer
         self._stops = stops
+        self._repetition = repetition
+        self._searched = stops is not None or repetition is not None
         self._tokens: list[int] | None = None
         """Those without text yet."""
         self._logprobs: list[RowLogprobs] | None = None
@@ -62,12 +72,12 @@ class Stream:
         """The same for the experts that were chosen on the way."""
 
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
-        """One more token. Returns the finish when its text completes a stop string; that piece has
-        been sent then."""
+        """One more token. Returns the finish when its text completes a stop string, or it a repetition; that
+        piece has been sent then."""
         ids = [token]
         text = self._detokenizer.feed(ids)
-        if text and logprobs is None and self._tokens is None and self._stops is None:
-            # Nearly every token: nothing waits, nothing is looked for.
+        if text and logprobs is None and self._tokens is None and not self._searched:
+            # Nearly every token: nothing waits, nothing is searched for.
             self.count += 1
             self._sink(self._index, Piece(text, ids))
             return None
@@ -80,6 +90,9 @@ class Stream:
                 return finish
         if text:
             self._send(text, None)
+        if self._repetition is not None and self._repetition.feed(token):
+            self.end(REPEATED)
+            return REPEATED
         return None
 
     def end(self, finish: Finish, last: int | None = None, logprobs: RowLogprobs | None = None) -> None:
@@ -128,30 +141,3 @@ class Stream:
             self._last(self._index, piece)
             # The run behind it holds this stream: without the cycle no collector needs to find them.
             self._sink = self._last = _nobody
-
-
-class RepetitionStream(Stream):
-    """One that ends when its tokens go round in circles: a class of its own, so that no other stream pays
-    for the look at every token. Owner: event loop."""
-
-    __slots__ = ("_repetition",)
-
-    def __init__(
-        self,
-        index: int,
-        sink: Sink,
-        last: Sink,
-        detokenizer: Detokenizer,
-        stops: StopScanner | None,
-        repetition: RepetitionScanner,
-    ) -> None:
-        super().__init__(index, sink, last, detokenizer, stops)
-        self._repetition = repetition
-
-    def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
-        """See `Stream.feed`; the finish of a token that completes a run, too."""
-        finish = super().feed(token, logprobs)
-        if finish is None and self._repetition.feed(token):
-            finish = REPEATED
-            self.end(finish)
-        return finish

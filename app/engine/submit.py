@@ -11,7 +11,7 @@ import numpy as np
 from app.engine.beam_search import BeamRun, check_width
 from app.engine.job import Job, Run, Sink
 from app.engine.loop import Engine
-from app.engine.output import RepetitionStream, Stream
+from app.engine.output import Stream
 from app.engine.run import LiveRun
 from app.engine.timeline import JobKey, Timelines
 from app.text.detokenizer import Detokenizer
@@ -295,10 +295,8 @@ class Submitter:
 
     def _stream(self, index: int, run: LiveRun, job: Job) -> Stream:
         detokenizer, stops = self._detokenizer(job, run.prompt), self._stops(job)
-        if job.text.repetition is None:
-            return Stream(index, run.sink, run.last, detokenizer, stops)
-        repetition = RepetitionScanner(job.text.repetition)
-        return RepetitionStream(index, run.sink, run.last, detokenizer, stops, repetition)
+        repetition = None if job.text.repetition is None else RepetitionScanner(job.text.repetition)
+        return Stream(index, run.sink, run.last, detokenizer, stops, repetition)
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()
