@@ -16,10 +16,10 @@ import msgspec
 from app.checkpoint.checkpoint import Checkpoint, resolve
 from app.engine.loop import Engine
 from app.engine.operator import Operator
-from app.engine.submit import Limits, Submitter
+from app.engine.submit import Submitter
 from app.helper.process import HelperProcess
 from app.parsers.registry import reasoning_family, tool_family
-from app.service import AnswerDefaults, Loaded, ModelCard
+from app.service import Loaded, ModelCard
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
@@ -47,7 +47,6 @@ class Live(msgspec.Struct, frozen=True):
     engine: Engine
     submitter: Submitter
     loaded: Loaded
-    capabilities: Capabilities
     grammars: Compiler | None
 
     def close(self) -> None:
@@ -75,27 +74,20 @@ def load(config: Config, progress: Progress) -> Live:
     executor = build_executor(spec, checkpoint.path, config.model, config.cache, config.schedule, progress)
     executor.prepare(partial(progress, "graphs"))
     progress("ready", 1.0)
-    capabilities = executor.capabilities
     engine = _engine(executor, config)
-    limits = Limits(capabilities.context_length, spec.vocab_size, capabilities.processors, generates)
-    submitter = Submitter(engine, tokenizer, limits, monotonic, grammars)
-    serve = config.serve
+    submitter = Submitter(engine, tokenizer, monotonic, grammars, generates)
     loaded = Loaded(
-        _card(checkpoint, spec, capabilities, config.model),
+        _card(checkpoint, spec, executor.capabilities, config.model),
         tokenizer,
         template,
         submitter,
-        tool_family(serve.tool_parser, template.source),
-        reasoning_family(serve.reasoning_parser, template.source),
+        tool_family(config.serve.tool_parser, template.source),
+        reasoning_family(config.serve.reasoning_parser, template.source),
         Operator(engine, cache_dir() / "traces"),
-        trusts_templates=serve.trust_request_chat_template,
-        defaults=AnswerDefaults(
-            usage=serve.force_include_usage,
-            tokens_as_ids=serve.return_tokens_as_token_ids,
-        ),
+        settings=config.serve,
         helper=helper,
     )
-    return Live(engine, submitter, loaded, capabilities, grammars)
+    return Live(engine, submitter, loaded, grammars)
 
 
 def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compiler | None:

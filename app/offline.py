@@ -79,7 +79,7 @@ class LLM:
     def _open(self, config: Config, progress: bool) -> None:
         self._progress = progress
         self._live = load(config, lambda stage, share: log.info("%s %d%%", stage, 100 * share))
-        self.window = 2 * self._live.capabilities.max_rows
+        self.window = 2 * self._live.engine.capabilities.max_rows
         """Requests at once that keep the engine full."""
         self._stop = asyncio.Event()
         self._closed = False

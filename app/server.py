@@ -122,7 +122,7 @@ class Server:
         housekeeping = Housekeeping(engine, loop, Watchdog(engine, limit, monotonic) if limit else None)
         housekeeping.start()
         self._service.ready(live.loaded)
-        batches.start(self._service, BackgroundCapacity(engine, live.capabilities))
+        batches.start(self._service, BackgroundCapacity(engine))
         log.info("%s is ready after %.1f s", live.loaded.card.name, time.perf_counter() - begun)
         try:
             await self._stop.wait()

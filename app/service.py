@@ -13,6 +13,7 @@ import msgspec
 from app.engine.job import Generator
 from app.helper.process import HelperProcess, HelpersBySize
 from app.parsers.registry import ReasoningFamily, ToolFamily
+from core.config import ServeConfig
 from core.errors import Overloaded, RequestError, Unavailable
 from core.helper import Helper
 from core.models import PoolingSpec, Task
@@ -124,15 +125,6 @@ class NumberBudget:
         self._held -= count
 
 
-class AnswerDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator's defaults for what answers contain."""
-
-    usage: bool = False
-    """Always at the end of streams."""
-    tokens_as_ids: bool = False
-    """Log-probabilities name tokens as `token_id:N`."""
-
-
 class Loaded(msgspec.Struct, frozen=True):
     """The loaded model and everything that serves it."""
 
@@ -146,9 +138,8 @@ class Loaded(msgspec.Struct, frozen=True):
     """Format of reasoning; None: the model has none."""
     operator: Operator | None = None
     """None where the engine cannot be controlled by this process."""
-    defaults: AnswerDefaults = AnswerDefaults()
-    trusts_templates: bool = False
-    """Requests may have their own chat templates."""
+    settings: ServeConfig = ServeConfig()
+    """The operator's defaults for answers, and whether requests may have their own chat templates."""
     numbers: NumberBudget = msgspec.field(default_factory=NumberBudget)
     helper: Helper = msgspec.field(default_factory=HelperProcess)
     """For chat templates of requests and for grammars."""

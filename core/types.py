@@ -28,6 +28,20 @@ the tokens that a grammar allows; the one that the token was chosen from, after 
 processor, biases, penalties, temperature and filters. The first and the last are vLLM's words."""
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities of prompt tokens `start` ... `start + n - 1` of one chunk.
+
+    `values` [n]; `ranks` [n], 1 for the most likely token of the vocabulary; `top_ids`, `top_values`
+    [n, k], those that the request named after the most likely.
+    """
+
+    start: int
+    values: Floats
+    ranks: Ints
+    top_ids: Ints
+    top_values: Floats
+
+
 class FinishReason(Enum):
     """Why a request ended. The HTTP spelling is the value."""
 

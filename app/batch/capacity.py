@@ -9,7 +9,6 @@ import msgspec
 from app.engine.job import Job, Run, Sink
 from app.engine.loop import Engine
 from app.service import Control, Loaded
-from core.executor import Capabilities
 from core.request import Request, State
 
 BACKGROUND = -(2**31) - 1
@@ -76,10 +75,10 @@ class BackgroundCapacity:
     Owner: event loop.
     """
 
-    def __init__(self, engine: Engine, capabilities: Capabilities) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._rows = capabilities.max_rows
-        self._prompt_share = capabilities.max_step_tokens // 2
+        self._rows = engine.capabilities.max_rows
+        self._prompt_share = engine.capabilities.max_step_tokens // 2
         self._runs: dict[BackgroundRun, None] = {}
         self._since: int | None = None
         """Step count when a client's request was first seen waiting."""

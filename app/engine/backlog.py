@@ -54,8 +54,6 @@ class Backlog:
     def deliver(self) -> None:
         """The next slice."""
         confirmed, start = self._entries.popleft()
-        if start == 0:
-            self._give(confirmed)
         stop = min(start + SLICE, len(confirmed.tokens))
         self._deliver_tokens(confirmed, start, stop)
         if stop < len(confirmed.tokens):
@@ -73,20 +71,8 @@ class Backlog:
         for request in list(self._streams):
             self._end(request, finish)
 
-    def _give(self, confirmed: Confirmed) -> None:
-        """What steps know besides tokens, to whoever is still there."""
-        for request, logprobs in confirmed.prompt_logprobs:
-            if (stream := self._streams.get(request)) is not None:
-                stream.prompt_logprobs.append(logprobs)
-        for request, states in confirmed.hidden:
-            if (stream := self._streams.get(request)) is not None:
-                stream.hidden.append(states)
-        for request, chosen in confirmed.experts:
-            if (stream := self._streams.get(request)) is not None:
-                stream.experts.append(chosen)
-
     def _deliver_tokens(self, confirmed: Confirmed, start: int, stop: int) -> None:
-        requests, tokens, ends, logprobs = confirmed[:4]
+        requests, tokens, ends, logprobs, *_ = confirmed
         streams = self._streams
         for at in range(start, stop):
             request = requests[at]

@@ -84,7 +84,8 @@ class BeamRun(LiveRun):
         sampling = self.requests[0].params
         request = self._request(self.prompt, 0, prompt_logprobs=sampling.prompt_logprobs)
         request.pinning = self.requests[0].pinning = pinning
-        self.streams = self._queue([request])  # with the log-probabilities of the prompt
+        self.requests[0].prompt_logprobs = request.prompt_logprobs
+        self._queue([request])
         for choice in self.requests:
             choice.arrival = request.arrival
             choice.move(State.PREFILL)
@@ -151,13 +152,12 @@ class BeamRun(LiveRun):
         id = f"{job.id}-{len(prompt) - len(self.prompt)}.{index}"
         return Request(id, prompt, params, arrival=self._clock(), priority=job.priority, root=job.root)
 
-    def _queue(self, requests: list[Request]) -> list[Stream]:
+    def _queue(self, requests: list[Request]) -> None:
         self._round_over.clear()
         self._queued, self._waiting = requests, len(requests)
         self._rows = [None] * len(requests)
         streams = [Stream(i, self._take, self._take, self._detokenizer()) for i in range(len(requests))]
         self._engine.add(requests, streams)
-        return streams
 
     def _take(self, index: int, piece: Piece) -> None:
         """Of a beam's one token. What was drawn does not matter, what could have been drawn does."""

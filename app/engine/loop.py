@@ -17,7 +17,7 @@ from app.logs import log_stacks
 from core.clock import Clock
 from core.command import CommandDone
 from core.errors import Unavailable
-from core.executor import Executor
+from core.executor import Capabilities, Executor
 from core.plan import StepFailure
 from core.request import Request
 from core.schedule.scheduler import Confirmed, Scheduler
@@ -200,7 +200,7 @@ class Engine:
                 self._rest(PAUSED_TICK)
         ended = self._scheduler.take_finished()
         if ended:
-            self._backlog.add(Confirmed([], [], {}, {}, [], ended))
+            self._backlog.add(Confirmed([], [], {}, {}, ended))
 
     def _may_plan(self) -> bool:
         return (
@@ -252,6 +252,11 @@ class Engine:
         self._backlog.end_all(Finish(FinishReason.ERROR, message=reason))
 
     # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The executor's."""
+        return self._executor.capabilities
 
     @property
     def idle(self) -> bool:

@@ -6,8 +6,8 @@ from app.engine.job import Piece, Sink
 from app.text.detokenizer import Detokenizer
 from app.text.repetition import RepetitionScanner
 from app.text.stops import StopScanner
-from core.plan import PromptLogprobs, RowLogprobs
-from core.types import Finish, FinishReason, Floats, Ints
+from core.plan import RowLogprobs
+from core.types import Finish, FinishReason
 
 REPEATED = Finish(FinishReason.STOP, "repetition_detected")
 """vLLM's word, under a reason that every client knows."""
@@ -36,9 +36,6 @@ class Stream:
         "_tokens",
         "count",
         "done",
-        "experts",
-        "hidden",
-        "prompt_logprobs",
     )
 
     def __init__(
@@ -64,12 +61,6 @@ class Stream:
         self.count = 0
         """Tokens that reached the client's answer."""
         self.done = False
-        self.prompt_logprobs: list[PromptLogprobs] = []
-        """As steps bring them, ascending `start`; complete before the first piece."""
-        self.hidden: list[Floats] = []
-        """The same for hidden states, each before the piece of the token that it made."""
-        self.experts: list[Ints] = []
-        """The same for the experts that were chosen on the way."""
 
     def feed(self, token: int, logprobs: RowLogprobs | None) -> Finish | None:
         """One more token. Returns the finish when its text completes a stop string, or it a repetition; that

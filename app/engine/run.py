@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from app.engine.job import Job, Piece, Sink
 from app.engine.loop import Engine
-from app.engine.output import Stream
 from core.plan import PromptLogprobs
 from core.request import Request, SamplingParams, State
 from core.types import Finish, FinishReason, Floats, Ints
@@ -26,7 +25,6 @@ class LiveRun:
         "prompt",
         "requests",
         "sink",
-        "streams",
     )
 
     def __init__(self, job: Job, prompt: Ints, params: SamplingParams, engine: Engine, sink: Sink) -> None:
@@ -35,7 +33,6 @@ class LiveRun:
         self.params = params
         self.choices = job.n
         self.requests: list[Request] = []
-        self.streams: list[Stream] = []
         self._engine = engine
         self.sink = sink
         self._left = job.n
@@ -73,15 +70,15 @@ class LiveRun:
 
     def prompt_logprobs(self) -> list[PromptLogprobs]:
         """See `app.engine.job.Run.prompt_logprobs`."""
-        return self.streams[0].prompt_logprobs
+        return self.requests[0].prompt_logprobs
 
     def hidden(self, index: int) -> list[Floats]:
         """See `app.engine.job.Run.hidden`."""
-        return self.streams[index].hidden
+        return self.requests[index].hidden
 
     def experts(self, index: int) -> list[Ints]:
         """See `app.engine.job.Run.experts`."""
-        return self.streams[index].experts
+        return self.requests[index].experts
 
     async def wait(self) -> None:
         await asyncio.shield(self._done)

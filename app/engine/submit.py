@@ -35,16 +35,6 @@ TAIL = 8
 """Prompt tokens shown to the detokenizer: enough for the leading-space rule of any tokenizer."""
 
 
-class Limits(msgspec.Struct, frozen=True):
-    """Limits that every job is checked against: tokens, and names of logit processors."""
-
-    context_length: int
-    vocab_size: int
-    processors: tuple[str, ...] = ()
-    generates: bool = True
-    """The model makes tokens; without, only jobs for none are taken."""
-
-
 class _Preparing:
     """A job that is being encoded and compiled, in the task that started it. Owner: event loop."""
 
@@ -76,15 +66,16 @@ class Submitter:
         self,
         engine: Engine,
         tokenizer: Tokenizer,
-        limits: Limits,
         clock: Clock,
         grammars: GrammarCompiler | None = None,
+        generates: bool = True,
     ) -> None:
-        """Without `grammars` constraints are refused."""
+        """Without `grammars` constraints are refused. A model that `generates` no text runs prompts only."""
         self._grammars = grammars
+        self._generates = generates
         self._engine = engine
         self._tokenizer = tokenizer
-        self._limits = limits
+        self._limits = engine.capabilities
         self._clock = clock
         self._rng = random.SystemRandom()
         self._runs: dict[JobKey, LiveRun | _Preparing] = {}
@@ -96,7 +87,7 @@ class Submitter:
         self._check_open(job)
         if not 1 <= job.n <= MAX_CHOICES:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {job.n}.", "n")
-        if job.max_tokens != 0 and not self._limits.generates:
+        if job.max_tokens != 0 and not self._generates:
             raise RequestError("This model does not generate text.", "model", "unsupported_model")
         key = job.root.tenant, job.id
         if key in self._runs:
@@ -261,9 +252,8 @@ class Submitter:
             )
             request.grammar, request.embeds = grammar, job.embeds
             run.requests.append(request)
-            run.streams.append(self._stream(index, run, job))
         run.requests[0].pinning = pinning  # its prompt is the others' too
-        self._engine.add(run.requests, run.streams)
+        self._engine.add(run.requests, [self._stream(index, run, job) for index in range(job.n)])
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:

@@ -12,7 +12,7 @@ from app.api.routes import make_app
 from app.checkpoint.checkpoint import resolve
 from app.engine.gc import Housekeeping
 from app.engine.loop import Engine
-from app.engine.submit import Limits, Submitter
+from app.engine.submit import Submitter
 from app.http.server import Runner
 from app.server import raise_file_limit
 from app.service import Loaded, ModelCard, Service
@@ -57,9 +57,7 @@ class Stack:
         # Prompts are admitted as fast as they come: their cost is not what is measured here.
         config = ScheduleConfig(step_tokens=caps.max_step_tokens)
         self.engine = Engine(Scheduler(caps, cache, config, monotonic), executor, 1, monotonic)
-        self.submitter = Submitter(
-            self.engine, tokenizer, Limits(caps.context_length, caps.vocab_size), monotonic
-        )
+        self.submitter = Submitter(self.engine, tokenizer, monotonic)
         card = ModelCard(
             name="fake",
             path="fake",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from core.types import Floats, Ints
+from core.types import Floats, Ints, PromptLogprobs
 
 
 class Support(msgspec.Struct, frozen=True, gc=False):
@@ -28,20 +28,6 @@ class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
     top_values: Floats
     entropy: float | None = None
     support: Support | None = None
-
-
-class PromptLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """Log-probabilities of prompt tokens `start` ... `start + n - 1` of one chunk.
-
-    `values` [n]; `ranks` [n], 1 for the most likely token of the vocabulary; `top_ids`, `top_values`
-    [n, k], those that the request named after the most likely.
-    """
-
-    start: int
-    values: Floats
-    ranks: Ints
-    top_ids: Ints
-    top_values: Floats
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):

@@ -10,7 +10,7 @@ import numpy as np
 from core.cache.hold import Hold
 from core.grammar import CompiledGrammar
 from core.request.params import SamplingParams
-from core.types import PLAIN_ROOT, Finish, Floats, Ints, RootKey
+from core.types import PLAIN_ROOT, Finish, Floats, Ints, PromptLogprobs, RootKey
 
 
 class State(Enum):
@@ -63,6 +63,12 @@ class Request(msgspec.Struct, eq=False):
     to, float32 [placeholders, hidden]. Its root is its own: equal ids say nothing of it."""
     state: State = State.WAITING
     output: list[int] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    """As results bring them, ascending `start`; complete with the first token."""
+    hidden: list[Floats] = []
+    """Requested hidden states as results bring them, float32 [n, width] each."""
+    experts: list[Ints] = []
+    """The same for requested experts, int32 [n, layers, experts per token] each."""
     slot: int = 0
     hold: Hold | None = None
     count_row: int = -1

@@ -98,6 +98,8 @@ def arrive(flight: Flight, result: StepResult, table: SlotTable) -> Arrived:
 def by_request(flight: Flight, by_slot: Mapping[int, V], table: SlotTable) -> list[tuple[Request, V]]:
     """Values of slots, with their requests where those are still here. A slot has one row or one chunk in a
     step, and a chunk that samples is both."""
+    if not by_slot:
+        return []
     owners = {slot: (request, epoch) for request, slot, epoch, _ in flight.chunks}
     rows = zip(flight.slots.tolist(), flight.rows, flight.epochs.tolist(), strict=True)
     owners |= {slot: (request, epoch) for slot, request, epoch in rows}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from core.clock import Clock
 from core.config import ScheduleConfig
 from core.errors import ContextExceeded, RequestError
 from core.executor import Capabilities
-from core.plan import PromptLogprobs, RowLogprobs, StepPlan, StepResult
+from core.plan import RowLogprobs, StepPlan, StepResult
 from core.request import Request, State
 from core.schedule.builder import PlanBuilder
 from core.schedule.counters import Counters
@@ -26,7 +26,7 @@ from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.stats import SchedulerStatistics
-from core.types import NAN_TOKEN, Finish, FinishReason, Floats, Ints
+from core.types import NAN_TOKEN, Finish, FinishReason
 
 ABORTED = Finish(FinishReason.ABORT)
 TOO_LONG_WAITING = Finish(FinishReason.ABORT, message="The request waited too long.")
@@ -40,19 +40,14 @@ class Confirmed(NamedTuple):
 
     `ends` maps an index in both to the finish that the token caused, which is the last of its request,
     `logprobs` to the log-probabilities that its request asked for. The tokens belong to `rows` requests.
-    `finished` are requests that ended without a token in this step. `hidden` are requested hidden states,
-    float32 [n, width], `experts` requested experts, int32 [n, layers, k]: both are read before anything else
-    of the request.
+    `finished` are requests that ended without a token in this step.
     """
 
     requests: list[Request]
     tokens: list[int]
     ends: dict[int, Finish]
     logprobs: dict[int, RowLogprobs]
-    prompt_logprobs: Sequence[tuple[Request, PromptLogprobs]]
     finished: list[Request]
-    hidden: Sequence[tuple[Request, Floats]] = ()
-    experts: Sequence[tuple[Request, Ints]] = ()
     rows: int = 0
 
 
@@ -230,20 +225,22 @@ class Scheduler:
         if flight.step != result.step:
             raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
-        hidden = by_request(flight, result.hidden, table) if result.hidden else []
-        experts = by_request(flight, result.experts, table) if result.experts else []
-        scored = result.prompt_logprobs
-        prompt_logprobs = by_request(flight, scored, table) if scored else ()
+        hidden = by_request(flight, result.hidden, table)
+        experts = by_request(flight, result.experts, table)
+        for request, logprobs in by_request(flight, result.prompt_logprobs, table):
+            request.prompt_logprobs.append(logprobs)
         finished = self._apply_chunks(flight)
         arrived = arrive(flight, result, table)
         tokens = arrived.tokens.tolist()
         for request, token in zip(arrived.requests, tokens, strict=True):
             request.output.append(token)
         ends, cut = self._end_rows(arrived, tokens)
+        over: Mapping[Request, int] = Counter(arrived.requests[at] for at in cut) if cut else {}
+        for request, states in hidden:
+            request.hidden.append(states[: len(states) - over.get(request, 0)])
+        for request, chosen in experts:
+            request.experts.append(chosen[: len(chosen) - over.get(request, 0)])
         if cut:
-            over = Counter(arrived.requests[at] for at in cut)
-            hidden = [(request, states[: len(states) - over[request]]) for request, states in hidden]
-            experts = [(request, chosen[: len(chosen) - over[request]]) for request, chosen in experts]
             keep = [at for at in range(len(tokens)) if at not in cut]
             arrived, ends = arrived.kept(keep), renumbered(ends, keep)
             tokens = arrived.tokens.tolist()
@@ -251,9 +248,7 @@ class Scheduler:
         rows = len(requests) if flight.query_length == 1 else len(set(requests))
         self.counters.output_tokens += len(tokens)
         self._end_drains()
-        return Confirmed(
-            requests, tokens, ends, arrived.logprobs, prompt_logprobs, finished, hidden, experts, rows
-        )
+        return Confirmed(requests, tokens, ends, arrived.logprobs, finished, rows)
 
     def _end_rows(self, arrived: Arrived, tokens: list[int]) -> tuple[dict[int, Finish], set[int]]:
         """Requests that end, by the index of the token that ends them, and the indices of the tokens behind

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app.api.sglang.parsing import MAX_TEXT
-from app.engine.submit import Limits, Submitter
+from app.engine.submit import Submitter
 from app.http import middleware
 from app.service import Loaded
 from app.text.repetition import Repetition
@@ -110,7 +110,7 @@ async def bench() -> AsyncIterator[Bench]:
     tokenizer = Tokenizer.load(None, VOCAB, [2])
     made = Bench(tokenizer)
     compiler = Restricting()
-    made.submitter = Submitter(made.engine, tokenizer, Limits(512, VOCAB), monotonic, compiler)
+    made.submitter = Submitter(made.engine, tokenizer, monotonic, compiler)
     yield made
     made.engine.close()
     tokenizer.close()

@@ -15,7 +15,7 @@ from app.api.openai.stream import Chunks
 from app.engine.job import Piece
 from app.http import sse
 from app.parsers.registry import REASONING
-from app.service import AnswerDefaults
+from core.config import ServeConfig
 from core.errors import Overloaded
 from core.types import Finish, FinishReason
 from tests.rigs.engine import FakeRun
@@ -212,7 +212,7 @@ async def test_streams_end_with_usage_where_the_operator_says_so(
 ) -> None:
     loaded = server.service.loaded
     family = REASONING["think"] if parsed else None
-    told = msgspec.structs.replace(loaded, defaults=AnswerDefaults(usage=True), reasoning=family)
+    told = msgspec.structs.replace(loaded, settings=ServeConfig(force_include_usage=True), reasoning=family)
     server.service.ready(told)
     *_, last, done = await server.events(path, {**body, "stream": True})
     assert done == "[DONE]" and json.loads(last)["choices"] == []

@@ -29,6 +29,7 @@ from app.api.request.schema import (
 from app.api.responses.schema import ResponsesBody
 from app.api.vllm.chat_batch import BatchChatBody
 from app.api.vllm.inference import InferenceBody
+from core.config import ServeConfig
 from core.request import SamplingParams
 from tests.rigs.engine import ROUTED, WIDTH
 from tests.rigs.server import Server, know
@@ -454,7 +455,9 @@ def able(server: Server) -> Server:
     know(server, "hermes", "think", ROUTED)
     server.engine.processors = ("ban",)
     tokenizer = ByteTokenizer({"[PREFIX]": 258, "[SUFFIX]": 259})
-    loaded = msgspec.structs.replace(server.service.loaded, tokenizer=tokenizer, trusts_templates=True)
+    loaded = msgspec.structs.replace(
+        server.service.loaded, tokenizer=tokenizer, settings=ServeConfig(trust_request_chat_template=True)
+    )
     server.service.ready(loaded)
     return server
 

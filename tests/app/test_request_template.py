@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from app.text.template import ChatTemplate
+from core.config import ServeConfig
 from tests.rigs.server import Server
 from tests.rigs.wait import until
 
@@ -21,7 +22,11 @@ OWN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 def trust(server: Server) -> None:
     loaded = server.service.loaded
     template: Any = ChatTemplate("model")
-    server.service.ready(msgspec.structs.replace(loaded, template=template, trusts_templates=True))
+    server.service.ready(
+        msgspec.structs.replace(
+            loaded, template=template, settings=ServeConfig(trust_request_chat_template=True)
+        )
+    )
 
 
 @pytest.mark.parametrize("path", [CHAT, TOKENIZE, CHAT + "/render", CHAT + "/batch", RESPONSES])

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from app.engine.submit import Limits, Submitter
+from app.engine.submit import Submitter
 from app.text.tokenizer import Tokenizer
 from app.warning import warnings
 from core.clock import monotonic
@@ -26,7 +26,7 @@ async def bench() -> AsyncIterator[Bench]:
     tokenizer = Tokenizer.load(None, VOCAB, [END])
     made = Bench(tokenizer)
     compiler = FakeCompiler()
-    made.submitter = Submitter(made.engine, tokenizer, Limits(512, VOCAB), monotonic, compiler)
+    made.submitter = Submitter(made.engine, tokenizer, monotonic, compiler)
     made.compiler = compiler  # type: ignore[attr-defined]
     yield made
     made.engine.close()
@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_an_aborted_job_is_cancelled(bench: Bench) ->
 
 async def test_without_a_compiler_constraints_are_refused(bench: Bench) -> None:
     tokenizer = Tokenizer.load(None, VOCAB, [END])
-    bench.submitter = Submitter(bench.engine, tokenizer, Limits(512, VOCAB), monotonic)
+    bench.submitter = Submitter(bench.engine, tokenizer, monotonic)
     with pytest.raises(RequestError) as caught:
         await bench.start("a", grammar=SPEC)
     assert (caught.value.param, caught.value.code) == ("regex", "unsupported")

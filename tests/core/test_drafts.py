@@ -131,7 +131,7 @@ def test_log_probabilities_and_hidden_states_are_of_accepted_tokens() -> None:
     h.run()
     h.check(a)
     tokens = [*a.prompt.tolist(), *a.output[:-1]]
-    assert np.concatenate(h.hidden[a.id]).tolist() == [[t, at] for at, t in enumerate(tokens)]
+    assert np.concatenate(a.hidden).tolist() == [[t, at] for at, t in enumerate(tokens)]
     assert len(h.executor.plans) < 20, "drafts were accepted"
 
 
@@ -143,8 +143,8 @@ def test_hidden_states_of_tokens_behind_a_stop_are_dropped(seed: int) -> None:
     h.run()
     h.check(a)
     tokens = [*a.prompt.tolist(), *a.output[:-1]]
-    assert np.concatenate(h.hidden[a.id]).tolist() == [[t, at] for at, t in enumerate(tokens)]
-    assert np.concatenate(h.experts[a.id]).tolist() == [[[t, at]] for at, t in enumerate(tokens)]
+    assert np.concatenate(a.hidden).tolist() == [[t, at] for at, t in enumerate(tokens)]
+    assert np.concatenate(a.experts).tolist() == [[[t, at]] for at, t in enumerate(tokens)]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

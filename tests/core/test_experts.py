@@ -15,7 +15,7 @@ B = [i * 11 % VOCAB for i in range(19)]
 
 
 def given(harness: Harness, request: Request) -> list[list[int]]:
-    found = harness.experts.get(request.id, [])
+    found = request.experts
     return [row[0].tolist() for part in found for row in part]
 
 
@@ -37,7 +37,7 @@ def test_every_token_once_in_order(depth: int) -> None:
         harness.check(request)
         assert given(harness, request) == wanted(harness, request)
     assert again.cached == 0
-    assert other.id not in harness.experts
+    assert not other.experts
 
 
 @pytest.mark.parametrize(("start", "cached"), [(5, 4), (17, 16), (29, 28), (30, 28)])
@@ -69,7 +69,7 @@ def test_beside_hidden_states_they_begin_where_these_do() -> None:
     request = harness.request(A, 4, experts_from=9, hidden="all")
     harness.run()
     assert given(harness, request) == wanted(harness, request)
-    assert len(np.concatenate(harness.hidden[request.id])) == len(given(harness, request))
+    assert len(np.concatenate(request.hidden)) == len(given(harness, request))
 
 
 def test_a_prompt_without_output() -> None:

@@ -20,7 +20,7 @@ def states(tokens: list[int]) -> list[list[int]]:
 
 
 def given(harness: Harness, request: Request) -> list[list[int]]:
-    return np.concatenate(harness.hidden[request.id]).astype(int).tolist()
+    return np.concatenate(request.hidden).astype(int).tolist()
 
 
 def everything(harness: Harness, request: Request) -> list[list[int]]:
@@ -40,7 +40,7 @@ def test_every_token_once_in_order(depth: int) -> None:
         harness.check(request)
         assert given(harness, request) == everything(harness, request)
     assert again.cached == 0
-    assert other.id not in harness.hidden
+    assert not other.hidden
 
 
 def test_a_stop_token_ends_them() -> None:
@@ -67,7 +67,7 @@ def test_retraction_gives_nothing_twice(depth: int, turns: int) -> None:
     harness.run()
     harness.check(request)
     assert given(harness, request) == everything(harness, request)
-    sums = np.concatenate(harness.hidden[total.id]).sum(0)
+    sums = np.concatenate(total.hidden).sum(0)
     assert sums.tolist() == np.sum(states(B), axis=0).tolist()
 
 
@@ -90,8 +90,8 @@ def test_sums_and_first_tokens_read_all_of_the_prompt() -> None:
     harness.run()
     assert (first.cached, total.cached) == (0, 0)
     assert given(harness, first) == states(A)[:1]
-    assert len(harness.hidden[total.id]) > 1
-    assert np.concatenate(harness.hidden[total.id]).sum(0).tolist() == np.sum(states(A), axis=0).tolist()
+    assert len(total.hidden) > 1
+    assert np.concatenate(total.hidden).sum(0).tolist() == np.sum(states(A), axis=0).tolist()
 
 
 def test_an_aborted_request_is_given_nothing_more() -> None:
@@ -101,9 +101,9 @@ def test_an_aborted_request_is_given_nothing_more() -> None:
     harness.submit()
     harness.scheduler.abort(gone)
     stays = harness.request(B, 4, hidden="all")
-    before = len(harness.hidden.get(gone.id, []))
+    before = len(gone.hidden)
     harness.run()
-    assert len(harness.hidden.get(gone.id, [])) == before
+    assert len(gone.hidden) == before
     assert given(harness, stays) == everything(harness, stays)
 
 

@@ -165,11 +165,9 @@ def test_prompt_logprobs_cover_each_position_once(start: int, step_tokens: int) 
         prompt_logprob_ids=named,
     )
     h.run()
-    assert all(row == [*named] for p in h.prompt_logprobs[request.id] for row in p.top_ids.tolist())
+    assert all(row == [*named] for p in request.prompt_logprobs for row in p.top_ids.tolist())
     seen = [
-        (p.start + i, value)
-        for p in h.prompt_logprobs[request.id]
-        for i, value in enumerate(p.values.tolist())
+        (p.start + i, value) for p in request.prompt_logprobs for i, value in enumerate(p.values.tolist())
     ]
     assert seen == [(position, float(position)) for position in range(max(start, 1), 40)]
 

@@ -20,7 +20,7 @@ from app.api.routes import make_app
 from app.batch import BackgroundCapacity
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
-from app.engine.submit import Limits, LiveRun, Submitter
+from app.engine.submit import LiveRun, Submitter
 from app.http.server import Runner
 from app.service import Loaded, Service
 from app.text.tokenizer import Tokenizer
@@ -66,9 +66,9 @@ class Rig:
         self.scheduler = Scheduler(capabilities, CacheManager(pages, 4), config, monotonic)
         self.engine = Engine(self.scheduler, self.executor, 1, monotonic)
         self.tokenizer = Tokenizer.load(None, VOCAB, [2])
-        self.submitter = Submitter(self.engine, self.tokenizer, Limits(CONTEXT, VOCAB), monotonic)
+        self.submitter = Submitter(self.engine, self.tokenizer, monotonic)
         self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
-        self.capacity = BackgroundCapacity(self.engine, capabilities)
+        self.capacity = BackgroundCapacity(self.engine)
         self.service = Service({})
         self.app = make_app(self.service, ServeConfig(data_dir=str(data), api_key=keys))
         self.keys = keys

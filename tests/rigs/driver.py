@@ -46,7 +46,7 @@ class Driver:
     def run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Answer]:
         """All of them, started in turn while the others run. A prompt is its ids, or its embeddings."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
-        answers = {request.id: Answer([], [], [], []) for request in requests}
+        answers = {request.id: Answer([], [], [], request.prompt_logprobs) for request in requests}
         waiting = list(requests)
         while waiting or not self.scheduler.idle:
             if waiting:
@@ -84,5 +84,3 @@ class Driver:
                     answer.logprobs.append(told.chosen)
                     if len(told.top_values) > 1:
                         answer.margins.append(float(told.top_values[0] - told.top_values[1]))
-            for request, logprobs in confirmed.prompt_logprobs:
-                answers[request.id].prompt.append(logprobs)

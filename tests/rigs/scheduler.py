@@ -11,10 +11,10 @@ import numpy as np
 from core.cache.manager import CacheManager
 from core.config import CacheConfig, ScheduleConfig
 from core.executor import Capabilities
-from core.plan import PromptLogprobs, StepResult
+from core.plan import StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Confirmed, Scheduler
-from core.types import Finish, Floats, Ints, RootKey
+from core.types import Finish, RootKey
 from tests.rigs.executor import FakeExecutor, oracle
 
 VOCAB = 97
@@ -72,9 +72,6 @@ class Harness:
         self.scheduler = Scheduler(capabilities, manager, config, self.clock)
         self.delivered: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
-        self.hidden: dict[str, list[Floats]] = {}
-        self.experts: dict[str, list[Ints]] = {}
-        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = {}
         self._ids = 0
 
     def request(
@@ -149,13 +146,6 @@ class Harness:
                 self.delivered[request.id].append(token)
             if row in confirmed.ends:
                 self.finishes[request.id] = confirmed.ends[row]
-        for request, logprobs in confirmed.prompt_logprobs:
-            self.prompt_logprobs.setdefault(request.id, []).append(logprobs)
-        for request, states in confirmed.hidden:
-            assert request.id not in self.finishes or request in confirmed.requests + confirmed.finished
-            self.hidden.setdefault(request.id, []).append(states)
-        for request, chosen in confirmed.experts:
-            self.experts.setdefault(request.id, []).append(chosen)
         self._ended(confirmed.finished)
 
     def _ended(self, requests: list[Request]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
-from app.engine.submit import Limits, LiveRun, Submitter
+from app.engine.submit import LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic
@@ -44,7 +44,7 @@ class Bench:
         config = ScheduleConfig(**options)  # type: ignore[arg-type]
         self.scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
         self.engine = Engine(self.scheduler, self.executor, depth, monotonic)
-        self.submitter = Submitter(self.engine, tokenizer, Limits(512, VOCAB), monotonic)
+        self.submitter = Submitter(self.engine, tokenizer, monotonic)
         self.engine.start(asyncio.get_running_loop())
         self.pieces: dict[str, list[Piece]] = {}
 

@@ -66,13 +66,13 @@ def asked(
 
 def includes_usage(stream: StreamOptions | None, loaded: Loaded) -> bool:
     """Whether a stream ends with its usage."""
-    return loaded.defaults.usage or (stream is not None and stream.include_usage is True)
+    return loaded.settings.force_include_usage or (stream is not None and stream.include_usage is True)
 
 
 def spelling(body: Generation, loaded: Loaded) -> Namer:
     """How tokens are written in this request's log-probabilities."""
     asked = body.return_tokens_as_token_ids
-    return Namer(loaded.tokenizer, loaded.defaults.tokens_as_ids if asked is None else asked)
+    return Namer(loaded.tokenizer, loaded.settings.return_tokens_as_token_ids if asked is None else asked)
 
 
 def _prompt_logprobs(body: Generation) -> int:

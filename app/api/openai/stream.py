@@ -217,7 +217,7 @@ class Chunks(Frames[dict[str, Any]]):
         if options.routed:
             more = cached_details(runs) if options.cached else {}
             yield DATA + self._asked.envelope.open() + b',"choices":[],"sglext":'
-            yield from pieces({**more, "routed_experts": experts(runs[0], 0) or b""})
+            yield from pieces({**more, "routed_experts": experts(runs[0], 0, self._count) or b""})
             yield b"}" + END
         elif options.cached:
             yield b'%b],"sglext":%b}%b' % (self._head, _encode(cached_details(runs)), END)

@@ -59,14 +59,14 @@ def check_experts(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> N
     loaded.numbers.hold(tokens * layers * each)
 
 
-def experts(run: Run, choice: int, tokens: int | None = None) -> bytes | None:
-    """Of a complete choice, as many tokens as it has said where that is known; None where nobody asked."""
+def experts(run: Run, choice: int, tokens: int) -> bytes | None:
+    """Of a complete choice of so many `tokens`; None where nobody asked."""
     params = run.params
     if params.experts_from < 0:
         return None
     given = run.experts(choice)
     if not given:
         return b""
-    stop = None if tokens is None else len(run.prompt) + max(tokens - 1, 0) - params.read_from
+    stop = len(run.prompt) + max(tokens - 1, 0) - params.read_from
     rows = np.concatenate(given)[params.experts_from - params.read_from : stop]
     return rows.astype("<i4", copy=False).tobytes()

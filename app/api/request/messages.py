@@ -158,7 +158,7 @@ def chosen_template(sent: object, loaded: Loaded) -> ChatTemplate | RequestTempl
     that (CVE-2025-61620). Raises `RequestError` naming `chat_template`."""
     if sent in (None, ""):
         return loaded.template
-    if not loaded.trusts_templates:
+    if not loaded.settings.trust_request_chat_template:
         raise unsupported(
             "chat_template",
             "the operator sets the template, and has to allow requests their own with "
