@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event
-from app.parsers.cursor import Cursor, Malformed, Steps, any_of
+from app.parsers.cursor import Cursor, Malformed, Steps, any_of, checked_name
 from app.parsers.typed import Types, types_of
 
 Format = Callable[["CallParser"], Steps[None]]
@@ -126,6 +126,7 @@ class CallParser:
     def named(self, name: str, declared: bool = False) -> str:
         """The name of the call that is being read. Raises `Malformed` unless it is a `declared` function's,
         where no marker distinguishes a call from an answer that happens to look like one."""
+        name = checked_name(name)
         if declared and name not in self._names:
             raise Malformed
         self._name = name

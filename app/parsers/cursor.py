@@ -160,6 +160,15 @@ class Cursor:
             yield
 
 
+def checked_name(text: str) -> str:
+    """A name without the space around it. Raises `Malformed` for what cannot be one: marks in it are those of
+    the next call."""
+    name = text.strip()
+    if not name or len(name) > NAME_CHARS or "<" in name or "\n" in name:
+        raise Malformed
+    return name
+
+
 @lru_cache
 def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
     """Finds the first of them."""

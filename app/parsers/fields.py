@@ -101,19 +101,16 @@ def _behind(field: Element, separator: str) -> Element:
     return optional(joined("sequence", [const_element(separator), field]) if separator else field)
 
 
-class _Writer:
+class _Writer(msgspec.Struct, frozen=True):
     """Writes the arguments of one function."""
 
-    __slots__ = ("_fields", "_root", "_strict")
-
-    def __init__(self, root: Mapping[str, Any], fields: Fields, strict: bool) -> None:
-        self._root = root
-        self._fields = fields
-        self._strict = strict
+    root: Mapping[str, Any]
+    fields: Fields
+    strict: bool
 
     def field(self, name: str, schema: Any) -> Element:
         """One argument."""
-        fields = self._fields
+        fields = self.fields
         if any(sign in name for sign in "<>\n") or (not fields.raw and not name.isidentifier()):
             raise Unsupported(f"the argument {name!r:.60} cannot be written in this model's format.")
         begin = fields.begin % name
@@ -125,8 +122,8 @@ class _Writer:
 
     def _value(self, schema: Any) -> tuple[Element, str]:
         """A value's grammar, and what stands between it and its end."""
-        fields = self._fields
-        types = types_of(schema, self._root)
+        fields = self.fields
+        types = types_of(schema, self.root)
         if not fields.raw:
             if types is not None and types <= _TRUTH.keys() and not set(schema) & {"enum", "const"}:
                 words = [const_element(word) for kind in sorted(types) for word in _TRUTH[kind]]
@@ -138,12 +135,12 @@ class _Writer:
 
     def _text(self, schema: Any, types: frozenset[str] | None) -> tuple[Element, str]:
         """A value that may be text without quotes."""
-        fields = self._fields
+        fields = self.fields
         values = schema.get("enum", [schema["const"]] if "const" in schema else None) if types else None
         if isinstance(values, list) and values:
             texts = (each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in values)
             return joined("or", [const_element(text) for text in texts]), fields.gap
-        if self._strict and (found := _constraining(schema)):
+        if self.strict and (found := _constraining(schema)):
             raise Unsupported(
                 f"'{found}' cannot be enforced: this model writes strings without quotes. Leave '{found}' "
                 'out of the parameters, or send the function without "strict": true.'
@@ -152,7 +149,7 @@ class _Writer:
 
     def _inner(self, schema: Any) -> Any:
         """A property's schema with the definitions that it may refer to."""
-        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        shared = {key: self.root[key] for key in ("$defs", "definitions") if key in self.root}
         return {**schema, **shared} if shared and isinstance(schema, Mapping) else schema
 
 

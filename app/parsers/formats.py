@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from app.parsers.calls import CallParser, Format
-from app.parsers.cursor import NAME_CHARS, Malformed, Steps
+from app.parsers.cursor import Malformed, Steps, checked_name
 from app.parsers.typed import encodable, is_json
 
 HERMES = ("<tool_call>", "</tool_call>")
@@ -76,7 +76,7 @@ def deepseek(calls: CallParser) -> Steps[None]:
     if name == "function":
         name = yield from cursor.until("\n")
         yield from cursor.skip(_FENCE + "json")
-    yield from _arguments(calls, _name(name))
+    yield from _arguments(calls, name)
     for end in (_FENCE, "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"):
         yield from calls.tail(end)
 
@@ -88,7 +88,7 @@ def kimi(calls: CallParser) -> Steps[None]:
     yield from cursor.spaces()
     yield from cursor.expect(KIMI[1])
     id = (yield from cursor.until("<|tool_call_argument_begin|>")).strip()
-    yield from _arguments(calls, _name(id.removeprefix("functions.").partition(":")[0]), _name(id))
+    yield from _arguments(calls, id.removeprefix("functions.").partition(":")[0], checked_name(id))
     yield from calls.tail("<|tool_call_end|>")
     yield from calls.tail("<|tool_calls_section_end|>")
 
@@ -104,15 +104,7 @@ def _named(calls: CallParser) -> Steps[None]:
             yield from cursor.until("[ARGS]")
         else:
             yield from cursor.expect("[ARGS]")
-    yield from _arguments(calls, _name(name))
-
-
-def _name(name: str) -> str:
-    """A checked name. Marks in it are those of the next call."""
-    name = name.strip()
-    if not name or len(name) > NAME_CHARS or "<" in name:
-        raise Malformed
-    return name
+    yield from _arguments(calls, name)
 
 
 def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
@@ -127,7 +119,7 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
         yield from cursor.spaces()
         yield from cursor.expect(":")
         if key == '"name"' and not name:
-            name = calls.named(_name(_text(json.loads((yield from _value(calls))))), declared)
+            name = calls.named(_text(json.loads((yield from _value(calls)))), declared)
         elif key in _ARGUMENTS and name and not reported:
             reported = True
             yield from _arguments(calls, name)
@@ -141,14 +133,14 @@ def _call(calls: CallParser, declared: bool = False) -> Steps[None]:
         yield from cursor.skip("}")
         return
     yield from cursor.expect("}")
-    calls.start(_name(name))
+    calls.start(calls.named(name))
     calls.arguments(early)
     calls.whole()
 
 
 def _arguments(calls: CallParser, name: str, id: str = "") -> Steps[None]:
     """A call's arguments, reported as they come."""
-    calls.named(name)
+    name = calls.named(name)
     head, signs = "", 0
 
     def take(span: str) -> None:

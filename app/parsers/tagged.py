@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.parsers.calls import CallParser
-from app.parsers.cursor import Cursor, Malformed, Steps
+from app.parsers.cursor import Cursor, Malformed, Steps, checked_name
 from app.parsers.pythonic import written
 from app.parsers.typed import Types, inside, quoted
 
@@ -26,7 +26,7 @@ def qwen_coder(calls: CallParser) -> Steps[None]:
     while True:
         yield from cursor.spaces()
         yield from cursor.expect(FUNCTION)
-        name = calls.named(_name((yield from cursor.until(">"))), declared=not marked)
+        name = calls.named((yield from cursor.until(">")), declared=not marked)
         calls.start(name)
         yield from _parameters(calls, name)
         calls.whole()
@@ -42,7 +42,7 @@ def _parameters(calls: CallParser, name: str) -> Steps[None]:
     declared = calls.properties(name)
     ahead = dict.fromkeys(declared)
     while (yield from cursor.spaces()) == "<" and (yield from cursor.skip(_PARAMETER[0])):
-        key = _name((yield from cursor.until(">")))
+        key = checked_name((yield from cursor.until(">")))
         ahead.pop(key, None)
         calls.arguments(f"{before}{quoted(key)}: ")
         if (yield from cursor.peek()) == "\n":
@@ -63,11 +63,11 @@ def glm(calls: CallParser) -> Steps[None]:
     found = yield from cursor.run(lambda sign: sign not in "\n<")
     if not (yield from cursor.peek()):
         raise Malformed
-    name = calls.named(_name(found), declared=True)
+    name = calls.named(found, declared=True)
     calls.start(name)
     before = "{"
     while (yield from cursor.spaces()) == "<" and (yield from cursor.skip(_KEY[0])):
-        key = _name((yield from cursor.until(_KEY[1])))
+        key = checked_name((yield from cursor.until(_KEY[1])))
         calls.arguments(f"{before}{quoted(key)}: ")
         yield from cursor.spaces()
         yield from cursor.expect(_VALUE[0])
@@ -106,10 +106,3 @@ def _until(cursor: Cursor, ends: tuple[str, ...], last: str, out: Callable[[str]
         raise Malformed
     if mark == ends[0]:
         cursor.take(cursor.at + len(mark))
-
-
-def _name(text: str) -> str:
-    name = text.strip()
-    if not name or "<" in name or "\n" in name:
-        raise Malformed
-    return name
