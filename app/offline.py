@@ -27,7 +27,7 @@ from app.api.request.sampling import MAX_CHOICES
 from app.api.request.schema import ChatBody, CompletionBody
 from app.compose import load
 from app.engine.failure import failure
-from app.engine.job import Generator, Job, Piece, Run
+from app.engine.job import Generator, Job, Piece
 from app.engine.reasoning_budget import watched
 from app.http.decoding import converted
 from app.http.delivery import running
@@ -278,27 +278,24 @@ class LLM:
         try:
             engine, job = await self._job(body)
             check_streamed(job, True)
-            left, counts = job.n, [0] * job.n
-            runs: list[Run] = []
-            done: asyncio.Future[LoomError | None] = asyncio.get_running_loop().create_future()
+            counts = [0] * job.n
+            error: LoomError | None = None
 
             def take(index: int, piece: Piece) -> None:
-                nonlocal left
+                nonlocal error
+                if error is not None:
+                    return
                 counts[index] += len(piece.tokens)
                 last = piece.finish is not None and job.sampling.hidden != "none"
-                put(delta_of(index, piece, last_state(runs[0], index, counts[index]) if last else None))
-                if piece.finish is None or done.done():
-                    return
-                left -= 1
-                error = failure(piece.finish)
-                if error is not None or not left:
-                    done.set_result(error)
+                put(delta_of(index, piece, last_state(run, index, counts[index]) if last else None))
+                if piece.finish is not None and (error := failure(piece.finish)) is not None:
+                    run.abort()
 
-            async with running(engine, [job], take) as started:
-                runs += started
-                check_states(runs, [job], self._live.loaded)
-                if (error := await done) is not None:
-                    raise error
+            async with running(engine, [job], take) as (run,):
+                check_states([run], [job], self._live.loaded)
+                await run.wait()
+            if error is not None:
+                raise error
         finally:
             put(None)
 

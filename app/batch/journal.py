@@ -27,9 +27,7 @@ class Tally:
 
     def add(self, line: bytes) -> None:
         """Count one output line; anything else is ignored."""
-        try:
-            entry = _decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        if (entry := _read(line)) is None:
             return
         self.ids.add(entry.custom_id)
         if not entry.answered:
@@ -124,7 +122,7 @@ def drop_failed(path: Path) -> int:
     kept = path.with_name(f"{path.name}.retry")
     with path.open("rb") as old, os.fdopen(os.open(kept, _NEW, 0o600), "wb") as new:
         for line in old:
-            if _failed(line):
+            if (entry := _read(line)) is not None and not entry.answered:
                 dropped += 1
             else:
                 new.write(line)
@@ -135,13 +133,6 @@ def drop_failed(path: Path) -> int:
     else:
         kept.unlink()
     return dropped
-
-
-def _failed(line: bytes) -> bool:
-    try:
-        return not _decode(line).answered
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
 
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -168,3 +159,11 @@ class _Entry(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Entry).decode
+
+
+def _read(line: bytes) -> _Entry | None:
+    """None for what is no record of a line."""
+    try:
+        return _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

