@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from core.models import ModelSpec
-from gpu.attention.backend import AttentionOptions, attention_facts
-from gpu.attention.registry import device_attention
+from gpu.attention.backend import attention_config
+from gpu.attention.selector import device_attention
 from gpu.device import HOPPER, CudaFacts
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
@@ -35,17 +35,17 @@ def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
     """One whose steps are graphs. Raises `ConfigError` for an attention backend that is unavailable."""
     model, cache, schedule = settings
     spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
-    pdl = facts.capability >= HOPPER
-    attends = attention_facts(spec, cache.page_size, sizes.rows, dtype, device)
+    config = attention_config(spec, cache.page_size, sizes.rows, dtype, device, facts)
+    config = config._replace(cascade_rows=CASCADE_ROWS)
     if page_dtype(cache, dtype).itemsize == 1:
         # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
-        attends = attends._replace(kv_scales=((1.0, 1.0),) * spec.layers)
-    attention = device_attention(attends, AttentionOptions(pdl, CASCADE_ROWS), model.attention_backend)
+        config = config._replace(kv_scales=(1.0, 1.0))
+    attention, pdl = device_attention(config, model.attention_backend), config.pdl
     experts, many = _experts(spec, dtype, facts), products(facts.name, device)
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         counters = split_k_counters(device) if pdl else None  # pdl's devices have the room, too
-        kernels = Kernels(attention, pool.caches(), experts, pdl, attends.kv_scales, counters, many)
+        kernels = Kernels(attention, pool.caches(), experts, pdl, config.kv_scales, counters, many)
         return lambda view: TritonOps(view, kernels)
 
     shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))

@@ -17,9 +17,10 @@ from bench.kernels.checks import DEVICE, DTYPE
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import Heads
 from bench.kernels.timing import Row, microseconds
-from gpu.attention.backend import AttentionFacts, AttentionOptions, PhaseAttention
+from gpu.attention.backend import AttentionConfig, PhaseAttention
 from gpu.attention.flashinfer_fa3 import FlashInferPrefill
 from gpu.attention.triton_paged import TritonPrefill
+from gpu.device import cuda_facts
 from gpu.kernels.attention import prefill, prefill_plan
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.attention.prefill_plan import Chunks
@@ -137,14 +138,14 @@ def _view(sizes: list[tuple[int, int]], kept: inputs.Pages, deep: bool, room: in
 
 def short_chunks() -> Iterator[Row]:
     """Chunks of few queries, as the backends run them: FA3 for every graph, and our kernels."""
-    options, made = AttentionOptions(pdl=True), {}
+    gpu, made = cuda_facts(), {}
     for name, heads in product(SHORT, (Heads(32, 8, 128), Heads())):
         sizes, scale = SHORT[name], heads.dim**-0.5
-        facts = AttentionFacts(*heads, (0,), 16, 1, DTYPE, torch.device(DEVICE), scale)
+        config = AttentionConfig(*heads, (0,), 16, 1, DTYPE, torch.device(DEVICE), gpu, scale, pdl=True)
         if heads not in made:
-            backends: dict[str, PhaseAttention] = {"ours": TritonPrefill(facts, options)}
+            backends: dict[str, PhaseAttention] = {"ours": TritonPrefill(config)}
             if find_spec("flashinfer") is not None:
-                backends["FA3"] = FlashInferPrefill(facts, options)
+                backends["FA3"] = FlashInferPrefill(config)
             made[heads] = backends
         lengths = [start + tokens for start, tokens in sizes]
         moved = 4 * sum(lengths) * heads.kv * heads.dim
@@ -156,10 +157,10 @@ def short_chunks() -> Iterator[Row]:
                 padded = kept._replace(table=torch.nn.functional.pad(kept.table, (0, wide)))
                 view = _view(sizes, padded, deep=label == "ours")
                 one = copy(backend)
-                one.bind([(kept.k, kept.v)])
                 one.plan(view)
                 q = torch.randn(view.tokens, heads.q, heads.dim, device=DEVICE).to(DTYPE)
-                calls.append(partial(one.attend, 0, q, view, torch.empty_like(q).flatten(1)))
+                cache = kept.k, kept.v
+                calls.append(partial(one.attend, 0, q, cache, view, torch.empty_like(q).flatten(1)))
             flops = 4.0 * heads.dim * heads.q * _pairs(sizes)
             yield Row(
                 label, f"{name} {heads.q}/{heads.kv}/{heads.dim} p16", microseconds(calls), moved, flops

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from bench.kernels.compile import compiling, report
 from core.models import Fp8, ModelSpec
-from gpu.attention.backend import AttentionOptions, attention_facts
-from gpu.attention.registry import PhasedAttention
+from gpu.attention.backend import attention_config
+from gpu.attention.selector import PhasedAttention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
+from gpu.device import HOPPER, CudaFacts
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.sampling import kernels as triton_kernels
@@ -51,7 +52,7 @@ from gpu.weights import load_model
 
 CPU = torch.device("cpu")
 PAGES = 64
-DEVICE = "NVIDIA H200"
+DEVICE = CudaFacts("", "NVIDIA H200", HOPPER, 132)
 
 FP8_KINDS: dict[str, Fp8] = {"none": "", "fp8": "rows", "fp8-blocks": "blocks"}
 """By what --quantization says."""
@@ -82,7 +83,7 @@ def _cublas_fp8_gemm(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -
     return torch.empty(len(x), len(weight), dtype=dtype)
 
 
-def _wide(self: Linear, x: Tensor) -> Tensor:
+def _to_float32(self: Linear, x: Tensor) -> Tensor:
     return torch.empty(len(x), len(self.weight))
 
 
@@ -91,7 +92,7 @@ def _no_products() -> Iterator[None]:
     """Matrix products by a library cost time here and say nothing."""
     with (
         mock.patch.object(Linear, "seal", lambda self: None),  # a GPU's weights are not packed
-        mock.patch.object(Linear, "wide", _wide),
+        mock.patch.object(Linear, "to_float32", _to_float32),
         mock.patch("gpu.ops.fused.cublas_gemm", _cublas_gemm),
         mock.patch("gpu.ops.fp8.cublas_fp8_gemm", _cublas_fp8_gemm),
     ):
@@ -104,7 +105,8 @@ class Steps(NamedTuple):
     rows: int
     tokens: int
     page: int
-    options: AttentionOptions
+    pdl: bool
+    cascade_rows: int
     kv: torch.dtype | None = None
     """Of the pages, where not the model's."""
 
@@ -121,26 +123,24 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
     """Launch the share's part of what such a server captures, and what it launches beside; within
     `compiling()`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    rows, tokens, page, options, kept = steps
-    facts = attention_facts(spec, page, rows, dtype, CPU)
-    if kept is not None:
-        facts = facts._replace(kv_scales=((1.0, 1.0),) * spec.layers)
-    decode = TritonDecode(facts, options)
-    attention = PhasedAttention(TritonPrefill(facts, options), decode)
+    rows, tokens, page, pdl, cascade_rows, kept = steps
+    config = attention_config(spec, page, rows, dtype, CPU, DEVICE)
+    config = config._replace(pdl=pdl, cascade_rows=cascade_rows, kv_scales=(1.0, 1.0) if kept else None)
+    attention = PhasedAttention(TritonPrefill(config), TritonDecode(config))
     moe = None
     if (experts := spec.moe) is not None:
         sizes = experts.experts, experts.intermediate, spec.hidden, experts.per_token
         held = spec.fp8 if expert_scales(spec, experts) else ""
-        moe = MoeConfigs(MoeShape(*sizes, weight_name(held, spec.dtype), DEVICE))
+        moe = MoeConfigs(MoeShape(*sizes, weight_name(held, spec.dtype), DEVICE.name))
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
-        counters = split_k_counters(CPU) if options.pdl else None
-        kernels = Kernels(attention, pool.caches(), moe, options.pdl, facts.kv_scales, counters)
+        counters = split_k_counters(CPU) if pdl else None
+        kernels = Kernels(attention, pool.caches(), moe, pdl, config.kv_scales, counters)
         return lambda view: TritonOps(view, kernels)
 
     chunks = min(rows, MAX_CHUNKS)
     padded = PaddedSizes(rows, tokens, chunks)
-    machine = Machine(CPU, padded, lambda: share, attention, ops, begin_step, triton_kernels, options.pdl)
+    machine = Machine(CPU, padded, lambda: share, attention, ops, begin_step, triton_kernels, pdl)
     shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, rows, HiddenShape(spec.hidden, dtype))
     runner = ModelRunner(shape, machine, shape.entries(CPU))
     with device_thread(CPU), _no_products(), mock.patch("gpu.weights.load.fill_dummy"):
@@ -173,9 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     asked = parser.parse_args(argv)
-    options = AttentionOptions(not asked.no_pdl, asked.cascade_rows)
     kept = torch.float8_e4m3fn if asked.kv_dtype == "fp8" else None
-    steps = Steps(asked.rows, asked.tokens, asked.page, options, kept)
+    steps = Steps(asked.rows, asked.tokens, asked.page, not asked.no_pdl, asked.cascade_rows, kept)
     with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
         for model in asked.models:
             began = time.monotonic()

@@ -1,6 +1,6 @@
 """FlashInfer's decode that needs no plan, XQA, beside ours: `python -m bench.kernels.xqa`.
 
-Written to bench/results/decode-xqa.json, the figure behind `gpu.attention.registry.BEST`. Both read the same
+Written to bench/results/decode-xqa.json, the figure behind `gpu.attention.selector.BEST`. Both read the same
 pages, in graphs; `apart` is the largest difference of their outputs. The two last cases hold as many keys,
 once with a row that is as long as all others together.
 """

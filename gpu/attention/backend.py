@@ -1,21 +1,21 @@
-"""What a step asks of an attention backend, of all its rows and of each phase, and the facts of a model."""
+"""What a step asks of an attention backend, for all its rows and for each phase, and its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from core.models import ModelSpec
+from gpu.device import HOPPER, CudaFacts
 from gpu.kv.pool import KvPool
 from gpu.state.view import StepView
 
 Phase = Literal["prefill", "decode"]
 
-Caches = Sequence[tuple[Tensor, Tensor]]
-"""Per layer K and V, each [tokens, kv_heads, head_dim]: views of the pool, pages flattened to tokens."""
+Cache = tuple[Tensor, Tensor]
+"""K and V of a layer, each [tokens, kv_heads, head_dim]: views of the pool, pages flattened to tokens."""
 
 
 class AttentionBackend(Protocol):
@@ -52,28 +52,29 @@ class TorchBackend(AttentionBackend, Protocol):
 class PhaseAttention(Protocol):
     """One phase of `AttentionBackend`: decode rows or chunks."""
 
-    def bind(self, caches: Caches | None) -> None:
-        """See `AttentionBackend.bind`, of K and V by layer."""
-        ...
-
     def plan(self, view: StepView) -> None:
         """See `AttentionBackend.plan`. Called only for views that can hold this phase's rows."""
         ...
 
-    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
-        """As `AttentionBackend.attend`, of this phase's rows alone, into `out` [N, heads * head_dim]. Decode
-        may write all rows that the graph has for it; prefill comes after and writes those of chunks alone."""
+    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
+        """As `AttentionBackend.attend` over the layer's `cache`, of this phase's rows alone, into `out`
+        [N, heads * head_dim]. Decode may write all rows that the graph has for it; prefill comes after and
+        writes those of chunks alone."""
         ...
 
 
-class AttentionFacts(NamedTuple):
-    """What a backend is made for.
+class AttentionConfig(NamedTuple):
+    """What a backend is made for, and how it runs.
 
-    windows   per layer the positions a token sees, itself included; 0 for all
-    dtype     of queries and results; the pages' own may be float8 (see `kv_scales`)
-    max_rows  decode rows of the largest graph
-    cap       scores s become cap · tanh(s / cap); 0 for none
-    kv_scales per layer what K and V of the pages are multiplied by; empty: by 1
+    windows       per layer the positions a token sees, itself included; 0 for all
+    max_rows      decode rows of the largest graph
+    dtype         of queries and results
+    gpu           the device's compute capability and number of multiprocessors
+    cap           scores s become cap · tanh(s / cap); 0 for none
+    kv_scales     what K and V of float8 pages are multiplied by; None: pages are of `dtype`
+    pdl           programmatic dependent launch (compute capability 9.0)
+    cascade_rows  graphs of at least so many decode rows attend once to the keys that all rows share; 0: none
+                  does
     """
 
     heads: int
@@ -84,36 +85,28 @@ class AttentionFacts(NamedTuple):
     max_rows: int
     dtype: torch.dtype
     device: torch.device
+    gpu: CudaFacts
     scale: float
     cap: float = 0.0
-    kv_scales: tuple[tuple[float, float], ...] = ()
-
-    def scales(self, layer: int) -> tuple[float, float]:
-        """What K and V of a layer's pages are multiplied by."""
-        return self.kv_scales[layer] if self.kv_scales else (1.0, 1.0)
-
-
-class AttentionOptions(NamedTuple):
-    """How a backend runs. `pdl`: programmatic dependent launch (compute capability 9.0). `cascade_rows`:
-    graphs of at least so many decode rows attend once to the keys that all rows share; 0: none does."""
-
+    kv_scales: tuple[float, float] | None = None
     pdl: bool = False
     cascade_rows: int = 0
 
 
-def attention_facts(
-    spec: ModelSpec, page_size: int, max_rows: int, dtype: torch.dtype, device: torch.device
-) -> AttentionFacts:
+def attention_config(
+    spec: ModelSpec, page_size: int, max_rows: int, dtype: torch.dtype, device: torch.device, gpu: CudaFacts
+) -> AttentionConfig:
     """Of a model's layers, on this device."""
-    windows = tuple(spec.window(layer) for layer in range(spec.layers))
-    return AttentionFacts(
+    return AttentionConfig(
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
-        windows=windows,
+        windows=tuple(spec.window(layer) for layer in range(spec.layers)),
         page_size=page_size,
         max_rows=max_rows,
         dtype=dtype,
         device=device,
+        gpu=gpu,
         scale=spec.head_dim**-0.5,
+        pdl=gpu.capability >= HOPPER,
     )

@@ -15,6 +15,7 @@ device.
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-from gpu.attention.backend import AttentionFacts, AttentionOptions, Caches
+from gpu.attention.backend import AttentionConfig, Cache
 from gpu.attention.triton_paged import TritonPrefill, chunks_of
+from gpu.device import HOPPER
 from gpu.kernels.attention.fa3_schedule import Fa3Schedule, fa3_tile, fa3_tiles, schedule_fa3
 from gpu.kernels.attention.kv_packing import pack, plan_packing
 from gpu.state.view import StepView
@@ -58,19 +60,14 @@ ROTATION = (1.0, 1e4, 0)
 """Scale and base of one that is not asked for, and the length of a mask that is not."""
 
 
-def refusal(facts: AttentionFacts) -> str:
-    """Why FA3 cannot do it; empty where it can."""
+def check_flashinfer(name: str, config: AttentionConfig) -> None:
+    """Raises `ConfigError` where FlashInfer's kernel of that name cannot run, whatever its sizes."""
     if find_spec("flashinfer") is None:
-        return "flashinfer is not installed: pip install 'loom-serve[cuda]'."
-    if facts.device.type != "cuda" or torch.cuda.get_device_capability(facts.device) != (9, 0):
-        return "FA3 runs on compute capability 9.0 alone."
-    if facts.head_dim not in (64, 128, 256):
-        return f"FA3 has head_dim 64, 128 and 256, not {facts.head_dim}."
-    if facts.dtype not in (torch.bfloat16, torch.float16):
-        return f"FA3 computes in bfloat16 and float16, not in {facts.dtype}."
-    if facts.kv_scales:
-        return "FA3 reads float8 pages only with float8 queries."
-    return ""
+        raise ConfigError("flashinfer is not installed: pip install 'loom-serve[cuda]'.")
+    if config.gpu.capability != HOPPER:
+        raise ConfigError(f"{name} is supported on compute capability 9.0 alone.")
+    if config.dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(f"{name} computes in bfloat16 and float16, not in {config.dtype}.")
 
 
 class FlashInferPrefill:
@@ -80,87 +77,80 @@ class FlashInferPrefill:
     must exist before the first graph.
     """
 
-    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
-        self._facts, self._options = facts, options
-        self._caches: Caches = ()
-        self._triton = TritonPrefill(facts, options)
-        properties = torch.cuda.get_device_properties(facts.device)
-        self._processors = int(properties.multi_processor_count)
-        self._kernels = {window > 0: _kernels(facts, window > 0) for window in sorted(set(facts.windows))}
-        token = 2 * facts.kv_heads * facts.head_dim * facts.dtype.itemsize
-        room = PACK_BYTES // token // PACK_TILE * PACK_TILE
-        self._packed_kv = tuple(
-            torch.zeros(room, facts.kv_heads, facts.head_dim, dtype=facts.dtype, device=facts.device)
-            for _ in range(2)
-        )
+    def __init__(self, config: AttentionConfig) -> None:
+        check_flashinfer("FA3", config)
+        if config.head_dim not in (64, 128, 256):
+            raise ConfigError(f"FA3 has head_dim 64, 128 and 256, not {config.head_dim}.")
+        if config.kv_scales is not None:
+            raise ConfigError("FA3 reads float8 pages only with float8 queries.")
+        self._config = config
+        self._triton = TritonPrefill(config)
+        self._kernels = {window > 0: _kernels(config, window > 0) for window in sorted(set(config.windows))}
+        heads = config.kv_heads, config.head_dim
+        room = PACK_BYTES // (2 * math.prod(heads) * config.dtype.itemsize) // PACK_TILE * PACK_TILE
+        self._packed_kv = torch.zeros(2, room, *heads, dtype=config.dtype, device=config.device)
         self._room = 0
         self._packed_at: Tensor | None = None
         self._packed_schedule: Fa3Schedule | None = None
         self._paged_schedule: Fa3Schedule | None = None
-        self._space = torch.empty(16, dtype=torch.uint8, device=facts.device)
-
-    def bind(self, caches: Caches | None) -> None:
-        """See `PhaseAttention.bind`."""
-        self._caches = caches or ()
-        self._triton.bind(caches)
+        self._space = torch.empty(16, dtype=torch.uint8, device=config.device)
 
     def _uses_triton(self, view: StepView) -> bool:
-        tiles = view.tokens * self._facts.heads / fa3_tile(self._facts.head_dim)
-        return view.deep and tiles <= SMALL_SHARE * self._processors
+        tiles = view.tokens * self._config.heads / fa3_tile(self._config.head_dim)
+        return view.deep and tiles <= SMALL_SHARE * self._config.gpu.processors
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one schedule, or two, serve all layers."""
         if self._uses_triton(view):
             self._triton.plan(view)
             return
-        facts, pdl, chunks = self._facts, self._options.pdl, chunks_of(view)
-        tiles = fa3_tiles(chunks, view.tokens, facts.head_dim, pdl=pdl)
-        shape = (facts.heads, facts.head_dim, view.page_table.stride(0), self._processors)
+        config, pdl, chunks = self._config, self._config.pdl, chunks_of(view)
+        tiles = fa3_tiles(chunks, view.tokens, config.head_dim, pdl=pdl)
+        shape = (config.heads, config.head_dim, view.page_table.stride(0), config.gpu.processors)
         self._packed_at = self._packed_schedule = None
-        pairs = PAIRS_PER_KEY * facts.kv_heads / facts.heads
+        pairs = PAIRS_PER_KEY * config.kv_heads / config.heads
         if view.tokens >= pairs:  # no token sees more queries than there are
-            self._room = min(len(self._packed_kv[0]), KEYS_PER_TOKEN * view.tokens)
+            self._room = min(self._packed_kv.shape[1], KEYS_PER_TOKEN * view.tokens)
             self._packed_at = plan_packing(chunks, pairs, self._room, PACK_TILE, pdl=pdl)
             self._packed_schedule = schedule_fa3(tiles, *shape, self._packed_at, True, pdl=pdl)
         self._paged_schedule = schedule_fa3(tiles, *shape, self._packed_at, pdl=pdl)
 
-    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
         if self._uses_triton(view):
-            self._triton.attend(layer, q, view, out)
+            self._triton.attend(layer, q, cache, view, out)
             return
         assert self._paged_schedule is not None, "plan() comes first"
-        facts, window = self._facts, self._facts.windows[layer]
-        k, v = self._caches[layer]
-        kernels, size = self._kernels[window > 0], facts.page_size
+        config, window = self._config, self._config.windows[layer]
+        kernels, size = self._kernels[window > 0], config.page_size
         here = view.chunk_firsts  # stands for what a schedule holds already
         result = out.view(q.shape)
         # To the left so many keys, -1 for all; FA3 knows no dependent launch; then masks and theirs.
-        mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, facts.cap, facts.scale)
+        mask = (None, CAUSAL, NHD, window - 1, False, *[None] * 6, config.cap, config.scale)
         if self._packed_at is not None and self._packed_schedule is not None:
-            k_side, v_side = (side[: self._room] for side in self._packed_kv)
+            k_side, v_side = self._packed_kv[:, : self._room]
             pack(
-                (k, v), (k_side, v_side), self._packed_at, chunks_of(view), view.page_table, size, PACK_TILE,
-                pdl=self._options.pdl,
+                cache, (k_side, v_side), self._packed_at, chunks_of(view), view.page_table, size, PACK_TILE,
+                pdl=config.pdl,
             )  # fmt: skip
             numbers, offsets, _ = self._packed_schedule
             kernels.ragged_run(
                 self._space, numbers, list(offsets), q, k_side, v_side, here, here, result, *mask, *ROTATION
             )
         numbers, offsets, _ = self._paged_schedule
-        pages = (torch.unflatten(side, 0, (-1, size)) for side in (k, v))
+        pages = (torch.unflatten(side, 0, (-1, size)) for side in cache)
         kernels.paged_run(
             self._space, numbers, list(offsets), q, *pages, here, here, view.page_table, here, result, *mask,
             *[None] * 3, *ROTATION, 0,
         )  # fmt: skip
 
 
-def _kernels(facts: AttentionFacts, windowed: bool) -> Any:
+def _kernels(config: AttentionConfig, windowed: bool) -> Any:
     """FlashInfer's `paged_run` and `ragged_run` for these types and sizes: one library."""
     from flashinfer.prefill import get_batch_prefill_module
 
-    dim, dtype = facts.head_dim, facts.dtype
-    args = (dtype, dtype, dtype, torch.int32, dim, dim, 0, windowed, facts.cap > 0, False)
+    dim, dtype = config.head_dim, config.dtype
+    args = (dtype, dtype, dtype, torch.int32, dim, dim, 0, windowed, config.cap > 0, False)
     try:
         return get_batch_prefill_module("fa3", *args)
     except (OSError, RuntimeError) as error:  # no compiler, no ninja, another CUDA

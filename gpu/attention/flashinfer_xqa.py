@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from core.errors import ConfigError
-from gpu.attention.backend import AttentionFacts, AttentionOptions, Caches
+from gpu.attention.backend import AttentionConfig, Cache
+from gpu.attention.flashinfer_fa3 import check_flashinfer
 from gpu.state.view import StepView
 
 PAGES = (16, 32, 64, 128)
@@ -30,25 +30,20 @@ SEMAPHORES = 2
 """Of a row's KV head: one per 32 query heads that share it. The kernel leaves them at zero."""
 
 
-def refusal(facts: AttentionFacts) -> str:
-    """Why XQA cannot do it; empty where it can."""
-    if find_spec("flashinfer") is None:
-        return "flashinfer is not installed: pip install 'loom-serve[cuda]'."
-    if facts.device.type != "cuda" or torch.cuda.get_device_capability(facts.device) != (9, 0):
-        return "XQA was tried on compute capability 9.0 alone."
-    if facts.page_size not in PAGES:
-        return f"XQA has pages of {', '.join(map(str, PAGES))} tokens, not of {facts.page_size}."
-    if facts.head_dim % 16 or facts.head_dim > 256:
-        return f"XQA has heads of multiples of 16 up to 256, not of {facts.head_dim}."
-    if facts.heads // facts.kv_heads > 64:
-        return f"XQA has at most 64 query heads to a KV head, not {facts.heads // facts.kv_heads}."
-    if facts.dtype not in (torch.bfloat16, torch.float16):
-        return f"XQA computes in bfloat16 and float16, not in {facts.dtype}."
-    if facts.cap:
-        return "XQA has no soft cap."
-    if facts.kv_scales:
-        return "XQA has one scale for K and V of float8 pages, not one for each."
-    return ""
+def check_xqa(config: AttentionConfig) -> None:
+    """Raises `ConfigError` where XQA cannot run."""
+    check_flashinfer("XQA", config)
+    if config.page_size not in PAGES:
+        sizes = ", ".join(map(str, PAGES))
+        raise ConfigError(f"XQA has pages of {sizes} tokens, not of {config.page_size}.")
+    if config.head_dim % 16 or config.head_dim > 256:
+        raise ConfigError(f"XQA has heads of multiples of 16 up to 256, not of {config.head_dim}.")
+    if (group := config.heads // config.kv_heads) > 64:
+        raise ConfigError(f"XQA has at most 64 query heads to a KV head, not {group}.")
+    if config.cap:
+        raise ConfigError("XQA has no soft cap.")
+    if config.kv_scales is not None:
+        raise ConfigError("XQA has one scale for K and V of float8 pages, not one for each.")
 
 
 class FlashInferDecode:
@@ -58,58 +53,52 @@ class FlashInferDecode:
     exist before the first graph.
     """
 
-    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
-        """`options` change nothing: the kernel's dependent launch is one setting for all threads."""
-        del options
-        device = facts.device
-        for windowed in sorted({window > 0 for window in facts.windows}):
-            self._run = _kernel(facts, windowed)
-        self._facts = facts
-        self._processors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    def __init__(self, config: AttentionConfig) -> None:
+        """`pdl` changes nothing: the kernel's dependent launch is one setting for all threads."""
+        check_xqa(config)
+        device = config.device
+        for windowed in sorted({window > 0 for window in config.windows}):
+            self._run = _kernel(config, windowed)
+        self._config = config
         self._scratch = torch.empty(SCRATCH, dtype=torch.uint8, device=device)
-        counters = facts.max_rows * facts.kv_heads * SEMAPHORES
+        counters = config.max_rows * config.kv_heads * SEMAPHORES
         self._semaphores = torch.zeros(counters, dtype=torch.int32, device=device).view(torch.uint32)
-        self._caches: Caches = ()
         self._table: Tensor | None = None
-
-    def bind(self, caches: Caches | None) -> None:
-        """See `PhaseAttention.bind`."""
-        self._caches = caches or ()
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: XQA finds a row's pages by its place in the batch, ours are by slot."""
         self._table = view.page_table.index_select(0, view.decode_slots)
 
-    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`. Writes all rows that the graph has for it."""
         assert self._table is not None, "plan() comes first"
-        facts, rows = self._facts, view.max_decode
-        k, v = (torch.unflatten(side, 0, (-1, facts.page_size)) for side in self._caches[layer])
+        config, rows = self._config, view.max_decode
+        k, v = (torch.unflatten(side, 0, (-1, config.page_size)) for side in cache)
         self._run(
             q[:rows, None],
             k,
             v,
             self._table,
             view.decode_lengths.view(torch.uint32)[:, None],
-            out[:rows].view(rows, 1, facts.heads, facts.head_dim),
+            out[:rows].view(rows, 1, config.heads, config.head_dim),
             self._scratch,
             self._semaphores,
-            facts.kv_heads,
-            facts.page_size,
-            q_scale=facts.scale * facts.head_dim**0.5,  # it multiplies by 1/√head_dim itself
-            sliding_win_size=facts.windows[layer],
-            sm_count=self._processors,
+            config.kv_heads,
+            config.page_size,
+            q_scale=config.scale * config.head_dim**0.5,  # it multiplies by 1/√head_dim itself
+            sliding_win_size=config.windows[layer],
+            sm_count=config.gpu.processors,
             enable_pdl=False,
         )
 
 
-def _kernel(facts: AttentionFacts, windowed: bool) -> Callable[..., None]:
+def _kernel(config: AttentionConfig, windowed: bool) -> Callable[..., None]:
     """FlashInfer's `xqa`, its library for these types and sizes loaded; the call finds it by them. Raises
     `ConfigError`."""
-    group = facts.heads // facts.kv_heads
-    here = facts.device.index if facts.device.index is not None else torch.cuda.current_device()
+    group = config.heads // config.kv_heads
+    here = config.device.index if config.device.index is not None else torch.cuda.current_device()
     try:
-        run, device = _library(facts.dtype, facts.page_size, facts.head_dim, group, windowed)
+        run, device = _library(config.dtype, config.page_size, config.head_dim, group, windowed)
     except (OSError, RuntimeError) as error:  # no compiler, no ninja, sizes that the kernel's asserts refuse
         raise ConfigError(f"FlashInfer could not build XQA: {str(error)[-300:]}") from error
     if device != here:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from gpu.attention.backend import AttentionFacts, AttentionOptions, Caches
+from core.errors import ConfigError
+from gpu.attention.backend import AttentionConfig, Cache
+from gpu.device import HOPPER
 from gpu.kernels.attention.cascade import Prefix, PrefixConfig, prefix_attention, prefix_config, prefix_space
 from gpu.kernels.attention.decode import (
     DecodeConfig,
@@ -29,44 +30,18 @@ from gpu.kernels.attention.prefill_plan import (
 )
 from gpu.state.view import StepView
 
-LEAST_CAPABILITY = (8, 0)
-"""Copies into shared memory that run beside the arithmetic came with it, and bfloat16."""
 
-INTERPRETER_PROCESSORS = 2
-"""As if: without a GPU the kernels run in Triton's interpreter, in tests."""
-
-
-def refusal(facts: AttentionFacts) -> str:
-    """Why these kernels cannot do it; empty where they can."""
-    if facts.page_size & (facts.page_size - 1):
-        return f"pages of {facts.page_size} tokens are no power of two."
-    if facts.head_dim > 256:
-        return f"heads of {facts.head_dim} are wider than 256."
-    if triton.knobs.runtime.interpret:
-        return ""
-    if facts.device.type != "cuda":
-        return "it needs a GPU."
-    capability = torch.cuda.get_device_capability(facts.device)
-    if capability < LEAST_CAPABILITY:
-        return "it needs compute capability {}.{}, this GPU has {}.{}.".format(*LEAST_CAPABILITY, *capability)
-    return ""
+def _check(config: AttentionConfig) -> None:
+    """Raises `ConfigError` for pages and heads that these kernels cannot read."""
+    if config.page_size & (config.page_size - 1):
+        raise ConfigError(f"pages of {config.page_size} tokens are no power of two.")
+    if config.head_dim > 256:
+        raise ConfigError(f"heads of {config.head_dim} are wider than 256.")
 
 
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETER_PROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _has_room(device: torch.device) -> bool:
-    """Whether a multiprocessor has the 228 KiB of shared memory that compute capability 9.0 brought."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _pages(facts: AttentionFacts, caches: Caches, layer: int, view: StepView) -> Pages:
-    return Pages(
-        *caches[layer], view.page_table, facts.page_size, facts.scale, facts.cap, facts.scales(layer)
-    )
+def _pages(config: AttentionConfig, cache: Cache, view: StepView) -> Pages:
+    scales = config.kv_scales or (1.0, 1.0)
+    return Pages(*cache, view.page_table, config.page_size, config.scale, config.cap, scales)
 
 
 class TritonDecode:
@@ -76,33 +51,29 @@ class TritonDecode:
     layers that see all positions: that many launches more, whether there are such keys or not.
     """
 
-    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
-        heads, dim, device = facts.heads, facts.head_dim, facts.device
-        self._facts, self._options = facts, options
-        cuts = [self._cut(rows, few) for rows in (1, facts.max_rows) for few in (False, True)]
+    def __init__(self, config: AttentionConfig) -> None:
+        _check(config)
+        heads, dim, device = config.heads, config.head_dim, config.device
+        self._config = config
+        cuts = [self._cut(rows, few) for rows in (1, config.max_rows) for few in (False, True)]
         most = max(cuts, key=lambda cut: cut.programs)
-        self._space = decode_workspace(facts.max_rows, heads, facts.kv_heads, dim, most, device)
-        self._caches: Caches = ()
+        self._space = decode_workspace(config.max_rows, heads, config.kv_heads, dim, most, device)
         self._plans: dict[int, DecodePlan] = {}
         self._prefix: PrefixConfig = prefix_config(dim)
         self._shared: Prefix | None = None
         self._lse: Tensor | None = None
-        if 0 < options.cascade_rows <= facts.max_rows and 0 in facts.windows:
-            self._shared = prefix_space(facts.max_rows, heads, dim, self._prefix, device)
-            self._lse = torch.empty(facts.max_rows, heads, dtype=torch.float32, device=device)
+        if 0 < config.cascade_rows <= config.max_rows and 0 in config.windows:
+            self._shared = prefix_space(config.max_rows, heads, dim, self._prefix, device)
+            self._lse = torch.empty(config.max_rows, heads, dtype=torch.float32, device=device)
 
     def _cut(self, rows: int, few: bool) -> DecodeConfig:
         """How a graph of so many decode rows is cut, with `few` keys each or any number."""
-        facts = self._facts
-        deep = facts.dtype.itemsize <= 2 and _has_room(facts.device)
-        processors, group = _processors(facts.device), facts.heads // facts.kv_heads
+        config = self._config
+        deep = config.dtype.itemsize <= 2 and config.gpu.capability >= HOPPER
+        processors, group = config.gpu.processors, config.heads // config.kv_heads
         return decode_config(
-            facts.head_dim, facts.kv_heads, processors, rows, group=group, few=few, deep=deep
+            config.head_dim, config.kv_heads, processors, rows, group=group, few=few, deep=deep
         )
-
-    def bind(self, caches: Caches | None) -> None:
-        """See `PhaseAttention.bind`."""
-        self._caches = caches or ()
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: once for each window that layers have."""
@@ -114,19 +85,18 @@ class TritonDecode:
                 window=window,
                 num_rows=view.num_decode,
                 skip=view.common if self._cascades(window, view) else None,
-                pdl=self._options.pdl,
+                pdl=self._config.pdl,
             )
-            for window in sorted(set(self._facts.windows))
+            for window in sorted(set(self._config.windows))
         }
 
-    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
-        facts, rows = self._facts, view.max_decode
-        window = facts.windows[layer]
+        rows, window = view.max_decode, self._config.windows[layer]
         q, out = q[:rows], out[:rows]
         cascades = self._cascades(window, view)
         lse = self._lse[:rows] if cascades and self._lse is not None else None
-        pages = _pages(facts, self._caches, layer, view)
+        pages = _pages(self._config, cache, view)
         paged_decode(
             q,
             pages,
@@ -135,7 +105,7 @@ class TritonDecode:
             self._cut(rows, cascades),
             out=out,
             lse=lse,
-            pdl=self._options.pdl,
+            pdl=self._config.pdl,
         )
         if lse is not None:
             self._add_shared(pages, q, view, out.view(q.shape), lse)
@@ -158,9 +128,9 @@ class TritonDecode:
             self._prefix,
             num_rows=view.num_decode,
             found=found,
-            pdl=self._options.pdl,
+            pdl=self._config.pdl,
         )
-        merge_state(out, lse, *found, num_rows=view.num_decode, pdl=self._options.pdl)
+        merge_state(out, lse, *found, num_rows=view.num_decode, pdl=self._config.pdl)
 
 
 def chunks_of(view: StepView) -> Chunks:
@@ -174,42 +144,39 @@ class TritonPrefill:
     A `deep` graph cuts its chunks' keys too, where the step's blocks leave programs idle.
     """
 
-    def __init__(self, facts: AttentionFacts, options: AttentionOptions) -> None:
-        self._facts, self._options = facts, options
-        self._config = prefill_config(facts.head_dim, facts.dtype, facts.kv_heads, _processors(facts.device))
-        self._space = prefill_space(self._config, facts.kv_heads, facts.head_dim, facts.device)
-        self._caches: Caches = ()
+    def __init__(self, config: AttentionConfig) -> None:
+        _check(config)
+        self._config = config
+        dim, kv_heads, processors = config.head_dim, config.kv_heads, config.gpu.processors
+        self._split = prefill_config(dim, config.dtype, kv_heads, processors)
+        self._space = prefill_space(self._split, kv_heads, dim, config.device)
         self._plan: PrefillPlan | None = None
 
     def _cut(self, view: StepView) -> PrefillConfig:
         """How a graph's chunks are cut."""
-        return self._config if view.deep else self._config._replace(programs=0)
-
-    def bind(self, caches: Caches | None) -> None:
-        """See `PhaseAttention.bind`."""
-        self._caches = caches or ()
+        return self._split if view.deep else self._split._replace(programs=0)
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one list serves all layers, whatever their windows."""
         self._plan = plan_prefill(
             chunks_of(view),
             view.tokens,
-            self._facts.heads // self._facts.kv_heads,
+            self._config.heads // self._config.kv_heads,
             self._cut(view),
-            pdl=self._options.pdl,
+            pdl=self._config.pdl,
         )
 
-    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
         assert self._plan is not None, "plan() comes first"
-        facts, config = self._facts, self._cut(view)
+        cut = self._cut(view)
         paged_prefill(
             q,
-            _pages(facts, self._caches, layer, view),
+            _pages(self._config, cache, view),
             self._plan,
-            config,
-            self._space if config.programs else None,
-            window=facts.windows[layer],
+            cut,
+            self._space if cut.programs else None,
+            window=self._config.windows[layer],
             out=out,
-            pdl=self._options.pdl,
+            pdl=self._config.pdl,
         )

@@ -63,7 +63,7 @@ class Kernels(NamedTuple):
     caches    K and V of every layer, [tokens, kv_heads, head_dim], the pages flattened to tokens
     moe       tile sizes of the experts' shape; None for a dense model
     pdl       programmatic dependent launch: the device has compute capability 9.0
-    scales    per layer what K and V are divided by before a float8 page takes them; empty: by 1
+    kv_scales what K and V are divided by before a float8 page takes them; None: pages are not float8
     counters  of `skinny_gemm`; None where a multiprocessor has no room for what it holds
     products  of thousands of rows; None: cuBLAS's own
     """
@@ -72,7 +72,7 @@ class Kernels(NamedTuple):
     caches: Sequence[tuple[Tensor, Tensor]]
     moe: MoeConfigs | None = None
     pdl: bool = False
-    scales: Sequence[tuple[float, float]] = ()
+    kv_scales: tuple[float, float] | None = None
     counters: Tensor | None = None
     products: Products | None = None
 
@@ -140,7 +140,7 @@ class TritonOps:
             rotation,
             norms,
             q_out=qkv.new_empty(len(qkv), qkv.shape[1] // (q_heads + 2 * kv_heads) * q_heads),
-            scales=kernels.scales[layer] if kernels.scales else (1.0, 1.0),
+            scales=kernels.kv_scales or (1.0, 1.0),
             num_rows=self._rows,
             pdl=kernels.pdl,
         )

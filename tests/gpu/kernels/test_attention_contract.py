@@ -11,29 +11,27 @@ from typing import NamedTuple, cast
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from bench.kernels import reference
 from bench.kernels.inputs import Heads, chunks, error, pages
 from core.errors import ConfigError
 from gpu.attention import TorchAttention
-from gpu.attention.backend import AttentionBackend, AttentionFacts, AttentionOptions, Phase
-from gpu.attention.flashinfer_xqa import refusal
-from gpu.attention.registry import (
-    PhasedAttention,
-    check_cpu_backends,
-    choose,
-    device_attention,
-    parse_backends,
-)
+from gpu.attention.backend import AttentionBackend, AttentionConfig, Cache, Phase
+from gpu.attention.flashinfer_xqa import check_xqa
+from gpu.attention.registry import check_cpu_backends, parse_backends
+from gpu.attention.selector import PhasedAttention, choose, device_attention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
+from gpu.device import CudaFacts, cuda_facts
 from gpu.kernels.attention.decode import DecodeConfig, decode_config
 from gpu.kv.pool import KvPool
 from gpu.state.view import StepView
 
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32
+HOPPER = CudaFacts("", "NVIDIA H200", (9, 0), 132)
+GPU = cuda_facts() if CUDA else HOPPER._replace(processors=2)
+"""As if, for the interpreter."""
 
 
 class Case(NamedTuple):
@@ -114,17 +112,19 @@ class Step(NamedTuple):
         return len(self.case.decode) + sum(count for _, count in self.case.chunks)
 
     @property
-    def facts(self) -> AttentionFacts:
+    def config(self) -> AttentionConfig:
         case, q = self.case, self.q
-        return AttentionFacts(
+        return AttentionConfig(
             *case.heads,
             windows=(0, case.window),
             page_size=case.page,
             max_rows=max(self.view.max_decode, 1),
             dtype=q.dtype,
             device=q.device,
+            gpu=GPU,
             scale=case.heads.dim**-0.5,
             cap=case.cap,
+            cascade_rows=int(case.cascade),
         )
 
 
@@ -192,7 +192,7 @@ def check(step: Step, backend: AttentionBackend, tolerance: float) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_triton(name: str, device: torch.device, tolerance: float) -> None:
     step = make(CASES[name], DTYPE, device)
-    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)), "triton")
+    backend = device_attention(step.config, "triton")
     bind(backend, [step.cache, step.cache])
     check(step, backend, tolerance)
 
@@ -200,17 +200,15 @@ def test_triton(name: str, device: torch.device, tolerance: float) -> None:
 class CarelessDecode(TritonDecode):
     """Writes all rows that the graph has for it, as XQA does."""
 
-    def attend(self, layer: int, q: Tensor, view: StepView, out: Tensor) -> None:
+    def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
         out[: view.max_decode] = float("nan")
-        super().attend(layer, q, view, out)
+        super().attend(layer, q, cache, view, out)
 
 
 @pytest.mark.parametrize("name", ["mixed, padded", "mixed graph without decode"])
 def test_chunks_keep_their_rows(name: str, device: torch.device, tolerance: float) -> None:
     step = make(CASES[name], DTYPE, device)
-    options = AttentionOptions()
-    decode = CarelessDecode(step.facts, options)
-    backend = PhasedAttention(TritonPrefill(step.facts, options), decode)
+    backend = PhasedAttention(TritonPrefill(step.config), CarelessDecode(step.config))
     bind(backend, [step.cache, step.cache])
     check(step, backend, tolerance)
 
@@ -224,9 +222,9 @@ def test_partial_results_have_room_in_every_graph(most: int, monkeypatch: pytest
         made.append(config)
 
     monkeypatch.setattr("gpu.attention.triton_paged.decode_workspace", record)
-    monkeypatch.setattr("gpu.attention.triton_paged._processors", lambda device: 132)
-    facts = AttentionFacts(32, 8, 128, (0,), 16, most, torch.bfloat16, torch.device("cpu"), 0.1)
-    TritonDecode(facts, AttentionOptions())
+    TritonDecode(
+        AttentionConfig(32, 8, 128, (0,), 16, most, torch.bfloat16, torch.device("cpu"), HOPPER, 0.1)
+    )
     (space,) = made
     for rows in range(1, most + 1):
         for few in (False, True):
@@ -245,7 +243,7 @@ def test_flashinfer(name: str, deep: bool, device: torch.device, tolerance: floa
     pytest.importorskip("flashinfer")
     case = CASES[name]
     step = make(case._replace(heads=case.heads._replace(dim=128), deep=deep), torch.bfloat16, device)
-    backend = device_attention(step.facts, AttentionOptions(), "prefill=flashinfer")
+    backend = device_attention(step.config, "prefill=flashinfer")
     bind(backend, [step.cache, step.cache])
     check(step, backend, tolerance)
 
@@ -258,7 +256,7 @@ def test_flashinfer_packs_keys_where_it_pays(
     """It does for the first of these steps, and not for the second."""
     pytest.importorskip("flashinfer")
     step = make(Case(Heads(8, 2, 128), decode=(30, 2), chunks=chunks, pad=(7, 3, 2)), torch.bfloat16, device)
-    backend = device_attention(step.facts._replace(windows=(0, 0)), AttentionOptions(), "prefill=flashinfer")
+    backend = device_attention(step.config._replace(windows=(0, 0)), "prefill=flashinfer")
     bind(backend, [step.cache, step.cache])
     check(step._replace(expected=[step.expected[0]] * 2), backend, tolerance)
 
@@ -279,8 +277,7 @@ compiler. A row of 700 keys is divided among processors where rows are few, and 
 def test_xqa(name: str, device: torch.device, tolerance: float) -> None:
     pytest.importorskip("flashinfer")
     step = make(XQA_CASES[name], torch.bfloat16, device)
-    options = AttentionOptions(cascade_rows=int(step.case.cascade))
-    backend = device_attention(step.facts, options, "prefill=triton,decode=flashinfer")
+    backend = device_attention(step.config, "prefill=triton,decode=flashinfer")
     bind(backend, [step.cache, step.cache])
     for _ in range(2):  # the second finds the counters as the first left them
         check(step, backend, tolerance)
@@ -325,7 +322,7 @@ def test_torch(name: str) -> None:
 def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """What the interpreter's one dtype and a GPU's first do not show."""
     step = make(CASES[name], dtype, device)
-    backend = device_attention(step.facts, AttentionOptions(cascade_rows=int(step.case.cascade)), "triton")
+    backend = device_attention(step.config, "triton")
     bind(backend, [step.cache, step.cache])
     check(step, backend, 2e-3 if dtype == torch.float16 else 1e-5)
 
@@ -336,9 +333,7 @@ def test_float8_pages(name: str, device: torch.device) -> None:
     k_scale, v_scale = 0.5, 2.0
     cache = step.cache[0] / k_scale, step.cache[1] / v_scale
     coarse = [side.nan_to_num(0.0).to(torch.float8_e4m3fn) for side in cache]
-    scales = ((k_scale, v_scale),) * 2
-    options = AttentionOptions(cascade_rows=int(step.case.cascade))
-    backend = device_attention(step.facts._replace(kv_scales=scales), options, "triton")
+    backend = device_attention(step.config._replace(kv_scales=(k_scale, v_scale)), "triton")
     bind(backend, [(coarse[0], coarse[1])] * 2)
     check(step, backend, 0.06)  # three bits behind the point
 
@@ -360,8 +355,7 @@ def test_a_captured_step_reads_what_the_device_says(
     if "flashinfer" in backends:
         pytest.importorskip("flashinfer")
     step = make((CASES if backends == "triton" else XQA_CASES)[name], torch.bfloat16, device)
-    options = AttentionOptions(pdl=pdl, cascade_rows=int(step.case.cascade))
-    backend = device_attention(step.facts, options, backends)
+    backend = device_attention(step.config._replace(pdl=pdl), backends)
     bind(backend, [step.cache, step.cache])
     backend.plan(step.view)
     expected = [backend.attend(layer, step.q, step.view) for layer in range(2)]
@@ -395,41 +389,39 @@ def test_backends_are_chosen_by_phase() -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_what_is_not_named_is_the_best_that_is_to_be_had(phase: Phase, device: torch.device) -> None:
-    facts = AttentionFacts(4, 2, 64, (0,), 16, 8, torch.float32, device, 0.1)
-    assert "Triton" in type(choose(phase, "auto", facts, AttentionOptions())).__name__
+def test_what_is_not_named_is_the_best_available(phase: Phase, device: torch.device) -> None:
+    config = AttentionConfig(4, 2, 64, (0,), 16, 8, torch.float32, device, GPU, 0.1)
+    assert "Triton" in type(choose(phase, "auto", config)).__name__
 
 
-def test_a_refused_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    cpu = torch.device("cpu")
-    facts = AttentionFacts(4, 2, 64, (0,), 16, 8, torch.float32, cpu, 0.1)
+def test_a_refused_backend_says_why() -> None:
+    ada = CudaFacts("", "NVIDIA L4", (8, 9), 58)
+    config = AttentionConfig(4, 2, 64, (0,), 16, 8, torch.float32, torch.device("cpu"), ada, 0.1)
     for name, changed, reason in (
-        ("triton", facts, "needs a GPU"),
-        ("triton", facts._replace(page_size=48), "no power of two"),
-        ("triton", facts._replace(head_dim=512), "wider than 256"),
-        ("torch", facts, "that of --device cpu"),
-        ("fastest", facts, "no such backend"),
+        ("triton", config._replace(page_size=48), "no power of two"),
+        ("triton", config._replace(head_dim=512), "wider than 256"),
+        ("torch", config, "that of --device cpu"),
+        ("fastest", config, "no such backend"),
     ):
         with pytest.raises(ConfigError, match=f"decode={name} is refused: .*{reason}"):
-            choose("decode", name, changed, AttentionOptions())
-    for phase, runs in (("prefill", "FA3 runs on"), ("decode", "XQA was tried on")):
-        with pytest.raises(ConfigError, match=f"is refused: (flashinfer is not installed|{runs})"):
-            choose(phase, "flashinfer", facts, AttentionOptions())
+            choose("decode", name, changed)
+    for phase, kernel in (("prefill", "FA3"), ("decode", "XQA")):
+        reasons = f"flashinfer is not installed|{kernel} is supported on compute capability 9.0 alone"
+        with pytest.raises(ConfigError, match=f"is refused: ({reasons})"):
+            choose(phase, "flashinfer", config)
 
 
 def test_what_xqa_is_not_made_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine: a GPU that it runs on is made believe."""
-    monkeypatch.setattr("gpu.attention.flashinfer_xqa.find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    made = AttentionFacts(32, 8, 128, (0,), 16, 8, torch.bfloat16, torch.device("cuda"), 0.1)
-    assert refusal(made) == ""
+    monkeypatch.setattr("gpu.attention.flashinfer_fa3.find_spec", lambda name: name)
+    config = AttentionConfig(32, 8, 128, (0,), 16, 8, torch.bfloat16, torch.device("cuda"), HOPPER, 0.1)
+    check_xqa(config)
     for changed, reason in (
-        (made._replace(page_size=1), "pages of 16, 32, 64, 128 tokens, not of 1"),
-        (made._replace(head_dim=72), "multiples of 16 up to 256, not of 72"),
-        (made._replace(kv_heads=8, heads=1024), "at most 64 query heads to a KV head, not 128"),
-        (made._replace(dtype=torch.float32), "in bfloat16 and float16, not in torch.float32"),
-        (made._replace(cap=30.0), "no soft cap"),
-        (made._replace(kv_scales=((1.0, 1.0),)), "one scale for K and V"),
+        (config._replace(page_size=1), "pages of 16, 32, 64, 128 tokens, not of 1"),
+        (config._replace(head_dim=72), "multiples of 16 up to 256, not of 72"),
+        (config._replace(kv_heads=8, heads=1024), "at most 64 query heads to a KV head, not 128"),
+        (config._replace(dtype=torch.float32), "in bfloat16 and float16, not in torch.float32"),
+        (config._replace(cap=30.0), "no soft cap"),
+        (config._replace(kv_scales=(1.0, 1.0)), "one scale for K and V"),
     ):
-        assert reason in refusal(changed)
+        with pytest.raises(ConfigError, match=reason):
+            check_xqa(changed)

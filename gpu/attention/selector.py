@@ -1,0 +1,94 @@
+"""Attention on a GPU: which backend does which phase.
+
+A step's decode rows and its chunks are attended by two backends, chosen apart, into one result. Imports
+Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from core.errors import ConfigError
+from gpu.attention.backend import AttentionBackend, AttentionConfig, Cache, Phase, PhaseAttention
+from gpu.attention.flashinfer_fa3 import FlashInferPrefill
+from gpu.attention.flashinfer_xqa import FlashInferDecode
+from gpu.attention.registry import AUTO, FLAG, parse_backends
+from gpu.attention.triton_paged import TritonDecode, TritonPrefill
+from gpu.kv.pool import KvPool
+from gpu.state.view import StepView
+
+BACKENDS: Mapping[tuple[Phase, str], Callable[[AttentionConfig], PhaseAttention]] = {
+    ("prefill", "triton"): TritonPrefill,
+    ("prefill", "flashinfer"): FlashInferPrefill,
+    ("decode", "triton"): TritonDecode,
+    ("decode", "flashinfer"): FlashInferDecode,
+}
+"""Each raises `ConfigError` with the reason where it cannot run."""
+
+BEST: Mapping[Phase, tuple[str, ...]] = {"prefill": ("flashinfer", "triton"), "decode": ("triton",)}
+"""By phase the backends to try, the quickest first. On an H200, 32 query and 8 KV heads of 128, TFLOP/s of
+FA3 and of our prefill: 550 and 386 (2 x 4,096), 511 and 403 (1 x 8,192), 448 and 376 (4 x 2,048 behind
+2,048), 371 and 238 (8 x 1,024). TB/s of XQA and of our decode: 3.66 and 4.13 (256 rows of 1,024 keys), 3.66
+and 4.32 (64 of 8,192), 3.23 and 3.32 (32 of 1,024; with 4 KV heads 3.04 and 2.77, the one size of twelve
+where it is ahead), and 328 and 78 us for a long row beside 63 short ones: `decode-xqa-h200.json`."""
+
+log = logging.getLogger(__name__)
+
+
+class PhasedAttention:
+    """`AttentionBackend` of two backends. Owner: launch thread."""
+
+    def __init__(self, prefill: PhaseAttention, decode: PhaseAttention) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._caches: list[Cache] = []
+
+    def bind(self, pool: KvPool | None) -> None:
+        """See `AttentionBackend.bind`."""
+        self._caches = [] if pool is None else pool.caches()
+
+    def plan(self, view: StepView) -> None:
+        """See `AttentionBackend.plan`."""
+        if view.max_decode:
+            self._decode.plan(view)
+        if view.max_chunks:
+            self._prefill.plan(view)
+
+    def attend(self, layer: int, q: Tensor, view: StepView) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        out, cache = q.new_empty(len(q), q.shape[1] * q.shape[2]), self._caches[layer]
+        if view.max_decode:  # before the chunks, whose rows it may write
+            self._decode.attend(layer, q, cache, view, out)
+        if view.max_chunks:
+            self._prefill.attend(layer, q, cache, view, out)
+        return out
+
+
+def choose(phase: Phase, name: str, config: AttentionConfig) -> PhaseAttention:
+    """The backend of that name, or the first of `BEST` that is available. Raises `ConfigError` with the
+    reason where none is."""
+    if name == AUTO:
+        *better, name = BEST[phase]
+        for other in better:
+            try:
+                return choose(phase, other, config)
+            except ConfigError as error:
+                log.info("%s", error)
+    if (phase, name) not in BACKENDS:
+        reason = "it is that of --device cpu" if name == "torch" else "there is no such backend"
+        others = ", ".join(other for known, other in BACKENDS if known == phase)
+        raise ConfigError(f"{FLAG} {phase}={name} is refused: {reason}. There is {others}.")
+    try:
+        return BACKENDS[phase, name](config)
+    except ConfigError as error:
+        raise ConfigError(f"{FLAG} {phase}={name} is refused: {error}") from error
+
+
+def device_attention(config: AttentionConfig, backends: str = "") -> AttentionBackend:
+    """Attention of a runner's steps by `backends`, as on the command line. Raises `ConfigError`."""
+    names = parse_backends(backends)
+    prefill, decode = (choose(phase, names[phase], config) for phase in ("prefill", "decode"))
+    return PhasedAttention(prefill, decode)
