@@ -49,6 +49,22 @@ def true_rows(num_rows: tl.tensor, rows: int) -> tl.tensor:
     return n
 
 
+@jit
+def load_record(at: tl.tensor, COUNT: tl.constexpr, CACHE: tl.constexpr) -> tl.tensor:
+    """A tuple of `COUNT` numbers from `at` on, loaded with the cache modifier CACHE."""
+    found: tl.tensor = ()
+    for i in tl.static_range(COUNT):
+        found += (tl.load(at + i, cache_modifier=CACHE),)
+    return found
+
+
+@jit
+def store_record(at: tl.tensor, record: tl.tensor, mask: tl.tensor) -> None:
+    """Store the tuple `record`, each of its tensors one behind the other from `at` on."""
+    for i in tl.static_range(len(record)):
+        tl.store(at + i, record[i], mask=mask)
+
+
 def options(warps: int, stages: int = 3, pdl: bool = False) -> dict[str, Any]:
     """Launch options. The interpreter knows no PDL, so it is named only when it is wanted."""
     found: dict[str, Any] = {"num_warps": warps, "num_stages": stages}

@@ -33,7 +33,17 @@ from torch import Tensor
 from gpu.kernels.attention.online_softmax import KEPT, attend_tile, load_pages
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.split_kv import merge_parts, store_segment
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2, true_rows
+from gpu.kernels.jit import (
+    begin,
+    cdiv,
+    jit,
+    jit_loose,
+    launch_options,
+    load_record,
+    pow2,
+    store_record,
+    true_rows,
+)
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per segment: one sector."""
@@ -141,29 +151,6 @@ def _pick(own: tl.tensor, values: tl.tensor) -> tl.tensor:
     return tl.sum(tl.where(own, values[None, :], 0), 1)
 
 
-@jit
-def _write(
-    at: tl.tensor,
-    mask: tl.tensor,
-    row: tl.tensor,
-    slot: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    place: tl.tensor,
-    count: tl.tensor,
-) -> None:
-    tl.store(at, row, mask=mask)
-    tl.store(at + 1, slot, mask=mask)
-    tl.store(at + 2, first, mask=mask)
-    tl.store(at + 3, last, mask=mask)
-    tl.store(at + 4, start, mask=mask)
-    tl.store(at + 5, end, mask=mask)
-    tl.store(at + 6, place, mask=mask)
-    tl.store(at + 7, count, mask=mask)
-
-
 @jit_loose("rows", "programs")
 def _plan(
     slots: tl.tensor,
@@ -212,11 +199,11 @@ def _plan(
     own_start, own_end = _pick(own, start), _pick(own, end)
     low, high = own_first + shift, own_last + shift
     at, count = plan.segments + p * FIELDS, _pick(own, tail - head + 1)
-    _write(at, known, own_row, own_slot, low, high, own_start, own_end, _pick(own, head), count)
+    store_record(at, (own_row, own_slot, low, high, own_start, own_end, _pick(own, head), count), known)
     # A program's run is written with its first segment; programs without work get a count of 0 below.
     leads = known & (own_first == c * each)
     at, count = plan.runs + c * FIELDS, tl.minimum(each, total - c * each)
-    _write(at, leads, own_row, own_slot, low, high, own_start, own_end, p, count)
+    store_record(at, (own_row, own_slot, low, high, own_start, own_end, p, count), leads)
     idle = (p < programs) & (p * each >= total)
     tl.store(plan.runs + p * FIELDS + 7, tl.zeros([SPAN], tl.int32), mask=idle)
 
@@ -267,31 +254,12 @@ def plan_decode(
 
 
 @jit
-def _advance(
-    segments: tl.tensor,
-    segment: tl.tensor,
-    turns: tl.tensor,
-    row: tl.tensor,
-    slot: tl.tensor,
-    tile: tl.tensor,
-    last: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    first: tl.tensor,
-    pieces: tl.tensor,
-) -> tuple[tl.tensor, ...]:
-    """To the next tile, which is of the next segment where `turns`; nothing is read where not."""
-    segment += tl.where(turns, 1, 0)
-    at = segments + segment * FIELDS
-    row = tl.load(at, mask=turns, other=row, eviction_policy=KEPT)
-    slot = tl.load(at + 1, mask=turns, other=slot, eviction_policy=KEPT)
-    tile = tl.load(at + 2, mask=turns, other=tile + 1, eviction_policy=KEPT)
-    last = tl.load(at + 3, mask=turns, other=last, eviction_policy=KEPT)
-    start = tl.load(at + 4, mask=turns, other=start, eviction_policy=KEPT)
-    end = tl.load(at + 5, mask=turns, other=end, eviction_policy=KEPT)
-    first = tl.load(at + 6, mask=turns, other=first, eviction_policy=KEPT)
-    pieces = tl.load(at + 7, mask=turns, other=pieces, eviction_policy=KEPT)
-    return segment, row, slot, tile, last, start, end, first, pieces
+def _next_record(at: tl.tensor, turns: tl.tensor, record: tl.tensor) -> tl.tensor:
+    """The record at `at` where `turns`; nothing is read where not, and `record` stays."""
+    found: tl.tensor = ()
+    for i in tl.static_range(len(record)):
+        found += (tl.load(at + i, mask=turns, other=record[i], eviction_policy=KEPT),)
+    return found
 
 
 @jit
@@ -331,15 +299,8 @@ def _decode(
     if count == 0:
         begin(PDL)
         return
-    row = tl.load(run, cache_modifier=".cg")
-    slot = tl.load(run + 1, cache_modifier=".cg")
-    tile = tl.load(run + 2, cache_modifier=".cg")
-    last = tl.load(run + 3, cache_modifier=".cg")
-    start = tl.load(run + 4, cache_modifier=".cg")
-    end = tl.load(run + 5, cache_modifier=".cg")
-    segment = tl.load(run + 6, cache_modifier=".cg")
-    first = tl.load(segments + segment * FIELDS + 6, cache_modifier=".cg")
-    pieces = tl.load(segments + segment * FIELDS + 7, cache_modifier=".cg")
+    row, slot, tile, last, start, end, segment = load_record(run, 7, ".cg")
+    first, pieces = load_record(segments + segment * FIELDS + 6, 2, ".cg")
     lead, lead_row, lead_first, lead_pieces = segment, row, first, pieces
     begin(PDL)
     high = tl.zeros([BLOCK_H], tl.float32) - float("inf")
@@ -366,8 +327,9 @@ def _decode(
         acc = tl.where(ends, 0.0, acc)
         # Behind the run's last segment may be none: then its own stands.
         turns = ends & (i + 1 < count)
-        segment, row, slot, tile, last, start, end, first, pieces = _advance(
-            segments, segment, turns, row, slot, tile, last, start, end, first, pieces
+        segment += tl.where(turns, 1, 0)
+        row, slot, tile, last, start, end, first, pieces = _next_record(
+            segments + segment * FIELDS, turns, (row, slot, tile + 1, last, start, end, first, pieces)
         )
     # Only a run's first and last segment can be part of a row: both are counted at once.
     two = tl.arange(0, 2)

@@ -35,32 +35,21 @@ from gpu.kernels.jit import begin, jit, launch_options
 
 
 @jit
-def _pages(
-    table: tl.tensor, tile: tl.tensor, end: tl.tensor, PAGE: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
-    """The pages of a tile's keys, [TILE], or one for all. Those behind `end` are page 0."""
-    if PAGE % TILE == 0:
-        page = tl.load(table + tile // (PAGE // TILE), mask=tile * TILE < end, other=0)
-    else:
-        # Pages per tile are a whole number, so that the divisions stay outside the loop.
-        i = tl.arange(0, TILE)
-        at = table + tile * (TILE // PAGE) + i // PAGE
-        page = tl.load(at, mask=i < end - tile * TILE, other=0)
-    return page
-
-
-@jit
 def _places(
     table: tl.tensor, tile: tl.tensor, end: tl.tensor, stride: int, SHAPE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Where a tile's keys lie in the cache, [TILE, block_d]."""
+    """Where a tile's keys lie in the cache, [TILE, block_d]; those behind `end` in page 0."""
     PAGE: tl.constexpr = SHAPE.page
     i = tl.arange(0, TILE)
     d = tl.arange(0, SHAPE.block_d)
-    page = _pages(table, tile, end, PAGE, TILE).to(tl.int64 if SHAPE.wide else tl.int32)
+    offset: tl.constexpr = tl.int64 if SHAPE.wide else tl.int32
     if PAGE % TILE == 0:
+        page = tl.load(table + tile // (PAGE // TILE), mask=tile * TILE < end, other=0).to(offset)
         place = (page * PAGE + tile % (PAGE // TILE) * TILE) * stride + (i[:, None] * stride + d[None, :])
     else:
+        # Pages per tile are a whole number, so that the divisions stay outside the loop.
+        at = table + tile * (TILE // PAGE) + i // PAGE
+        page = tl.load(at, mask=i < end - tile * TILE, other=0).to(offset)
         place = (page * (PAGE * stride))[:, None] + ((i % PAGE)[:, None] * stride + d[None, :])
     return place
 

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, load_record, pow2
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per entry of the work list: one sector."""
@@ -211,11 +211,8 @@ def read_entry(
     A window, or a chunk's first block, may have fewer tiles than the parts were counted for: then there are
     fewer parts, and entries behind them have nothing to do."""
     row = tl.load(item + 1, cache_modifier=CACHE).to(tl.int64)
-    start = tl.load(item + 2, cache_modifier=CACHE)
-    tokens = tl.load(item + 3, cache_modifier=CACHE)
-    at = tl.load(item + 4, cache_modifier=CACHE)
-    part = tl.load(item + 6, cache_modifier=CACHE)
-    parts = tl.load(item + 7, cache_modifier=CACHE)
+    start, tokens, at = load_record(item + 2, 3, CACHE)
+    part, parts = load_record(item + 6, 2, CACHE)
     end = start + tl.minimum((at + CONFIG.queries - 1) // GROUP + 1, tokens)
     first = at * 0
     if WINDOW > 0:

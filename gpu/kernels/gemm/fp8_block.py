@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
 from gpu.kernels.gemm.skinny import PROCESSORS
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options
+from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -32,19 +32,6 @@ class BlockGemmConfig(NamedTuple):
     block_n: int
     warps: int
     stages: int
-
-
-@jit
-def _find(
-    pid: tl.tensor, rows: int, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The first row and the first output of a program's tile."""
-    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
-    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    first = pid // (TOGETHER * tiles_n) * TOGETHER
-    height = tl.minimum(tiles_m - first, TOGETHER)
-    inner = pid % (TOGETHER * tiles_n)
-    return (first + inner % height) * BLOCK_M, inner // height * BLOCK_N
 
 
 @jit_loose("rows")
@@ -62,7 +49,13 @@ def _block_gemm(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    first, n = _find(tl.program_id(0), rows, N, BLOCK_M, BLOCK_N)
+    pid = tl.program_id(0)
+    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    band = pid // (TOGETHER * tiles_n) * TOGETHER
+    height = tl.minimum(tiles_m - band, TOGETHER)
+    inner = pid % (TOGETHER * tiles_n)
+    first, n = (band + inner % height) * BLOCK_M, inner // height * BLOCK_N
     begin(PDL)
     m = first + tl.arange(0, BLOCK_M)
     cols = n + tl.arange(0, BLOCK_N)

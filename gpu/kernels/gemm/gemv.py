@@ -70,15 +70,6 @@ def dots(tile: tl.tensor, x: tl.tensor, SPAN: tl.constexpr, BLOCK_K: tl.constexp
 
 
 @jit
-def _some(x: tl.tensor, k: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """float32 [1, BLOCK_K] of the row at `x`, from k on."""
-    d = k + tl.arange(0, BLOCK_K)
-    if K % BLOCK_K == 0:
-        return tl.load(x + d).to(tl.float32)[None, :]
-    return tl.load(x + d, mask=d < K, other=0.0).to(tl.float32)[None, :]
-
-
-@jit
 def _products(
     held: tl.tensor,
     x: tl.tensor,
@@ -95,8 +86,11 @@ def _products(
         tile = held[i].to(tl.float32)
         grown: tl.tensor = ()
         for r in tl.static_range(ROWS):
-            some = _some(x + r * K, i * BLOCK_K, K, BLOCK_K)
-            grown += (sums[r] + dots(tile, some, SPAN, BLOCK_K),)
+            d = i * BLOCK_K + tl.arange(0, BLOCK_K)
+            some = (
+                tl.load(x + r * K + d) if K % BLOCK_K == 0 else tl.load(x + r * K + d, mask=d < K, other=0.0)
+            )
+            grown += (sums[r] + dots(tile, some.to(tl.float32)[None, :], SPAN, BLOCK_K),)
         sums = grown
     found: tl.tensor = ()
     for r in tl.static_range(ROWS):

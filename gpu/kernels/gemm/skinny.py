@@ -135,18 +135,6 @@ def _multiply_add(
     return tl.dot(weights, some, acc, input_precision="ieee", max_num_imprecise_acc=most)
 
 
-@jit
-def _sum_parts(
-    parts: tl.tensor, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr
-) -> tl.tensor:
-    """The sum of a tile's `parts` [SPLIT, BLOCK_N, BLOCK_M], in their order."""
-    own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for i in tl.static_range(SPLIT):
-        total += tl.load(parts + i * (BLOCK_N * BLOCK_M) + own, cache_modifier=".cg")
-    return total
-
-
 @jit_loose("rows")
 def _skinny(
     x: tl.tensor,
@@ -207,7 +195,10 @@ def _skinny(
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") < SPLIT - 1:
             return
         tl.store(counters + tile, 0)
-        acc = _sum_parts(held, SPLIT, BLOCK_N, BLOCK_M)
+        own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for i in tl.static_range(SPLIT):
+            acc += tl.load(held + i * whole + own, cache_modifier=".cg")
     if BY == "rows":
         by_row = tl.load(x_scales + m, mask=inside, other=0.0)[None, :]
         acc *= tl.load(w_scales + cols, mask=cols < N, other=0.0)[:, None] * by_row

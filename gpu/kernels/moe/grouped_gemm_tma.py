@@ -122,25 +122,6 @@ def _load_rows(
 
 
 @jit
-def _load_weights(
-    w: tl.tensor,
-    expert: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    SHAPE: tl.constexpr,
-    CONFIG: tl.constexpr,
-) -> tl.tensor:
-    """A step over K of block_n outputs' weights, transposed; of gates and, behind them, ups."""
-    rows: tl.constexpr = 2 * CONFIG.block_n
-    BLOCK_K: tl.constexpr = CONFIG.block_k
-    if SHAPE.gated:
-        some = tl.reshape(w.load([2 * expert, n, k]), [rows, BLOCK_K])
-    else:
-        some = w.load([expert * SHAPE.n + n, k])
-    return tl.trans(some)
-
-
-@jit
 def _tile(
     a: tl.tensor,
     a_low: tl.tensor,
@@ -167,22 +148,17 @@ def _tile(
         x = _load_rows(a, at, inside, first, k, SHAPE, CONFIG)
         if MORE:
             x_low = _load_rows(a_low, at_low, inside_low, first + ROWS, k, SHAPE, CONFIG)
-        weights = _load_weights(w, expert, n, k, SHAPE, CONFIG)
+        if SHAPE.gated:
+            tile = tl.reshape(w.load([2 * expert, n, k]), [width, CONFIG.block_k])
+        else:
+            tile = w.load([expert * SHAPE.n + n, k])
+        weights = tl.trans(tile)
         acc = tl.dot(x, weights, acc, input_precision="ieee")
         if MORE:
             acc_low = tl.dot(x_low, weights, acc_low, input_precision="ieee")
     _store(acc, out, target, inside, n, SHAPE, CONFIG)
     if MORE:
         _store(acc_low, out, target_low, inside_low, n, SHAPE, CONFIG)
-
-
-@jit
-def _await(
-    done: tl.tensor, seen: tl.tensor, count: tl.tensor, AFTER: tl.constexpr, TMA: tl.constexpr
-) -> None:
-    """A tile without rows waits for nothing."""
-    if count > 0:
-        wait_for(done, seen, AFTER, TMA)
 
 
 @jit_loose("total")
@@ -202,8 +178,8 @@ def _grouped_tma(
     block = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * CONFIG.block_n
     expert, first, count, done, seen = take_tile(tiles.blocks, total, block, AFTER, PDL)
-    if AFTER > 0:
-        _await(done, seen, count, AFTER, PDL)
+    if AFTER > 0 and count > 0:  # a tile without rows waits for nothing
+        wait_for(done, seen, AFTER, PDL)
     if count > 128:
         _tile(a, a_low, w, out, tiles.pairs, expert, first, count, n, 128, True, SHAPE, CONFIG)
     elif count > 64:

@@ -157,37 +157,6 @@ def _route_rows(
 
 
 @jit
-def _span(
-    logits: tl.tensor,
-    routing: Routing,
-    first: tl.tensor,
-    last: tl.tensor,
-    n: tl.tensor,
-    SPAN: tl.constexpr,
-    ROUTER: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Route SPAN rows from `first` on, stored up to `last`. Returns for each of SPAN * block_k places of a
-    pair its number (-1: none), expert and rank within the span, and how many pairs each expert got.
-
-    Ranks come from words: bit r of an expert's is set where row r of the span chose it, so the rows before
-    one are a mask and a count of bits. A scan over rows would cost a trip through shared memory a warp.
-    """
-    K: tl.constexpr = ROUTER.top_k
-    BLOCK_K: tl.constexpr = ROUTER.block_k
-    rows = first + tl.arange(0, SPAN)
-    expert, taken = _route_rows(logits, routing, rows, last, n, ROUTER)
-    bit = tl.full([SPAN], 1, tl.uint64) << tl.arange(0, SPAN).to(tl.uint64)
-    words = tl.sum(tl.where(taken, bit[:, None], 0), 0)
-    flat = tl.reshape(expert, [SPAN * BLOCK_K])
-    place = tl.arange(0, SPAN * BLOCK_K)
-    row = place // BLOCK_K
-    before = (tl.full([SPAN * BLOCK_K], 1, tl.uint64) << row.to(tl.uint64)) - 1
-    rank = _bits(tl.gather(words, tl.maximum(flat, 0), 0) & before)
-    pair = tl.where(flat >= 0, (first + row) * K + place % BLOCK_K, -1)
-    return pair, flat, rank, _bits(words)
-
-
-@jit
 def _write_blocks(
     counts: tl.tensor,
     firsts: tl.tensor,
@@ -287,10 +256,25 @@ def _route(
     n = true_rows(num_rows, rows)
     g = tl.program_id(0)
     last = tl.minimum((g + 1) * chunk, rows)
+    K: tl.constexpr = ROUTER.top_k
     BLOCK_E: tl.constexpr = ROUTER.block_e
+    BLOCK_K: tl.constexpr = ROUTER.block_k
     seen = tl.zeros([BLOCK_E], tl.int32)
     for first in range(g * chunk, last, SPAN):
-        pair, expert, rank, counts = _span(logits, routing, first, last, n, SPAN, ROUTER)
+        # Ranks come from words: bit r of an expert's is set where row r of the span chose it, so the rows
+        # before one are a mask and a count of bits. A scan over rows would cost a trip through shared memory
+        # a warp.
+        rows_here = first + tl.arange(0, SPAN)
+        chosen, taken = _route_rows(logits, routing, rows_here, last, n, ROUTER)
+        bit = tl.full([SPAN], 1, tl.uint64) << tl.arange(0, SPAN).to(tl.uint64)
+        words = tl.sum(tl.where(taken, bit[:, None], 0), 0)
+        expert = tl.reshape(chosen, [SPAN * BLOCK_K])
+        place = tl.arange(0, SPAN * BLOCK_K)
+        row = place // BLOCK_K
+        before = (tl.full([SPAN * BLOCK_K], 1, tl.uint64) << row.to(tl.uint64)) - 1
+        rank = _bits(tl.gather(words, tl.maximum(expert, 0), 0) & before)
+        pair = tl.where(expert >= 0, (first + row) * K + place % BLOCK_K, -1)
+        counts = _bits(words)
         rank += tl.gather(seen, tl.maximum(expert, 0), 0)
         tl.store(ranks + pair, rank, mask=pair >= 0)
         seen += counts
