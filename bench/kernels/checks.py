@@ -15,6 +15,7 @@ from torch import Tensor
 from bench.kernels import inputs, reference
 from bench.kernels.inputs import LINEARS, Heads, MoeSize, error, scalar
 from bench.kernels.timing import capture
+from gpu.experts import Experts
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, prefill, prefill_plan
@@ -340,7 +341,7 @@ def _chain(
     residual, weight = norms[0].clone(), norms[1]
     for _ in range(4):
         after = residual, weight, 1e-6
-        x = moe.fused_moe_add_norm(x, logits, weights, 8, rule(shape, len(x)), after, pdl=pdl)
+        x = moe.fused_moe_add_norm(x, logits, Experts(*weights, 8), rule(shape, len(x)), after, pdl=pdl)
     return x
 
 

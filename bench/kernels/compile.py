@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
 from core.models import Fp8
+from gpu.experts import Experts
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode, prefill, prefill_merge, prefill_plan
@@ -111,7 +112,8 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         after = empty(tokens, SIZE.hidden), empty(SIZE.hidden), 1e-6
         use = config or rule(shape, tokens)
         used = (scales[0], scales[1]) if fp8 else None
-        moe.fused_moe_add_norm(x, logits, weights, SIZE.top_k, use, after, scales=used, num_rows=n, pdl=pdl)
+        layer = Experts(*weights, SIZE.top_k, scales=used)
+        moe.fused_moe_add_norm(x, logits, layer, use, after, num_rows=n, pdl=pdl)
 
     def block_product(rows: int, name: str) -> None:
         outputs, size, _ = inputs.LINEARS[name]

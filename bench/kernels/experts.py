@@ -22,9 +22,10 @@ from bench.kernels.timing import BANDWIDTH, FLOPS, Row, microseconds
 from bench.kernels.tune import TOKENS, Bench, describe, row
 from bench.results import keep
 from gpu.device import HOPPER
+from gpu.experts import Experts
 from gpu.kernels.gemm.cublaslt import FOLDER
 from gpu.kernels.moe.fused import fused_moe_add_norm
-from gpu.kernels.moe.grouped_gemm import down, gate_up
+from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 
@@ -45,27 +46,15 @@ def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: fl
 
     for n in tokens:
         steps, use = bench.inputs(n), configs.at(n)
-        weights = bench.w13, bench.w2
-        whole = [
-            partial(
-                fused_moe_add_norm,
-                x,
-                g,
-                weights,
-                size.top_k,
-                use,
-                moe_after(x),
-                pdl=hopper,
-            )
-            for x, g in steps
-        ]
+        layer = Experts(bench.w13, bench.w2, size.top_k)
+        whole = [partial(fused_moe_add_norm, x, g, layer, use, moe_after(x), pdl=hopper) for x, g in steps]
         line = row(n, size, burst(whole))
         yield line
         if use.small:
             continue
         cut = [(x, route(logits, size.top_k, use.block_m)[1]) for x, logits in steps]
-        up = [partial(gate_up, x, bench.w13, tiles, use.block_m, use.up) for x, tiles in cut]
-        low = [partial(down, call(), bench.w2, call.args[2], use.block_m, use.down) for call in up]
+        up = [partial(grouped_gemm, x, bench.w13, tiles, use.block_m, use.up, gated=True) for x, tiles in cut]
+        low = [partial(grouped_gemm, call(), bench.w2, call.args[2], use.block_m, use.down) for call in up]
         moved = distinct_experts(n, size) * size.width * size.hidden * 2
         flops = 2.0 * n * size.top_k * size.width * size.hidden
         parts = burst(up), burst(low)

@@ -28,6 +28,7 @@ from bench.results import keep
 from core.models import Fp8
 from core.models.quant import BLOCK
 from gpu.device import HOPPER
+from gpu.experts import Experts
 from gpu.kernels.gemm.fp8_block import BlockGemmConfig, block_gemm, block_gemm_config
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.gemm.skinny import Scales, SkinnyConfig, skinny_fp8_config, skinny_gemm, split_k_counters
@@ -132,10 +133,8 @@ def experts(pdl: bool) -> tuple[Found, Found]:
             x = torch.randn(n, size.hidden, device=device).bfloat16()
             run = partial(
                 fused_moe_add_norm,
-                weights=(a, b),
-                top_k=size.top_k,
+                experts=Experts(a, b, size.top_k, scales=scales),
                 config=configs.at(n),
-                scales=scales,
                 pdl=pdl,
                 after=moe_after(x),
             )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.experts import Experts
 from gpu.kernels.attention import pages as pages_of
 from gpu.kernels.attention import prefill_plan
 from gpu.kernels.moe.fused import fused_moe_add_norm
@@ -181,11 +182,13 @@ def run_moe(
     weights: tuple[Tensor, Tensor],
     top_k: int,
     config: MoeConfig,
+    scales: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
     """The sum of the experts by `fused_moe_add_norm`: [T, hidden]; zeros in rows that it leaves alone."""
     after = moe_after(x)
-    fused_moe_add_norm(x, logits, weights, top_k, config, after, **options)
+    experts = Experts(*weights, top_k, scales=scales)
+    fused_moe_add_norm(x, logits, experts, config, after, **options)
     return after[0]
 
 

@@ -17,6 +17,7 @@ from bench.kernels.end_times import ends
 from bench.kernels.inputs import LINEARS, Heads, MoeSize
 from bench.kernels.part_times import parts
 from bench.kernels.timing import Row, microseconds
+from gpu.experts import Experts
 from gpu.kernels import norm
 from gpu.kernels import silu_mul as gated
 from gpu.kernels.attention import cascade, decode
@@ -153,7 +154,8 @@ def compile_small(config: FewRowsConfig) -> None:
     """Likewise: the few-rows path at one of SMALL."""
     w13, w2 = torch.empty(128, 1536, 2048, dtype=DTYPE), torch.empty(128, 2048, 768, dtype=DTYPE)
     with compiling():
-        few_rows_moe(torch.empty(2, 2048, dtype=DTYPE), torch.empty(2, 128), w13, w2, 8, config=config)
+        x, logits = torch.empty(2, 2048, dtype=DTYPE), torch.empty(2, 128)
+        few_rows_moe(x, logits, Experts(w13, w2, 8), config=config)
 
 
 def compile_tasks() -> list[partial[None]]:
@@ -289,10 +291,11 @@ def small() -> Iterator[Row]:
     """The few-rows path at several cuts, with and without dependent launch."""
     size = MoeSize()
     bench = tune.Bench(size, DEVICE)
+    experts = Experts(bench.w13, bench.w2, size.top_k)
     for tokens in (1, 2, 4):
         steps, rows = bench.inputs(tokens), []
         for config in SMALL:
-            calls = [partial(few_rows_moe, x, g, bench.w13, bench.w2, 8, config=config) for x, g in steps]
+            calls = [partial(few_rows_moe, x, g, experts, config=config) for x, g in steps]
             line = tune.row(tokens, size, microseconds(calls), "few_rows_moe")
             rows.append(line._replace(target=" ".join(map(str, config))))
         yield from sorted(rows, key=lambda row: row.us)[:3]
@@ -303,8 +306,7 @@ def small() -> Iterator[Row]:
         use = rule(shape, tokens)
         for pdl in (False, True):
             after = residual, weight, 1e-6
-            both = bench.w13, bench.w2
-            chain = [partial(moe.fused_moe_add_norm, x, g, both, 8, use, after, pdl=pdl) for x, g in steps]
+            chain = [partial(moe.fused_moe_add_norm, x, g, experts, use, after, pdl=pdl) for x, g in steps]
             us = microseconds(chain)
             yield tune.row(tokens, size, us, f"moe + norm{' PDL' * pdl}")
 

@@ -27,9 +27,10 @@ from triton.errors import TritonError
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import MoeSize, distinct_experts, moe_after, moe_weights
 from bench.kernels.timing import Row, microseconds
+from gpu.experts import Experts
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.gemm_config import TileConfig
-from gpu.kernels.moe.grouped_gemm import down, gate_up
+from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.grouped_gemm_tma import TALL
 from gpu.kernels.moe.route import Tiles, max_blocks, route
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
@@ -110,8 +111,8 @@ class Bench:
 
         def call(x: Tensor, tiles: Tiles) -> Any:
             if variant.up:
-                return gate_up(x, self.w13, tiles, variant.block_m, variant.config)
-            return down(hidden, self.w2, tiles, variant.block_m, variant.config)
+                return grouped_gemm(x, self.w13, tiles, variant.block_m, variant.config, gated=True)
+            return grouped_gemm(hidden, self.w2, tiles, variant.block_m, variant.config)
 
         calls = [partial(call, x, t) for (x, _), t in zip(steps, cut, strict=True)]
         try:
@@ -123,19 +124,8 @@ class Bench:
 
     def whole(self, config: MoeConfig, steps: list[tuple[Tensor, Tensor]]) -> float:
         """µs of the expert MLP from logits to sum."""
-        weights = self.w13, self.w2
-        calls = [
-            partial(
-                fused_moe_add_norm,
-                x,
-                g,
-                weights,
-                self.size.top_k,
-                config,
-                moe_after(x),
-            )
-            for x, g in steps
-        ]
+        experts = Experts(self.w13, self.w2, self.size.top_k)
+        calls = [partial(fused_moe_add_norm, x, g, experts, config, moe_after(x)) for x, g in steps]
         return microseconds(calls)
 
 
@@ -148,11 +138,11 @@ def compile_variant(size: MoeSize, variant: Variant) -> None:
         if variant.up:
             w13 = torch.empty(size.experts, 2 * size.width, size.hidden, dtype=torch.bfloat16)
             x = torch.empty(tokens, size.hidden, dtype=torch.bfloat16)
-            gate_up(x, w13, tiles, variant.block_m, variant.config)
+            grouped_gemm(x, w13, tiles, variant.block_m, variant.config, gated=True)
         else:
             w2 = torch.empty(size.experts, size.hidden, size.width, dtype=torch.bfloat16)
             hidden = torch.empty(tokens * k, size.width, dtype=torch.bfloat16)
-            down(hidden, w2, tiles, variant.block_m, variant.config)
+            grouped_gemm(hidden, w2, tiles, variant.block_m, variant.config)
 
 
 def variants(width: int, tokens: Sequence[int], quick: bool) -> list[tuple[MoeSize, Variant]]:

@@ -6,8 +6,9 @@ import torch
 
 from core.models import ModelSpec, MoeSpec
 from gpu.context import ForwardContext
+from gpu.experts import Experts
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import Experts, Part
+from gpu.ops.base import Part
 from gpu.quant import FP8, scale_shape
 
 

@@ -4,7 +4,7 @@
 step. `fused` is imported on a GPU alone: Triton is not installed elsewhere.
 """
 
-from gpu.ops.base import Experts, Ops, Part, PendingExperts, Rotation
+from gpu.ops.base import Ops, Part, PendingExperts, Rotation
 from gpu.ops.plain import TorchOps
 
-__all__ = ["Experts", "Ops", "Part", "PendingExperts", "Rotation", "TorchOps"]
+__all__ = ["Ops", "Part", "PendingExperts", "Rotation", "TorchOps"]

@@ -12,30 +12,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gpu.experts import Experts
+
 
 class Rotation(NamedTuple):
     """cos and sin [n, 1, rotary_dim] of a step's positions; `sin` is negative in its first half."""
 
     cos: Tensor
     sin: Tensor
-
-
-class Experts(NamedTuple):
-    """One layer's routed experts.
-
-    w13          [experts, 2 * width, hidden], gate over up
-    w2           [experts, hidden, width]
-    renormalise  a row's chosen weights are scaled to sum to 1
-    scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden], or
-                 [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
-    """
-
-    w13: Tensor
-    w2: Tensor
-    top_k: int
-    renormalise: bool
-    activation: str
-    scales: tuple[Tensor, Tensor] | None = None
 
 
 class PendingExperts(NamedTuple):

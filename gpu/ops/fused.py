@@ -42,6 +42,7 @@ from torch import Tensor
 
 from core.errors import ModelError
 from gpu.attention.backend import AttentionBackend
+from gpu.experts import Experts
 from gpu.kernels.attention.qk_norm_rope_store import norm_rope_store
 from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.cublaslt import Products
@@ -51,7 +52,7 @@ from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import rms_norm
 from gpu.kernels.silu_mul import silu_mul
-from gpu.ops.base import Experts, HeadNorms, Part, PendingExperts, Rotation
+from gpu.ops.base import HeadNorms, Part, PendingExperts, Rotation
 from gpu.ops.fp8 import Fp8Weight, fp8_linear
 from gpu.ops.plain import ACTIVATIONS, gate
 from gpu.state.view import StepView
@@ -113,19 +114,8 @@ class TritonOps:
             return rms_norm(part, weight, eps, residual=residual, num_rows=rows, pdl=pdl)
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
-        x, logits, (w13, w2, top_k, renormalise, _, scales) = part
-        return fused_moe_add_norm(
-            x,
-            logits,
-            (w13, w2),
-            top_k,
-            configs.at(len(x)),
-            (residual, weight, eps),
-            renormalise=renormalise,
-            scales=scales,
-            num_rows=rows,
-            pdl=pdl,
-        )
+        config, after = configs.at(len(part.x)), (residual, weight, eps)
+        return fused_moe_add_norm(*part, config, after, num_rows=rows, pdl=pdl)
 
     def attend(
         self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu.attention.backend import TorchBackend
-from gpu.ops.base import Experts, HeadNorms, Part, Rotation
+from gpu.experts import Experts
+from gpu.ops.base import HeadNorms, Part, Rotation
 from gpu.quant import quantise, quantise_groups, restore
 from gpu.state.view import StepView
 

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core.models.quant import BLOCK
+from gpu.experts import Experts
 from gpu.kernels.gemm.gemv import WIDE, chunk, dots, tiles
 from gpu.kernels.jit import begin, cdiv, jit, launch_options, pow2
 from gpu.kernels.moe.route import Routing, add_pairs, router
@@ -256,24 +257,19 @@ def few_rows_config(w2: Tensor, top_k: int) -> FewRowsConfig:
 def few_rows_moe(
     x: Tensor,
     logits: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    top_k: int,
+    experts: Experts,
     *,
-    renormalise: bool = True,
-    scales: tuple[Tensor, Tensor] | None = None,
     num_rows: Tensor | None = None,
     config: FewRowsConfig | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Routing]:
-    """The whole expert MLP of `x` [T, hidden], from router `logits` [T, experts].
-
-    `w13` [experts, 2 * width, hidden], `w2` [experts, hidden, width], all contiguous; sums are float32.
-    `scales` are those of e4m3 weights, as in `gpu.kernels.moe.fused.fused_moe_add_norm`; `x` stays as it is.
+    """The whole expert MLP of `x` [T, hidden], from router `logits` [T, experts], all contiguous; sums are
+    float32. `x` is not quantised where the weights are.
     Every row reads its experts anew, so above about four rows the tiles of `route` read less.
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
     written, and the routing.
     """
+    w13, w2, top_k, renormalise, _, scales = experts
     use = config or few_rows_config(w2, top_k)
     s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape

@@ -224,25 +224,41 @@ def _grouped(
         finish(PDL)
 
 
-def _launch(
+def grouped_gemm(
     a: Tensor,
     w: Tensor,
-    out: Tensor,
     tiles: Tiles,
     block_m: int,
-    gated: bool,
     config: TileConfig,
-    scales: Scales | None,
-    pdl: bool,
-    after: int = 0,
+    *,
+    gated: bool = False,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
+    after: TileConfig | None = None,
+    pdl: bool = False,
 ) -> Tensor:
-    n, k = out.shape[1], w.shape[2]
+    """`gate_up` where `gated`, else `down`, for every pair.
+
+    a        of `gate_up` the rows x [T, hidden], of `down` what that made of them, [T * k, width]; contiguous
+    w        [experts, 2 * width, hidden], gate over up, or [experts, hidden, width]; contiguous
+    block_m  what `tiles` was cut with
+    scales   of a and w, where they are e4m3
+    dtype    of the result, None for a's
+    after    the config of the `gate_up` that `down` is launched right behind: a tile then waits for its own
+             rows alone (`gpu.kernels.moe.tile_dependency`)
+    returns  [T * k, width] in the order of `tiles`, or [T * k, hidden] in pair order (row * k + j). Places
+             behind the last pair, and rows of pairs that went nowhere, are not written
+    """
+    n, k = w.shape[1] // 2 if gated else w.shape[1], w.shape[2]
+    out = a.new_empty(len(tiles.pairs), n, dtype=dtype or a.dtype)
+    parts = cdiv(k, after.block_n) if after is not None else 0
     a_scales, w_scales = scales if scales is not None else (None, None)
     by_block = w_scales is not None and w_scales.dim() == w.dim()
     shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block)
     if block_m == TALL:
         assert scales is None, "rows in e4m3 have lower tiles"
-        return tma_gemm(a, w, out, tiles, shape, config, after=after, pdl=pdl)
+        tma_gemm(a, w, out, tiles, shape, config, after=parts, pdl=pdl)
+        return out
     if by_block:  # a tile lies within blocks, and a step over K in one
         assert config.block_k == BLOCK and BLOCK % config.block_n == 0 and not (n % BLOCK or k % BLOCK)
     total = tiles.blocks.shape[1]
@@ -261,55 +277,7 @@ def _launch(
         BLOCK_M=block_m,
         SHAPE=shape,
         CONFIG=config,
-        AFTER=after,
+        AFTER=parts,
         **launch_options(pdl, config.warps, config.stages),
     )
     return out
-
-
-def gate_up(
-    x: Tensor,
-    w13: Tensor,
-    tiles: Tiles,
-    block_m: int,
-    config: TileConfig,
-    *,
-    scales: Scales | None = None,
-    dtype: torch.dtype | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """silu(x · gateᵀ) · (x · upᵀ) for every pair, in the order of `tiles`.
-
-    x        [T, hidden], contiguous
-    w13      [experts, 2 * width, hidden], contiguous: gate over up
-    block_m  what `tiles` was cut with
-    scales   of x and w13, where they are e4m3
-    returns  [T * k, width] in `dtype`, None for x's; places behind the last pair are not written
-    """
-    width = w13.shape[1] // 2
-    out = x.new_empty(len(tiles.pairs), width, dtype=dtype or x.dtype)
-    return _launch(x, w13, out, tiles, block_m, True, config, scales, pdl)
-
-
-def down(
-    hidden: Tensor,
-    w2: Tensor,
-    tiles: Tiles,
-    block_m: int,
-    config: TileConfig,
-    *,
-    scales: Scales | None = None,
-    dtype: torch.dtype | None = None,
-    after: TileConfig | None = None,
-    pdl: bool = False,
-) -> Tensor:
-    """hidden · downᵀ for every pair: `hidden` [T * k, width] as `gate_up` made it, `w2`
-    [experts, hidden_size, width], `scales` and `dtype` as there. Returns [T * k, hidden_size] in pair
-    order (row * k + j), rows of pairs that went nowhere not written.
-
-    With `after` it is launched behind the `gate_up` of that config, with nothing between them, and a tile
-    waits for its own rows alone (`gpu.kernels.moe.tile_dependency`).
-    """
-    out = hidden.new_empty(len(hidden), w2.shape[1], dtype=dtype or hidden.dtype)
-    parts = cdiv(hidden.shape[1], after.block_n) if after is not None else 0
-    return _launch(hidden, w2, out, tiles, block_m, False, config, scales, pdl, parts)

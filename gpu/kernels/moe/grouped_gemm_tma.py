@@ -200,12 +200,12 @@ def tma_gemm(
     shape: GemmShape,
     config: TileConfig,
     *,
-    after: int = 0,
-    pdl: bool = False,
-) -> Tensor:
-    """`gate_up` or `down` of `gpu.kernels.moe.grouped_gemm`, whose arguments these are, `tiles` cut with TALL
-    rows. Rows of `w`, and for `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each. `after`
-    is how many programs of `gate_up` a tile of `down` waits for; 0: for the kernels before.
+    after: int,
+    pdl: bool,
+) -> None:
+    """As `gpu.kernels.moe.grouped_gemm`, into `out`, with `tiles` cut with TALL rows. Rows of `w`, and for
+    `down` of `a`, are fetched by descriptor: a multiple of 16 bytes each. `after` is how many programs of
+    `gate_up` a tile of `down` waits for; 0: for the kernels before.
     """
     n, k, block_n, block_k = shape.n, shape.k, config.block_n, config.block_k
     total = tiles.blocks.shape[1]
@@ -227,4 +227,3 @@ def tma_gemm(
         AFTER=after,
         **launch_options(pdl, config.warps, config.stages),
     )
-    return out

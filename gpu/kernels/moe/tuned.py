@@ -65,51 +65,44 @@ class MoeConfig(NamedTuple):
 
 
 def rule(shape: MoeShape, tokens: int, deep: bool = False) -> MoeConfig:
-    """Sizes from the rows an expert gets on average: fill the 64 rows of the tensor cores' left side
-    with weights until the tokens themselves fill it. Reasoned, not measured, but for the last: `deep`, with
-    compute capability 9.0 and its 228 KiB of shared memory, rows in tall tiles are the faster."""
-    if shape.dtype.startswith(FP8_NAME):
-        return _fp8_rule(shape, tokens)
+    """Sizes from the rows an expert gets on average. `deep`: the device has compute capability 9.0 and its
+    228 KiB of shared memory."""
     average = tokens * shape.top_k / shape.experts
-    small = tokens <= SMALL_ROWS
-    if average <= 12:
-        return MoeConfig(small, 16, TileConfig(64, 128, 4, 3, True), TileConfig(64, 128, 4, 3, True))
-    if average <= 24:
-        return MoeConfig(small, 32, TileConfig(64, 64, 4, 4, True), TileConfig(64, 64, 4, 4, True))
-    if average <= 64:
-        return MoeConfig(small, 64, TileConfig(64, 64, 4, 4, True), TileConfig(128, 64, 4, 4, True))
-    if deep and shape.dtype in TWO_BYTES and not (shape.width % 8 or shape.hidden % 8):
-        return MoeConfig(
-            small,
-            TALL,
-            TileConfig(128, 64, 8, 4, False, tma=True),
-            TileConfig(256, 64, 8, 4, False, tma=True),
-        )
+    fp8 = shape.dtype.startswith(FP8_NAME)
     return MoeConfig(
-        small, 128, TileConfig(128, 64, 8, 3, False, True), TileConfig(256, 64, 8, 3, False, True)
+        tokens <= SMALL_ROWS, *(_fp8_tiles(shape, average) if fp8 else _tiles(shape, average, deep))
     )
 
 
-def _fp8_rule(shape: MoeShape, tokens: int) -> MoeConfig:
+def _tiles(shape: MoeShape, average: float, deep: bool) -> tuple[int, TileConfig, TileConfig]:
+    """Fill the 64 rows of the tensor cores' left side with weights until the tokens themselves fill it.
+    Reasoned, not measured, but for `deep`: there rows in tall tiles are the faster."""
+    if average <= 12:
+        return 16, TileConfig(64, 128, 4, 3, True), TileConfig(64, 128, 4, 3, True)
+    if average <= 24:
+        return 32, TileConfig(64, 64, 4, 4, True), TileConfig(64, 64, 4, 4, True)
+    if average <= 64:
+        return 64, TileConfig(64, 64, 4, 4, True), TileConfig(128, 64, 4, 4, True)
+    if deep and shape.dtype in TWO_BYTES and not (shape.width % 8 or shape.hidden % 8):
+        return TALL, TileConfig(128, 64, 8, 4, False, tma=True), TileConfig(256, 64, 8, 4, False, tma=True)
+    return 128, TileConfig(128, 64, 8, 3, False, True), TileConfig(256, 64, 8, 3, False, True)
+
+
+def _fp8_tiles(shape: MoeShape, average: float) -> tuple[int, TileConfig, TileConfig]:
     """Likewise in FP8, measured on an H200 at 128 experts of 768, the best of 10 to 16 cuts. A step over K is
     one block of scales. Scaled by blocks a step's sums need registers beside those of all steps: tiles stay
     low, 553 us for both products at 4,096 tokens where tiles of 128 rows take 574; by rows 507 and 473."""
-    average, small = tokens * shape.top_k / shape.experts, tokens <= SMALL_ROWS
     blocks = shape.dtype == FP8_BLOCKS_NAME
     if average <= 12:
-        return MoeConfig(
-            small, 16, TileConfig(64, BLOCK, 4, 4, True), TileConfig(64, BLOCK, 4, 3, True, tma=True)
-        )
+        return 16, TileConfig(64, BLOCK, 4, 4, True), TileConfig(64, BLOCK, 4, 3, True, tma=True)
     if average <= 24:
-        return MoeConfig(
-            small, 32, TileConfig(128, BLOCK, 8, 3, True, tma=True), TileConfig(64, BLOCK, 4, 3, True)
-        )
+        return 32, TileConfig(128, BLOCK, 8, 3, True, tma=True), TileConfig(64, BLOCK, 4, 3, True)
     down = TileConfig(128, BLOCK, 4, 3, False, tma=True)
     if average <= (64 if blocks else 48):
-        return MoeConfig(small, 64, TileConfig(128, BLOCK, 8, 4, True, True, True), down)
+        return 64, TileConfig(128, BLOCK, 8, 4, True, True, True), down
     if blocks:
-        return MoeConfig(small, 64, TileConfig(128, BLOCK, 8, 4, False, tma=True), down)
-    return MoeConfig(small, 128, TileConfig(128, BLOCK, 8, 3, True, True, True), down._replace(half=True))
+        return 64, TileConfig(128, BLOCK, 8, 4, False, tma=True), down
+    return 128, TileConfig(128, BLOCK, 8, 3, True, True, True), down._replace(half=True)
 
 
 def parse(entry: Mapping[str, Any]) -> MoeConfig:

@@ -8,8 +8,8 @@ import torch
 
 from core.plan import Chunk
 from core.request import SamplingParams
+from gpu.experts import Experts
 from gpu.kernels.moe.route import route
-from gpu.ops.base import Experts
 from gpu.ops.fused import TritonOps
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints

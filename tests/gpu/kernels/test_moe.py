@@ -9,6 +9,7 @@ import torch
 
 from bench.kernels import reference
 from bench.kernels.inputs import MoeInputs, MoeSize, error, moe_inputs, run_moe, scalar
+from gpu.experts import Experts
 from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.gemm_config import TileConfig
@@ -109,9 +110,8 @@ def test_few_rows(
     inputs = moe_inputs(3, size, dtype, device)
     inputs.logits[2:] = inputs.x[2:] = float("nan")  # padded rows may hold anything
     x, logits, w13, w2 = inputs
-    found, routing = few_rows_moe(
-        x, logits, w13, w2, size.top_k, renormalise=renormalise, num_rows=scalar(2, device), config=config
-    )
+    layer = Experts(w13, w2, size.top_k, renormalise)
+    found, routing = few_rows_moe(x, logits, layer, num_rows=scalar(2, device), config=config)
     weights, experts = reference.route(logits[:2], size.top_k, renormalise)
     assert routing.experts.tolist() == [*experts.tolist(), [-1] * size.top_k]
     assert error(routing.weights[:2], weights) < 1e-5
@@ -123,7 +123,7 @@ def test_few_rows(
 def test_few_rows_of_ties_go_to_the_lowest_experts(device: torch.device, dtype: torch.dtype) -> None:
     inputs = moe_inputs(1, SIZE, dtype, device)
     inputs.logits[0] = torch.tensor([0.0, 1.0, -0.0, 1.0, 1.0, 0.0])
-    _, routing = few_rows_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, 4)
+    _, routing = few_rows_moe(inputs.x, inputs.logits, Experts(inputs.w13, inputs.w2, 4))
     assert routing.experts.tolist() == [[1, 3, 4, 0]]
 
 
@@ -132,7 +132,7 @@ def test_whatever_the_logits_no_expert_is_out_of_bounds(device: torch.device, dt
     inputs = moe_inputs(2, SIZE, dtype, device)
     inputs.logits[0] = float("nan")
     inputs.logits[1] = -float("inf")
-    _, routing = few_rows_moe(inputs.x, inputs.logits, inputs.w13, inputs.w2, SIZE.top_k)
+    _, routing = few_rows_moe(inputs.x, inputs.logits, Experts(inputs.w13, inputs.w2, SIZE.top_k))
     assert routing.experts.tolist() == [[0, 1], [0, 1]]
 
 
@@ -231,8 +231,7 @@ def test_sum_add_and_norm(small: bool, device: torch.device, dtype: torch.dtype,
     found = fused_moe_add_norm(
         x,
         logits,
-        (w13, w2),
-        SIZE.top_k,
+        Experts(w13, w2, SIZE.top_k),
         config,
         (residual, weight, 1e-6),
         num_rows=scalar(live, device),

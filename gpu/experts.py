@@ -1,0 +1,25 @@
+"""The weights of routed experts, as layers hold them and kernels take them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Experts(NamedTuple):
+    """One layer's routed experts, contiguous.
+
+    w13          [experts, 2 * width, hidden], gate over up
+    w2           [experts, hidden, width]
+    renormalise  a row's chosen weights are scaled to sum to 1
+    scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden], or
+                 [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
+    """
+
+    w13: Tensor
+    w2: Tensor
+    top_k: int
+    renormalise: bool = True
+    activation: str = "silu"
+    scales: tuple[Tensor, Tensor] | None = None
