@@ -39,7 +39,8 @@ from gpu.kernels.gemm import fp8_block, gemv, skinny
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
-from gpu.ops.fp8 import Fp8Weight, fp8_linear
+from gpu.ops.base import Matrix
+from gpu.ops.fp8 import fp8_linear
 from gpu.quant import FP8, scale_shape
 
 CPU = torch.device("cpu")
@@ -127,7 +128,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         weight, counters = empty(outputs, size, dtype=FP8), skinny.split_k_counters(CPU)
         scale = empty(*scale_shape(fp8, [outputs], size) or (), dtype=torch.float32)
         assert skinny.skinny_fp8_config(rows, weight, fp8 == "blocks", both) is not None
-        fp8_linear(empty(rows, size), Fp8Weight(weight, scale), counters, gated=both, num_rows=n, pdl=pdl)
+        fp8_linear(empty(rows, size), Matrix(weight, scale=scale), counters, gated=both, num_rows=n, pdl=pdl)
 
     def product(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ from gpu.kernels.gemm.skinny import Scales, SkinnyConfig, skinny_fp8_config, ski
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.silu_mul import silu_mul
-from gpu.ops.fp8 import Fp8Weight, fp8_linear
+from gpu.ops.base import Matrix
+from gpu.ops.fp8 import fp8_linear
 from gpu.ops.fused import cublas_gemm
 from gpu.quant import FP8, quantise, quantise_blocks, scale_shape
 
@@ -59,19 +60,11 @@ MID_CUTS = [
 """Of a product that is not gated each also in 2 and 4 parts; only those of 128 inputs can be by blocks."""
 
 
-class Matrix(NamedTuple):
-    """A product's weight and its scales, if it has any."""
-
-    weight: Tensor
-    scale: Tensor | None
-
-
 def multiply(x: Tensor, matrix: Matrix, counters: Tensor, gated: bool, pdl: bool) -> Tensor:
     """The product as a step has it, its rows quantised first where the weight is."""
-    weight, scale = matrix
-    if scale is not None:
-        return fp8_linear(x, Fp8Weight(weight, scale), counters, gated=gated, pdl=pdl)
-    out = cublas_gemm(x, weight, None)
+    if matrix.scale is not None:
+        return fp8_linear(x, matrix, counters, gated=gated, pdl=pdl)
+    out = cublas_gemm(x, matrix.weight, None)
     return silu_mul(out, pdl=pdl) if gated else out
 
 
@@ -81,9 +74,9 @@ def matrices(name: str, kind: Fp8) -> list[Matrix]:
     weight = torch.randn(outputs, inputs, device="cuda") * inputs**-0.5
     copies = range(max(2, int(300e6 / weight.numel())))
     if not kind:
-        return [Matrix(weight.to(torch.bfloat16, copy=True), None) for _ in copies]
+        return [Matrix(weight.to(torch.bfloat16, copy=True)) for _ in copies]
     numbers, scale = (quantise if kind == "rows" else quantise_blocks)(weight)
-    return [Matrix(numbers.clone(), scale.clone()) for _ in copies]
+    return [Matrix(numbers.clone(), scale=scale.clone()) for _ in copies]
 
 
 def share(us: float, weights: float, flops: float, kind: Fp8) -> float:

@@ -84,7 +84,7 @@ def _cublas_fp8_gemm(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -
 
 
 def _to_float32(self: Linear, x: Tensor) -> Tensor:
-    return torch.empty(len(x), len(self.weight))
+    return torch.empty(len(x), len(self.matrix.weight))
 
 
 @contextmanager

@@ -17,10 +17,6 @@ class RmsNorm:
         self.eps = spec.norm_eps
         self.weight = parameters.tensor(f"{name}.weight", spec.hidden)
 
-    def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden], a new tensor."""
-        return ctx.ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, ctx: ForwardContext, part: Part, residual: torch.Tensor) -> torch.Tensor:
-        """Add `part` to `residual` in place and norm the sum."""
+    def __call__(self, ctx: ForwardContext, part: Part | None, residual: torch.Tensor) -> torch.Tensor:
+        """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden]."""
         return ctx.ops.add_rms_norm(part, residual, self.weight, self.eps)

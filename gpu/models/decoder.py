@@ -14,7 +14,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp
 from gpu.models.base import CausalModel
-from gpu.ops.base import Part, Rotation
+from gpu.ops.base import Matrix, Part, Rotation
 
 
 class Layer:
@@ -42,14 +42,13 @@ class Layer:
     ) -> torch.Tensor:
         """Attention output of the heads for `residual` [n, hidden], to which `part`, the output of the layer
         before (None in the first layer), is added in place. Rows are independent from here on."""
-        x = self._before(ctx, residual) if part is None else self._before.add(ctx, part, residual)
-        return self._attention.attend(ctx, rotation, x)
+        return self._attention.attend(ctx, rotation, self._before(ctx, part, residual))
 
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
         `found` is added in place."""
         x = self._attention.project(ctx, found)
-        return self._mlp(ctx, self._after.add(ctx, x, residual))
+        return self._mlp(ctx, self._after(ctx, x, residual))
 
 
 def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
@@ -76,7 +75,7 @@ class Decoder(CausalModel):
         }
         self._head = parameters.linear("", spec.hidden, heads[spec.task])
         if spec.tied:
-            self._head.weight = self._embedding
+            self._head.matrix = Matrix(self._embedding)
             del parameters.places["lm_head.weight"]
         self._rope = Rope(spec.rope, spec.head_dim, dtype, device)
 
@@ -94,8 +93,7 @@ class Decoder(CausalModel):
                 found, residual = (rows.index_select(0, ctx.wanted) for rows in (found, residual))
                 ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
             part = layer.transform(ctx, found, residual)
-        assert part is not None
-        return self._norm.add(ctx, part, residual)
+        return self._norm(ctx, part, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`."""

@@ -22,6 +22,18 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
+class Matrix(NamedTuple):
+    """Of products x Wᵀ + b: `weight` [outputs, inputs] contiguous, `bias` [outputs].
+
+    With a `scale` the weight is e4m3: with float32 [outputs] `x` is quantised by row, with
+    [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+
 class PendingExperts(NamedTuple):
     """Experts of `x` [n, hidden] by router `logits` [n, experts], asked for and not yet run: the norm that
     consumes them runs them, and sums their parts in its own kernel."""
@@ -53,12 +65,9 @@ class Ops(Protocol):
         """cos and sin of positions [n] times `frequencies` float32 [rotary_dim / 2], times `scale`."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) · weight over the last axis, a new tensor."""
-        ...
-
-    def add_rms_norm(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add `part` to `residual` [n, hidden] in place and norm the sum: a new [n, hidden]."""
+    def add_rms_norm(self, part: Part | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden],
+        x / sqrt(mean(x²) + eps) · weight."""
         ...
 
     def attend(
@@ -71,22 +80,12 @@ class Ops(Protocol):
         """
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
-        """x Wᵀ + b of `x` contiguous [n, inputs] and `weight` [outputs, inputs], in x's dtype: [n, outputs].
-
-        With a `scale` the weight is e4m3: with float32 [outputs] `x` is quantised by row, with
-        [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`)."""
+    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype: [n, outputs]."""
         ...
 
-    def gated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        scale: Tensor | None = None,
-    ) -> Tensor:
-        """`gated` of `linear`: `weight` [2 * width, inputs] to [n, width]."""
+    def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
+        """`gated` of `linear`: of 2 * width outputs, [n, width]."""
         ...
 
     def gated(self, both: Tensor, activation: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of FP8 weights over a captured step: who multiplies what.
+"""Products of FP8 weights over a captured step: which kernel multiplies what.
 
 Few rows are `skinny_gemm`'s (up to 64, of some sizes scaled by rows up to 128), at the speed at which the
 weights come; more are cuBLAS's, scaled by rows, or `block_gemm`'s, by blocks. What all of them take:
@@ -6,8 +6,6 @@ weights come; more are cuBLAS's, scaled by rows, or `block_gemm`'s, by blocks. W
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +15,12 @@ from gpu.kernels.gemm.fp8_block import block_gemm, block_gemm_config
 from gpu.kernels.gemm.quant import quantise_rows
 from gpu.kernels.gemm.skinny import Scales, skinny_fp8_config, skinny_gemm
 from gpu.kernels.silu_mul import silu_mul
-
-
-class Fp8Weight(NamedTuple):
-    """e4m3 [outputs, inputs], its scales by rows or by blocks (`gpu.quant`), and what is added."""
-
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor | None = None
+from gpu.ops.base import Matrix
 
 
 def fp8_linear(
     x: Tensor,
-    by: Fp8Weight,
+    matrix: Matrix,
     counters: Tensor | None,
     *,
     gated: bool = False,
@@ -38,7 +29,8 @@ def fp8_linear(
 ) -> Tensor:
     """x Wᵀ + b as `Ops.linear` with a scale; `gated`: silu(first half) · second half of it. `counters` and
     `pdl` as in `Kernels`; `num_rows` int32 [1] on the device, how many rows are true."""
-    weight, scale, bias = by
+    weight, bias, scale = matrix
+    assert scale is not None
     by_block = scale.dim() == 2
     numbers, rows = quantise_rows(x, group=BLOCK if by_block else 0, num_rows=num_rows, pdl=pdl)
     cut = None if counters is None else skinny_fp8_config(len(x), weight, by_block, gated)

@@ -52,8 +52,8 @@ from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import rms_norm
 from gpu.kernels.silu_mul import silu_mul
-from gpu.ops.base import HeadNorms, Part, PendingExperts, Rotation
-from gpu.ops.fp8 import Fp8Weight, fp8_linear
+from gpu.ops.base import HeadNorms, Matrix, Part, PendingExperts, Rotation
+from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import ACTIVATIONS, gate
 from gpu.state.view import StepView
 
@@ -103,13 +103,11 @@ class TritonOps:
         rows, pdl = self._rows, self._kernels.pdl
         return Rotation(*rope_rows(positions, frequencies, scale, dtype, num_rows=rows, pdl=pdl))
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Ops.rms_norm`; over rows [n, width] only."""
-        return rms_norm(x, weight, eps, num_rows=self._rows, pdl=self._kernels.pdl)
-
-    def add_rms_norm(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, part: Part | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.add_rms_norm`. What is pending runs now, its sum in the kernel of the norm."""
         rows, pdl = self._rows, self._kernels.pdl
+        if part is None:
+            return rms_norm(residual, weight, eps, num_rows=rows, pdl=pdl)
         if isinstance(part, Tensor):
             return rms_norm(part, weight, eps, residual=residual, num_rows=rows, pdl=pdl)
         configs = self._kernels.moe
@@ -136,37 +134,27 @@ class TritonOps:
         )
         return kernels.attention.attend(layer, q, view)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
-        return self._linear(x, weight, bias, scale, gated=False)
+        return self._linear(x, matrix, gated=False)
 
-    def gated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        scale: Tensor | None = None,
-    ) -> Tensor:
+    def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`; up to 64 rows in one kernel."""
         if activation != "silu":
-            return self.gated(self.linear(x, weight, bias, scale), activation)
-        return self._linear(x, weight, bias, scale, gated=True)
+            return self.gated(self.linear(x, matrix), activation)
+        return self._linear(x, matrix, gated=True)
 
-    def _linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, *, gated: bool
-    ) -> Tensor:
-        kernels, pdl = self._kernels, self._kernels.pdl
+    def _linear(self, x: Tensor, matrix: Matrix, *, gated: bool) -> Tensor:
+        kernels, pdl, (weight, bias, scale) = self._kernels, self._kernels.pdl, matrix
         if scale is not None:
-            by = Fp8Weight(weight, scale, bias)
-            return fp8_linear(x, by, kernels.counters, gated=gated, num_rows=self._rows, pdl=pdl)
+            return fp8_linear(x, matrix, kernels.counters, gated=gated, num_rows=self._rows, pdl=pdl)
         if (few := gemv_config(len(x), weight, gated)) is not None:
             return gemv(x, weight, bias, few, gated=gated, pdl=pdl)
         skinny = skinny_config(len(x), weight, gated)
         if kernels.counters is not None and skinny is not None:
             return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
         if gated:
-            return self.gated(self.linear(x, weight, bias), "silu")
+            return self.gated(self.linear(x, matrix), "silu")
         return cublas_gemm(x, weight, bias, kernels.products)
 
     def gated(self, both: Tensor, activation: str) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Experts
-from gpu.ops.base import HeadNorms, Part, Rotation
+from gpu.ops.base import HeadNorms, Matrix, Part, Rotation
 from gpu.quant import quantise, quantise_groups, restore
 from gpu.state.view import StepView
 
@@ -44,14 +44,12 @@ class TorchOps:
         """See `Ops.rotation`."""
         return turn(positions.float()[:, None] * frequencies, scale, dtype)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Ops.rms_norm`."""
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    def add_rms_norm(self, part: Part, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, part: Part | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Ops.add_rms_norm`."""
-        assert isinstance(part, Tensor), "these operations leave nothing pending"
-        return F.rms_norm(residual.add_(part), weight.shape, weight, eps)
+        if part is not None:
+            assert isinstance(part, Tensor), "these operations leave nothing pending"
+            residual.add_(part)
+        return F.rms_norm(residual, weight.shape, weight, eps)
 
     def attend(
         self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
@@ -69,20 +67,14 @@ class TorchOps:
         self._attention.store(layer, x[:, q_heads:].view(n, 2, kv_heads, -1))
         return self._attention.attend(layer, x[:, :q_heads], self._view)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
+        weight, bias, scale = matrix
         return F.linear(x, weight, bias) if scale is None else product(x, weight, scale, bias)
 
-    def gated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str,
-        scale: Tensor | None = None,
-    ) -> Tensor:
+    def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`."""
-        return gate(self.linear(x, weight, bias, scale), ACTIVATIONS[activation])
+        return gate(self.linear(x, matrix), ACTIVATIONS[activation])
 
     def gated(self, both: Tensor, activation: str) -> Tensor:
         """See `Ops.gated`."""

@@ -12,7 +12,8 @@ from torch import Tensor
 from bench.kernels.inputs import error, scalar
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.ops import fp8
-from gpu.ops.fp8 import Fp8Weight, fp8_linear
+from gpu.ops.base import Matrix
+from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import product
 from gpu.quant import quantise, quantise_blocks
 
@@ -76,7 +77,7 @@ def test_as_the_twin(
     if kind == "rows" and rows == 100 and not gated:
         # Split in two at these sizes, as of a large model's `o`: one that is not split is the library's.
         weight, scale, bias = weight[:128], scale[:128], bias[:128]
-    by = Fp8Weight(weight, scale, bias)
+    by = Matrix(weight, bias, scale)
     found = fp8_linear(x, by, split_k_counters(device), gated=gated, num_rows=live)
     want = product(x.double(), weight, scale, bias.double())
     if gated:
@@ -95,6 +96,6 @@ def test_a_device_without_room_has_the_others(
     x = torch.randn(5, INPUTS, device=device).to(dtype)
     made = torch.randn(OUTPUTS, INPUTS, device=device) * INPUTS**-0.5
     for quantised in (quantise(made), quantise_blocks(made)):
-        found = fp8_linear(x, Fp8Weight(*quantised), None)
+        found = fp8_linear(x, Matrix(quantised[0], scale=quantised[1]), None)
         assert error(found, product(x.double(), *quantised)) < tolerance
     assert who == ["cublas_fp8_gemm", "block_gemm"]
