@@ -1,4 +1,4 @@
-"""Wait for a server, hold one chat with it, say what came."""
+"""Wait until a server is ready, send one chat request, print the answer; fail if it is wrong."""
 
 import json
 import sys
@@ -6,10 +6,10 @@ import time
 import urllib.error
 import urllib.request
 
-PATIENCE = 600  # seconds: the first start fetches the model
+TIMEOUT = 600  # seconds: the first start fetches the model
 
 url = sys.argv[1]
-deadline = time.monotonic() + PATIENCE
+deadline = time.monotonic() + TIMEOUT
 while True:
     try:
         urllib.request.urlopen(f"{url}/health")
@@ -27,4 +27,4 @@ request = urllib.request.Request(
 answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
 print(answer)
 if "Paris" not in answer:
-    sys.exit("that is not the answer")
+    sys.exit("wrong answer: expected 'Paris' in it")

@@ -1,17 +1,17 @@
 #!/bin/bash
-# A first look at a GPU host, in parts of at most nine minutes each; the short table comes last.
+# First run on a GPU host, in parts of at most nine minutes each.
 #
-#   bench/gpu_first.sh tests      facts, every kernel's tests in bfloat16, the captured step against the CPU
+#   bench/gpu_first.sh tests      host facts, kernel tests in bfloat16, the captured step against the CPU
 #   bench/gpu_first.sh sanitize   the kernels' tests under compute-sanitizer's memcheck
-#   bench/gpu_first.sh real       a trained model, LOOM_TEST_MODEL=FILE.gguf, against a CPU; a device that fails
-#   bench/gpu_first.sh kernels    kernels checked and timed at real sizes, tiles of the experts searched
-#   bench/gpu_first.sh steps      where a step's time goes, both models, random weights
-#   bench/gpu_first.sh table      the scenarios against the server; MODELS="qwen3-8b" for one model alone,
-#                                 MODELS="" with tests for none of their kernels
+#   bench/gpu_first.sh real       a trained model, LOOM_TEST_MODEL=FILE.gguf, against the CPU; device failures
+#   bench/gpu_first.sh kernels    checks and times kernels at real sizes, tunes the tiles of the MoE kernels
+#   bench/gpu_first.sh steps      step time by kernel, both models, random weights
+#   bench/gpu_first.sh table      the scenarios of bench.table; MODELS="qwen3-8b" for one model,
+#                                 MODELS="" with tests: do not compile the models' kernels
 #
-# Results go to $OUT (./gpu-out), all logs into one archive there. Switches, to find out what is at fault:
+# Results go to $OUT (./gpu-out), all logs into one archive there. Switches for debugging:
 #   PDL=0       no programmatic dependent launch          FLAGS="--no-cuda-graphs ..."   of the server
-#   CUDA_LAUNCH_BLOCKING=1, TRITON_CACHE_DIR, ...         as always
+#   CUDA_LAUNCH_BLOCKING=1, TRITON_CACHE_DIR, ...
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-$PWD/gpu-out}
@@ -20,7 +20,7 @@ FLAGS="--device cuda ${FLAGS:-}"
 CORES=$(nproc)
 LOGS=$(mktemp -d)
 mkdir -p "$OUT"
-# Every test, whatever its marks; what a host's own packages warn of is none of ours.
+# Every test, whatever its marks, and no errors from warnings of the host's own packages.
 export PYTEST="-p no:cacheprovider -m= -o filterwarnings=default --disable-warnings"
 export LOGS COLUMNS=200 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 [ "${PDL:-1}" = 1 ] || sed -i 's/^HOPPER = (9, 0)/HOPPER = (99, 0)/' gpu/device.py
@@ -30,7 +30,7 @@ say() {
   tar czf "$OUT/logs.tgz" -C "$LOGS" .
 }
 
-# Kernels are compiled side by side once; whoever runs later finds them in Triton's cache.
+# Compiles all kernels in parallel into Triton's cache, which the later processes use.
 compile() {
   local pdl=()
   [ "${PDL:-1}" = 1 ] || pdl=(--no-pdl)
@@ -41,7 +41,7 @@ compile() {
   done
 }
 
-# One process per line of quoted test names: a device fault ends that one alone.
+# One process for each line of quoted test names: a device fault ends only that process.
 pytests() {
   xargs -d '\n' -P "$1" -I {} bash -c '
     eval "ids=($1)"
@@ -50,7 +50,7 @@ pytests() {
     echo "$code ${ids[0]} $(tail -n 1 "$log")" >> "$LOGS/pytest.txt"' _ {}
 }
 
-# Lines for `pytests`: a model's tests together, the configurations apart.
+# Lines for `pytests`: the tests of a model in one process, each configuration in its own.
 cases() {
   python3 - <<'EOF'
 from tests.rigs.tiny_model import VARIANTS
@@ -83,7 +83,7 @@ tests() {
   compile
   export OMP_NUM_THREADS=1
   : > "$LOGS/pytest.txt"
-  say "kernels' tests"
+  say "kernel tests"
   ls tests/gpu/kernels/test_*.py | pytests $((CORES * 3 / 4))
   say "captured steps"
   cases | pytests $((CORES * 3 / 4))
@@ -93,14 +93,14 @@ tests() {
       --rows 1 32 --seconds 2 $FLAGS > "$LOGS/first-step.log" 2>&1 || echo "bench.step: exit $?"
     grep -E "^\{'case'|Error" "$LOGS/first-step.log" | cut -c 1-300
   fi
-  say "what failed"
+  say "failures"
   grep -hE "^(FAILED|ERROR) " "$LOGS"/pytest-*.log | cut -c 1-200 | sort | uniq -c | sort -rn | head -n 40
   grep -v "^0 " "$LOGS/pytest.txt" | cut -c 1-160
   echo "$(grep -c "^0 " "$LOGS/pytest.txt") of $(wc -l < "$LOGS/pytest.txt") groups passed"
   cat "$LOGS/facts.log"
 }
 
-# All at once: three of the four answer on the CPU first, each with its share of the cores.
+# Four processes in parallel: three compute their expected output on the CPU first and share the cores.
 real() {
   export OMP_NUM_THREADS=$((CORES / 3 + 1))
   : > "$LOGS/pytest.txt"
@@ -119,7 +119,7 @@ EOF
   cut -c 1-160 "$LOGS/pytest.txt"
 }
 
-# Without torch's cache of memory every tensor is an allocation of its own, whose end can be overrun.
+# Without torch's caching allocator every tensor is its own allocation, so memcheck sees accesses past its end.
 sanitize() {
   export LOGS PYTORCH_NO_CUDA_MEMORY_CACHING=1
   ls ${FILES:-tests/gpu/kernels/test_*.py} | xargs -P "$CORES" -I {} bash -c '
@@ -132,7 +132,7 @@ sanitize() {
 kernels() {
   timeout 530 python3 -m bench.kernels.check_and_time --out "$OUT" --tune 768 --quick --seconds 480 \
     > "$LOGS/kernels.log" 2>&1 || echo "check_and_time: exit $?"
-  say "bad checks, dropped variants"
+  say "failed checks, dropped variants"
   grep -E "^BAD|dropped|failed|broke off" "$LOGS/kernels.log" | cut -c 1-200 | head -n 30
   say "times"
   grep -E "of peak|checks:|^-- " "$LOGS/kernels.log" | cut -c 1-150
