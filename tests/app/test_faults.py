@@ -186,8 +186,9 @@ async def test_requests_run_out_of_time_while_the_engine_is_paused(
         assert "a-0" not in bench.pieces
         now[0] = at
         later.pop()[1]()
-    await run.wait()
+    await settle()
     assert bench.reason("a-0") is FinishReason.ABORT
+    await run.wait()
     await settle()
     assert later == [], "nobody waits any more"
     bench.scheduler.check_integrity()

@@ -139,6 +139,16 @@ async def test_asleep_requests_wait_and_a_resume_is_refused(bench: Bench, operat
     assert bench.tokens("a-0") == oracle(PROMPT.tolist(), 4, VOCAB)
 
 
+async def test_asleep_nothing_is_left_in_the_cache(bench: Bench, operator: Operator) -> None:
+    """The memory of the KV pool comes back with other contents."""
+    bench.executor.eager = True
+    await (await bench.start("a", 20)).wait()
+    await settle()
+    assert bench.scheduler.cache.statistics().cached
+    await operator.sleep(("kv_cache",))
+    assert bench.scheduler.cache.statistics().cached == 0
+
+
 async def test_a_profile_is_written_where_the_server_says(operator: Operator, bench: Bench) -> None:
     await operator.start_profile()
     path = await operator.stop_profile()

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from app.engine.job import Job
 from app.engine.submit import Submitter
 from app.text.tokenizer import Tokenizer
 from app.warning import warnings
@@ -16,6 +17,7 @@ from core.grammar import GrammarSpec
 from core.request import SamplingParams
 from tests.rigs.compiler import FakeCompiler
 from tests.rigs.step_loop import VOCAB, Bench
+from tests.rigs.wait import PATIENCE
 
 END = 2
 SPEC = GrammarSpec("regex", "a+", "regex")
@@ -90,6 +92,26 @@ async def test_an_abort_reaches_a_job_that_is_being_compiled(bench: Bench, messa
     with pytest.raises(Aborted if message is None else Unavailable):
         await starting
     assert compiler_of(bench).cancelled == 1
+    assert bench.submitter.idle
+    assert bench.executor.plans == []
+
+
+async def test_an_abort_reaches_a_job_that_is_being_encoded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = asyncio.Event()
+
+    async def encode(*_: object) -> object:
+        encoding.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(Tokenizer, "encode_async", encode)
+    job = Job(id="a", prompt="a text", max_tokens=4, sampling=SamplingParams())
+    starting = asyncio.ensure_future(bench.submitter.start(job, lambda index, piece: None))
+    await encoding.wait()
+    assert bench.submitter.abort("a")
+    with pytest.raises(Aborted):
+        await asyncio.wait_for(starting, PATIENCE)
     assert bench.submitter.idle
     assert bench.executor.plans == []
 
