@@ -43,7 +43,6 @@ class _Columns(NamedTuple):
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    last_token: Tensor
 
 
 class _Runs(NamedTuple):
@@ -214,8 +213,6 @@ def _reduce_runs(
         level = tl.where(finite, high, 0.0)
         tl.store(totals.mass + row, tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * inverse), 0))
         tl.store(totals.high + row, level)
-    # The next step embeds the cell, so it must name a row of the table.
-    tl.store(columns.last_token + tl.load(slots + row), tl.where(finite, token, 0))
 
 
 @jit
@@ -332,14 +329,12 @@ def _filter(
         token = tl.where(open_, winner, token)
         mark = tl.load(own + token).to(tl.float32)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(columns.last_token + slot, token)
 
 
 def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False) -> None:
     """A token per row of `logits` float [rows, vocab], which may be strided: the argmax where the slot's
     temperature is 0 (lowest id on ties), else drawn. Written to `tokens` int64 [rows], -1 where a logit is
-    NaN or +inf or all are -inf, and to the slot's `last_token`, there 0. Without `filtered` no row has top_k,
-    top_p or min_p: a launch less."""
+    NaN or +inf or all are -inf. Without `filtered` no row has top_k, top_p or min_p: a launch less."""
     vocab, tables = logits.shape[1], rows.tables
     count = cdiv(vocab, BLOCK * RUN)
 
