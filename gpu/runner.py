@@ -35,7 +35,6 @@ from gpu.ops.base import Ops
 from gpu.prompt import score_prompts
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
-from gpu.sample.rows import Rows
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, StepView, place
@@ -129,8 +128,7 @@ class ModelRunner:
         self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts)
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
         self._rings = Rings(entries, machine.device)
-        rows = Rows(buffers.samples.slots, buffers.samples.positions, buffers.num_samples, self.tables)
-        works_on = SamplingDevice(rows, buffers.queries, self._rings, machine.sampling, machine.pdl)
+        works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl)
         self._stage = SamplingStage(works_on, shape.vocab, shape.count_rows, self._head, processors)
         self._matchers = Matchers()
         self._hidden = HiddenRows()

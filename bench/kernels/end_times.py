@@ -22,12 +22,12 @@ from core.request import SamplingParams
 from core.types import Ints
 from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.sampling.adjust import mask_rows
-from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
+from gpu.kernels.sampling.penalty import penalise, start_counts
 from gpu.kernels.step import accept, begin_step
 from gpu.runner import ENTRIES, PAGE_WRITES
 from gpu.sample.kernels import MaskRows
 from gpu.sample.penalties import Counts
-from gpu.sample.rows import Queries, Rows
+from gpu.sample.rows import Rows
 from gpu.state.entry import CHUNK, MARK, NEW, SAMPLE, TOKEN, WRITE, Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
@@ -120,8 +120,7 @@ def _answers() -> Iterator[Row]:
         sets = [torch.arange(rows, device=DEVICE) for _ in range(COPIES)]
         tables, slots = SlotTables(SLOTS, 1, DEVICE), torch.arange(rows, dtype=torch.int32, device=DEVICE)
         own = Rows(slots, slots, scalar(rows, DEVICE), tables)
-        queries = Queries(torch.zeros(SLOTS + 1, dtype=torch.int32, device=DEVICE), own.live, slots)
-        calls = [partial(accept, tokens, own, queries, turned, _rings().answers) for tokens in sets]
+        calls = [partial(accept, tokens, own, turned, _rings().answers) for tokens in sets]
         yield Row("accept", f"{rows} rows", microseconds(calls), rows * (8 + 5 * 4))
 
 
@@ -164,10 +163,11 @@ def _penalties(rows: int, logits: list[Tensor]) -> Iterator[Row]:
     yield Row("penalise", f"{rows} x {VOCAB}, none", microseconds(calls), rows * (4 + 4))
     tables.count_row[1 : rows + 1] = slots - 1
     yield Row("penalise", f"{rows} x {VOCAB}", microseconds(calls), rows * VOCAB + known * (4 + 2 * 4))
-    tokens = torch.randint(VOCAB, (rows,), device=DEVICE)
-    us = microseconds([partial(count_tokens, tokens, every, counts) for counts in pool])
-    # Token, slot and its row; the count both ways, and a flag.
-    yield Row("count_tokens", f"{rows} rows", us, rows * (8 + 4 + 4 + 2 * 4 + 1))
+    tokens, answers = torch.randint(VOCAB, (rows,), device=DEVICE), _rings().answers
+    turned = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    us = microseconds([partial(accept, tokens, every, turned, answers, counts) for counts in pool])
+    # What it moves without counts; a slot's row, the count both ways, and a flag.
+    yield Row("accept", f"{rows} rows, counted", us, rows * (8 + 5 * 4 + 4 + 2 * 4 + 1))
 
 
 def _masks(rows: int, logits: list[Tensor]) -> Iterator[Row]:

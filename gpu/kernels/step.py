@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
-from gpu.sample.rows import Queries, Rows
+from gpu.sample.penalties import Counts
+from gpu.sample.rows import DraftSamples, Rows
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
 from gpu.state.tables import WIDE, SlotTables, row_of
 from gpu.state.view import StepView
@@ -26,8 +27,9 @@ _TOKEN: tl.constexpr = tl.constexpr(TOKEN)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
 _LAST_TOKEN: tl.constexpr = tl.constexpr(row_of("last_token"))
 _LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
-_NUM_DRAFTS: tl.constexpr = tl.constexpr(row_of("num_drafts"))
+_MAX_DRAFTS: tl.constexpr = tl.constexpr(row_of("max_drafts"))
 _LIMIT: tl.constexpr = tl.constexpr(row_of("limit"))
+_COUNT_ROW: tl.constexpr = tl.constexpr(row_of("count_row"))
 
 
 @jit
@@ -57,15 +59,19 @@ def _take_rows(
     ids: tl.tensor,
     positions: tl.tensor,
     decode_slots: tl.tensor,
-    sample_firsts: tl.tensor,
+    sample_rows: tl.tensor,
+    sample_slots: tl.tensor,
+    sample_positions: tl.tensor,
+    drafts_before: tl.tensor,
     stride: int,
     DRAFTS: tl.constexpr,
     AT_DECODE: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:
-    """Lay out the queries of rows that may have drafts: as many as the row's limit and the step's budget
-    allow, in the order of rows. Returns how many tokens they have together."""
+    """Lay out the queries of rows that may have drafts: as many as the row's limits and the step's budget
+    allow, in the order of rows; and their samples. Returns how many tokens they have together."""
     rows, longest, left = tl.load(entry + 1), tl.load(entry + 8), tl.load(entry + 9)
+    sampling = rows + tl.load(entry + 3)
     tokens = tl.full([], 0, tl.int32)
     for first in range(0, rows, SPAN):
         i = first + tl.arange(0, SPAN)
@@ -73,22 +79,28 @@ def _take_rows(
         slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
         before = tl.load(columns + _LENGTH * stride + slot, mask=live, other=0)
         limit = tl.load(columns + _LIMIT * stride + slot, mask=live, other=0)
-        ready = tl.load(columns + _NUM_DRAFTS * stride + slot, mask=live, other=0)
+        most = tl.load(columns + _MAX_DRAFTS * stride + slot, mask=live, other=0)
+        ready = tl.minimum(tl.load(drafts + slot * (DRAFTS + 1), mask=live, other=0), most)
         wanted = tl.maximum(tl.minimum(tl.minimum(ready, limit - before - 1), longest - 1), 0)
         wanted = tl.where(live, wanted, 0)
         given = tl.maximum(tl.minimum(left - tl.cumsum(wanted) + wanted, wanted), 0)
         query = tl.where(live, 1 + given, 0)
         at = tokens + tl.cumsum(query) - query
-        tl.store(sample_firsts + i, at, mask=live)
+        tl.store(drafts_before + i, at - i, mask=live)
         for j in tl.static_range(DRAFTS + 1):
             mine = j < query
             if j == 0:
+                sample = i
                 token = tl.load(columns + _LAST_TOKEN * stride + slot, mask=mine, other=0)
             else:
-                token = tl.load(drafts + slot * DRAFTS + j - 1, mask=mine, other=0)
+                sample = sampling + at - i + j - 1
+                token = tl.load(drafts + slot * (DRAFTS + 1) + j, mask=mine, other=0)
             tl.store(ids + at + j, token, mask=mine)
             tl.store(positions + at + j, before + j, mask=mine)
             tl.store(decode_slots + at + j, slot, mask=mine)
+            tl.store(sample_rows + sample, at + j, mask=mine)
+            tl.store(sample_slots + sample, slot, mask=mine)
+            tl.store(sample_positions + sample, before + j + 1, mask=mine)
         left -= tl.sum(wanted)
         tokens += tl.sum(query)
     return tokens
@@ -114,8 +126,8 @@ def _begin(
     sample_rows: tl.tensor,
     sample_slots: tl.tensor,
     sample_positions: tl.tensor,
-    sample_firsts: tl.tensor,
     sampling_rows: tl.tensor,
+    drafts_before: tl.tensor,
     stride: int,
     width: int,
     n: int,
@@ -154,13 +166,13 @@ def _begin(
     queries = rows
     if DRAFTS:
         queries = _take_rows(
-            entry, columns, drafts, ids, positions, decode_slots, sample_firsts, stride,
-            DRAFTS, AT_DECODE, SPAN,
+            entry, columns, drafts, ids, positions, decode_slots, sample_rows, sample_slots,
+            sample_positions, drafts_before, stride, DRAFTS, AT_DECODE, SPAN,
         )  # fmt: skip
         tl.store(sampling_rows, rows + samples)
         for first in range(0, samples + 1, SPAN):
             i = first + tl.arange(0, SPAN)
-            tl.store(sample_firsts + rows + i, queries + i, mask=i <= samples)
+            tl.store(drafts_before + rows + i, queries - rows, mask=i <= samples)
         tl.debug_barrier()
     tokens = queries + known
     tl.store(counts, tokens)
@@ -179,11 +191,12 @@ def _begin(
             slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
             position = tl.load(length + slot, mask=live, other=0)
             token = tl.load(last_token + slot, mask=live, other=0)
-        tl.store(sample_rows + i, i, mask=live)
-        tl.store(sample_slots + i, slot, mask=live)
-        tl.store(sample_positions + i, position + 1, mask=live)
         stored = live
-        if DRAFTS:  # the token of a row at its limit is computed for nobody, and stored in the dump
+        if not DRAFTS:
+            tl.store(sample_rows + i, i, mask=live)
+            tl.store(sample_slots + i, slot, mask=live)
+            tl.store(sample_positions + i, position + 1, mask=live)
+        else:  # the token of a row at its limit is computed for nobody, and stored in the dump
             stored = live & (position < tl.load(columns + _LIMIT * stride + slot, mask=live, other=0))
             position -= (live & (stored == 0)).to(tl.int32)
         page = tl.load(table + slot * width + position // PAGE, mask=stored, other=0)
@@ -224,12 +237,14 @@ def _begin(
             tl.store(kv_slot_mapping + i, page * PAGE + position % PAGE, mask=mine)
     for first in range(0, s, SPAN):
         i = first + tl.arange(0, SPAN)
-        live = (i >= queries) & (i < queries + samples)
-        at = entry + AT_SAMPLES + (i - queries) * _SAMPLE
+        live = (i >= rows) & (i < rows + samples)
+        at = entry + AT_SAMPLES + (i - rows) * _SAMPLE
         index = tl.load(at, mask=live, other=0)
         slot = tl.load(at + 1, mask=live, other=0)
         position = tl.load(at + 2, mask=live, other=0)
-        mine = (i >= queries) & (i < s)
+        mine = (i >= rows) & (i < s)
+        if DRAFTS:
+            mine &= live | (i >= queries + samples)
         tl.store(sample_rows + i, tl.where(live, queries + index, 0), mask=mine)
         tl.store(sample_slots + i, slot, mask=mine)
         tl.store(sample_positions + i, position, mask=mine)
@@ -240,14 +255,14 @@ def begin_step(
     ring: EntryRing,
     tables: SlotTables,
     view: StepView,
-    samples: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    samples: tuple[Tensor, Tensor, Tensor, DraftSamples],
     *,
     page_size: int,
     pdl: bool = False,
 ) -> None:
     """See `gpu.step.begin.BeginStep`; `samples` are those of `gpu.step.buffers.Samples`."""
     words, cursor, at = ring
-    rows, slots, positions, firsts, num_rows = samples
+    rows, slots, positions, drafts = samples
     span = 1024 if view.tokens > 256 else 256
     _begin[(1,)](
         words,
@@ -268,15 +283,14 @@ def begin_step(
         rows,
         slots,
         positions,
-        firsts,
-        num_rows,
+        *drafts,
         tables.words.stride(0),
         tables.page_table.stride(0),
         view.tokens,
         view.max_decode,
         view.max_chunks,
         len(rows),
-        DRAFTS=tables.drafts.shape[1],
+        DRAFTS=tables.most_drafts,
         MIXED=view.max_chunks > 0,
         PAGE=page_size,
         ENTRIES=len(words),
@@ -299,13 +313,16 @@ def _accept(
     slots: tl.tensor,
     positions: tl.tensor,
     samples: tl.tensor,
-    firsts: tl.tensor,
     rows: tl.tensor,
-    ids: tl.tensor,
+    before: tl.tensor,
+    drafts: tl.tensor,
     columns: tl.tensor,
+    generated: tl.tensor | None,
+    seen: tl.tensor | None,
     cursor: tl.tensor,
     out: tl.tensor,
     column: int,
+    vocab: int,
     stride: int,
     room: int,
     DRAFTS: tl.constexpr,
@@ -318,46 +335,64 @@ def _accept(
     entry = out + ((tl.load(cursor) - 1) % ENTRIES) * stride
     i = tl.arange(0, SPAN)
     if DRAFTS:
-        live = i < tl.load(rows)
-        first, end = tl.load(firsts + i, mask=live, other=0), tl.load(firsts + i + 1, mask=live, other=0)
+        sampling = tl.load(rows)
+        live = i < sampling
+        ahead = tl.load(before + i, mask=live, other=0)
+        given = tl.load(before + i + 1, mask=live, other=0) - ahead
     else:
-        live, first = i < tl.minimum(tl.load(samples), room), i
-    slot = tl.load(slots + first, mask=live, other=0)
-    position = tl.load(positions + first, mask=live, other=0)
-    token = tl.load(tokens + first, mask=live, other=0).to(tl.int32)
+        live = i < tl.minimum(tl.load(samples), room)
+    slot = tl.load(slots + i, mask=live, other=0)
+    position = tl.load(positions + i, mask=live, other=0)
+    token = tl.load(tokens + i, mask=live, other=0).to(tl.int32)
+    made, mine, at = token, live, i
     if DRAFTS:
         # A draft is taken while it is what was sampled before it; nothing is of a row at its limit.
         live &= position <= tl.load(columns + _LIMIT * column + slot, mask=live, other=0)
         count = live.to(tl.int32)
         for j in tl.static_range(1, DRAFTS + 1):
-            more = (count == j) & (first + j < end)
-            draft = tl.load(ids + first + j, mask=more, other=-1)
-            more &= token == draft
-            token = tl.where(more, tl.load(tokens + first + j, mask=more, other=0).to(tl.int32), token)
+            more = (count == j) & (j <= given)
+            more &= token == tl.load(drafts + slot * (DRAFTS + 1) + j, mask=more, other=-1)
+            after = tl.load(tokens + sampling + ahead + j - 1, mask=more, other=0).to(tl.int32)
+            token = tl.where(more, after, token)
             count += more.to(tl.int32)
-        at = tl.cumsum(count) - count
-        for j in tl.static_range(DRAFTS + 1):
-            made = tl.load(tokens + first + j, mask=j < count, other=0).to(tl.int32)
-            tl.store(entry + at + j, made, mask=j < count)
-        tl.store(entry + AT_COUNTS + i, count, mask=i < tl.load(rows))
-        position += count - 1
-    else:
-        tl.store(entry + i, token, mask=live)
+        tl.store(entry + AT_COUNTS + i, count, mask=i < sampling)
+        at, position = tl.cumsum(count) - count, position + count - 1
+    if generated is not None:
+        counted = tl.load(columns + _COUNT_ROW * column + slot, mask=live, other=-1).to(tl.int64)
+    for j in tl.static_range(DRAFTS + 1):
+        if DRAFTS:
+            mine = j < count
+        if j > 0:
+            made = tl.load(tokens + sampling + ahead + j - 1, mask=mine, other=0).to(tl.int32)
+        tl.store(entry + at + j, made, mask=mine)
+        if generated is not None:
+            known = mine & (counted >= 0) & (made >= 0)
+            # Added: a row may have taken a token twice.
+            tl.atomic_add(generated + counted * vocab + made, tl.full([SPAN], 1, tl.int32), mask=known)
+            tl.store(seen + counted * vocab + made, tl.full([SPAN], 1, tl.int1), mask=known)
     tl.store(columns + _LENGTH * column + slot, position, mask=live)
     # The next step embeds the cell, so it must name a row of the table.
     tl.store(columns + _LAST_TOKEN * column + slot, tl.maximum(token, 0), mask=live)
 
 
 def accept(
-    tokens: Tensor, rows: Rows, queries: Queries, cursor: Tensor, out: Tensor, *, pdl: bool = False
+    tokens: Tensor,
+    rows: Rows,
+    cursor: Tensor,
+    out: Tensor,
+    counts: Counts | None = None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """See `gpu.sample.kernels.SamplingKernels.accept`. `out` is memory that host and device share; `cursor`
     has been turned by `begin_step`."""
-    tables, most = rows.tables, len(queries.firsts) - 1
+    tables, most = rows.tables, rows.tables.slots - 1
+    generated, seen = (None, None) if counts is None else counts.tables
     span = pow2(most)  # of the ring, not of the step: one kernel for all sizes
     _accept[(1,)](
-        tokens, rows.slots, rows.positions, rows.live, queries.firsts, queries.live, queries.ids,
-        tables.words, cursor, out, tables.words.stride(0), out.stride(0), len(tokens),
-        DRAFTS=tables.drafts.shape[1], AT_COUNTS=out.shape[1] - most, ENTRIES=len(out), SPAN=span, PDL=pdl,
+        tokens, rows.slots, rows.positions, rows.live, *(rows.drafts or (None, None)), tables.drafts,
+        tables.words, generated, seen, cursor, out, tables.words.stride(0),
+        0 if generated is None else generated.shape[1], out.stride(0), len(tokens),
+        DRAFTS=tables.most_drafts, AT_COUNTS=out.shape[1] - most, ENTRIES=len(out), SPAN=span, PDL=pdl,
         **options(min(max(span // 32, 1), 8), pdl=pdl),
     )  # fmt: skip

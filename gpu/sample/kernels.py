@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from gpu.sample.penalties import Counts
-from gpu.sample.rows import Queries, Rows
+from gpu.sample.rows import Rows
 from gpu.sample.token_tables import TokenTables
 from gpu.state.entry import EntryRing
 
@@ -44,7 +44,8 @@ class SamplingKernels(Protocol):
         ...
 
     def penalise(self, logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
-        """Repetition, frequency and presence penalties of the slots that have counts."""
+        """Repetition, frequency and presence penalties of the slots that have counts. Of a draft's sample the
+        drafts up to it count as well."""
         ...
 
     def choose(
@@ -54,17 +55,21 @@ class SamplingKernels(Protocol):
         `filtered` no row has top_k, top_p or min_p."""
         ...
 
-    def count_tokens(self, tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
-        """Count sampled tokens of the slots that have counts; -1 is not counted."""
-        ...
-
     def accept(
-        self, tokens: Tensor, rows: Rows, queries: Queries, cursor: Tensor, out: Tensor, *, pdl: bool = False
+        self,
+        tokens: Tensor,
+        rows: Rows,
+        cursor: Tensor,
+        out: Tensor,
+        counts: Counts | None = None,
+        *,
+        pdl: bool = False,
     ) -> None:
         """Take of each row's sampled `tokens` int64 [samples] those up to the first that its next draft does
         not equal, none of a row at its limit. Write the row's length and last token, there 0 for -1, and to
         the current entry of the answer ring `out` the tokens taken, row by row, and behind them, where rows
-        may have drafts, how many are each row's."""
+        may have drafts, how many are each row's. With `counts`, count them for the slots that have any; -1 is
+        not counted."""
         ...
 
     def draw_weights(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:

@@ -49,19 +49,24 @@ class Counts:
         self._seen[rows, tokens] = True
         self._generated.index_put_((rows, tokens), made.int(), accumulate=True)
 
-    def penalise(self, logits: Tensor, row: int, penalty: Penalty) -> None:
-        """Change `logits` float32 [vocab] in place, for the tokens seen so far.
+    def penalise(self, logits: Tensor, row: int, penalty: Penalty, drafts: Tensor | None = None) -> None:
+        """Change `logits` float32 [vocab] in place, for the tokens seen so far and `drafts` int32 [n], as if
+        these were generated.
 
         Repetition first: a positive logit is divided, a negative one multiplied. Then
         `frequency` times the number of times generated and `presence` once if generated are
         subtracted; the prompt does not count for these two.
         """
-        ids = where(self._seen[row])
+        seen, generated = self._seen[row], self._generated[row]
+        if drafts is not None and len(drafts):
+            seen = seen.index_fill(0, drafts.long(), True)
+            generated = generated.index_add(0, drafts, torch.ones_like(drafts))
+        ids = where(seen)
         x = logits.index_select(0, ids)
         if penalty.repetition != 1.0:
             x = torch.where(x > 0, x / penalty.repetition, x * penalty.repetition)
         if penalty.frequency != 0.0 or penalty.presence != 0.0:
-            times = self._generated[row].index_select(0, ids)
+            times = generated.index_select(0, ids)
             x -= penalty.frequency * times + penalty.presence * (times > 0)
         logits.index_copy_(0, ids, x)
 

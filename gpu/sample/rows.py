@@ -9,24 +9,28 @@ from torch import Tensor
 from gpu.state.tables import SlotTables
 
 
-class Queries(NamedTuple):
-    """Which samples are one row's: those from `firsts[row]` to before `firsts[row + 1]`, its last token's and
-    its drafts'. `firsts` int32 [rows + 1], of `live` int32 [1] true rows; `ids` int32 [tokens] are the step's
-    tokens, which samples of decode rows stand in the order of."""
+class DraftSamples(NamedTuple):
+    """Which samples of a step are of drafts. First comes one for each of the plan's rows, in its order: what
+    the host knows of a row, it knows of that sample. Then come those of the drafts, row by row.
 
-    firsts: Tensor
-    live: Tensor
-    ids: Tensor
+    rows    int32 [1]: rows of the plan that sample
+    before  int32 [rows + 1]: drafts of all rows before each. Row r has `before[r + 1] - before[r]`, whose
+            samples begin at `rows + before[r]`; a decode row's last token is the step's `r + before[r]`-th
+    """
+
+    rows: Tensor
+    before: Tensor
 
 
 class Rows(NamedTuple):
-    """Padded rows: slots and positions (of the token to choose) int32 [rows]; how many are true (`live`),
-    int32 [1] on the device; and the slots' tables."""
+    """Padded samples: slots and positions (of the token to choose) int32 [rows]; how many are true (`live`),
+    int32 [1] on the device; the slots' tables; and `drafts` where slots may have any."""
 
     slots: Tensor
     positions: Tensor
     live: Tensor
     tables: SlotTables
+    drafts: DraftSamples | None = None
 
     def first(self, count: int) -> Rows:
         """The first `count`."""

@@ -15,7 +15,7 @@ from gpu.sample.filters import Rule, survivors
 from gpu.sample.kernels import MaskRows
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.penalties import Counts, Penalty
-from gpu.sample.rows import Queries, Rows
+from gpu.sample.rows import Rows
 from gpu.sample.select import argmax
 from gpu.sample.token_tables import TokenTables
 from gpu.state.entry import MARK, NEW, EntryRing
@@ -74,7 +74,10 @@ def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -
     for row in np.flatnonzero(counted >= 0).tolist():
         slot, tables = rows.slots[row], rows.tables
         penalty = (float(each[slot]) for each in (tables.repetition, tables.frequency, tables.presence))
-        counts.penalise(logits[row], int(counted[row]), Penalty(*penalty))
+        drafts = None
+        if rows.drafts is not None and row >= int(rows.drafts.rows):
+            drafts = tables.drafts[slot, 1 : int(rows.positions[row] - tables.length[slot])]
+        counts.penalise(logits[row], int(counted[row]), Penalty(*penalty), drafts)
 
 
 def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False) -> None:
@@ -110,39 +113,43 @@ def _rules(rows: Rows) -> list[Rule]:
     return [Rule(*each) for each in zip(*columns, strict=True)]
 
 
-def count_tokens(tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
-    """See `SamplingKernels.count_tokens`."""
-    counted = _column(rows, "count_row")
-    if (counted >= 0).any():
-        known = torch.from_numpy(np.flatnonzero(counted >= 0))
-        counts.add(torch.from_numpy(counted).long()[known], tokens[known])
-
-
 def accept(
-    tokens: Tensor, rows: Rows, queries: Queries, cursor: Tensor, out: Tensor, *, pdl: bool = False
+    tokens: Tensor,
+    rows: Rows,
+    cursor: Tensor,
+    out: Tensor,
+    counts: Counts | None = None,
+    *,
+    pdl: bool = False,
 ) -> None:
     """See `SamplingKernels.accept`."""
-    tables, live = rows.tables, int(rows.live)
-    made, slots, positions = (each.numpy()[:live] for each in (tokens, rows.slots, rows.positions))
+    tables, live, drafts = rows.tables, int(rows.live), rows.drafts
     answer = out.numpy()[(int(cursor) - 1) % len(out)]
-    last = np.arange(live)
-    if tables.drafts.shape[1]:
-        firsts = queries.firsts.numpy()[: int(queries.live) + 1]
-        first = firsts[:-1]
-        within = np.arange(live) - np.repeat(first, np.diff(firsts))
-        # A sample counts while every one before it in its row is what its next draft says.
-        wrong = np.flatnonzero((within[1:] > 0) & (made[:-1] != queries.ids.numpy()[1:live])) + 1
-        ends = np.minimum(firsts[1:], np.append(wrong, live)[np.searchsorted(wrong, first)])
-        counts = np.where(positions[first] > tables.limit.numpy()[slots[first]], 0, ends - first)
-        taken = within < np.repeat(counts, np.diff(firsts))
-        answer[: counts.sum()] = made[taken]
-        answer[len(answer) - len(queries.firsts) + 1 :][: len(counts)] = counts
-        last = (first + counts - 1)[counts > 0]
-    else:
-        answer[:live] = made
-    tables.length.numpy()[slots[last]] = positions[last]
+    if tables.most_drafts and drafts is not None:
+        live = int(drafts.rows)
+    slots, positions, last = (each.numpy()[:live] for each in (rows.slots, rows.positions, tokens))
+    taken, owners = last, slots
+    if tables.most_drafts and drafts is not None:
+        before, each = drafts.before.numpy()[: live + 1], np.arange(1 + tables.most_drafts)
+        at = np.where(each > 0, live + before[:-1, None] + each - 1, np.arange(live)[:, None])
+        made = tokens.numpy()[np.minimum(at, len(tokens) - 1)]
+        # A sample is taken while every one before it in its row is what its next draft says.
+        right = (made[:, :-1] == tables.drafts.numpy()[slots, 1:]) & (each[1:] <= np.diff(before)[:, None])
+        lengths = (1 + right.cumprod(1).sum(1)) * (positions <= tables.limit.numpy()[slots])
+        answer[len(answer) - tables.slots + 1 :][:live] = lengths
+        taken, owners = made[each < lengths[:, None]], np.repeat(slots, lengths)
+        kept = lengths > 0
+        last = made[kept, lengths[kept] - 1]
+        slots, positions = slots[kept], (positions + lengths - 1)[kept]
+    answer[: len(taken)] = taken
+    tables.length.numpy()[slots] = positions
     # The next step embeds the cell, so it must name a row of the table.
-    tables.last_token.numpy()[slots[last]] = np.maximum(made[last], 0)
+    tables.last_token.numpy()[slots] = np.maximum(last, 0)
+    if counts is not None:
+        counted = tables.count_row.numpy()[owners]
+        known = counted >= 0
+        if known.any():
+            counts.add(torch.from_numpy(counted[known]).long(), torch.from_numpy(taken[known]))
 
 
 def draw_weights(logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class SlotTables:
 
     words        int32 [WORDS, slots, padded]: the rows of a column hold its words, slot by slot
     page_table   int32 [slots, pages]; entries past a slot's pages are stale
-    drafts       int32 [slots, most]: tokens that may follow the slot's last one, `num_drafts` of them
+    drafts       int32 [slots, 1 + most]: how many tokens may follow the slot's last one, and those
 
     Written by the kernels of the step alone: what the host has to say travels in the step's entry.
     """
@@ -59,7 +59,9 @@ class SlotTables:
     last_token = Column(_INT, lambda new: 0, device=True)
     # Tokens before the last one: their KV is written. Of a prompt under way its chunks say so.
     length = Column(_INT, lambda new: new.cached, device=True)
-    num_drafts = Column(_INT, lambda new: 0, device=True)
+    # Of its drafts so many are verified in a step. None where the host has a say between two tokens: the mask
+    # of a grammar and a logit processor follow from the token before.
+    max_drafts = Column(_INT, lambda new: 0 if new.grammar or new.params.processor else NO_LIMIT)
     # The first position that is not written.
     limit = Column(_INT, lambda new: new.limit, neutral=NO_LIMIT)
     # 0 is greedy.
@@ -78,12 +80,13 @@ class SlotTables:
     num_stops = Column(_INT, lambda new: len(new.params.held_stops))
     stop_from = Column(_INT, lambda new: min(len(new.prompt) + new.params.min_tokens, NO_LIMIT))
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device, max_drafts: int = 0) -> None:
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device, most_drafts: int = 0) -> None:
         self.slots = max_rows + 1
         padded = -(-self.slots // _ALIGNED) * _ALIGNED
         self.words = torch.zeros(WORDS, padded, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(self.slots, max_pages, dtype=torch.int32, device=device)
-        self.drafts = torch.zeros(self.slots, max_drafts, dtype=torch.int32, device=device)
+        self.most_drafts = most_drafts
+        self.drafts = torch.zeros(self.slots, 1 + most_drafts, dtype=torch.int32, device=device)
         self.columns: dict[int, Tensor] = {}
         for column in COLUMNS:
             words = self.words[column.row : column.row + column.width].view(-1)

@@ -20,7 +20,8 @@ from gpu.step.buffers import Samples
 
 class BeginStep(Protocol):
     """Takes the next entry: writes the tables, gathers the view, turns the ring. `samples` are of the tokens
-    to choose, at most as many as the view has tokens. `pdl` is programmatic dependent launch."""
+    to choose, at most as many as the view has tokens: one of each row, then those of drafts. `pdl` is
+    programmatic dependent launch."""
 
     def __call__(
         self,
@@ -61,21 +62,28 @@ def begin_step(
         pages.reshape(-1)[cells[:, 0]] = cells[:, 1]
     slots, chosen = entry[at.decode : at.decode + rows], section(at.samples, count, SAMPLE)
     positions, ids = tables.length.numpy()[slots], tables.last_token.numpy()[slots]
-    at_limit = None
-    if tables.drafts.shape[1]:
+    at_limit = order = None
+    if tables.most_drafts:
         query = _query_lengths(tables, slots, longest, drafts)
         firsts = np.cumsum(query) - query
         slots, within = np.repeat(slots, query), np.arange(query.sum()) - np.repeat(firsts, query)
         positions = np.repeat(positions, query) + within
-        ids = np.where(within > 0, tables.drafts.numpy()[slots, within - 1], np.repeat(ids, query))
+        ids = np.where(within > 0, tables.drafts.numpy()[slots, within], np.repeat(ids, query))
         at_limit = positions >= tables.limit.numpy()[slots]
-        samples.firsts.numpy()[: rows + count + 1] = [*firsts, *range(len(ids), len(ids) + count + 1)]
-        samples.num_rows.fill_(rows + count)
+        before = samples.drafts.before.numpy()
+        before[:rows] = firsts - np.arange(rows)
+        before[rows : rows + count + 1] = len(ids) - rows
+        samples.drafts.rows.fill_(rows + count)
+        order = np.argsort(np.append(within, np.zeros(count)) > 0, kind="stable")
     queries, tokens = len(ids), len(ids) + known
     view.counts.numpy()[:] = tokens, queries, chunks, queries + count
-    _fill(samples.rows, np.append(np.arange(queries), queries + chosen[:, 0]))
-    _fill(samples.slots, np.append(slots, chosen[:, 1]))
-    _fill(samples.positions, np.append(positions + 1, chosen[:, 2]))
+    for column, decoding, ending in (
+        (samples.rows, np.arange(queries), queries + chosen[:, 0]),
+        (samples.slots, slots, chosen[:, 1]),
+        (samples.positions, positions + 1, chosen[:, 2]),
+    ):
+        each = np.append(decoding, ending)
+        _fill(column, each if order is None else each[order])
     if at_limit is not None:  # such a row's token is computed for nobody, and stored in the dump
         positions = positions - at_limit
     _fill(view.decode_slots, slots)
@@ -98,11 +106,11 @@ def begin_step(
 
 
 def _query_lengths(tables: SlotTables, slots: Ints, longest: int, drafts: int) -> Ints:
-    """Tokens of each decode row: its last one, and drafts as far as its limit and those of all rows allow, in
-    the order of rows."""
-    columns = (tables.length, tables.limit, tables.num_drafts)
-    length, limit, ready = (column.numpy()[slots] for column in columns)
-    wanted = np.clip(np.minimum(ready, limit - length - 1), 0, longest - 1)
+    """Tokens of each decode row: its last one, and drafts as far as its limits and those of all rows allow,
+    in the order of rows."""
+    columns = (tables.length, tables.limit, tables.max_drafts, tables.drafts[:, 0])
+    length, limit, most, ready = (column.numpy()[slots] for column in columns)
+    wanted = np.clip(np.minimum(np.minimum(ready, most), limit - length - 1), 0, longest - 1)
     query: Ints = 1 + np.clip(drafts - np.cumsum(wanted) + wanted, 0, wanted)
     return query
 

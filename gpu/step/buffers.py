@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpu.sample.rows import Queries
+from gpu.sample.rows import DraftSamples, Rows
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, StepView
@@ -16,13 +16,12 @@ from gpu.step.steps import Forward
 
 class Samples(NamedTuple):
     """Which tokens are chosen, int32 [s] each: row of the step, slot, position of the token to choose.
-    `firsts` and `num_rows`, as in `gpu.sample.rows.Queries`, are written where rows may have drafts."""
+    `drafts` is written where slots may have any."""
 
     rows: Tensor
     slots: Tensor
     positions: Tensor
-    firsts: Tensor
-    num_rows: Tensor
+    drafts: DraftSamples
 
     def first(self, count: int) -> Samples:
         """The first `count` samples."""
@@ -54,13 +53,14 @@ class StepBuffers:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
-        self._table = tables.page_table
+        self._tables = tables
         samples, chunks = limits.samples, limits.chunks
         self._counts, self._at = ints(4), ints(1)
         self._tokens = ints(3, limits.tokens)
         self._rows = ints(2, samples)
         self._chunks = ints(2, chunks), ints(chunks + 1)
-        self.samples = Samples(ints(samples), ints(samples), ints(samples), ints(limits.rows + 1), ints(1))
+        drafts = DraftSamples(ints(1), ints(limits.rows + 1))
+        self.samples = Samples(ints(samples), ints(samples), ints(samples), drafts)
         self.sample_hidden = torch.zeros(samples, hidden.width, dtype=hidden.dtype, device=device)
 
     def view(self, key: Forward, placed: tuple[ChunkRow, ...] = ()) -> StepView:
@@ -69,17 +69,13 @@ class StepBuffers:
         slots, lengths = self._rows[:, : key.decode]
         chunk_slots, chunk_starts = self._chunks[0][:, : key.chunks]
         return StepView(
-            key.tokens, key.decode, key.chunks, self._counts, ids, positions, mapping, self._table, slots,
-            lengths, chunk_slots, chunk_starts, self._chunks[1][: key.chunks + 1], self._at, key.shared,
-            key.deep, placed,
+            key.tokens, key.decode, key.chunks, self._counts, ids, positions, mapping,
+            self._tables.page_table, slots, lengths, chunk_slots, chunk_starts,
+            self._chunks[1][: key.chunks + 1], self._at, key.shared, key.deep, placed,
         )  # fmt: skip
 
     @property
-    def num_samples(self) -> Tensor:
-        """int32 [1] on the device."""
-        return self._counts[3:4]
-
-    @property
-    def queries(self) -> Queries:
-        """Of the step whose view was taken last."""
-        return Queries(self.samples.firsts, self.samples.num_rows, self._tokens[0])
+    def rows(self) -> Rows:
+        """All samples, as the sampling stage sees them."""
+        _, slots, positions, drafts = self.samples
+        return Rows(slots, positions, self._counts[3:4], self._tables, drafts)

@@ -29,7 +29,7 @@ from gpu.sample.kernels import MaskRows, SamplingKernels
 from gpu.sample.logprobs import LogprobBlock, LogprobRows, launch_block, read_block
 from gpu.sample.penalties import Counts
 from gpu.sample.processors import NONE_PROCESSED, Processed, Processor, Processors
-from gpu.sample.rows import Queries, Rows
+from gpu.sample.rows import Rows
 from gpu.sample.slots import (
     ADJUSTED,
     AFTER_ALL,
@@ -86,11 +86,10 @@ class Launchable(Protocol):
 
 
 class SamplingDevice(NamedTuple):
-    """What the stage works on: the samples of a step, which of them are one row's, the rings, the kernels.
-    `pdl` is programmatic dependent launch."""
+    """What the stage works on: the samples of a step, the rings, the kernels. `pdl` is programmatic dependent
+    launch."""
 
     rows: Rows
-    queries: Queries
     rings: Rings
     kernels: SamplingKernels
     pdl: bool = False
@@ -248,21 +247,20 @@ class SamplingStage:
         self._logits[:rows].copy_(self._head(rows))
 
     def _choose(self, count: int) -> None:
-        (rows, _, _, kernels, pdl), logits = self._device, self._logits[:count]
+        (rows, _, kernels, pdl), logits = self._device, self._logits[:count]
         rows, masks = rows.first(count), self._masks._replace(which=self._masks.which[:count])
         kernels.mask_rows(logits, masks, rows.live, pdl=pdl)
         kernels.adjust(logits, rows, self._tokens, masks, pdl=pdl)
         kernels.penalise(logits, rows, self.counts, pdl=pdl)
         self._draw(logits, filtered=True)
-        kernels.count_tokens(self._chosen[:count], rows, self.counts, pdl=pdl)
-        self._accept(count)
+        self._accept(count, self.counts)
 
     def _draw(self, logits: Tensor, filtered: bool) -> None:
-        rows, _, _, kernels, pdl = self._device
+        rows, _, kernels, pdl = self._device
         count = len(logits)
         kernels.choose(logits, rows.first(count), self._chosen[:count], filtered=filtered, pdl=pdl)
 
-    def _accept(self, count: int) -> None:
-        rows, queries, rings, kernels, pdl = self._device
+    def _accept(self, count: int, counts: Counts | None = None) -> None:
+        rows, rings, kernels, pdl = self._device
         chosen = self._chosen[:count]
-        kernels.accept(chosen, rows.first(count), queries, rings.cursor, rings.answers, pdl=pdl)
+        kernels.accept(chosen, rows.first(count), rings.cursor, rings.answers, counts, pdl=pdl)

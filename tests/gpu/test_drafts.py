@@ -58,8 +58,8 @@ def test_drafts_change_how_many_steps_a_text_takes_and_nothing_else(variant: str
             for slot in rows:  # of the first row's drafts all are right, of the second's every third
                 ahead = texts[slot][len(made[slot]) :][:DRAFTS]
                 drafts = [token + (slot == 2 and (step + j) % 3 != 0) for j, token in enumerate(ahead)]
-                runner.tables.drafts[slot, : len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
-                runner.tables.num_drafts[slot] = len(drafts)
+                there = [len(drafts), *drafts]
+                runner.tables.drafts[slot, : len(there)] = torch.tensor(there, dtype=torch.int32)
             chunks = (second,) if step == 2 else ()
             plan = StepPlan(step, ints(rows), chunks, query_length=1 + DRAFTS, drafts=DRAFTS * len(rows))
             counts = play(plan, rows + [chunk.slot for chunk in chunks])

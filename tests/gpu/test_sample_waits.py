@@ -18,7 +18,7 @@ from gpu.hidden import HiddenRows
 from gpu.models.base import CausalModel
 from gpu.prompt import score_prompts
 from gpu.sample.kernels import SamplingKernels
-from gpu.sample.rows import Queries, Rows
+from gpu.sample.rows import Rows
 from gpu.sample.weights import draw_weights
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
@@ -56,13 +56,12 @@ class Stage:
 
     def __init__(self) -> None:
         self.launched: list[object] = []
-        names = ("start_counts", "mask_rows", "adjust", "penalise", "choose", "count_tokens", "accept")
+        names = ("start_counts", "mask_rows", "adjust", "penalise", "choose", "accept")
         kernels = SimpleNamespace(**dict.fromkeys(names, nothing), draw_weights=draw_weights)
         columns = tuple(torch.zeros(n, dtype=torch.int32, device=META) for n in (ROWS, ROWS, 1))
         self.rings = Rings(Entries(Limits(ROWS, ROWS, 64, 3, 4, ROWS), 4, META), META)
         rows = Rows(*columns, SlotTables(ROWS, 4, META))
-        queries = Queries(torch.zeros(ROWS + 1, dtype=torch.int32, device=META), *columns[2:], rows.slots)
-        device = SamplingDevice(rows, queries, self.rings, cast(SamplingKernels, kernels))
+        device = SamplingDevice(rows, self.rings, cast(SamplingKernels, kernels))
         processors = {"lift": lambda logits, output, params: logits[3].add_(1.0)}
         self.stage = SamplingStage(device, VOCAB, ROWS, self._head, processors)
 

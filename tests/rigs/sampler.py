@@ -17,7 +17,7 @@ from gpu.grammar.matchers import Masks
 from gpu.sample import torch_kernels
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
-from gpu.sample.rows import Queries, Rows
+from gpu.sample.rows import Rows
 from gpu.state.entry import NEW, Limits
 from gpu.state.tables import COLUMNS, SlotTables
 from gpu.step.graphs import Work
@@ -54,8 +54,7 @@ class Sampler:
         self._rows = Rows(slots, positions, count, self._tables)
         self._rings = Rings(Entries(Limits(max_rows, 0, 0, 8192, 1, max_rows), 1, device), device)
         self._logits = torch.zeros(0, vocab_size)
-        firsts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        works_on = SamplingDevice(self._rows, Queries(firsts, count, slots), self._rings, kernels)
+        works_on = SamplingDevice(self._rows, self._rings, kernels)
         self.stage = SamplingStage(works_on, vocab_size, count_rows, self._head, processors)
 
     def _head(self, rows: int) -> Tensor:

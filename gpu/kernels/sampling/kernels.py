@@ -1,7 +1,7 @@
 """`gpu.sample.kernels.SamplingKernels` for a GPU."""
 
 from gpu.kernels.sampling.adjust import adjust, mask_rows
-from gpu.kernels.sampling.penalty import count_tokens, penalise, start_counts
+from gpu.kernels.sampling.penalty import penalise, start_counts
 from gpu.kernels.sampling.sample import choose
 from gpu.kernels.step import accept
 from gpu.sample.weights import draw_weights
@@ -10,7 +10,6 @@ __all__ = [
     "accept",
     "adjust",
     "choose",
-    "count_tokens",
     "draw_weights",
     "mask_rows",
     "penalise",

@@ -1,11 +1,12 @@
-"""Penalties over the counts of `gpu.sample.penalties.Counts`, inside a step: start, apply, count."""
+"""Penalties over the counts of `gpu.sample.penalties.Counts`, inside a step: start, apply. The step's last
+kernel counts (`gpu.kernels.step.accept`)."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from torch import Tensor
 
-from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, options, padding, pow2
+from gpu.kernels.jit import begin, cdiv, jit, launch_options, options, padding, pow2
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import Rows
 from gpu.state.entry import MARK, NEW, EntryRing
@@ -92,6 +93,10 @@ def start_counts(ring: EntryRing, counts: Counts, *, new_slots: int, marks: int)
 def _penalise(
     logits: tl.tensor,
     slots: tl.tensor,
+    positions: tl.tensor,
+    lengths: tl.tensor,
+    drafts: tl.tensor,
+    sampling: tl.tensor,
     count_rows: tl.tensor,
     repetitions: tl.tensor,
     frequencies: tl.tensor,
@@ -101,6 +106,7 @@ def _penalise(
     num_rows: tl.tensor,
     stride: int,
     vocab: int,
+    DRAFTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -116,12 +122,22 @@ def _penalise(
     at = counted.to(tl.int64) * vocab + ids
     inside = ids < vocab
     known = tl.load(seen + at, mask=inside, other=0).to(tl.int1) & inside
+    if DRAFTS:  # those before this token are its row's, too
+        again = tl.zeros([BLOCK], tl.int32)
+        if row >= tl.load(sampling):
+            before = tl.load(positions + row) - 1 - tl.load(lengths + slot)
+            for j in tl.static_range(1, DRAFTS + 1):
+                token = tl.load(drafts + slot * (DRAFTS + 1) + j)
+                again += ((ids == token) & (j <= before)).to(tl.int32)
+        known |= again > 0
     if tl.sum(known.to(tl.int32), 0) > 0:
         times = tl.load(generated + at, mask=known, other=0)
+        if DRAFTS:
+            times += again
         own = logits + row.to(tl.int64) * stride + ids
         x = tl.load(own, mask=known, other=0.0).to(tl.float32)
-        again = tl.load(repetitions + slot)
-        x = tl.where(x > 0, x / again, x * again)
+        repetition = tl.load(repetitions + slot)
+        x = tl.where(x > 0, x / repetition, x * repetition)
         x -= tl.load(frequencies + slot) * times + tl.load(presences + slot) * (times > 0).to(tl.float32)
         tl.store(own, x.to(logits.dtype.element_ty), mask=known)
 
@@ -133,44 +149,8 @@ def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -
     vocab, tables = logits.shape[1], rows.tables
     block = min(BLOCK, pow2(vocab))
     _penalise[(len(logits), cdiv(vocab, block))](
-        logits, rows.slots, tables.count_row, tables.repetition, tables.frequency, tables.presence,
-        generated, seen, rows.live, logits.stride(0), vocab, BLOCK=block, **launch_options(pdl, 4),
-    )  # fmt: skip
-
-
-@jit_loose("room")
-def _count(
-    tokens: tl.tensor,
-    slots: tl.tensor,
-    count_rows: tl.tensor,
-    generated: tl.tensor,
-    seen: tl.tensor,
-    num_rows: tl.tensor,
-    vocab: int,
-    room: int,
-    SPAN: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    i = tl.arange(0, SPAN)
-    begin(PDL)
-    live = i < tl.minimum(tl.load(num_rows), room)
-    slot = tl.load(slots + i, mask=live, other=0)
-    token = tl.load(tokens + i, mask=live, other=-1)
-    row = tl.load(count_rows + slot, mask=live, other=-1)
-    live = live & (row >= 0) & (token >= 0)
-    at = row.to(tl.int64) * vocab + token
-    # A slot is in a step once, so no other row counts here.
-    times = tl.load(generated + at, mask=live, other=0)
-    tl.store(generated + at, times + 1, mask=live)
-    tl.store(seen + at, tl.full([SPAN], 1, tl.int1), mask=live)
-
-
-def count_tokens(tokens: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
-    """Count sampled `tokens` int64 [rows] of counted rows; a token of -1 is not counted."""
-    generated, seen = counts.tables
-    count_row = rows.tables.count_row
-    span = pow2(len(count_row) - 1)  # of all slots, not of the step: one kernel for all sizes
-    _count[(1,)](
-        tokens, rows.slots, count_row, generated, seen, rows.live, generated.shape[1],
-        len(tokens), SPAN=span, **launch_options(pdl, min(max(span // 32, 1), 8)),
+        logits, rows.slots, rows.positions, tables.length, tables.drafts,
+        None if rows.drafts is None else rows.drafts.rows, tables.count_row, tables.repetition,
+        tables.frequency, tables.presence, generated, seen, rows.live, logits.stride(0), vocab,
+        DRAFTS=tables.most_drafts, BLOCK=block, **launch_options(pdl, 4),
     )  # fmt: skip

@@ -16,7 +16,9 @@ from gpu.grammar.matchers import Masks
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.sample import torch_kernels, weights
 from gpu.sample.kernels import SamplingKernels
-from gpu.sample.rows import Rows
+from gpu.sample.penalties import Counts, Penalty
+from gpu.sample.rows import DraftSamples, Rows
+from gpu.state.tables import SlotTables
 from tests.rigs.arrays import ints
 from tests.rigs.runner import CPU
 from tests.rigs.sampler import Sampled, Sampler
@@ -153,6 +155,30 @@ def test_a_mask_adds_minus_infinity_and_forbids_what_lies_behind_it(kernels: Sam
     assert logits[0, 0].isnan()
     assert (logits[0, [2, *range(4, 70)]] == -torch.inf).all()
     assert (logits[1] == 1.0).all()
+
+
+@pytest.mark.parametrize("vocab", [12, 5000])
+def test_the_penalties_of_a_draft_count_those_before_it(kernels: SamplingKernels, vocab: int) -> None:
+    """As if the drafts had been taken one step after another; a prompt's end has none before it."""
+    tables = SlotTables(3, 1, CPU, 3)
+    tables.count_row[1:] = torch.tensor([0, -1, 1])
+    tables.repetition[1:], tables.frequency[1:], tables.presence[1:] = 1.5, 0.25, 0.5
+    tables.length[1:] = torch.tensor([5, 5, 0])
+    tables.drafts[1:] = torch.tensor([[3, 7, 7, 9], [3, 7, 7, 9], [3, 4, 4, 4]])
+    counts = Counts(2, vocab, CPU)
+    counts.mark(torch.tensor([[0, 2], [0, ~7], [1, 4], [1, ~8]]))
+    slots = torch.tensor([1, 2, 3, 1, 1, 1, 2, 2, 2, 0], dtype=torch.int32)
+    positions = torch.tensor([6, 6, 3, 7, 8, 9, 7, 8, 9, 0], dtype=torch.int32)
+    live, sampling = (torch.tensor([n], dtype=torch.int32) for n in (9, 3))
+    drafts = DraftSamples(sampling, torch.tensor([0, 3, 6, 6], dtype=torch.int32))
+    logits = torch.randn(10, vocab, generator=torch.Generator().manual_seed(1))
+    expected, penalty = logits.clone(), Penalty(1.5, 0.25, 0.5)
+    kernels.penalise(logits, Rows(slots, positions, live, tables, drafts), counts)
+    counts.penalise(expected[2], 1, penalty)
+    for row, draft in ((0, 7), (3, 7), (4, 9), (5, 0)):
+        counts.penalise(expected[row], 0, penalty)
+        counts.add(torch.tensor([0]), torch.tensor([draft]))
+    torch.testing.assert_close(logits, expected)
 
 
 # -- the whole stage --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from gpu.kernels.sampling.adjust import mask_rows
 from gpu.kernels.step import begin_step
 from gpu.sample import torch_kernels
 from gpu.sample.kernels import MaskRows, SamplingKernels
-from gpu.sample.rows import Rows
+from gpu.sample.penalties import Counts
 from gpu.state.entry import EntryRing, Limits
 from gpu.state.tables import COLUMNS, SlotTables
 from gpu.step import begin
@@ -119,11 +119,11 @@ def on(kernels: str, device: torch.device) -> Ends:
     return KERNELS[kernels]
 
 
-def accept(run: Ends, tokens: torch.Tensor, tables: SlotTables, buffers: StepBuffers, rings: Rings) -> None:
+def accept(
+    run: Ends, tokens: torch.Tensor, buffers: StepBuffers, rings: Rings, counts: Counts | None = None
+) -> None:
     """Hand `tokens` to the last kernel of the step that `buffers` hold."""
-    samples = buffers.samples
-    rows = Rows(samples.slots, samples.positions, buffers.num_samples, tables)
-    run.last.accept(tokens, rows, buffers.queries, rings.cursor, rings.answers)
+    run.last.accept(tokens, buffers.rows, rings.cursor, rings.answers, counts)
     if tokens.is_cuda:
         torch.cuda.synchronize()
 
@@ -173,7 +173,7 @@ def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, d
             assert (view.chunk_firsts[c:] == n).all()
         # Sampled tokens come back through the ring, and stand in their cells in the next step.
         tokens = torch.arange(s, device=device) + 100 * plan.step
-        accept(run, tokens, tables, buffers, rings)
+        accept(run, tokens, buffers, rings)
         answered, counts = rings.read(ticket)
         assert (answered.tolist(), counts) == (tokens.tolist(), None)
         for (_, slot, position), token in zip(expected.samples, tokens.tolist(), strict=True):
@@ -192,6 +192,10 @@ def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, d
 
 DRAFTS = 3
 DRAFTING = LIMITS._replace(samples=16, drafts=DRAFTS, writes=64)
+HOSTS_OWN = 5
+"""A slot whose drafts are never verified."""
+PENALISED = 4
+"""Slots below have token counts."""
 
 
 class Row(NamedTuple):
@@ -212,15 +216,19 @@ class Drafting:
         self.length = {slot: int(self.rng.integers(1, 12)) for slot in range(1, ROWS + 1)}
         self.limit = {slot: int(self.rng.integers(12, 20)) for slot in self.length}  # behind every chunk
         self.cell = dict.fromkeys(self.length, 0)
+        self.counts = np.zeros((PENALISED, 3), int)
         self.pages = self.rng.integers(1, 50, (ROWS + 1, PAGES))
         self.step = 0
 
     def first(self) -> StepPlan:
         """The slots, and their pages."""
         new = tuple(
-            NewSlot(slot, SamplingParams(), ints([]), ints([]), length, limit=self.limit[slot])
+            NewSlot(
+                slot, SamplingParams(processor="it" if slot == HOSTS_OWN else ""), ints([]), ints([]), length,
+                slot if slot < PENALISED else -1, limit=self.limit[slot],
+            )
             for slot, length in self.length.items()
-        )
+        )  # fmt: skip
         cells = [(slot, at, self.pages[slot, at]) for slot in self.length for at in range(PAGES)]
         return StepPlan(0, ints([]), new_slots=new, page_writes=PageWrites(*ints(cells).T))
 
@@ -234,10 +242,9 @@ class Drafting:
         for slot in slots:
             known = rng.integers(0, 3, DRAFTS).tolist()
             ready = int(rng.integers(0, DRAFTS + 1))
-            self.tables.drafts[slot] = torch.tensor(known, dtype=torch.int32)
-            self.tables.num_drafts[slot] = ready
+            self.tables.drafts[slot] = torch.tensor([ready, *known], dtype=torch.int32)
             start, room = self.length[slot], self.limit[slot] - self.length[slot]
-            given = min(max(min(ready, room - 1, longest - 1), 0), left)
+            given = min(max(min(ready, room - 1, longest - 1), 0), left) if slot != HOSTS_OWN else 0
             left -= given
             rows.append(Row(slot, [self.cell[slot], *known[:given]], start, room <= 0))
         rest = [slot for slot in self.length if slot not in slots]
@@ -255,8 +262,10 @@ class Drafting:
         """The tokens taken of those chosen, and how many are each row's."""
         tokens, counts = [], []
         ends = [Row(chunk.slot, [0], chunk.start + len(chunk.tokens) - 1, False) for chunk in chunks]
-        for row in [*rows, *ends]:
-            mine, chosen = chosen[: len(row.tokens)], chosen[len(row.tokens) :]
+        firsts, chosen = chosen[: len(rows) + len(ends)], chosen[len(rows) + len(ends) :]
+        for first, row in zip(firsts, [*rows, *ends], strict=True):
+            more = len(row.tokens) - 1
+            mine, chosen = [first, *chosen[:more]], chosen[more:]
             count = 1
             while count < len(mine) and mine[count - 1] == row.tokens[count]:
                 count += 1
@@ -266,6 +275,9 @@ class Drafting:
                 self.length[row.slot], self.cell[row.slot] = row.start + count, max(mine[count - 1], 0)
             tokens += mine[:count]
             counts.append(count)
+            for token in mine[:count]:
+                if row.slot < PENALISED and token >= 0:
+                    self.counts[row.slot, token] += 1
         return tokens, counts
 
 
@@ -278,6 +290,7 @@ def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: to
     tables = SlotTables(ROWS, PAGES, device, DRAFTS)
     buffers = StepBuffers(tables, DRAFTING, HiddenShape(8, torch.float32))
     rings, drafting = Rings(Entries(DRAFTING, 3, device), device), Drafting(seed, tables)
+    counts = Counts(PENALISED, 3, device)
     rings.read(rings.write(drafting.first()))
     view, samples = buffers.view(Forward(16, 16, 0, 16)), buffers.samples
     run.begin_step(rings.entries, tables, view, samples, page_size=PAGE)
@@ -308,15 +321,21 @@ def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: to
         for padding in (view.ids[n:], view.positions[n:], view.kv_slot_mapping[n:]):
             assert not padding.any()
         assert (view.decode_lengths[queries:] == 1).all() and not view.decode_slots[queries:].any()
-        assert samples.rows[:s].tolist() == [*range(queries), *ends]
-        assert samples.slots[:s].tolist() == [row.slot for row, _ in at] + [c.slot for c in sampling]
-        after = [position + 1 + row.full for row, position in at]
-        assert samples.positions[:s].tolist() == after + [c.start + len(c.tokens) for c in sampling]
+        # Of each row its last token, of each chunk its end, then the drafts.
+        of_rows = [(at, row.slot, pos + 1 + row.full) for at, (row, pos) in enumerate(at)]
+        drafted = [pos > row.start for row, pos in at]
+        wanted = [each for each, draft in zip(of_rows, drafted, strict=True) if not draft]
+        wanted += [(end, c.slot, c.start + len(c.tokens)) for end, c in zip(ends, sampling, strict=True)]
+        wanted += [each for each, draft in zip(of_rows, drafted, strict=True) if draft]
+        assert list(zip(*(each[:s].tolist() for each in samples[:3]), strict=True)) == wanted
+        assert not samples.rows[s:].any() and not samples.slots[s:].any()
         chosen = drafting.rng.integers(-1, 3, s).tolist()
-        accept(run, torch.tensor(chosen, device=device), tables, buffers, rings)
-        tokens, counts = rings.read(ticket)
+        accept(run, torch.tensor(chosen, device=device), buffers, rings, counts)
+        tokens, lengths = rings.read(ticket)
         expected = drafting.accept(rows, sampling, chosen)
-        assert (tokens.tolist(), counts.tolist()) == expected
+        assert (tokens.tolist(), lengths.tolist()) == expected
+        assert counts.tables[0].tolist() == drafting.counts.tolist()
+        assert torch.equal(counts.tables[1], counts.tables[0] > 0)
         for slot in drafting.length:
             held = int(tables.length[slot]), int(tables.last_token[slot])
             assert held == (drafting.length[slot], drafting.cell[slot])
