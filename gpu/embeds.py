@@ -13,14 +13,14 @@ from gpu.transfer import upload
 
 
 class Embedded(NamedTuple):
-    """Tokens that come as embeddings: `rows` int64 [e] of the step, and `values` float [e, hidden]."""
+    """Tokens that come as embeddings: `rows` int64 [e], and `values` float [e, hidden]."""
 
     rows: torch.Tensor
     values: torch.Tensor
 
 
 def embedded(plan: StepPlan, device: torch.device) -> Embedded | None:
-    """Rows of the step that come as embeddings, and those; None where no chunk has any."""
+    """Which of the tokens of all chunks come as embeddings, and those; None where no chunk has any."""
     if all(chunk.embeds is None for chunk in plan.chunks):
         return None
     placed = zip(plan.chunks, place(plan), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,28 +12,36 @@ from core.models import ModelSpec
 from core.plan import Chunk, NewSlot, StepPlan
 from core.types import Floats, Ints
 from gpu.models.base import CausalModel
-from gpu.state.view import ChunkRow
+from gpu.state.view import ChunkRow, PackedRows
 from gpu.transfer import download
 
 
 class StepExtras(NamedTuple):
     """What a step returns besides tokens, by slot, on its way to the host: hidden states float32 [n,
-    width], and the experts chosen, int32 [n, layers, experts per token]."""
+    width], and the experts chosen, int32 [n, layers, experts per token]. `rows` are the rows of slots that
+    decode: of these it is that of drafts too, accepted or not."""
 
     hidden: Mapping[int, torch.Tensor]
     experts: Mapping[int, torch.Tensor]
+    rows: Mapping[int, int]
 
-    def read(self) -> tuple[dict[int, Floats], dict[int, Ints]]:
-        """Both, read-only, once the step has ended."""
-        hidden = {slot: rows.numpy() for slot, rows in self.hidden.items()}
-        experts = {slot: rows.numpy() for slot, rows in self.experts.items()}
+    def read(self, counts: Ints | None) -> tuple[dict[int, Floats], dict[int, Ints]]:
+        """Both, read-only, once the step has ended; `counts` int32 [rows] are the tokens that each row has
+        accepted, None: one each."""
+
+        def accepted(slot: int, found: torch.Tensor) -> Any:
+            row = self.rows.get(slot)
+            return found.numpy()[: None if row is None or counts is None else counts[row]]
+
+        hidden: dict[int, Floats] = {slot: accepted(slot, rows) for slot, rows in self.hidden.items()}
+        experts: dict[int, Ints] = {slot: accepted(slot, rows) for slot, rows in self.experts.items()}
         arrays: tuple[np.ndarray, ...] = (*hidden.values(), *experts.values())
         for array in arrays:
             array.setflags(write=False)
         return hidden, experts
 
 
-NO_EXTRAS = StepExtras({}, {})
+NO_EXTRAS = StepExtras({}, {}, {})
 
 
 class HiddenRows:
@@ -75,51 +83,47 @@ class HiddenRows:
         model: CausalModel,
         hidden: torch.Tensor,
         routes: Sequence[torch.Tensor] | None,
-        plan: StepPlan,
-        rows: Sequence[ChunkRow],
+        packed: PackedRows,
     ) -> StepExtras:
-        """`hidden` [n, hidden] is the step's, `routes` the list that its forward has filled, and `rows` say
-        where in them the chunks lie."""
-        states = self._hidden(model, hidden, plan, rows)
-        experts = {} if routes is None else self._experts(model.spec, routes, plan, rows)
+        """`hidden` [n, hidden] is the step's, `routes` the list that its forward has filled, `packed` says
+        whose they are."""
+        decoding = packed.plan.decode_slots.tolist() if self._all or self._routed else []
+        rows = {slot: row for row, slot in enumerate(decoding)}
+        states = self._hidden(model, hidden, packed, rows)
+        experts = {} if routes is None else self._experts(model.spec, routes, packed, rows)
         hidden_states, chosen = (
-            {slot: download(rows) for slot, rows in found.items()} for found in (states, experts)
+            {slot: download(found) for slot, found in each.items()} for each in (states, experts)
         )
-        return StepExtras(hidden_states, chosen)
+        return StepExtras(hidden_states, chosen, rows)
 
     def _experts(
-        self, spec: ModelSpec, routes: Sequence[torch.Tensor], plan: StepPlan, rows: Sequence[ChunkRow]
+        self,
+        spec: ModelSpec,
+        routes: Sequence[torch.Tensor],
+        packed: PackedRows,
+        rows: Mapping[int, int],
     ) -> dict[int, torch.Tensor]:
         assert spec.moe is not None, "experts in a model without"
         every = routes[0].new_zeros(len(routes[0]), spec.layers, spec.moe.per_token, dtype=torch.int32)
         for layer, chosen in zip(sorted(spec.moe.layers), routes, strict=True):
             every[:, layer] = chosen
-        found = {
-            slot: every[row : row + 1]
-            for row, slot in enumerate(plan.decode_slots.tolist())
-            if slot in self._routed
-        }
-        for chunk, at in zip(plan.chunks, rows, strict=True):
+        found = {slot: packed.of_row(every, row) for slot, row in rows.items() if slot in self._routed}
+        for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True):
             if chunk.experts:
-                found[chunk.slot] = every[at.first + _skipped(chunk) : at.first + at.tokens]
+                found[chunk.slot] = packed.of_chunk(every, at)[_skipped(chunk) :]
         return found
 
     def _hidden(
-        self, model: CausalModel, hidden: torch.Tensor, plan: StepPlan, rows: Sequence[ChunkRow]
+        self, model: CausalModel, hidden: torch.Tensor, packed: PackedRows, rows: Mapping[int, int]
     ) -> dict[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        if self._all:
-            for row, slot in enumerate(plan.decode_slots.tolist()):
-                if slot in self._all:
-                    found[slot] = _copy(hidden[row : row + 1])
-        for chunk, at in zip(plan.chunks, rows, strict=True):
+        found = {slot: _copy(packed.of_row(hidden, row)) for slot, row in rows.items() if slot in self._all}
+        for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True):
             if chunk.hidden != "none":
-                found[chunk.slot] = _of_chunk(model, hidden, chunk, at)
+                found[chunk.slot] = _of_chunk(model, packed.of_chunk(hidden, at), chunk)
         return found
 
 
-def _of_chunk(model: CausalModel, hidden: torch.Tensor, chunk: Chunk, at: ChunkRow) -> torch.Tensor:
-    rows = hidden[at.first : at.first + at.tokens]
+def _of_chunk(model: CausalModel, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     match chunk.hidden:
         case "first":
             return _answer(model, rows[:1])

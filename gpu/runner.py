@@ -37,14 +37,14 @@ from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
-from gpu.state.view import ChunkRow, StepView, place
+from gpu.state.view import ChunkRow, PackedRows, StepView, place
 from gpu.step.begin import BeginStep
 from gpu.step.buffers import HiddenShape, StepBuffers
 from gpu.step.graphs import Launcher, Launches, Work
 from gpu.step.launched import Answer, LaunchedStep, Marks, mark
 from gpu.step.rings import Entries, Rings, Ticket
 from gpu.step.sampling import Key, Sampled, SamplingDevice, SamplingStage
-from gpu.step.steps import Forward, StepSizes, sampling_slots
+from gpu.step.steps import Forward, StepSizes
 from gpu.thread import assert_device_thread
 from gpu.transfer import upload
 from gpu.upkeep import Upkeep
@@ -188,10 +188,11 @@ class ModelRunner:
 
     def _read_hidden(self, plan: StepPlan, hidden: Tensor, uncaptured: Uncaptured) -> Answer:
         """Launch what is reported of the hidden states of all rows."""
-        model, placed = self._ready(), uncaptured.placed
+        model, buffers = self._ready(), self._buffers
+        packed = PackedRows(plan, uncaptured.placed, buffers.num_decode, buffers.samples.drafts.before)
         return Answer(
-            prompt=score_prompts(model, hidden, plan, placed),
-            extras=self._hidden.take(model, hidden, uncaptured.routes, plan, placed),
+            prompt=score_prompts(model, hidden, packed),
+            extras=self._hidden.take(model, hidden, uncaptured.routes, packed),
         )
 
     def _choose(self, plan: StepPlan, launches: Launches[Forward | Key]) -> tuple[Masks | None, Sampled]:
@@ -202,7 +203,7 @@ class ModelRunner:
             return None, Sampled()
         # Behind the forward: a GPU computes while masks are filled on the host.
         masks, rows = self._matchers.fill(plan), self._machine.sizes.samples(plan.num_samples)
-        return masks, self._stage.launch(sampling_slots(plan), rows, masks, launches)
+        return masks, self._stage.launch(plan, rows, masks, launches)
 
     def _settle(self) -> None:
         """Wait until matchers and processors know the tokens of the step before, where these matter."""
@@ -231,6 +232,8 @@ class ModelRunner:
         entries = rings.empty if brief else rings.entries
         machine.begin(entries, self.tables, view, samples, page_size=self._shape.page_size, pdl=machine.pdl)
         machine.attention.plan(view)
+        if given is not None:  # behind the decode rows, however many tokens those have
+            given = given._replace(rows=given.rows + view.num_decode)
         wanted = samples.rows if key.chunks and key.samples and not every else None
         ctx = ForwardContext(view.positions, self._ops(view), pairs, wanted, brief, given, routes)
         hidden = self._ready().forward(ctx, view.ids)

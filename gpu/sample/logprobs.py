@@ -19,6 +19,7 @@ from torch import Tensor
 
 from core.plan import PromptLogprobs, RowLogprobs, Support
 from core.types import NAN_TOKEN, Floats, Ints
+from gpu.sample.rows import RowTokens
 from gpu.sample.select import largest
 from gpu.sample.slots import AFTER_ALL, AFTER_MASK, ENTROPY, SUPPORT, LogprobOptions
 from gpu.transfer import download, upload
@@ -81,50 +82,57 @@ def _best_keys(logprobs: Tensor, k: int) -> Tensor:
 
 
 class LogprobColumns(NamedTuple):
-    """On the device: rows and slots int64 [m]; whether log-probabilities are of what a grammar allows, and of
-    what was drawn from, bool [m, 1] each; tokens that requests name int64 [m, any], padded with 0."""
+    """On the device: samples, slots and how many drafts precede the token int64 [m]; whether
+    log-probabilities are of what a grammar allows, and of what was drawn from, bool [m, 1] each; tokens that
+    requests name int64 [m, any], padded with 0."""
 
-    rows: Tensor
+    samples: Tensor
     slots: Tensor
+    drafts: Tensor
     after_mask: Tensor
     after_all: Tensor
     named: Tensor
 
 
 class LogprobRows(NamedTuple):
-    """The rows of a step that want log-probabilities, what each wants, and the same on the device."""
+    """The tokens of a step that log-probabilities are wanted of, what of each, and the same on the device: of
+    a row the token that follows so many of its drafts, if that is accepted."""
 
     rows: Sequence[int]
+    drafts: Sequence[int]
     wanted: Sequence[LogprobOptions]
     columns: LogprobColumns
 
     @staticmethod
     def of(
         rows: Sequence[int],
+        drafts: Sequence[int],
         slots: Sequence[int],
         wanted: Sequence[LogprobOptions],
         masked: Sequence[bool],
         device: torch.device,
     ) -> LogprobRows:
-        """`masked`: whether a grammar constrains the row. One copy to the device."""
-        words = np.zeros((len(rows), 4 + max(len(each.ids) for each in wanted)), np.int64)
-        words[:, 0], words[:, 1] = rows, slots
-        words[:, 2] = [
+        """`masked`: whether a grammar constrains the row. One copy to the device. Samples are those of rows
+        without drafts."""
+        words = np.zeros((len(rows), 5 + max(len(each.ids) for each in wanted)), np.int64)
+        words[:, 0], words[:, 1], words[:, 2] = rows, slots, drafts
+        words[:, 3] = [
             within and bool(each.needs & AFTER_MASK) for each, within in zip(wanted, masked, strict=True)
         ]
-        words[:, 3] = [bool(each.needs & AFTER_ALL) for each in wanted]
+        words[:, 4] = [bool(each.needs & AFTER_ALL) for each in wanted]
         for row, each in enumerate(wanted):
-            words[row, 4 : 4 + len(each.ids)] = each.ids
+            words[row, 5 : 5 + len(each.ids)] = each.ids
         held = upload(words, device)
-        columns = LogprobColumns(held[:, 0], held[:, 1], held[:, 2:3] > 0, held[:, 3:4] > 0, held[:, 4:])
-        return LogprobRows(rows, wanted, columns)
+        numbers = held[:, 0], held[:, 1], held[:, 2]
+        columns = LogprobColumns(*numbers, held[:, 3:4] > 0, held[:, 4:5] > 0, held[:, 5:])
+        return LogprobRows(rows, drafts, wanted, columns)
 
     def blocks(self) -> Iterator[tuple[slice, LogprobRows]]:
         """At most `BLOCK` rows at a time, and which of all these are."""
         for first in range(0, len(self.rows), BLOCK):
             at = slice(first, first + BLOCK)
             columns = LogprobColumns(*(each[at] for each in self.columns))
-            yield at, LogprobRows(self.rows[at], self.wanted[at], columns)
+            yield at, LogprobRows(self.rows[at], self.drafts[at], self.wanted[at], columns)
 
     def any(self, flags: int) -> bool:
         """Whether a row wants one of `flags`."""
@@ -165,23 +173,25 @@ def launch_block(
     return LogprobBlock(asked, download(keys), entropy, support)
 
 
-def read_block(block: LogprobBlock, tokens: Ints) -> dict[int, RowLogprobs]:
-    """The answers of a block whose step has ended, by row; `tokens` int32 [n] are the step's. A row without
-    a token has none: a distribution that is not finite has no log-probabilities."""
+def read_block(block: LogprobBlock, made: RowTokens) -> dict[int, RowLogprobs]:
+    """The answers of a block whose step has ended, by index in its tokens. A row without a token has none: a
+    distribution that is not finite has no log-probabilities."""
     ids, values = read_keys(block.keys.numpy())
     width = block.asked.columns.named.shape[1]
     answers: dict[int, RowLogprobs] = {}
-    for i, (row, wanted) in enumerate(zip(block.asked.rows, block.asked.wanted, strict=True)):
-        if tokens[row] == NAN_TOKEN:
+    rows, drafts, every, _ = block.asked
+    for i, (row, draft, wanted) in enumerate(zip(rows, drafts, every, strict=True)):
+        index = made.index(row, draft)
+        if index < 0 or (token := int(made.tokens[index])) == NAN_TOKEN:
             continue
         best = slice(1 + width, 1 + width + max(wanted.best, 0))
         at = [*range(ids.shape[1])[best], *range(1, 1 + len(wanted.ids))] if wanted.ids else best
-        answers[row] = RowLogprobs(
+        answers[index] = RowLogprobs(
             float(values[i, 0]),
             _frozen(ids[i, at]),
             _frozen(values[i, at]),
             float(block.entropy[i]) if block.entropy is not None and wanted.needs & ENTROPY else None,
-            _support(block, i, int(tokens[row])) if wanted.needs & SUPPORT else None,
+            _support(block, i, token) if wanted.needs & SUPPORT else None,
         )
     return answers
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from core.types import NAN_TOKEN, Ints
 from gpu.state.tables import SlotTables
 
 
@@ -21,6 +24,11 @@ class DraftSamples(NamedTuple):
     rows: Tensor
     before: Tensor
 
+    def find(self, rows: Tensor, drafts: Tensor) -> Tensor:
+        """The samples int64 [n] of the tokens that follow `drafts` drafts of `rows`, int64 [n] each. Where a
+        row has fewer it is any number."""
+        return torch.where(drafts > 0, self.rows + self.before[rows] + drafts - 1, rows)
+
 
 class Rows(NamedTuple):
     """Padded samples: slots and positions (of the token to choose) int32 [rows]; how many are true (`live`),
@@ -35,3 +43,26 @@ class Rows(NamedTuple):
     def first(self, count: int) -> Rows:
         """The first `count`."""
         return self._replace(slots=self.slots[:count], positions=self.positions[:count])
+
+
+class RowTokens:
+    """The tokens of a step that has ended, int32 [n], row by row: `counts` int32 [rows] of each, None for one
+    each."""
+
+    def __init__(self, tokens: Ints, counts: Ints | None = None) -> None:
+        self.tokens, self.counts = tokens, counts
+        self._firsts = None if counts is None else np.cumsum(counts) - counts
+
+    def index(self, row: int, drafts: int = 0) -> int:
+        """Index in `tokens` of the row's token behind `drafts` others; -1 where it has none."""
+        if self._firsts is None or self.counts is None:
+            return row
+        return int(self._firsts[row]) + drafts if drafts < self.counts[row] else -1
+
+    def of_rows(self) -> Ints:
+        """int32 [rows]: the first token of each, `NAN_TOKEN` where it has none."""
+        if self._firsts is None or self.counts is None:
+            return self.tokens
+        first: Ints = np.append(self.tokens, np.int32(NAN_TOKEN))[self._firsts]
+        first[self.counts == 0] = NAN_TOKEN
+        return first

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from core.plan import StepPlan
 
 
 class ChunkRow(NamedTuple):
-    """Where a chunk lies: its tokens are rows `first` ... `first + tokens - 1` of the step."""
+    """Where a chunk lies: its tokens are `first` ... `first + tokens - 1` of those of all chunks, which stand
+    behind the decode rows'."""
 
     slot: int
     start: int
@@ -19,13 +21,44 @@ class ChunkRow(NamedTuple):
 
 
 def place(plan: StepPlan) -> tuple[ChunkRow, ...]:
-    """Where the chunks of `plan` lie, in order: behind its decode rows."""
+    """Where the chunks of `plan` lie, in order."""
     rows: list[ChunkRow] = []
-    first = len(plan.decode_slots)
+    first = 0
     for chunk in plan.chunks:
         rows.append(ChunkRow(chunk.slot, chunk.start, first, len(chunk.tokens)))
         first += len(chunk.tokens)
     return tuple(rows)
+
+
+class PackedRows(NamedTuple):
+    """Takes rows of a plan out of tensors of its step's tokens. How many drafts decode rows have, the device
+    knows alone: where they may have any, rows are gathered, else they are views.
+
+    chunks      where the plan's lie
+    num_decode  int32 [1] on the device: tokens of decode rows
+    before      int32 [any] on the device: drafts of the decode rows before each, as in `DraftSamples`
+    """
+
+    plan: StepPlan
+    chunks: tuple[ChunkRow, ...]
+    num_decode: Tensor
+    before: Tensor
+
+    def of_chunk(self, tokens: Tensor, chunk: ChunkRow) -> Tensor:
+        """Of `tokens` [n, ...] the chunk's."""
+        first, end = chunk.first, chunk.first + chunk.tokens
+        if not self.plan.drafts:
+            rows = len(self.plan.decode_slots)
+            return tokens[rows + first : rows + end]
+        return tokens.index_select(0, torch.arange(first, end, device=tokens.device) + self.num_decode)
+
+    def of_row(self, tokens: Tensor, row: int) -> Tensor:
+        """Of `tokens` [n, ...] those of a decode row: its last one and as many drafts as the plan allows,
+        whatever stands behind those that it has."""
+        if not self.plan.drafts:
+            return tokens[row : row + 1]
+        at = torch.arange(row, row + self.plan.query_length, device=tokens.device) + self.before[row]
+        return tokens.index_select(0, at.clamp_(max=len(tokens) - 1))
 
 
 class StepView(NamedTuple):

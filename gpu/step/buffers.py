@@ -75,6 +75,11 @@ class StepBuffers:
         )  # fmt: skip
 
     @property
+    def num_decode(self) -> Tensor:
+        """int32 [1] on the device: tokens of decode rows."""
+        return self._counts[1:2]
+
+    @property
     def rows(self) -> Rows:
         """All samples, as the sampling stage sees them."""
         _, slots, positions, drafts = self.samples

@@ -15,6 +15,7 @@ from core.types import NAN_TOKEN
 from gpu.grammar.matchers import Masks, Matchers
 from gpu.hidden import NO_EXTRAS, StepExtras
 from gpu.sample.logprobs import PromptScores
+from gpu.sample.rows import RowTokens
 from gpu.step.rings import Rings, Ticket
 from gpu.step.sampling import Sampled
 
@@ -120,22 +121,24 @@ class LaunchedStep:
         """The step's answer. Raises what the device raised."""
         try:
             self._marks.ended.wait()
-            answer, (tokens, counts) = self._answer, self._rings.read(self._ticket)
-            failed = dict[int, str]()
+            answer, made = self._answer, RowTokens(*self._rings.read(self._ticket))
+            broken = dict[int, str]()
             if answer.masks is not None:
-                failed = self._matchers.accept(answer.masks, tokens.tolist())
-                tokens[list(failed)] = NAN_TOKEN
-            failed |= answer.sampled.processed.failed
-            answer.sampled.processed.accept(tokens)
+                broken = self._matchers.accept(answer.masks, made.of_rows().tolist())
+            broken |= answer.sampled.processed.failed
+            failed = {at: why for row, why in broken.items() if (at := made.index(row)) >= 0}
+            if failed:
+                made.tokens[list(failed)] = NAN_TOKEN
+            answer.sampled.processed.accept(made.of_rows())
         finally:
             self._settled.set()  # whatever happened: the launch thread must not wait for ever
-        tokens.setflags(write=False)
-        hidden, experts = answer.extras.read()
+        made.tokens.setflags(write=False)
+        hidden, experts = answer.extras.read(made.counts)
         return StepResult(
             step=self.step,
-            tokens=tokens,
-            counts=counts,
-            logprobs=answer.sampled.read(tokens),
+            tokens=made.tokens,
+            counts=made.counts,
+            logprobs=answer.sampled.read(made),
             prompt_logprobs={slot: scores.read() for slot, scores in answer.prompt.items()},
             hidden=hidden,
             experts=experts,

@@ -29,7 +29,7 @@ from gpu.sample.kernels import MaskRows, SamplingKernels
 from gpu.sample.logprobs import LogprobBlock, LogprobRows, launch_block, read_block
 from gpu.sample.penalties import Counts
 from gpu.sample.processors import NONE_PROCESSED, Processed, Processor, Processors
-from gpu.sample.rows import Rows
+from gpu.sample.rows import Rows, RowTokens
 from gpu.sample.slots import (
     ADJUSTED,
     AFTER_ALL,
@@ -74,6 +74,12 @@ class Choice(msgspec.Struct, frozen=True):
 Key = Sampling | Logits | Choice
 
 
+def sampling_slots(plan: StepPlan) -> Ints:
+    """Slots of the plan's rows that sample, in its order."""
+    ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
+    return np.concatenate([plan.decode_slots, np.array(ends, np.int32)]) if ends else plan.decode_slots
+
+
 def sampling_keys(rows: int) -> tuple[Key, ...]:
     """All launches of one size."""
     return Logits(rows), Choice(rows), Sampling(rows, filtered=True), Sampling(rows, filtered=False)
@@ -101,10 +107,9 @@ class Sampled(NamedTuple):
     processed: Processed = NONE_PROCESSED
     logprobs: Sequence[LogprobBlock] = ()
 
-    def read(self, tokens: Ints) -> dict[int, RowLogprobs]:
-        """Log-probabilities by row, for the rows that asked and have a token. `tokens` int32 [n] are those of
-        the step, which has ended."""
-        return {row: answer for block in self.logprobs for row, answer in read_block(block, tokens).items()}
+    def read(self, made: RowTokens) -> dict[int, RowLogprobs]:
+        """Log-probabilities by index in the tokens of the step, which has ended, of rows that asked."""
+        return {index: answer for block in self.logprobs for index, answer in read_block(block, made).items()}
 
 
 class SamplingStage:
@@ -155,33 +160,47 @@ class SamplingStage:
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def launch(self, slots: Ints, rows: int, masks: Masks | None, launches: Launchable) -> Sampled:
-        """Choose a token for each of `slots` [n] in launches of `rows` padded rows. `masks` say what
+    def launch(self, plan: StepPlan, rows: int, masks: Masks | None, launches: Launchable) -> Sampled:
+        """Choose the tokens of the plan's rows in launches of `rows` padded samples. `masks` say what
         constrained rows may take."""
+        slots = sampling_slots(plan)
         needs = self._options.needs(slots)
         if masks is None and not needs & (ADJUSTED | LOGPROBS | PROCESSED):
             launches[Sampling(rows, bool(needs & FILTERED))]()
             return Sampled()
         launches[Logits(rows)]()
-        asked = self._asked(slots, masks) if needs & LOGPROBS else None
+        asked = self._asked(plan, slots, masks) if needs & LOGPROBS else None
         changed = masks is not None or bool(needs & (ADJUSTED | PROCESSED))
-        aside = self._logits.index_select(0, asked.columns.rows) if asked is not None and changed else None
+        aside = self._logits.index_select(0, asked.columns.samples) if asked is not None and changed else None
         processed = self._processors.run(self._logits, slots) if needs & PROCESSED else NONE_PROCESSED
         self._write_masks(masks)
         launches[Choice(rows)]()
         return Sampled(processed, () if asked is None else self._logprobs(asked, aside))
 
-    def _asked(self, slots: Ints, masks: Masks | None) -> LogprobRows:
-        """The rows that want log-probabilities."""
+    def _asked(self, plan: StepPlan, slots: Ints, masks: Masks | None) -> LogprobRows:
+        """The tokens that log-probabilities are wanted of: of a decode row as many as it may have."""
         wanted = self._options.wanted(slots)
         rows, masked = list(wanted), frozenset(masks.rows if masks is not None else ())
-        return LogprobRows.of(
+        drafts = [0] * len(rows)
+        if plan.drafts:
+            decoding = len(plan.decode_slots)
+            lengths = [plan.query_length if row < decoding else 1 for row in rows]
+            drafts = [draft for length in lengths for draft in range(length)]
+            rows = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
+        asked = LogprobRows.of(
             rows,
+            drafts,
             slots[rows].tolist(),
-            list(wanted.values()),
+            [wanted[row] for row in rows],
             [row in masked for row in rows],
             self._logits.device,
         )
+        if plan.drafts and self._device.rows.drafts is not None:
+            columns = asked.columns
+            samples = self._device.rows.drafts.find(columns.samples, columns.drafts)
+            samples.clamp_(max=len(self._logits) - 1)
+            asked = asked._replace(columns=columns._replace(samples=samples))
+        return asked
 
     def _write_masks(self, masks: Masks | None) -> None:
         """Make these the masks of the next choice."""
@@ -203,7 +222,7 @@ class SamplingStage:
         logits of rows that have others by now."""
         launched = []
         for at, block in asked.blocks():
-            rows = block.columns.rows
+            rows = block.columns.samples
             raw = self._logits.index_select(0, rows) if aside is None else aside[at]
             tokens = self._chosen.index_select(0, rows).clamp_(min=0)
             after = weights = None
@@ -234,8 +253,8 @@ class SamplingStage:
         self._tokens.write((NewSlot(0, params, NO_TOKENS, NO_TOKENS, 0),))
         self._start_counts(self._device.rings.empty, 1, 1)
         everything = LogprobOptions(LOGPROBS | ENTROPY | SUPPORT | AFTER_MASK | AFTER_ALL, 1, (0,), False)
-        asked = LogprobRows.of([0], [0], [everything], [True], self._logits.device)
-        self._logprobs(asked, self._logits.index_select(0, asked.columns.rows))
+        asked = LogprobRows.of([0], [0], [0], [everything], [True], self._logits.device)
+        self._logprobs(asked, self._logits.index_select(0, asked.columns.samples))
         self._write_masks(Masks([0], [0], np.zeros((1, 1), np.int32)))
         self._write_masks(None)
 

@@ -7,10 +7,8 @@ from itertools import product
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from core.plan import StepPlan
-from core.types import Ints
 from gpu.state.entry import CASCADE_ROWS, shared_keys
 from gpu.step.sampling import Key, sampling_keys
 from gpu.step.shapes import decode_sizes, fit, mixed_sizes
@@ -109,9 +107,3 @@ class ExactSizes:
     def all(self) -> Iterator[Forward | Key]:
         """See `StepSizes.all`: none."""
         return iter(())
-
-
-def sampling_slots(plan: StepPlan) -> Ints:
-    """Slots that get a token in `plan`, in its order."""
-    ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
-    return np.concatenate([plan.decode_slots, np.array(ends, np.int32)]) if ends else plan.decode_slots

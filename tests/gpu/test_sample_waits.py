@@ -22,7 +22,7 @@ from gpu.sample.rows import Rows
 from gpu.sample.weights import draw_weights
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
-from gpu.state.view import place
+from gpu.state.view import PackedRows, place
 from gpu.step.rings import Entries, Rings
 from gpu.step.sampling import Choice, Logits, Sampled, Sampling, SamplingDevice, SamplingStage
 from tests.rigs.arrays import ints
@@ -81,7 +81,7 @@ class Stage:
         self.stage.prepare(plan, self.rings.write(plan))
 
     def sample(self, rows: int, masks: Masks | None = None) -> Sampled:
-        return self.stage.launch(ints(range(1, rows + 1)), rows, masks, self)
+        return self.stage.launch(StepPlan(1, ints(range(1, rows + 1))), rows, masks, self)
 
 
 PLAIN = SamplingParams(seed=1)
@@ -142,7 +142,9 @@ def test_prompts_and_hidden_states_do_not_wait(downloads: list[torch.Tensor]) ->
     )
     plan = StepPlan(1, NO_TOKENS, chunks)
     hidden, model = torch.zeros(plan.num_tokens, HIDDEN, device=META), cast(CausalModel, Head())
-    scores = score_prompts(model, hidden, plan, place(plan))
-    taken = HiddenRows().take(model, hidden, None, plan, place(plan))
+    count = torch.zeros(1, dtype=torch.int32, device=META)
+    packed = PackedRows(plan, place(plan), count, count)
+    scores = score_prompts(model, hidden, packed)
+    taken = HiddenRows().take(model, hidden, None, packed)
     assert sorted(scores) == [1, 3] and sorted(taken.hidden) == [2, 3]
     assert len(downloads) == 2 * 2 + 2

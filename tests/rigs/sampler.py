@@ -17,7 +17,7 @@ from gpu.grammar.matchers import Masks
 from gpu.sample import torch_kernels
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
-from gpu.sample.rows import Rows
+from gpu.sample.rows import Rows, RowTokens
 from gpu.state.entry import NEW, Limits
 from gpu.state.tables import COLUMNS, SlotTables
 from gpu.step.graphs import Work
@@ -93,7 +93,9 @@ class Sampler:
         self._logits = logits
         self._rows.slots[:count], self._rows.positions[:count] = slots.int(), positions.int()
         self._rows.live.fill_(count)
-        sampled = self.stage.launch(slots.numpy().astype(np.int32), count, masks, self)
+        sampled = self.stage.launch(StepPlan(0, slots.numpy().astype(np.int32)), count, masks, self)
         tokens = self._rings.answers[0, :count].numpy().copy()
         sampled.processed.accept(tokens)
-        return Sampled(torch.from_numpy(tokens).long(), sampled.read(tokens), sampled.processed.failed)
+        return Sampled(
+            torch.from_numpy(tokens).long(), sampled.read(RowTokens(tokens)), sampled.processed.failed
+        )
