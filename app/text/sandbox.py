@@ -41,6 +41,8 @@ MAX_CHARS = 32 * 2**20
 """In one string a template makes, its output among them; a request body has no more."""
 MAX_ITEMS = 250_000
 """In one list it makes, and values seen when a nested one is printed or compared (50 ms)."""
+MAX_DEPTH = 1_000
+"""Of a nested value."""
 MAX_ARGUMENT = 100_000
 """Of numbers given to filters and string methods: widths, counts, precisions."""
 MAX_BITS = 4_096
@@ -371,30 +373,31 @@ def _check_repetition(value: Any, times: Any) -> None:
             _refuse("a repetition")
 
 
+def nested(value: object) -> Iterator[tuple[int, object]]:
+    """A value and all values inside it, with their depth from 1; of dictionaries the keys too."""
+    ahead: list[Iterator[object]] = [iter((value,))]
+    while ahead:
+        for item in ahead[-1]:
+            yield len(ahead), item
+            if isinstance(item, dict):
+                ahead.append(chain(item.keys(), item.values()))
+                break
+            if isinstance(item, list | tuple | set | frozenset):
+                ahead.append(iter(item))
+                break
+        else:
+            ahead.pop()
+
+
 def _bounded(value: Any, per_item: int = 0) -> Any:
     """`value`, unless it is nested so that printing or comparing it would not end in time: a list
     of itself twice, forty times over, takes no memory until it is printed."""
     if not isinstance(value, list | tuple | dict | set | frozenset):
         return value
-    seen = chars = 0
-    ahead: list[Iterator[Any]] = [iter((value,))]
-    while ahead:
-        for item in ahead[-1]:
-            seen += 1
-            chars += per_item
-            if isinstance(item, str):
-                chars += len(item)
-            elif isinstance(item, dict):
-                ahead.append(chain(item.keys(), item.values()))
-                break
-            elif isinstance(item, list | tuple | set | frozenset):
-                ahead.append(iter(item))
-                break
-            if seen > MAX_ITEMS or chars > MAX_CHARS:
-                _refuse("a value")
-        else:
-            ahead.pop()
-        if seen > MAX_ITEMS or len(ahead) > 1_000:
+    chars = 0
+    for seen, (depth, item) in enumerate(nested(value), 1):
+        chars += per_item + (len(item) if isinstance(item, str) else 0)
+        if seen > MAX_ITEMS or chars > MAX_CHARS or depth > MAX_DEPTH:
             _refuse("a value")
     return value
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from app.text.hermes import parsed_arguments, tools_as_text
-from app.text.sandbox import OutOfTime, Sandbox
+from app.text.sandbox import OutOfTime, Sandbox, nested
 from core.errors import ModelError, RequestError
 
 Message = Mapping[str, Any]
@@ -109,53 +108,47 @@ class ChatTemplate:
         """Stop the pool threads, after what they are rendering. Idempotent."""
         self._pool.shutdown()
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        /,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **arguments: Any,
-    ) -> str:
+    def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """Prompt text of a conversation.
 
-        A message's `content` is text, None, or a list of text parts; `arguments` are further names
-        for the template. `continue_final_message` leaves the last message open for the model to go
-        on with. Raises `RequestError` naming `messages`, a part of one, or an argument.
+        A message's `content` is text, None, or a list of text parts. Options are `tools`,
+        `add_generation_prompt` (default True), `continue_final_message` (False: else the last message is left
+        open for the model to go on with) and further names for the template. Raises `RequestError` naming
+        `messages`, a part of one, or an option.
         """
-        context = self._context(messages, tools, add_generation_prompt, continue_final_message, arguments)
-        return self._render(context, continue_final_message, TIME_LIMIT)
+        return self._prompt(messages, options, TIME_LIMIT)
 
-    async def render_async(
-        self,
-        messages: Sequence[Message],
-        /,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **arguments: Any,
-    ) -> str:
+    async def render_async(self, messages: Sequence[Message], /, **options: Any) -> str:
         """Like `render`, at most about half a millisecond of it on the loop."""
-        prepared = partial(
-            self._context, messages, tools, add_generation_prompt, continue_final_message, arguments
-        )
-        if _chars((messages, tools, arguments), INLINE_CHARS) <= INLINE_CHARS:
+        if _chars((messages, options), INLINE_CHARS) <= INLINE_CHARS:
             try:
-                return self._render(prepared(), continue_final_message, INLINE_TIME)
+                return self._prompt(messages, options, INLINE_TIME)
             except _OutOfInlineTime:
                 pass
         return await asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: self._render(prepared(), continue_final_message, TIME_LIMIT)
+            self._pool, self._prompt, messages, options, TIME_LIMIT
         )
 
     # -- rendering ---------------------------------------------------------------------------------
 
-    def _render(self, context: dict[str, Any], open_end: bool, seconds: float) -> str:
+    def _prompt(self, messages: Sequence[Message], options: Mapping[str, Any], seconds: float) -> str:
+        text = self._render(self._context(messages, **options), seconds)
+        if not options.get("continue_final_message"):
+            return text
+        at = text.rfind(_END_OF_MESSAGE)
+        if at < 0:
+            raise RequestError(
+                "continue_final_message: the chat template does not show the last message's content.",
+                "continue_final_message",
+            )
+        # A template that trims has taken the space behind the mark, and would the text's own.
+        return text[:at] if text[at:].startswith(_END_OF_MESSAGE + " ") else text[:at].rstrip()
+
+    def _render(self, context: dict[str, Any], seconds: float) -> str:
         assert self._template is not None
         self._sandbox.budget.start(seconds)
         try:
-            text = _rendered(self._template, context)
+            return _rendered(self._template, context)
         except OutOfTime as error:
             if seconds < TIME_LIMIT:
                 raise _OutOfInlineTime from error
@@ -172,24 +165,15 @@ class ChatTemplate:
             raise RequestError(
                 "The chat template nests too deeply for these messages.", "messages"
             ) from error
-        if not open_end:
-            return text
-        at = text.rfind(_END_OF_MESSAGE)
-        if at < 0:
-            raise RequestError(
-                "continue_final_message: the chat template does not show the last message's content.",
-                "continue_final_message",
-            )
-        # A template that trims has taken the space behind the mark, and would the text's own.
-        return text[:at] if text[at:].startswith(_END_OF_MESSAGE + " ") else text[:at].rstrip()
 
     def _context(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        arguments: Mapping[str, Any],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **arguments: Any,
     ) -> dict[str, Any]:
         """The template's variables. Raises `RequestError` for what can be refused before rendering."""
         if self._template is None:
@@ -265,7 +249,7 @@ class ChatTemplate:
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         context = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": False}
         try:
-            return self._render({**self.special_tokens, **context}, False, min(PROBE_TIME, TIME_LIMIT))
+            return self._render({**self.special_tokens, **context}, min(PROBE_TIME, TIME_LIMIT))
         except (RequestError, _OutOfInlineTime):
             return ""
 
@@ -357,20 +341,13 @@ def _with_end_marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chars(value: object, limit: int) -> int:
-    """Characters in the strings of a nested value, counted no further than past `limit`; every
-    other value counts as a few."""
+    """Characters in the strings of a nested value, counted no further than past `limit`; every value counts
+    as a few more."""
     total = 0
-    ahead: list[Iterator[object]] = [iter((value,))]
-    while ahead and total <= limit:
-        item = next(ahead[-1], ahead)
-        if item is ahead:
-            ahead.pop()
-        else:
-            total += 8 + (len(item) if isinstance(item, str) else 0)
-            if isinstance(item, Mapping):
-                ahead.append(iter(item.values()))
-            elif isinstance(item, list | tuple):
-                ahead.append(iter(item))
+    for _, item in nested(value):
+        total += 8 + (len(item) if isinstance(item, str) else 0)
+        if total > limit:
+            break
     return total
 
 

@@ -52,7 +52,7 @@ def test_special_tokens_arguments_and_tools_reach_the_template() -> None:
     source = "{{ bos_token }}{{ tools | tojson }}{% if thinking %}yes{% endif %}{{ messages[0]['content'] }}"
     template = ChatTemplate(source, {"bos_token": "<s>"})
     tool = {"type": "function", "function": {"name": "f<é>"}}
-    text = template.render(USER, [tool], thinking=True)
+    text = template.render(USER, tools=[tool], thinking=True)
     assert text == "<s>" + json.dumps([tool], ensure_ascii=False) + "yeshi"
     assert template.render(USER) == "<s>nullhi"
 
@@ -340,8 +340,8 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
     for messages, offered in ((talk, None), (talk, tools), (used, None), (used, tools)):
         context = template._context(messages, offered, True, False, {})
         assert template.render(messages, offered) == plain.from_string(source).render(context)
-    assert "é<" in template.render(used, tools)
-    assert '"name": "f"' in template.render(talk, tools)
+    assert "é<" in template.render(used, tools=tools)
+    assert '"name": "f"' in template.render(talk, tools=tools)
 
 
 # -- templates that requests bring -----------------------------------------------------------------
@@ -431,24 +431,25 @@ def test_tools_that_a_template_leaves_out_are_put_into_the_system_message() -> N
     template = ChatTemplate(CHATML)
     assert not template.shows_tools
     brief = [{"role": "system", "content": "Be brief."}, *USER]
-    own, none, plain = (template.render(each, [TOOL]) for each in (brief, USER, [*USER, *USER]))
+    own, none, plain = (template.render(each, tools=[TOOL]) for each in (brief, USER, [*USER, *USER]))
     said = "# Tools\n\nYou may call one or more functions"
     assert own.startswith(f"<|im_start|>system\nBe brief.\n\n{said}") and own.count("system") == 1
     assert none.startswith(f"<|im_start|>system\n{said}") and plain.count("# Tools") == 1
     assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in own
-    assert template.render(USER) == template.render(USER, []) and "# Tools" not in template.render(brief)
+    assert template.render(USER) == template.render(USER, tools=[])
+    assert "# Tools" not in template.render(brief)
 
 
 def test_the_first_user_message_takes_the_tools_where_there_is_no_system() -> None:
     template = ChatTemplate(NO_SYSTEM)
-    text = template.render(USER, [TOOL])
+    text = template.render(USER, tools=[TOOL])
     assert text.startswith("<|im_start|>user\n# Tools") and text.count("<|im_start|>user") == 1
     assert "</tool_call>\n\nhi<|im_end|>" in text
 
 
 def test_calls_and_results_become_text_where_a_template_leaves_them_out() -> None:
     for tools in (None, [TOOL]):
-        text = ChatTemplate(CHATML).render([*USER, CALLED, *RESULTS, *USER], tools)
+        text = ChatTemplate(CHATML).render([*USER, CALLED, *RESULTS, *USER], tools=tools)
         assert (
             "<|im_start|>assistant\nSure.\n"
             '<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call>\n'
