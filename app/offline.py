@@ -70,10 +70,10 @@ class LLM:
         self._open(make_config(model, settings), progress)
 
     @classmethod
-    def from_config(cls, config: Config, progress: bool = False) -> Self:
+    def from_config(cls, config: Config) -> Self:
         """The same from settings that are complete."""
         made = cls.__new__(cls)
-        made._open(config, progress)
+        made._open(config, progress=False)
         return made
 
     def _open(self, config: Config, progress: bool) -> None:

@@ -6,9 +6,10 @@ from typing import cast
 
 import msgspec
 
-from app.engine.job import Job, Run, Sink
+from app.engine.job import Generator, Job, Run, Sink
 from app.engine.loop import Engine
-from app.service import Control, Loaded
+from app.engine.submit import Submitter
+from app.service import Loaded
 from core.request import Request, State
 
 BACKGROUND = -(2**31) - 1
@@ -31,9 +32,7 @@ class BackgroundRun:
     Owner: event loop.
     """
 
-    __slots__ = ("_engine", "preempted", "runs")
-
-    def __init__(self, engine: Control) -> None:
+    def __init__(self, engine: Generator) -> None:
         self._engine = engine
         self.runs: list[Run] = []
         self.preempted = False
@@ -90,7 +89,7 @@ class BackgroundCapacity:
             return None
         run = BackgroundRun(loaded.engine)
         self._runs[run] = None
-        return run, msgspec.structs.replace(loaded, engine=cast(Control, run))
+        return run, msgspec.structs.replace(loaded, engine=cast(Submitter, run))
 
     def release(self, run: BackgroundRun) -> None:
         """End a run. Idempotent."""

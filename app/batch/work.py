@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -17,7 +16,7 @@ import msgspec
 from app.batch.capacity import BackgroundCapacity, BackgroundRun
 from app.batch.journal import Journal, Tally
 from app.batch.lines import Line, answered, check_input, failed, parse_line, read_lines, unanswered
-from app.batch.records import Batch, BatchError, BatchErrors, Counts, FileRecord
+from app.batch.records import Batch, BatchError, BatchErrors, Counts, FileRecord, Status
 from app.batch.store import Disk, Store
 from app.service import Loaded, Phase, Service
 from core.errors import Aborted, LoomError, Overloaded, RequestError, Unavailable
@@ -30,8 +29,6 @@ Answer = Callable[[bytes, Loaded], Awaitable[Mapping[str, Any]]]
 Answers = Mapping[str, Answer]
 """By endpoint."""
 
-BLOCK = 64
-"""Lines read at a time."""
 TRIES = 3
 """Attempts at a line that ends for other reasons than itself: a timeout, an operator's abort."""
 TICK = 0.01
@@ -63,7 +60,6 @@ class Work:
         self._capacity = capacity
         self._stopped = False
         self._tally = Tally()
-        self._block: deque[Line] = deque()
         self._retries: deque[Line] = deque()
         """Lines to run again."""
         self._tries: Counter[str] = Counter()
@@ -103,7 +99,7 @@ class Work:
         """Start no more lines and abort those that run. No effect on a batch that is ending."""
         if self.batch.status not in ("validating", "in_progress"):
             return self.batch
-        await self._set(status="cancelling", cancelling_at=int(time.time()))
+        await self._move("cancelling")
         self._capacity.preempt_all()
         return self.batch
 
@@ -117,19 +113,16 @@ class Work:
     async def _validate(self) -> None:
         input_id, endpoint = self.batch.input_file_id, self.batch.endpoint
         total, errors = await self._store.run(lambda disk: check_input(disk.path(input_id), endpoint))
-        now = int(time.time())
         if errors:
             await self._fail(*errors)
             return
-        counts = Counts(total=total)
-        if self.batch.status == "validating":
-            await self._set(status="in_progress", in_progress_at=now, request_counts=counts)
-        else:  # cancelled in the meantime
-            await self._set(request_counts=counts)
+        # It may have been cancelled in the meantime.
+        status: Status = "in_progress" if self.batch.status == "validating" else self.batch.status
+        await self._move(status, request_counts=Counts(total=total))
 
     async def _fail(self, *errors: BatchError, **published: str) -> None:
         listed = BatchErrors(data=list(errors))
-        await self._set(status="failed", failed_at=int(time.time()), errors=listed, **published)
+        await self._move("failed", errors=listed, **published)
 
     async def _open(self) -> None:
         def open_journals(disk: Disk) -> None:
@@ -146,24 +139,22 @@ class Work:
 
     async def _publish(self) -> None:
         """Make the journals files that clients can see."""
-        now = int(time.time())
         if self.batch.status == "in_progress":
             # How it ends is stored first, so that it ends the same way after a crash below.
             expired = self._late and not self._all_done
-            await self._set(status="finalizing", finalizing_at=now, expired_at=now if expired else None)
+            await self._move("finalizing", expired_at=int(time.time()) if expired else None)
         if self.batch.expired_at is not None:
             await self._expire()
         published = await self._store.run(self._published)
-        if self.batch.status == "cancelling":
-            end: dict[str, Any] = {"status": "cancelled", "cancelled_at": int(time.time())}
-        elif self.batch.expired_at is not None:
-            end = {"status": "expired"}
-        else:
-            end = {"status": "completed", "completed_at": int(time.time())}
-        await self._set(**published, **end)
+        end: Status = "completed" if self.batch.expired_at is None else "expired"
+        await self._move("cancelled" if self.batch.status == "cancelling" else end, **published)
         counts = self.batch.request_counts
         log.info(
-            "%s: %s, %d of %d lines answered", self.batch.id, end["status"], counts.completed, counts.total
+            "%s: %s, %d of %d lines answered",
+            self.batch.id,
+            self.batch.status,
+            counts.completed,
+            counts.total,
         )
 
     def _published(self, disk: Disk) -> dict[str, str]:
@@ -196,7 +187,10 @@ class Work:
         await self._store.run(note)
         self._count()
 
-    async def _set(self, **fields: Any) -> None:
+    async def _move(self, status: Status, **fields: Any) -> None:
+        """Store a new status, with the time of the first change to it, and other fields."""
+        at = f"{status}_at"
+        fields = {"status": status, at: getattr(self.batch, at) or int(time.time()), **fields}
         batch = self.batch = msgspec.structs.replace(self.batch, **fields)
         await self._store.run(lambda disk: disk.put_batch(self._owner, batch))
 
@@ -217,7 +211,9 @@ class Work:
     async def _feed(self) -> None:
         source = await self._store.run(self._lines)
         while not self._over:
-            line = self._retries.popleft() if self._retries else await self._next(source)
+            line = self._retries.popleft() if self._retries else None
+            if line is None:
+                line = await self._store.run(lambda disk: next(source, None))
             if line is not None:
                 await self._begin(line)
             elif self._tasks:
@@ -236,11 +232,6 @@ class Work:
             line = parse_line(number, text, self._answers)
             if line.custom_id not in self._tally.ids:
                 yield line
-
-    async def _next(self, source: Iterator[Line]) -> Line | None:
-        if not self._block:
-            self._block += await self._store.run(lambda disk: list(itertools.islice(source, BLOCK)))
-        return self._block.popleft() if self._block else None
 
     async def _begin(self, line: Line) -> None:
         """Start a line as soon as there is capacity, unless the batch ends before."""
