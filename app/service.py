@@ -6,11 +6,10 @@ import asyncio
 import time
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from app.engine.job import Generator
 from app.helper.process import HelperProcess, HelpersBySize
 from app.parsers.registry import ReasoningFamily, ToolFamily
 from core.config import ServeConfig
@@ -18,10 +17,10 @@ from core.errors import Overloaded, RequestError, Unavailable
 from core.helper import Helper
 from core.models import PoolingSpec, Task
 from core.request import SamplingParams
-from core.stats import EngineStatistics
 
 if TYPE_CHECKING:
     from app.engine.operator import Operator
+    from app.engine.submit import Submitter
     from app.text.template import ChatTemplate
     from app.text.tokenizer import Tokenizer
 
@@ -78,28 +77,6 @@ _DOES: Mapping[Task, str] = {
 }
 
 
-class Control(Generator, Protocol):
-    """The engine, for HTTP. Owner: event loop."""
-
-    def abort(self, id: str, tenant: str = "") -> bool:
-        """Abort one job of a tenant by id; False when there is none."""
-        ...
-
-    def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
-        """Abort all jobs, or a tenant's; returns their number. With a `message` clients get an error."""
-        ...
-
-    def flush(self) -> bool:
-        """Empty the prefix cache; False, without effect, while requests run."""
-        ...
-
-    def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
-        """Timings of a tenant's recent job; None when it is no longer known."""
-        ...
-
-    def statistics(self) -> EngineStatistics: ...
-
-
 class NumberBudget:
     """Limits the numbers in hidden states of answers and embeddings of prompts, from the check of a request
     to the end of its task: slow readers of many large answers would otherwise hold gigabytes.
@@ -131,7 +108,7 @@ class Loaded(msgspec.Struct, frozen=True):
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate
-    engine: Control
+    engine: Submitter
     tools: ToolFamily | None = None
     """Format of tool calls; None: they are not parsed."""
     reasoning: ReasoningFamily | None = None

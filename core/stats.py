@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
 
 
@@ -45,13 +47,18 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheStatistics
 
 
-class Histogram(msgspec.Struct, frozen=True):
+class Histogram(msgspec.Struct):
     """`counts[i]` observations above `bounds[i - 1]` and at most `bounds[i]`; the last are the rest.
-    `total` is their sum."""
+    `total` is their sum. It grows: what was read before may be more now."""
 
     bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
+    counts: list[int]
+    total: float = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        """`count` observations of `value`."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
 
 class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):

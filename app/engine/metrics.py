@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from core.clock import Clock
 from core.request import Request
 from core.stats import EngineStatistics, Histogram, SchedulerStatistics
@@ -12,19 +10,8 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 """Bounds from one fast decode step to the slowest answer anyone waits for."""
 
 
-class Observations:
-    """A histogram that grows. Owner: event loop."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(SECONDS) + 1)
-        self._total = 0.0
-
-    def add(self, seconds: float, count: int = 1) -> None:
-        self._counts[bisect_left(SECONDS, seconds)] += count
-        self._total += seconds * count
-
-    def snapshot(self) -> Histogram:
-        return Histogram(SECONDS, tuple(self._counts), self._total)
+def _times() -> Histogram:
+    return Histogram(SECONDS, [0] * (len(SECONDS) + 1))
 
 
 class Recorder:
@@ -35,10 +22,10 @@ class Recorder:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ttft = Observations()
-        self._inter_token = Observations()
-        self._end_to_end = Observations()
-        self._queue = Observations()
+        self._ttft = _times()
+        self._inter_token = _times()
+        self._end_to_end = _times()
+        self._queue = _times()
         self._last_step = 0.0
         self._previous = 0.0
         """The step that the next one's tokens have waited since; 0: none, after a rest."""
@@ -79,8 +66,8 @@ class Recorder:
             step_seconds=self._seconds,
             device_seconds=self._spent,
             loop_lag=self.lag,
-            ttft=self._ttft.snapshot(),
-            inter_token=self._inter_token.snapshot(),
-            end_to_end=self._end_to_end.snapshot(),
-            queue=self._queue.snapshot(),
+            ttft=self._ttft,
+            inter_token=self._inter_token,
+            end_to_end=self._end_to_end,
+            queue=self._queue,
         )

@@ -38,8 +38,6 @@ TAIL = 8
 class _Preparing:
     """A job that is being encoded and compiled, in the task that started it. Owner: event loop."""
 
-    __slots__ = ("_task", "error")
-
     def __init__(self) -> None:
         self._task = asyncio.current_task()
         self.error: LoomError | None = None
@@ -57,7 +55,7 @@ class _Preparing:
 
 
 class Submitter:
-    """The engine's interface for HTTP: implements `app.service.Control`.
+    """The engine's interface for HTTP.
 
     Owner: event loop.
     """
@@ -116,6 +114,7 @@ class Submitter:
         self._timelines.close(key)
 
     def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
+        """Timings of a tenant's recent job; None when it is no longer known."""
         return self._timelines.of((tenant, id))
 
     def drain(self) -> None:
@@ -127,18 +126,21 @@ class Submitter:
         return not self._runs and self._engine.idle
 
     def abort(self, id: str, tenant: str = "") -> bool:
+        """Abort one job of a tenant by id; False when there is none."""
         run = self._runs.get((tenant, id))
         if run is not None:
             run.abort()
         return run is not None
 
     def abort_all(self, message: str | None = None, tenant: str | None = None) -> int:
+        """Abort all jobs, or a tenant's; returns their number. With a `message` clients get an error."""
         runs = [run for (owner, _), run in self._runs.items() if tenant in (None, owner)]
         for run in runs:
             run.abort(message)
         return len(runs)
 
     def flush(self) -> bool:
+        """Empty the prefix cache; False, without effect, while requests run."""
         # Steps in flight do not count: those that ended requests left behind only write, before
         # any later plan reads. A client that has had its last answer may flush at once.
         now = self._engine.load()
@@ -284,19 +286,16 @@ class Submitter:
         return wanted
 
     def _stream(self, index: int, run: LiveRun, job: Job) -> Stream:
-        detokenizer, stops = self._detokenizer(job, run.prompt), self._stops(job)
-        repetition = None if job.text.repetition is None else RepetitionScanner(job.text.repetition)
+        detokenizer, text = self._detokenizer(job, run.prompt), job.text
+        stops = None
+        if text.stop or text.stop_regex:
+            stops = StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
+        repetition = None if text.repetition is None else RepetitionScanner(text.repetition)
         return Stream(index, run.sink, run.last, detokenizer, stops, repetition)
 
     def _detokenizer(self, job: Job, prompt: Ints) -> Detokenizer:
         tail = prompt[-TAIL:].tolist()
         return Detokenizer(self._tokenizer, tail, job.text.skip_special_tokens)
-
-    def _stops(self, job: Job) -> StopScanner | None:
-        text = job.text
-        if not text.stop and not text.stop_regex:
-            return None
-        return StopScanner(text.stop, text.stop_regex, include_stop=text.include_stop)
 
 
 def _shortened(prompt: Ints, most: int, end: bool) -> Ints:

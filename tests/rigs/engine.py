@@ -1,4 +1,4 @@
-"""An engine that says what it is told to: `app.service.Control` without a model.
+"""An engine that says what it is told to: `app.engine.submit.Submitter` without a model.
 
 The same checks as the real one's, so that an error's field is the one a client would see.
 """
@@ -286,7 +286,7 @@ class FakeEngine:
         return {"id": id} if id == "known" and not tenant else None
 
     def statistics(self) -> EngineStatistics:
-        histogram = Histogram((0.1, 1.0), (3, 2, 1), 4.5)
+        histogram = Histogram((0.1, 1.0), [3, 2, 1], 4.5)
         cache = CacheStatistics(
             page_size=16,
             total=100,

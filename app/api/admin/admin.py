@@ -15,6 +15,7 @@ from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, job_id
 from app.api.request.schema import ABORT, ABORT_MANY
 from app.engine.job import Job
+from app.engine.submit import Submitter
 from app.http.body import decoded
 from app.http.delivery import Collector, running
 from app.http.errors import fault
@@ -22,7 +23,7 @@ from app.http.keys import SERVICE
 from app.http.prometheus import CONTENT_TYPE, exposition
 from app.http.reply import json_response
 from app.http.tenant import tenant
-from app.service import Control, Phase
+from app.service import Phase
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
 from core.stats import SchedulerStatistics
@@ -219,7 +220,7 @@ async def abort_requests(request: web.Request) -> web.StreamResponse:
     return json_response({"success": True, "aborted": aborted})
 
 
-def _abort(engine: Control, id: str) -> int:
+def _abort(engine: Submitter, id: str) -> int:
     """The number of aborted jobs: each prompt of a request is a job."""
     whose = tenant()
     if engine.abort(id, whose):
