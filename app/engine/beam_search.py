@@ -248,8 +248,6 @@ class Beams:
     Kept as one list of live beams per round, so that a round costs the same however long the beams are.
     """
 
-    __slots__ = ("_ended", "_rounds", "_rules")
-
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._rounds: list[list[Live]] = []

@@ -24,20 +24,6 @@ class Stream:
     the piece that makes it so. Owner: event loop.
     """
 
-    __slots__ = (
-        "_detokenizer",
-        "_index",
-        "_last",
-        "_logprobs",
-        "_repetition",
-        "_searched",
-        "_sink",
-        "_stops",
-        "_tokens",
-        "count",
-        "done",
-    )
-
     def __init__(
         self,
         index: int,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Generator, Job, Piece, Run, Sink
 from app.parsers.reading import Reading
+from app.text.tokenizer import Tokenizer
 from core.errors import ContextExceeded, LoomError
 from core.grammar import GrammarSpec
 from core.plan import PromptLogprobs, RowLogprobs, Support
@@ -28,12 +28,6 @@ _ENOUGH = Finish(FinishReason.STOP)
 _UNREADABLE = Finish(FinishReason.ERROR, message=UNREADABLE)
 
 log = logging.getLogger(__name__)
-
-
-class Encoder(Protocol):
-    """What is needed of a tokenizer."""
-
-    async def encode_async(self, text: str, add_special: bool = True, param: str = "prompt") -> Ints: ...
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +46,7 @@ class Watch(msgspec.Struct, frozen=True, kw_only=True):
         return "" if family is None else f"\n{family.end}{family.gap}"
 
 
-def watched(engine: Generator, encoder: Encoder, watch: Watch) -> Generator:
+def watched(engine: Generator, encoder: Tokenizer, watch: Watch) -> Generator:
     """`engine`, parsing where there is something to look for."""
     return engine if watch.reading.plain else Watcher(engine, encoder, watch)
 
@@ -60,9 +54,7 @@ def watched(engine: Generator, encoder: Encoder, watch: Watch) -> Generator:
 class Watcher:
     """A `Generator` over another. Owner: event loop."""
 
-    __slots__ = ("_encoder", "_engine", "watch")
-
-    def __init__(self, engine: Generator, encoder: Encoder, watch: Watch) -> None:
+    def __init__(self, engine: Generator, encoder: Tokenizer, watch: Watch) -> None:
         self._engine = engine
         self._encoder = encoder
         self.watch = watch
@@ -112,21 +104,6 @@ def _sure(token: int) -> RowLogprobs:
 
 class WatchedRun:
     """A `Run` that may become another one on the way. Owner: event loop."""
-
-    __slots__ = (
-        "_aborted",
-        "_choices",
-        "_done",
-        "_first",
-        "_job",
-        "_left",
-        "_sink",
-        "_tasks",
-        "_watcher",
-        "choices",
-        "params",
-        "prompt",
-    )
 
     def __init__(self, job: Job, sink: Sink, watcher: Watcher) -> None:
         self._job = job
@@ -256,8 +233,6 @@ class WatchedRun:
 
 class Choice:
     """One choice as the watcher sees it. Owner: event loop."""
-
-    __slots__ = ("_answer", "_watch", "cut", "over", "reasoning", "second", "thought")
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -15,18 +15,6 @@ from core.types import Finish, FinishReason, Floats, Ints
 class LiveRun:
     """A job's requests while they run. Owner: event loop."""
 
-    __slots__ = (
-        "_done",
-        "_engine",
-        "_left",
-        "choices",
-        "id",
-        "params",
-        "prompt",
-        "requests",
-        "sink",
-    )
-
     def __init__(self, job: Job, prompt: Ints, params: SamplingParams, engine: Engine, sink: Sink) -> None:
         self.id = job.id
         self.prompt = prompt

@@ -51,25 +51,6 @@ class CallParser:
     text's end cuts off stays one once it has been reported. Owner: event loop.
     """
 
-    __slots__ = (
-        "_after",
-        "_dropped",
-        "_events",
-        "_forced",
-        "_fresh",
-        "_name",
-        "_names",
-        "_next",
-        "_open",
-        "_reported",
-        "_retries",
-        "_run",
-        "_schemas",
-        "_space",
-        "_syntax",
-        "cursor",
-    )
-
     def __init__(
         self,
         syntax: Syntax,

@@ -28,8 +28,6 @@ class Malformed(Exception):
 class Cursor:
     """Owner: event loop."""
 
-    __slots__ = ("_raw", "at", "ended", "taken", "text")
-
     def __init__(self) -> None:
         self.text = ""
         self.at = 0

@@ -60,8 +60,6 @@ _NUMBERS = frozenset(("0", "integer", "fraction", "exponent"))
 class JsonScanner:
     """Accepts exactly one JSON value (RFC 8259), in pieces. Owner: event loop."""
 
-    __slots__ = ("_stack", "_state", "done", "failed")
-
     def __init__(self) -> None:
         self._state = "value"
         self._stack = [_DONE]

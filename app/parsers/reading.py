@@ -56,8 +56,6 @@ class Answer:
     holds for both parsers. Owner: event loop.
     """
 
-    __slots__ = ("_calls", "_reading", "_reasoning", "done", "made", "whole")
-
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         family, tools = reading.reasoning, reading.tools

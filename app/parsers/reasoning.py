@@ -14,21 +14,6 @@ class ReasoningParser:
     no thinking. Owner: event loop.
     """
 
-    __slots__ = (
-        "_begin",
-        "_breaks",
-        "_called",
-        "_cursor",
-        "_ends",
-        "_events",
-        "_fresh",
-        "_inline",
-        "_run",
-        "inside",
-        "plain",
-        "settled",
-    )
-
     def __init__(self, marks: tuple[str, ...], inside: bool = False, inline: bool = False) -> None:
         """`marks`: of the thinking's begin and end, then those that begin calls. `inside`: the prompt has
         opened the thinking already. `inline`: events have every character, marks and line breaks too."""

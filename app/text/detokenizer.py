@@ -25,8 +25,6 @@ class Detokenizer:
     vocabularies that are tables (`Family.BYTE_LEVEL`, `BYTE_FALLBACK`), 5 to 10 µs for others.
     """
 
-    __slots__ = ("_decode", "_nothing_pending", "_raw", "_starting", "_texts", "_windows")
-
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special: bool = True) -> None:
         words = tokenizer.vocabulary
         self._texts = words.shown_texts if skip_special else words.texts
@@ -85,8 +83,6 @@ class _Windows:
     place, so what the decoder does to the start of a text is in both and cancels. Each window is a
     few tokens long, whatever the length of the output.
     """
-
-    __slots__ = ("_ids", "_read", "_seen", "_skip", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer

@@ -15,8 +15,6 @@ class RepetitionScanner:
     of n tokens is repeated c times when that holds for the last n * (c - 1). Owner: event loop.
     """
 
-    __slots__ = ("_matches", "_tokens", "_wanted")
-
     def __init__(self, wanted: Repetition) -> None:
         self._wanted = wanted
         self._tokens: list[int] = []

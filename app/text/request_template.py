@@ -45,8 +45,6 @@ class _Answer(msgspec.Struct, frozen=True):
 class RequestTemplate:
     """A template of one request, over the model's special tokens. Owner: event loop."""
 
-    __slots__ = ("_helper", "_source", "_task", "shows_tools")
-
     def __init__(self, source: str, special_tokens: Mapping[str, str], helper: Helper) -> None:
         """Raises `RequestError` naming `chat_template` for one that is too long."""
         if len(source) > MAX_SOURCE:

@@ -99,8 +99,6 @@ class StopScanner:
     A stop that is not begun costs one look for its first character.
     """
 
-    __slots__ = ("_held", "_include", "_patterns", "_stops")
-
     def __init__(
         self, stops: Sequence[str], patterns: Sequence[str] = (), include_stop: bool = False
     ) -> None:
@@ -143,8 +141,6 @@ class StopScanner:
 class _Stop:
     """A stop string. `begin` is the first place in the held text where it may have begun; negative: none."""
 
-    __slots__ = ("begin", "first", "text")
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.first = text[0]
@@ -172,8 +168,6 @@ class _Patterns:
     anchors and word boundaries, which may hold for a beginning and not for the whole, is every
     character a search (about 5 µs each).
     """
-
-    __slots__ = ("_compiled", "_seen", "_stepwise")
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._compiled = [(pattern, compile_pattern(pattern)) for pattern in patterns]
