@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -75,34 +76,30 @@ class Prefills:
                 builder.room, builder.decode_slots, builder.decode_tokens, self._backlog
             )
         done: list[Request] = []
-        self.admitted = []
         remaining: list[tuple[Request, Ints]] = []
-        for request, tokens in self._under_way:
+        self.admitted = []
+        for request, tokens in chain(self._under_way, self._admit(builder)):
             if not self._chunk(builder, request, tokens):
                 remaining.append((request, tokens))
             elif request.params.max_tokens > 0:
+                request.move(State.DECODE)
                 done.append(request)
         self._under_way = remaining
-        if builder.room > 0 and self._table.free and len(self._waiting):
-            self._admit(builder, done)
-        for request in done:
-            request.move(State.DECODE)
         return done
 
-    def _admit(self, builder: PlanBuilder, done: list[Request]) -> None:
+    def _admit(self, builder: PlanBuilder) -> Iterator[tuple[Request, Ints]]:
         """Admit waiting requests until the first that does not fit: overtaking would starve it. A retracted
         request that still waits for in-flight tokens stops admission too: its pages are not for those behind
         it."""
+        if builder.room <= 0 or not self._table.free or not len(self._waiting):
+            return
         for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
             tokens = self._try_start(builder, request)
             if tokens is None:
                 return
-            if not self._chunk(builder, request, tokens):
-                self._under_way.append((request, tokens))
-            elif request.params.max_tokens > 0:
-                done.append(request)
+            yield request, tokens
 
     def _try_start(self, builder: PlanBuilder, request: Request) -> Ints | None:
         """Give the request its pages and slot, or leave everything as it is and return None."""
