@@ -1,6 +1,6 @@
 """Jinja2 with limits: what a chat template may do before it is stopped.
 
-A template comes with the model, so with whoever made the model. Jinja2's immutable sandbox keeps it
+A template comes with the model and is not trusted. Jinja2's immutable sandbox keeps it
 from reaching Python; nothing there keeps it from running for ever or from filling the memory, and
 a thread cannot be killed. So the template is compiled with checks where work is made:
 
@@ -65,7 +65,7 @@ class OutOfTime(TemplateError):
 class Budget(threading.local):
     """The time and memory that the rendering on this thread may still use.
 
-    The thread's own processor time counts, so a busy machine fails nobody's template.
+    The thread's own processor time counts, so no template fails because the machine is busy.
     """
 
     def __init__(self) -> None:
@@ -201,29 +201,22 @@ _SMALL = 32
 class _Checks(NodeTransformer):
     """Puts the checks that no hook of Jinja2 reaches into a parsed template."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filter(node.iter, _TIMED)
+        match node:
+            case nodes.For():
+                node.iter = _filter(node.iter, _TIMED)
+            case nodes.Compare():
+                node.expr = _filter(node.expr, _BOUNDED)
+                for operand in node.ops:
+                    operand.expr = _filter(operand.expr, _BOUNDED)
+            case nodes.Concat():
+                return _filter(nodes.List(node.nodes, lineno=node.lineno), _JOIN)
+            case nodes.Getitem(arg=nodes.Slice()):
+                return _filter(node, _CHARGED)
+            case nodes.Tuple(ctx="load"):
+                return _filter(node, _BOUNDED)
         return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), _JOIN)
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
-        node.expr = _filter(node.expr, _BOUNDED)
-        for operand in node.ops:
-            operand.expr = _filter(operand.expr, _BOUNDED)
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node, _CHARGED) if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node, _BOUNDED) if node.ctx == "load" else node
 
 
 def _filter(node: nodes.Node, name: str) -> nodes.Filter:
