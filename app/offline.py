@@ -154,7 +154,7 @@ class LLM:
         return [vector["embedding"] for answer in answers for vector in answer["data"]]
 
     def classify(self, inputs: Prompt | Sequence[Prompt], **fields: Any) -> list[dict[str, Any]]:
-        """`label`, `probs` and `num_classes` of each input, as `/v1/classify` tells them."""
+        """`label`, `probs` and `num_classes` of each input, as in `/v1/classify`."""
         answers = self._wait(self._one_by_one(_inputs(ClassifyBody, inputs, fields)))
         return [each for answer in answers for each in answer["data"]]
 
@@ -224,7 +224,7 @@ class LLM:
         try:
             return future.result()
         finally:
-            future.cancel()  # the caller was interrupted: nobody waits any more
+            future.cancel()  # where the caller was interrupted
 
     def _hand(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
         return asyncio.wrap_future(self._call(work))

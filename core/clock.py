@@ -1,4 +1,4 @@
-"""The clock that decisions are given; they never call `time.*` themselves."""
+"""The clock of scheduling decisions, which never call `time.*` themselves."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Carried out by the launch thread when the plans submitted before it are done.
 
-    `path` is the checkpoint of `load_weights` and the file that `profile_stop` writes. `tags` say what
-    `sleep` gives back and `wake` takes again.
+    `path` is the checkpoint of `load_weights` and the file that `profile_stop` writes. `tags`: the memory
+    that `sleep` releases and `wake` allocates again.
     """
 
     id: int

@@ -46,7 +46,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 class Executor(Protocol):
     """Runs plans in the order they were submitted, each on all of its ranks: devices that hold the model
-    together. Peers: a fake, the CPU, one GPU.
+    together.
 
     Owner: event loop. `submit` never blocks. A result or failure is handed out once, in order;
     after a `StepFailure` nothing follows.

@@ -1,8 +1,7 @@
 """Structured output: the constraint that a client asked for, and the interfaces that carry it out.
 
-The libraries that compile grammars bring torch or hold native threads, so they live behind these protocols:
-the edge compiles, the scheduler carries the compiled grammar to a slot without looking into it, the device
-side steps it.
+The libraries that compile grammars bring torch or hold native threads, so they are behind these protocols:
+the app compiles, the scheduler passes the compiled grammar on to a slot, the device side steps its matcher.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 BROKEN = "The output cannot continue under its grammar"
-"""Start of the reason of a row whose matcher broke in the middle of an answer. Reasons travel as text; by
-this one the edge knows that the request's own constraint ended it, not the engine."""
+"""Start of the reason of a row whose matcher broke in the middle of an answer. Reasons are text; this
+one says that the request's own constraint ended it, not a failure of the engine."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 
@@ -36,7 +35,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 class TokenRules(msgspec.Struct, frozen=True):
     """Tokens that may be taken whatever the text: `allowed` alone (None: all), and no `banned` sequence
-    may come about in the output."""
+    may be in the output."""
 
     allowed: tuple[int, ...] | None = None
     banned: tuple[tuple[int, ...], ...] = ()

@@ -36,7 +36,7 @@ class Mailbox(Generic[T]):
         self._items.put(item)
 
     def close(self) -> None:
-        """No item follows. The consumer empties what is left, then sees `Closed`."""
+        """No item follows. The consumer takes what is left, then gets `Closed`."""
         self._closed = True
         self._items.put(None)
 

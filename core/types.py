@@ -55,7 +55,7 @@ class Finish(msgspec.Struct, frozen=True):
     """The end of one request.
 
     `matched` is the stop token id, stop string or regex that ended it; `message` says what went
-    wrong when the reason is ABORT or ERROR and nobody on the client side asked for it.
+    wrong when the reason is ABORT or ERROR and it was not the client that asked for it.
     """
 
     reason: FinishReason
@@ -70,7 +70,7 @@ class RootKey(msgspec.Struct, frozen=True):
     tenant: str = ""
     salt: str = ""
     own: str = ""
-    """Of one job alone, whose prompt its tokens do not tell: embeddings. No client can spell it."""
+    """Of one job alone whose prompt has embeddings: its tokens do not identify it. Clients cannot set it."""
 
 
 PLAIN_ROOT = RootKey()

@@ -109,7 +109,7 @@ class BackgroundCapacity:
                 run.preempt()
         statistics = self._engine.load()
         short = statistics.waiting + len(requests) - (self._rows - statistics.running)
-        for run in reversed(self._runs):  # the newest has the least to lose
+        for run in reversed(self._runs):  # the newest has computed the least
             if short <= 0:
                 return
             if not run.preempted:

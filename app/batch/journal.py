@@ -56,7 +56,7 @@ class Journal:
         cut off."""
         self.path = path
         self._unsynced = 0
-        # Unbuffered: after a failed write nothing of it may be written later.
+        # Unbuffered: no part of a failed write may be written later.
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", 0)
         with path.open("rb") as written:
             self._whole = _add_lines(written, tally)

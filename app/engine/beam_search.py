@@ -1,8 +1,8 @@
-"""A beam search on the engine: one run to its client, many requests to the scheduler.
+"""Beam search on the engine: one run for its client, many requests for the scheduler.
 
 Every round runs each live beam as a request of one token with the log-probabilities of the best tokens.
 The radix tree keeps the beams' prefixes, so that a round computes at most a page of each once more. They
-queue like everybody's: the engine's bounds on what runs and waits hold for them.
+queue like all others: the engine's limits on what runs and waits apply to them.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class BeamRun(LiveRun):
         self._engine.add(requests, streams)
 
     def _take(self, index: int, piece: Piece) -> None:
-        """Of a beam's one token. What was drawn does not matter, what could have been drawn does."""
+        """Of a beam's one token. Which one was sampled does not matter, only the log-probabilities do."""
         if piece.logprobs:
             self._rows[index] = piece.logprobs[0]
         if piece.finish is not None:
@@ -195,7 +195,7 @@ class BeamRun(LiveRun):
                 stream.end(finish, last, row)
 
     def _close(self, index: int, finish: Finish) -> None:
-        """The last piece of a choice that had none."""
+        """Send the last piece of a choice that has not had it."""
         request = self.requests[index]
         if request.state is State.FINISHED:
             return

@@ -28,8 +28,8 @@ class Commands:
         return len(self._open)
 
     async def carry_out(self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS) -> None:
-        """Wait until it is done. Raises `RequestError` with the executor's reason when it is not, and
-        `EngineFailed` when nobody will ever say."""
+        """Wait until it is done. Raises `RequestError` with the executor's reason when it failed, and
+        `EngineFailed` when the executor is lost."""
         self._check()
         command = Command(id=self._count, action=action, path=path, tags=tags)
         self._count += 1
@@ -41,7 +41,7 @@ class Commands:
         """The executor's answer."""
         future = self._open.pop(done.id)
         if future.done():
-            return  # whoever asked is gone; the command was carried out all the same
+            return  # the caller was cancelled; the command was carried out all the same
         if done.error is None:
             future.set_result(None)
         else:
@@ -63,7 +63,7 @@ class Commands:
         self._quiet.clear()
 
     def fail(self, reason: str) -> None:
-        """The executor answers no more: nobody waits for it in vain, now or later."""
+        """The executor is lost: commands and waits end with `EngineFailed`, now and later."""
         self._failure = reason
         for future in (*self._open.values(), *self._quiet):
             if not future.done():

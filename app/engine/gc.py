@@ -60,7 +60,7 @@ class Housekeeping:
         self._every(LAG_EVERY, self._measure)
         self._every(COLLECT_EVERY, self._collect)
         if self._watchdog is not None:
-            self._every(self._watchdog.interval, self._watchdog.look)
+            self._every(self._watchdog.interval, self._watchdog.check)
 
     def stop(self) -> None:
         """Stop the timers and turn the automatic collector on."""
@@ -104,9 +104,9 @@ class Housekeeping:
             self._check_integrity()
 
     def _check_integrity(self) -> None:
-        """Check that pages, locks and counters agree, once after work. In a thread: a tree of 60,000 nodes
-        takes 0.3 s, during which the loop gets the GIL after a switch interval. The loop may change what is
-        checked, so the result counts only if nothing has changed."""
+        """Check that pages, locks and counters agree, once after requests have run. In a thread: a tree of
+        60,000 nodes takes 0.3 s, during which the loop gets the GIL after a switch interval. The loop may
+        change what is checked, so the result counts only if nothing has changed."""
         state = self._state()
         if self._checking or state == self._checked:
             return

@@ -1,4 +1,4 @@
-"""What a handler asks of the engine and what it gets back. The face between HTTP and the engine."""
+"""Jobs, their options and their pieces: the interface between HTTP and the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.types import Finish, Floats, Ints, RootKey
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What matters only once tokens are text again."""
+    """Options for the text that is made of the tokens."""
 
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Leave the matched stop in the text."""
     skip_special_tokens: bool = True
     repetition: Repetition | None = None
-    """Where to stop a model that goes round in circles."""
+    """When to stop a model that repeats itself."""
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BeamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to search for the `n` likeliest continuations (`app/beam.py`)."""
+    """How to search for the `n` likeliest continuations (`app/engine/beam_search.py`)."""
 
     length_penalty: float = 1.0
     include_end: bool = False
@@ -71,7 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     allowed_ids: tuple[int, ...] | None = None
     """No other tokens are taken; None: all may be."""
     bad_words: tuple[str, ...] = ()
-    """Texts that must not come about, as the tokens they are encoded to."""
+    """Texts that must not be generated, as the tokens they are encoded to."""
     truncate_prompt: int | None = None
     """Keep only the last tokens of a longer prompt."""
     truncate_end: bool = False
@@ -85,7 +85,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What follows the text to come, where the prompt is text and the model has marks for it
     (`app/text/infill.py`)."""
     beam: BeamOptions | None = None
-    """Search, in place of drawing; `sampling` says only how much is told then."""
+    """Beam search instead of sampling; of `sampling` only what is reported applies."""
     continues: bool = False
     """Part of an answer under way: taken while draining too."""
 
@@ -133,7 +133,7 @@ class Run(Protocol):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of thinking in all choices so far; 0 where nobody looks for it."""
+        """Reasoning tokens in all choices so far; 0 where they are not parsed."""
         ...
 
     def count(self, *states: State) -> int:

@@ -41,8 +41,8 @@ class Engine:
     `depth` + 1 steps are in flight, and only then deliver, in slices, so that writing to clients
     never delays the device.
 
-    Its callbacks have a boundary: what raises there fails the engine as a whole, since nobody knows
-    whose token was lost. Every stream gets an error then, and nothing runs any more.
+    Its callbacks have a boundary: an exception there fails the engine as a whole, since any
+    request may have lost a token. Every stream gets an error then, and nothing runs any more.
 
     Owner: event loop.
     """
@@ -55,7 +55,7 @@ class Engine:
         """The failure is a device that does not answer: its threads never end."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.on_add: Callable[[list[Request]], None] = lambda requests: None
-        """Called before requests are queued: who runs in the background can make room."""
+        """Called before requests are queued, so that background runs can be preempted for them."""
         self.paused = False
         """No step is planned while it is set; `resume` ends it."""
         self._gap = 0.0
@@ -183,7 +183,7 @@ class Engine:
         if not self._scheduler.in_flight:
             self.commands.is_quiet()
             if self.paused or self._scheduler.idle:
-                self.recorder.rest()
+                self.recorder.idle()
         self._deliver_soon()
 
     def _submit(self) -> None:

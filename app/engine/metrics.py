@@ -1,4 +1,4 @@
-"""Times that clients feel, as histograms."""
+"""Latencies as histograms: time to first token, inter-token, end to end, queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from core.request import Request
 from core.stats import EngineStatistics, Histogram, SchedulerStatistics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Bounds from one fast decode step to the slowest answer anyone waits for."""
+"""Bounds of the histograms, from one fast decode step to the slowest answers."""
 
 
 def _times() -> Histogram:
@@ -15,9 +15,9 @@ def _times() -> Histogram:
 
 
 class Recorder:
-    """Watches the engine and keeps what `/metrics` tells.
+    """Collects what `/metrics` shows.
 
-    Owner: event loop. `lag` is set by whoever measures the loop.
+    Owner: event loop. `lag` is set by `Housekeeping`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -47,8 +47,8 @@ class Recorder:
         self._seconds = seconds
         self._spent += seconds
 
-    def rest(self) -> None:
-        """Nothing runs: what passes until the next step is nobody's wait for a token."""
+    def idle(self) -> None:
+        """Nothing runs: the time until the next step is no inter-token latency."""
         self._previous = 0.0
 
     def first_token(self, request: Request) -> None:

@@ -117,7 +117,7 @@ class Operator:
             if "weights" in self.asleep:
                 raise RequestError("The weights are released: wake the server first.")
             await self._engine.commands.carry_out("load_weights", path)
-            self._forget()
+            self._drop_kv()
 
     @shielded
     async def sleep(self, tags: tuple[Tag, ...] = TAGS) -> None:
@@ -125,7 +125,7 @@ class Operator:
         async with self._held():
             tags = tuple(tag for tag in tags if tag not in self.asleep)
             if tags:
-                self._forget()
+                self._drop_kv()
                 await self._engine.commands.carry_out("sleep", tags=tags)
                 self.asleep |= set(tags)
 
@@ -137,7 +137,7 @@ class Operator:
             if tags:
                 await self._engine.commands.carry_out("wake", tags=tags)
                 self.asleep -= set(tags)
-                self._go_on()
+                self._resume_unless_held()
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
@@ -149,13 +149,13 @@ class Operator:
                 await self._engine.quiet()
                 yield
             finally:
-                self._go_on()
+                self._resume_unless_held()
 
-    def _go_on(self) -> None:
+    def _resume_unless_held(self) -> None:
         if not self._stays_paused and not self.asleep:
             self._engine.resume()
 
-    def _forget(self) -> None:
+    def _drop_kv(self) -> None:
         """Drop all KV: running requests are computed again from their tokens."""
         self._engine.retract_all()
         self._engine.flush()

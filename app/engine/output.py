@@ -13,15 +13,15 @@ REPEATED = Finish(FinishReason.STOP, "repetition_detected")
 """vLLM's word, under a reason that every client knows."""
 
 
-def _nobody(index: int, piece: Piece) -> None:
+def _discard(index: int, piece: Piece) -> None:
     """The sink of a stream that has ended."""
 
 
 class Stream:
     """One choice on its way to the client.
 
-    Tokens whose text is not certain yet (half a character, the start of a stop string) ride with
-    the piece that makes it so. Owner: event loop.
+    Tokens whose text is not certain yet (half a character, the start of a stop string) are sent
+    with the piece that completes it. Owner: event loop.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stream:
         self._send(text, finish)
 
     def fail(self, finish: Finish) -> None:
-        """The client is told that the text cannot go on; also when it was its last piece that raised."""
+        """Send an error as the last piece, also where sending the last piece raised."""
         sink = self._sink if self.done else self._last
         self.done = True
         sink(self._index, Piece("", [], None, finish))
@@ -116,5 +116,5 @@ class Stream:
             self._sink(self._index, piece)
         else:
             self._last(self._index, piece)
-            # The run behind it holds this stream: without the cycle no collector needs to find them.
-            self._sink = self._last = _nobody
+            # Without the cycle of run and stream both are freed at once, not by a garbage collection.
+            self._sink = self._last = _discard

@@ -1,8 +1,8 @@
-"""Runs whose text is parsed on the way out, once for everybody: pieces get events (thinking, calls, content),
-thinking is counted and cut, a second call ends them.
+"""Runs whose text is parsed on the way out, once for all dialects: pieces get events (reasoning, calls,
+content), reasoning is counted and cut, a second call ends them.
 
-The engine knows tokens and stops, not thinking. When a thinking has used up its budget its request is
-ended, and another one goes on from prompt, thinking and closing mark; the radix tree makes that
+The engine knows tokens and stops, not reasoning. When reasoning has used up its budget its request is
+ended, and another one continues from prompt, reasoning and end mark; the radix tree makes that
 nearly free, and the client sees one answer.
 """
 
@@ -31,23 +31,23 @@ log = logging.getLogger(__name__)
 
 
 class Watch(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look out for."""
+    """How to parse a job's choices, and when to cut their reasoning."""
 
     reading: Reading
     budget: int | None = None
-    """Tokens of thinking, at least 1; None: no bound."""
+    """Reasoning tokens, at least 1; None: no bound."""
     after: GrammarSpec | None = None
-    """The constraint of what follows a thinking that was cut."""
+    """The constraint of what follows reasoning that was cut."""
 
     @property
     def closing(self) -> str:
-        """What ends a thinking that was cut, as the model would have written it."""
+        """The end of reasoning that was cut, as the model would have written it."""
         family = self.reading.reasoning
         return "" if family is None else f"\n{family.end}{family.gap}"
 
 
 def watched(engine: Generator, encoder: Tokenizer, watch: Watch) -> Generator:
-    """`engine`, parsing where there is something to look for."""
+    """`engine`, with parsing where there is something to parse."""
     return engine if watch.reading.plain else Watcher(engine, encoder, watch)
 
 
@@ -66,7 +66,7 @@ class Watcher:
         return run
 
     async def go_on(self, job: Job, index: int, thought: list[int], take: Sink) -> Run | None:
-        """Close the thinking of a choice and start what follows. None when there is no room left."""
+        """End the reasoning of a choice and start what follows. None when there is no room left."""
         closing = self.watch.closing
         mark = await self._encoder.encode_async(closing, False)
         ids: list[int] = mark.tolist()
@@ -97,7 +97,7 @@ class Watcher:
 
 
 def _sure(token: int) -> RowLogprobs:
-    """Of a token that was put there: it could be no other."""
+    """Of a token that was inserted, not sampled: its probability is 1."""
     alone = Support(np.array([token], np.int32), 0.0)
     return RowLogprobs(0.0, NO_TOKENS, np.zeros(0, np.float32), 0.0, alone)
 
@@ -198,7 +198,7 @@ class WatchedRun:
         self._give(index, self._choices[index].see(Piece("", [], None, finish)))
 
     def _after_cut(self, index: int, choice: Choice, piece: Piece) -> None:
-        """The request that thought too long runs out; what it still says was not asked for."""
+        """The request that passed its budget is ending; what it still produces is dropped."""
         if piece.finish is None:
             return
         choice.cut = False
@@ -211,7 +211,7 @@ class WatchedRun:
     async def _continue(self, index: int, choice: Choice) -> None:
         id = self._job.id if self._job.n == 1 else f"{self._job.id}-{index}"
         job = msgspec.structs.replace(self._job, id=id, prompt=self.prompt)
-        finish = Finish(FinishReason.ERROR, message="The answer could not be continued after its thinking.")
+        finish = Finish(FinishReason.ERROR, message="The answer could not be continued after its reasoning.")
         try:
             choice.second = await self._watcher.go_on(job, index, choice.thought, self.take)
             finish = Finish(FinishReason.LENGTH)
@@ -219,7 +219,7 @@ class WatchedRun:
             finish = Finish(FinishReason.ERROR, message=str(error))
         finally:
             choice.thought = []
-            # Not there any more: aborted, and told so.
+            # Not there any more: aborted, and the client has its last piece.
             if self._tasks.pop(index, None) is not None and choice.second is None:
                 self._finish(index, finish)
 
@@ -238,9 +238,9 @@ class Choice:
         self._watch = watch
         self._answer = watch.reading.answer()
         self.cut = False
-        """Thought too long; its request is being ended."""
+        """Its budget is used up; its request is being ended."""
         self.over: Finish | None = None
-        """Said all it may; its request is being ended, and this is what the client is told."""
+        """Complete; its request is being ended, and the client gets this finish."""
         self.reasoning = 0
         self.thought: list[int] = []
         """Output so far, as long as it may be cut."""

@@ -27,7 +27,7 @@ class LiveRun:
         self._done = asyncio.get_running_loop().create_future()
 
     def last(self, index: int, piece: Piece) -> None:
-        """The sink of each choice's last piece: notices it and passes it on."""
+        """The sink of each choice's last piece: counts it and passes it on."""
         self._left -= 1
         if self._left == 0 and not self._done.done():
             self._done.set_result(None)
@@ -72,7 +72,7 @@ class LiveRun:
         await asyncio.shield(self._done)
 
     def abort(self, message: str | None = None) -> None:
-        """End it; with a `message` the client is told of an error."""
+        """End it; with a `message` the client gets an error."""
         for request in self.requests:
             self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
 

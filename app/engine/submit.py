@@ -305,22 +305,22 @@ def _shortened(prompt: Ints, most: int, end: bool) -> Ints:
     return prompt[:most] if end else prompt[len(prompt) - most :]
 
 
-async def encoded(job: Job, words: Tokenizer, context: int = 0) -> Ints:
+async def encoded(job: Job, tokenizer: Tokenizer, context: int = 0) -> Ints:
     """A job's text, and its suffix where it has one, as ids. Raises `RequestError` where there are no
     marks, and for a text of far more than `context` tokens (0: none is too long) that is not to be cut."""
     assert isinstance(job.prompt, str)
     most = context if job.truncate_prompt is None else 0
     if not job.suffix:
-        return await words.encode_async(job.prompt, job.add_special_tokens, job.prompt_param, most)
-    marks = find_marks(words)
+        return await tokenizer.encode_async(job.prompt, job.add_special_tokens, job.prompt_param, most)
+    marks = find_marks(tokenizer)
     if marks is None:
         raise unsupported("suffix", "this model's vocabulary has no marks for text insertion")
     # Encoded apart, and the marks by id: that is how the models were trained.
-    begin = await words.encode_async("", job.add_special_tokens)
-    before = await words.encode_async(job.prompt, False, job.prompt_param, most)
-    after = await encode_suffix(job.suffix, marks.family, words, most)
+    begin = await tokenizer.encode_async("", job.add_special_tokens)
+    before = await tokenizer.encode_async(job.prompt, False, job.prompt_param, most)
+    after = await encode_suffix(job.suffix, marks.format, tokenizer, most)
     first, second = (marks.prefix, before), (marks.suffix, after)
-    if marks.family.suffix_first:
+    if marks.format.suffix_first:
         first, second = second, first
     parts = [begin, [first[0]], first[1], [second[0]], second[1]]
     if marks.middle is not None:

@@ -1,4 +1,4 @@
-"""Where the time of each recent request went."""
+"""Timings of recent requests: queue, prefill, decode."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Watchdog:
         self.interval = limit / 4
         """Seconds between two checks."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Call it every `interval` seconds."""
         engine, now = self._engine, self._clock()
         busy = engine.awaits_step

@@ -28,7 +28,7 @@ LONG = 2**20
 """Bytes of a payload that goes to the process for long ones."""
 
 
-class Gone(Exception):
+class ProcessEnded(Exception):
     """The process has ended or was killed."""
 
 
@@ -54,15 +54,15 @@ class Child:
         return self._process.poll() is not None
 
     def load(self, task: Task) -> None:
-        """Load `task` unless it is loaded. Raises `TimeoutError` or `Gone`."""
+        """Load `task` unless it is loaded. Raises `TimeoutError` or `ProcessEnded`."""
         if task not in self._workers:
             answer, _ = self._exchange(Load(task.target), task.state, START_SECONDS)
             if answer.failed or answer.exceeded:
-                raise Gone(answer.failed or answer.exceeded)
+                raise ProcessEnded(answer.failed or answer.exceeded)
             self._workers[task] = len(self._workers)
 
     def run(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytes]:
-        """Run a job of a loaded task. Raises `TimeoutError` or `Gone`."""
+        """Run a job of a loaded task. Raises `TimeoutError` or `ProcessEnded`."""
         return self._exchange(Run(self._workers[task]), payload, seconds)
 
     def _exchange(self, head: Load | Run, blob: bytes, seconds: float) -> tuple[Answer, bytes]:
@@ -73,11 +73,11 @@ class Child:
         except BlockingIOError:
             raise TimeoutError from None
         except (EOFError, OSError) as error:
-            raise Gone from error
+            raise ProcessEnded from error
         return msgspec.msgpack.decode(answer, type=Answer), data
 
     def kill(self) -> None:
-        """Kill it. A thread that reads from it gets `Gone`."""
+        """Kill it. A thread that reads from it gets `ProcessEnded`."""
         self._process.kill()
 
     def reap(self) -> None:
@@ -141,10 +141,10 @@ class HelperProcess:
             self._pool.shutdown()
 
     def _try(self, task: Task, payload: bytes, seconds: float, left: threading.Event) -> tuple[Answer, bytes]:
-        """Run one job. `left` is set when nobody waits for it any more."""
+        """Run one job. `left` is set when its caller was cancelled."""
         try:
             child = self._ready(task)
-        except (OSError, TimeoutError, Gone) as error:
+        except (OSError, TimeoutError, ProcessEnded) as error:
             self._drop()
             raise Overloaded("The process that checks such requests did not start.") from error
         if left.is_set():
@@ -153,7 +153,7 @@ class HelperProcess:
             return child.run(task, payload, seconds)
         except TimeoutError:
             answer = Answer(exceeded=f"takes longer than {seconds:g} s")
-        except Gone:
+        except ProcessEnded:
             answer = Answer(exceeded=TOO_LARGE)
         self._drop()
         return answer, b""
@@ -165,7 +165,7 @@ class HelperProcess:
         if self._child is None:
             self._child = Child()
             if self._closed:
-                raise Gone
+                raise ProcessEnded
         self._child.load(task)
         return self._child
 

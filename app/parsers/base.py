@@ -1,4 +1,4 @@
-"""What parsers say, and how what they said is put together again.
+"""Events of the parsers, and how a message is assembled from them.
 
 Knows text only: not tokens, not HTTP.
 """
@@ -18,7 +18,7 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """More of the thinking."""
+    """More of the reasoning."""
 
     text: str
 
@@ -42,7 +42,7 @@ class CallBroken(msgspec.Struct, frozen=True, gc=False):
     """A call that had begun turned out malformed.
 
     A stream cannot take the call back: its arguments stay incomplete, `rest` of what was read is
-    content, and so is what follows. Who waits for the end drops the call and has `raw`, all of it as
+    content, and so is what follows. A whole answer has no such call and `raw`, all of it as
     the model wrote it, in the content instead.
     """
 

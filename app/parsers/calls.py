@@ -1,4 +1,4 @@
-"""Text with tool calls in it: what all formats share."""
+"""Tool calls in text: the part of parsing that all formats share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.parsers.cursor import Cursor, Malformed, Steps, any_of, checked_name
 from app.parsers.typed import Types, types_of
 
 Format = Callable[["CallParser"], Steps[None]]
-"""Reads the calls after a marker. Raises `Malformed` for what is none."""
+"""Reads the calls after a marker. Raises `Malformed` for text that is no call."""
 
 RETRIES = 16
 """Malformed calls of one answer whose text is read again for calls inside it: work stays linear."""

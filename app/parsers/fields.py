@@ -121,7 +121,7 @@ class _Writer(msgspec.Struct, frozen=True):
         return joined("sequence", [tag, const_element(fields.after)]) if fields.after else tag
 
     def _value(self, schema: Any) -> tuple[Element, str]:
-        """A value's grammar, and what stands between it and its end."""
+        """A value's grammar, and the text before its end mark."""
         fields = self.fields
         types = types_of(schema, self.root)
         if not fields.raw:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from app.parsers.calls import CallParser
 from app.parsers.cursor import Cursor, Malformed, Steps
 from app.parsers.json_scan import MAX_DEPTH
-from app.parsers.typed import WORDS, Types, inside, is_json, quoted, spelled
+from app.parsers.typed import WORDS, Types, inside, is_json, json_value, quoted
 
 MARKS = ("<|python_start|>", "<|python_end|>")
 """Llama 4's, around the list."""
@@ -27,10 +27,10 @@ _Out = Callable[[str], None]
 """Takes what was read, as JSON."""
 
 
-def written(text: str, types: Types) -> str:
-    """A value as JSON, by what it may be: see `spelled`. A list or dict may be spelled as in Python, too."""
+def json_argument(text: str, types: Types) -> str:
+    """See `json_value`. A list or dict may be a Python literal, too."""
     bare, structured = text.strip(), types is not None and types & {"array", "object"}
-    made = spelled(text, types)
+    made = json_value(text, types)
     if made[0] != '"' or not structured or bare[:1] not in ("[", "{") or len(bare) > MAX_LITERAL:
         return made
     cursor, parts = Cursor(), list[str]()

@@ -14,24 +14,24 @@ from app.parsers.registry import ReasoningFamily, ToolFamily
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look for in each choice's text, and how to tell it."""
+    """What to parse in each choice's text, and how to report it."""
 
     tools: ToolFamily | None = None
     names: frozenset[str] = frozenset()
-    """Functions that the model was told of."""
+    """Functions in the prompt."""
     schemas: Mapping[str, Mapping[str, Any]] = {}
     """Of their arguments."""
     reasoning: ReasoningFamily | None = None
     inside: bool = False
-    """The prompt has opened the thinking."""
+    """The prompt has opened the reasoning."""
     inline: bool = False
-    """Leave the thinking in the content."""
+    """Leave the reasoning in the content."""
     silent: bool = False
-    """Leave the thinking out."""
+    """Leave the reasoning out."""
     one: bool = False
     """At most one call."""
     forced: bool = False
-    """A grammar lets through calls alone, behind the thinking."""
+    """A grammar allows calls only, after the reasoning."""
 
     @property
     def plain(self) -> bool:
@@ -40,7 +40,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def apart(self) -> bool:
-        """The thinking is told in fields of its own."""
+        """Reasoning is reported in its own fields."""
         return self.reasoning is not None and not self.inline and not self.silent
 
     def answer(self) -> Answer:
@@ -75,12 +75,12 @@ class Answer:
 
     @property
     def thinking(self) -> bool:
-        """Inside the thinking now."""
+        """Inside the reasoning now."""
         return self._reasoning is not None and self._reasoning.inside
 
     @property
     def settled(self) -> bool:
-        """No thinking can begin any more."""
+        """No reasoning can begin any more."""
         return self._reasoning is None or self._reasoning.settled
 
     @property
@@ -106,7 +106,7 @@ class Answer:
         return events
 
     def _unclosed(self, reasoning: ReasoningParser) -> list[Event] | None:
-        """The calls in a thinking that has never ended: it ends with them. None without any."""
+        """The calls in reasoning without an end mark: it ends with them. None without any."""
         if self._calls is None or not (text := reasoning.called):
             return None
         found = self._calls.feed(text) + self._calls.finish()

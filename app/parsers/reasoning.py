@@ -1,4 +1,4 @@
-"""Thinking and answer, split at the marks around the thinking."""
+"""Reasoning and answer, split at the marks around the reasoning."""
 
 from __future__ import annotations
 

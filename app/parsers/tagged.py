@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from app.parsers.calls import CallParser
 from app.parsers.cursor import Cursor, Malformed, Steps, checked_name
-from app.parsers.pythonic import written
+from app.parsers.pythonic import json_argument
 from app.parsers.typed import Types, inside, quoted
 
 TOOL_CALL = ("<tool_call>", "</tool_call>")
@@ -87,7 +87,7 @@ def _value(calls: CallParser, types: Types, ends: tuple[str, ...], last: str = "
         return
     parts: list[str] = []
     yield from _until(calls.cursor, ends, last, parts.append)
-    calls.arguments(written("".join(parts), types))
+    calls.arguments(json_argument("".join(parts), types))
 
 
 def _until(cursor: Cursor, ends: tuple[str, ...], last: str, out: Callable[[str], None]) -> Steps[None]:

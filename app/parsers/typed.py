@@ -66,7 +66,7 @@ def _of_branches(found: list[Types], all_hold: bool) -> Types:
     return frozenset().union(*known) if len(known) == len(found) else None
 
 
-def spelled(text: str, types: Types) -> str:
+def json_value(text: str, types: Types) -> str:
     """A value as JSON. It is what it looks like if it may be that, and text otherwise."""
     bare = text.strip()
     bare = WORDS.get(bare, bare)

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Sequence
 
 from app.text.tokenizer import Tokenizer
-from app.text.vocab import Family
+from app.text.vocab import DecoderKind
 
 _HELD = 16
 """Tokens that a text ending in U+FFFD may wait for the rest of a character. The longest real case
@@ -22,24 +22,24 @@ class Detokenizer:
 
     `prompt_tail` is the last few ids of the prompt: they decide whether a leading space belongs to
     the text, and complete a character that the prompt cut in half. About 0.2 µs per token for
-    vocabularies that are tables (`Family.BYTE_LEVEL`, `BYTE_FALLBACK`), 5 to 10 µs for others.
+    vocabularies that are tables (`DecoderKind.BYTE_LEVEL`, `BYTE_FALLBACK`), 5 to 10 µs for others.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int], skip_special: bool = True) -> None:
-        words = tokenizer.vocabulary
-        self._texts = words.shown_texts if skip_special else words.texts
-        self._raw = words.shown_raw if skip_special else words.raw
+        vocabulary = tokenizer.vocabulary
+        self._texts = vocabulary.shown_texts if skip_special else vocabulary.texts
+        self._raw = vocabulary.shown_raw if skip_special else vocabulary.raw
         self._nothing_pending = False
         """No bytes are pending: the next token's text can be looked up."""
         self._starting = False
         self._windows: _Windows | None = None
-        if words.family is Family.OTHER:
+        if vocabulary.kind is DecoderKind.OTHER:
             self._windows = _Windows(tokenizer, prompt_tail, skip_special)
             return
-        self._decode = codecs.getincrementaldecoder("utf-8")(words.errors)
-        tail = b"".join(self._raw[token] for token in prompt_tail if 0 <= token < words.size)
+        self._decode = codecs.getincrementaldecoder("utf-8")(vocabulary.errors)
+        tail = b"".join(self._raw[token] for token in prompt_tail if 0 <= token < vocabulary.size)
         self._decode.decode(tail)
-        self._starting = words.strips_space and not tail
+        self._starting = vocabulary.strips_space and not tail
         self._nothing_pending = not (self._starting or self._decode.getstate()[0])
 
     def feed(self, ids: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from app.text.tokenizer import Tokenizer
 from core.types import Ints
 
 
-class Family(NamedTuple):
+class FimFormat(NamedTuple):
     """Names of the marks before the prompt, before the suffix, and behind both (empty: there is none).
     `ends` are tokens that end such a text besides the marks."""
 
@@ -32,15 +32,17 @@ class Family(NamedTuple):
 _FILES = ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>", "<|endoftext|>")
 _BIGCODE = ("<fim_pad>", "<file_sep>", "<|endoftext|>")
 
-FAMILIES = (
-    Family("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", _FILES),  # Qwen2.5-Coder, Qwen3, CodeGemma
-    Family("<fim_prefix>", "<fim_suffix>", "<fim_middle>", _BIGCODE),  # StarCoder, StarCoder2, Granite
-    Family("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>",)),  # SantaCoder
-    Family("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<|EOT|>",)),  # DeepSeek-Coder, V2, V3
-    Family("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",), glued=True),  # CodeLlama
-    Family("[PREFIX]", "[SUFFIX]", "", suffix_first=True, glued=True),  # Codestral
-    Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ("<|endoftext|>",)),  # GLM, CodeGeeX4
-    Family("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
+FIM_FORMATS = (
+    FimFormat(
+        "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", _FILES
+    ),  # Qwen2.5-Coder, Qwen3, CodeGemma
+    FimFormat("<fim_prefix>", "<fim_suffix>", "<fim_middle>", _BIGCODE),  # StarCoder, StarCoder2, Granite
+    FimFormat("<fim-prefix>", "<fim-suffix>", "<fim-middle>", ("<|endoftext|>",)),  # SantaCoder
+    FimFormat("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", ("<|EOT|>",)),  # DeepSeek-Coder, V2, V3
+    FimFormat("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",), glued=True),  # CodeLlama
+    FimFormat("[PREFIX]", "[SUFFIX]", "", suffix_first=True, glued=True),  # Codestral
+    FimFormat("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", ("<|endoftext|>",)),  # GLM, CodeGeeX4
+    FimFormat("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),  # Seed-Coder
 )
 """The first whose tokens are all in the vocabulary is used."""
 
@@ -48,32 +50,32 @@ _GLUE = "☺"
 """Meta's own way to encode a text without the space before it: behind a character of its own tokens."""
 
 
-class Marks(NamedTuple):
-    """A family's in one vocabulary. `middle` is None where there is none; `ends` are ids that say that the
+class FimTokens(NamedTuple):
+    """A format's in one vocabulary. `middle` is None where there is none; `ends` are ids that say that the
     text is complete."""
 
-    family: Family
+    format: FimFormat
     prefix: int
     suffix: int
     middle: int | None
     ends: frozenset[int]
 
 
-def find_marks(tokenizer: Tokenizer) -> Marks | None:
+def find_marks(tokenizer: Tokenizer) -> FimTokens | None:
     """The marks that a vocabulary has."""
-    for family in FAMILIES:
-        prefix, suffix = tokenizer.token_id(family.prefix), tokenizer.token_id(family.suffix)
-        middle = tokenizer.token_id(family.middle) if family.middle else None
-        if prefix is None or suffix is None or (family.middle and middle is None):
+    for format in FIM_FORMATS:
+        prefix, suffix = tokenizer.token_id(format.prefix), tokenizer.token_id(format.suffix)
+        middle = tokenizer.token_id(format.middle) if format.middle else None
+        if prefix is None or suffix is None or (format.middle and middle is None):
             continue
-        ends = {tokenizer.token_id(name) for name in family.ends} | {prefix, suffix, middle}
-        return Marks(family, prefix, suffix, middle, frozenset(id for id in ends if id is not None))
+        ends = {tokenizer.token_id(name) for name in format.ends} | {prefix, suffix, middle}
+        return FimTokens(format, prefix, suffix, middle, frozenset(id for id in ends if id is not None))
     return None
 
 
-async def encode_suffix(text: str, family: Family, tokenizer: Tokenizer, most: int) -> Ints:
+async def encode_suffix(text: str, format: FimFormat, tokenizer: Tokenizer, most: int) -> Ints:
     """The ids of a suffix; `most` tokens are not too long (0: none is)."""
-    if family.glued:
+    if format.glued:
         glue = await tokenizer.encode_async(_GLUE, False)
         ids = await tokenizer.encode_async(_GLUE + text, False, "suffix", most)
         if np.array_equal(ids[: len(glue)], glue):

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tokenizers
 
-from app.text.vocab import BYTE_ALPHABET, Family, Vocabulary
+from app.text.vocab import BYTE_ALPHABET, DecoderKind, Vocabulary
 from core.env import read_object
 from core.errors import ContextExceeded, ModelError, RequestError
 from core.grammar import TokenTable
@@ -202,7 +202,7 @@ class Tokenizer:
         """Text of ids, special tokens left out or as they are written. Ids outside the vocabulary
         read as nothing. Takes about 0.1 µs per id; most of it without the GIL, but for byte-fallback
         vocabularies."""
-        if self.vocabulary.family is Family.BYTE_FALLBACK:
+        if self.vocabulary.kind is DecoderKind.BYTE_FALLBACK:
             return self.vocabulary.decode(ids, skip_special)
         text: str = self._core.decode_batch([list(map(int, ids))], skip_special_tokens=skip_special)[0]
         return text

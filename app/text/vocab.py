@@ -1,12 +1,12 @@
 """Bytes and text of single token ids.
 
-Two families of vocabularies are exact tables, because their decoders work token by token:
+Two kinds of vocabularies are exact tables, because their decoders work token by token:
 
     byte-level    (GPT-2, Llama 3, Qwen, DeepSeek)  each character of a token stands for one byte
     byte-fallback (sentencepiece: Llama 2, Gemma)   "▁" is a space, "<0xE2>" is one byte
 
-Everything else (WordPiece, Metaspace without byte fallback, no decoder) is `Family.OTHER`: a
-token's text depends on its neighbours and only the tokenizer itself can tell.
+Everything else (WordPiece, Metaspace without byte fallback, no decoder) is `DecoderKind.OTHER`: a
+token's text depends on its neighbours, so the tokenizer itself has to decode it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 Json = Mapping[str, Any]
 
 
-class Family(Enum):
+class DecoderKind(Enum):
     """Which rule turns tokens into bytes."""
 
     BYTE_LEVEL = auto()
@@ -33,7 +33,7 @@ class Vocabulary:
 
     `raw[id]` is the exact bytes of a token; `texts[id]` the same as text, or None where the bytes
     are not whole characters on their own. Ids that the vocabulary skips read as nothing. Both are
-    empty for `Family.OTHER`. Immutable after construction.
+    empty for `DecoderKind.OTHER`. Immutable after construction.
     """
 
     def __init__(self, vocab: Mapping[str, int], special: frozenset[int], decoder: Json | None) -> None:
@@ -41,13 +41,13 @@ class Vocabulary:
         tokenizer.json."""
         self.size = max(vocab.values(), default=-1) + 1
         self.special_ids = special
-        self.family, self.strips_space = _family(decoder)
+        self.kind, self.strips_space = _kind(decoder)
         self.raw: list[bytes] = []
         self.texts: list[str | None] = []
-        if self.family is not Family.OTHER:
+        if self.kind is not DecoderKind.OTHER:
             self.raw = [b""] * self.size
             for text, token in vocab.items():
-                self.raw[token] = _bytes(text, self.family)
+                self.raw[token] = _bytes(text, self.kind)
             self.texts = [_whole(raw) for raw in self.raw]
         # The same with special tokens skipped.
         self.shown_raw, self.shown_texts = list(self.raw), list(self.texts)
@@ -57,8 +57,8 @@ class Vocabulary:
 
     @property
     def errors(self) -> str:
-        """Handler for `bytes.decode` that shows invalid bytes as this family does."""
-        return PER_BYTE if self.family is Family.BYTE_FALLBACK else "replace"
+        """Handler for `bytes.decode` that shows invalid bytes as this kind of decoder does."""
+        return PER_BYTE if self.kind is DecoderKind.BYTE_FALLBACK else "replace"
 
     def decode(self, ids: Iterable[int], skip_special: bool) -> str:
         """Text of ids by the tables. `tokenizers` agrees but for byte-fallback runs with both whole
@@ -69,16 +69,16 @@ class Vocabulary:
         return (data.removeprefix(b" ") if self.strips_space else data).decode(errors=self.errors)
 
 
-def _family(decoder: Json | None) -> tuple[Family, bool]:
-    """The family, and whether one leading space of the whole text is dropped."""
+def _kind(decoder: Json | None) -> tuple[DecoderKind, bool]:
+    """The kind, and whether one leading space of the whole text is dropped."""
     steps = list(_steps(decoder)) if decoder else []
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return Family.BYTE_LEVEL, False
+        return DecoderKind.BYTE_LEVEL, False
     strips = kinds[3:] == ["Strip"] and steps[3] == _STRIP
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == _SPACES and (strips or not kinds[3:]):
-        return Family.BYTE_FALLBACK, strips
-    return Family.OTHER, False
+        return DecoderKind.BYTE_FALLBACK, strips
+    return DecoderKind.OTHER, False
 
 
 _SPACES: Json = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -105,7 +105,7 @@ BYTE_ALPHABET: Mapping[int, int] = _byte_alphabet()
 
 
 class _AlphabetOnly(dict[int, int]):
-    """Sends every other character beyond Latin-1, so that one pass over a token tells them apart."""
+    """Sends every other character beyond Latin-1, so that one pass over a token finds them."""
 
     def __missing__(self, character: int) -> int:
         return 0xFFFF
@@ -116,8 +116,8 @@ _ALPHABET_ONLY = _AlphabetOnly(BYTE_ALPHABET)
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _bytes(text: str, family: Family) -> bytes:
-    if family is Family.BYTE_LEVEL:
+def _bytes(text: str, kind: DecoderKind) -> bytes:
+    if kind is DecoderKind.BYTE_LEVEL:
         # A token with a character outside the alphabet is taken literally, as tokenizers does.
         try:
             return text.translate(_ALPHABET_ONLY).encode("latin-1")

@@ -1,7 +1,7 @@
 """Which cached pages are evicted first: functions from a leaf to its key; the smallest goes first.
 
-A node's rank may only grow while it lives. The tree's queue relies on it: an entry that has become
-too small is found when it comes up and is filed again, so a match need not touch the queue. All
+A node's rank may only grow while it lives. The tree's queue relies on it: an entry whose rank has become
+too small is queued again when it comes up, so a match need not touch the queue. All
 fields below only grow (`created` never changes, `priority` is only ever raised).
 """
 

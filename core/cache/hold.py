@@ -8,7 +8,7 @@ from core.cache.node import RadixNode
 
 
 class Hold(msgspec.Struct, eq=False):
-    """A request's page-table row and what of it belongs to the tree.
+    """A request's page-table row, and how much of it is in the tree.
 
         pages:   0 ........... shared ............ len(pages)
                  | in the tree  |  private to the request   |

@@ -33,7 +33,7 @@ class Match(NamedTuple):
 class CacheManager:
     """Pages for requests, with the KV of equal prefixes reused.
 
-    Owner: event loop; the only cache face the scheduler sees. `num_pages` includes page 0, the
+    Owner: event loop; the scheduler uses the cache through it alone. `num_pages` includes page 0, the
     dump, which is never handed out. With `radix` off every match is empty and nothing is kept.
     With `bigram` on, pages are keyed by pairs of tokens: a page of tokens is cached once the token
     after it is known. `pin_share` of the pool may be pinned.
@@ -173,12 +173,12 @@ class CacheManager:
         self._let_go(hold, keep=True)
 
     def discard(self, hold: Hold) -> None:
-        """Let go of everything and keep none of it for others, pages of the tree that nobody else holds
-        among it. The hold is dead afterwards."""
+        """Release everything and keep none of it for others: also pages of the tree that no other hold
+        locks. The hold is dead afterwards."""
         self._let_go(hold, keep=False)
 
     def forget(self, root: RootKey, tokens: Ints) -> None:
-        """Drop what is cached of `tokens` and nobody holds."""
+        """Drop what is cached of `tokens` and not locked."""
         match = self.match(root, tokens, len(tokens))
         self._tree.lock(match.node)
         self._pages.give(self._tree.unlock(match.node, keep=False))
@@ -191,8 +191,8 @@ class CacheManager:
     # -- pins
 
     def pin(self, hold: Hold, owner: str, num_tokens: int, seconds: float, now: float) -> int:
-        """Keep the first `num_tokens` tokens of a hold's prompt for `seconds` from `now`, softly: what
-        nobody pins is evicted first, and no request waits for a pin.
+        """Keep the first `num_tokens` tokens of a hold's prompt for `seconds` from `now`, softly: pages
+        without a pin are evicted first, and no request waits for a pin.
 
         Returns the tokens that are pinned: whole pages in the tree, within the share of `owner`.
         """

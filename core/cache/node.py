@@ -39,7 +39,7 @@ class RadixNode(msgspec.Struct, eq=False, gc=False):
     """Admissions that stood on this node."""
     priority: int = LOWEST
     pins: dict[str, int] | None = None
-    """By owner, the pins at this node or below it; None: nobody's."""
+    """By owner, the pins at this node or below it; None without any."""
     queued: bool = False
     """The tree's eviction queue has an entry for this node."""
 

@@ -17,7 +17,7 @@ class PageAllocator:
     """A stack of free page ids; the page freed last is taken first.
 
     Owner: event loop. Page 0 is the dump and is never handed out: usable ids are
-    1 ... num_pages - 1. A page given back twice is noticed by `check`, not by `give`: a test per
+    1 ... num_pages - 1. A page given back twice is found by `check`, not by `give`: a test per
     page would cost more than the rest of a release.
     """
 

@@ -1,4 +1,4 @@
-"""Prefixes that clients want kept for a while: soft holds, which give way before any request waits."""
+"""Prefixes that clients want kept for a while: soft holds, dropped before any request waits for pages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from core.cache.pages import IntegrityError
 from core.cache.radix import RadixTree
 
 OWNER_SHARE = 0.5
-"""Share of the pinnable pages that one owner may pin: no one can push out everybody else's pins, and one who
-is alone still gets most of what its conversations need."""
+"""Share of the pinnable pages that one owner may pin: one owner cannot evict all pins of
+others, and a single one still gets most of what its conversations need."""
 
 MAX_PINS = 2048
 """Pins of different owners may stand on the same pages, so pages do not bound their number."""

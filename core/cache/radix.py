@@ -1,4 +1,4 @@
-"""The radix tree: prefixes as runs of pages, shared by everyone whose tokens begin alike.
+"""The radix tree: prefixes as runs of pages, shared by all requests whose tokens begin alike.
 
     top ── root(adapter, salt) ── node ── node
        └── root(adapter, salt) ── node
@@ -66,7 +66,7 @@ class RadixTree:
         self._step = page_size * WIDTH
         self._eviction_key = eviction_key
         self._now = 0
-        # Every unlocked leaf that nobody pins has one entry. Entries of nodes that were locked, pinned,
+        # Every unlocked leaf without pins has one entry. Entries of nodes that were locked, pinned,
         # dropped or grew children since stay until they come up; `RadixNode.queued` keeps a node from
         # having two.
         self._queue: list[QueueEntry] = []
@@ -169,8 +169,8 @@ class RadixTree:
             walk = walk.parent
 
     def unlock(self, node: RadixNode, keep: bool = True) -> Ints:
-        """Undo one `lock`; nodes that nobody holds any more may be evicted from here on. Without `keep`
-        those that end there go at once: returns their pages, int32."""
+        """Undo one `lock`; nodes without locks may be evicted from here on. Without `keep`
+        unlocked leaves go at once: returns their pages, int32."""
         freed: list[Ints] = []
         for each in node.path():
             if each.locks == 0:
@@ -246,7 +246,7 @@ class RadixTree:
     # -- eviction
 
     def evict(self, n: int) -> Ints:
-        """Drop unlocked leaves that nobody pins in order until at least `n` pages are free or none is
+        """Drop unlocked leaves without pins in order until at least `n` pages are free or none is
         left.
 
         Returns the pages dropped, int32. A parent that becomes an unlocked leaf is next in line
@@ -273,7 +273,7 @@ class RadixTree:
         return np.concatenate(freed) if freed else NO_PAGES
 
     def _settle(self, node: RadixNode) -> None:
-        """If `node` is an unlocked leaf now that nobody pins, put it in line; an empty root goes at
+        """If `node` is an unlocked leaf without pins now, queue it for eviction; an empty root goes at
         once."""
         if node.children or node.locks or node.pins or node is self.top:
             return
@@ -306,11 +306,11 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def _loose(self, node: RadixNode) -> bool:
-        """A leaf with pages that nobody holds or pins."""
+        """A leaf with pages, without locks and pins."""
         return not (node.children or node.locks or node.pins or node.parent is self.top)
 
     def check_queue(self) -> None:
-        """Raise `IntegrityError` unless every unlocked leaf that nobody pins is in line once, at no rank
+        """Raise `IntegrityError` unless every unlocked leaf without pins is queued once, at no rank
         above its own."""
         entries = {id(entry.node): entry.rank for entry in self._queue}
         if len(entries) != len(self._queue):

@@ -7,7 +7,7 @@ import numpy as np
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.plan.plan import NO_WRITES
 from core.request import Request
-from core.schedule.ledger import ChunkFlight, Flight
+from core.schedule.ledger import InFlightChunk, InFlightStep
 from core.schedule.table import SlotTable
 from core.types import Ints, NDArray64
 
@@ -75,7 +75,7 @@ class PlanBuilder:
     def write(self, slots: Ints, indices: Ints, pages: Ints) -> None:
         self._writes.append((slots, indices, pages))
 
-    def build(self, step: int, table: SlotTable) -> tuple[StepPlan, Flight]:
+    def build(self, step: int, table: SlotTable) -> tuple[StepPlan, InFlightStep]:
         """The frozen plan, and its record for the ledger."""
         plan = StepPlan(
             step=step,
@@ -94,14 +94,16 @@ class PlanBuilder:
             slots = np.concatenate([slots, np.asarray([r.slot for r in sampling], np.int64)])
         table.in_flight[slots] += 1
         notable = [
-            ChunkFlight(r, c.slot, int(table.epoch[c.slot]), _ends_without_token(r, c))
+            InFlightChunk(r, c.slot, int(table.epoch[c.slot]), _ends_without_token(r, c))
             for r, c in zip(self._chunk_requests, self._chunks, strict=True)
             if c.logprobs >= 0 or c.hidden != "none" or c.experts or _ends_without_token(r, c)
         ]
         for chunk in notable:
             table.in_flight[chunk.slot] += 1
         decoding = len(self._decode)
-        return plan, Flight(step, rows, slots, table.epoch[slots], notable, decoding, self._query_length)
+        return plan, InFlightStep(
+            step, rows, slots, table.epoch[slots], notable, decoding, self._query_length
+        )
 
     def _page_writes(self) -> PageWrites:
         if not self._writes:

@@ -119,11 +119,11 @@ class DecodeRows:
         pages that the tree has too, which coming back will spare it.
 
         Nobody is retracted while drafts are in flight: those that are not accepted leave room, and the rows
-        that lack it wait. So does a single row that still finds no page: whoever holds the pages is about
-        to end, and a request that could not fit the pool alone was never accepted.
+        that lack it wait. So does a single row that still finds no page: the requests that hold the pages are
+        about to end, and a request that could not fit the pool alone was never accepted.
         """
         table = self._table
-        while not self._drafting() and (len(self._requests) > 1 or self._doubled()):
+        while not self._drafting() and (len(self._requests) > 1 or self._has_duplicates()):
             self._retract(self._victim())
             self._new_token_ratio.retracted(
                 int(table.made[self._slots].sum()), int(table.max_tokens[self._slots].sum()), len(self._slots)
@@ -137,7 +137,7 @@ class DecodeRows:
         """Whether drafts of these rows are in flight."""
         return bool((self._table.most[self._slots] > self._table.least[self._slots]).any())
 
-    def _doubled(self) -> bool:
+    def _has_duplicates(self) -> bool:
         return any(r.hold is not None and r.hold.duplicates for r in self._requests)
 
     def _victim(self) -> Request:

@@ -1,4 +1,4 @@
-"""Steps in flight: the assumptions of plans, corrected by results."""
+"""Steps in flight: what plans assumed of lengths, corrected by results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from core.types import Ints, NDArray64
 V = TypeVar("V")
 
 
-class ChunkFlight(NamedTuple):
-    """A prompt chunk whose answer matters. `ends`: the request is complete with it."""
+class InFlightChunk(NamedTuple):
+    """A prompt chunk whose result is needed. `ends`: the request is complete with it."""
 
     request: Request
     slot: int
@@ -24,7 +24,7 @@ class ChunkFlight(NamedTuple):
     ends: bool
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """One submitted step. `rows`, `slots`, `epochs` are its sampling rows in plan order; `chunks`
     the prompt chunks that owe prompt logprobs, hidden states or experts, or end a prompt that wants no
     token. The first `decoding` rows have queries of at most `query_length` tokens, the others are chunks."""
@@ -33,7 +33,7 @@ class Flight(NamedTuple):
     rows: list[Request]
     slots: NDArray64
     epochs: NDArray64
-    chunks: list[ChunkFlight]
+    chunks: list[InFlightChunk]
     decoding: int
     query_length: int
 
@@ -71,7 +71,7 @@ def renumbered(values: Mapping[int, V], keep: Sequence[int]) -> dict[int, V]:
     return {new: values[old] for new, old in enumerate(keep) if old in values} if values else {}
 
 
-def arrive(flight: Flight, result: StepResult, table: SlotTable) -> Arrived:
+def arrive(flight: InFlightStep, result: StepResult, table: SlotTable) -> Arrived:
     """The tokens of `result` whose requests are still here. Corrects in `table` the lengths that the plan
     assumed."""
     arrived = Arrived(flight.rows, flight.slots, result.tokens, result.logprobs, result.failed)
@@ -95,7 +95,7 @@ def arrive(flight: Flight, result: StepResult, table: SlotTable) -> Arrived:
     return arrived if whole else arrived.kept(np.flatnonzero(alive).tolist())
 
 
-def by_request(flight: Flight, by_slot: Mapping[int, V], table: SlotTable) -> list[tuple[Request, V]]:
+def by_request(flight: InFlightStep, by_slot: Mapping[int, V], table: SlotTable) -> list[tuple[Request, V]]:
     """Values of slots, with their requests where those are still here. A slot has one row or one chunk in a
     step, and a chunk that samples is both."""
     if not by_slot:

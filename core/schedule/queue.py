@@ -54,7 +54,7 @@ class Waiting:
         self._prompts += len(request.prompt)
 
     def put_back(self, requests: list[Request], now: float) -> None:
-        """Requests that ran already go first, in the order in which they came."""
+        """Queue retracted requests in front, in order of arrival."""
         for request in requests:
             request.since = now
         returned = [*self._returned, *requests]

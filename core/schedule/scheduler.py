@@ -18,7 +18,7 @@ from core.request import Request, State
 from core.schedule.builder import PlanBuilder
 from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
-from core.schedule.ledger import Arrived, Flight, arrive, by_request, renumbered
+from core.schedule.ledger import Arrived, InFlightStep, arrive, by_request, renumbered
 from core.schedule.new_token_ratio import NewTokenRatio
 from core.schedule.policy import by_priority, schedule_policy
 from core.schedule.preempt import preempted
@@ -72,7 +72,7 @@ class Scheduler:
         self._waiting = Waiting(config.max_queued, config.max_queued_tokens)
         self._table = SlotTable(capabilities.max_rows)
         self._new_token_ratio = NewTokenRatio(config.conservativeness)
-        self._flights: deque[Flight] = deque()  # executors answer in the order of submission
+        self._flights: deque[InFlightStep] = deque()  # executors answer in the order of submission
         self._decodes = DecodeRows(
             self._table, cache, self._new_token_ratio, capabilities.max_drafts, self.retract
         )
@@ -273,7 +273,7 @@ class Scheduler:
                 self.finish(request, finish)
         return ends, cut
 
-    def _apply_chunks(self, flight: Flight) -> list[Request]:
+    def _apply_chunks(self, flight: InFlightStep) -> list[Request]:
         """End requests that want no token and whose prompt is complete; returns them."""
         finished: list[Request] = []
         for request, slot, epoch, ends in flight.chunks:

@@ -44,8 +44,7 @@ class SlotTable:
         return (r for r in self.requests if r is not None and r.state is not State.RETRACTED)
 
     def take(self, request: Request, cached: int, room: int) -> int:
-        """Give `request` a slot whose length starts at `cached`, on pages with `room`. The caller knows that
-        one is free."""
+        """Give `request` a slot whose length starts at `cached`, on pages with `room`. One must be free."""
         slot = self._free.pop()
         request.slot = slot
         self.requests[slot] = request

@@ -320,7 +320,7 @@ class Watched:
         end = self.now + seconds
         while self.now < end:
             self.now += self.watchdog.interval
-            self.watchdog.look()
+            self.watchdog.check()
 
     async def step(self) -> None:
         self.bench.executor.complete()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from app.helper.process import Child, Gone, HelperProcess
+from app.helper.process import Child, HelperProcess, ProcessEnded
 from core.errors import Overloaded
 from core.helper import Exceeded, Failed
 from tests.rigs.helper_task import TASK
@@ -80,7 +80,7 @@ def test_a_process_that_is_killed_while_it_is_sent_a_job_is_gone() -> None:
     try:
         child.load(TASK)
         child.kill()
-        with pytest.raises(Gone):
+        with pytest.raises(ProcessEnded):
             child.run(TASK, bytes(9_000_000), PATIENCE)
     finally:
         child.reap()

@@ -13,7 +13,7 @@ import tokenizers
 from app.engine.job import Job
 from app.engine.submit import encoded
 from app.service import Loaded
-from app.text.infill import FAMILIES, find_marks
+from app.text.infill import FIM_FORMATS, find_marks
 from app.text.tokenizer import Tokenizer
 from core.errors import RequestError
 from tests.rigs.assets import asset
@@ -53,7 +53,7 @@ async def test_parts_and_marks_stand_as_each_family_wants_them(marks: dict[str, 
 
 
 def test_half_of_the_marks_are_none() -> None:
-    for family in FAMILIES:
+    for family in FIM_FORMATS:
         assert find_marks(ByteTokenizer({family.prefix: P})) is None
         if family.middle:
             assert find_marks(ByteTokenizer({family.prefix: P, family.suffix: S})) is None
