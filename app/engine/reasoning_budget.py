@@ -255,7 +255,7 @@ class Choice:
     def see(self, piece: Piece) -> Piece:
         """Account for one piece, on its way to the client: the same with its events, or with an end in error
         where they could not be read."""
-        if self._answer.plain:  # most of what a model says after its thinking takes no parsing
+        if self._answer.plain:  # most of what a model says after its reasoning takes no parsing
             return piece
         try:
             return self._parsed(piece)

@@ -1,4 +1,4 @@
-"""Thinking, tool calls and the answer's own constraint in one grammar.
+"""Reasoning, tool calls and the answer's own constraint in one grammar.
 
     think? (answer | calls)
 

@@ -7,38 +7,38 @@ from app.parsers.cursor import Cursor, Steps
 
 
 class ReasoningParser:
-    """Splits thinking from the answer after it, in a text that comes in pieces.
+    """Splits reasoning from the answer after it, in a text that comes in pieces.
 
     Marks are recognised once: a later `<think>` is the answer's own. Line breaks next to a mark
-    belong to it. From where a call begins all is held until the thinking ends: if it never does, that was
-    no thinking. Owner: event loop.
+    belong to it. From where a call begins all is held until the reasoning ends: if it never does, that was
+    no reasoning. Owner: event loop.
     """
 
     def __init__(self, marks: tuple[str, ...], inside: bool = False, inline: bool = False) -> None:
-        """`marks`: of the thinking's begin and end, then those that begin calls. `inside`: the prompt has
-        opened the thinking already. `inline`: events have every character, marks and line breaks too."""
+        """`marks`: of the reasoning's begin and end, then those that begin calls. `inside`: the prompt has
+        opened the reasoning already. `inline`: events have every character, marks and line breaks too."""
         self._begin, *_ = marks
         self._ends = marks[1:]
         self._inline = inline
         self._cursor = Cursor()
         self._events: list[Event] = []
         self._called: list[str] = []
-        """The thinking from a call on."""
+        """The reasoning from a call on."""
         self._breaks: list[str] = []
         """Line breaks that belong to what follows, unless that is a mark."""
         self._fresh = True
-        """Nothing of the thinking was reported yet."""
+        """Nothing of the reasoning was reported yet."""
         self._run = self._answer()
         self.inside = inside
-        """Thinking now."""
+        """Reasoning now."""
         self.settled = False
-        """There was thinking, or there will be none."""
+        """There was reasoning, or there will be none."""
         self.plain = False
         """All that comes is content, and nothing is held back."""
 
     @property
     def called(self) -> str:
-        """A thinking that has not ended, from a call on."""
+        """Reasoning that has not ended, from a call on."""
         return "".join(self._called) + self._rest() if self._called else ""
 
     def feed(self, text: str) -> list[Event]:
@@ -75,7 +75,7 @@ class ReasoningParser:
         end = self._ends[0]
         mark = yield from cursor.upto(self._ends, self._reason)
         if mark != end:
-            # A call within the thinking, or the thinking mentions one: its end decides.
+            # A call within the reasoning, or the reasoning mentions one: its end decides.
             yield from cursor.upto((end,), self._called.append)
             self._reason("".join(self._called))
             self._called.clear()

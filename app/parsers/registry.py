@@ -1,4 +1,4 @@
-"""How each model family writes calls and thinking, and which family a model is of.
+"""How each model family writes calls and reasoning, and which family a model is of.
 
 A family is data: marks, the functions that read its calls, and how to write a grammar for them.
 """
@@ -54,25 +54,25 @@ class ToolFamily(Syntax, frozen=True, kw_only=True):
 
 
 class ReasoningFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to mark thinking."""
+    """One way to mark reasoning."""
 
     name: str
     begin: str
     end: str
     gap: str = ""
-    """Between the thinking and the answer."""
+    """Between the reasoning and the answer."""
     special: bool = False
 
     def opened(self, prompt: str) -> bool:
-        """Whether the prompt ends inside a thinking that the template has begun."""
+        """Whether the prompt ends inside reasoning that the template has begun."""
         return prompt.rstrip().endswith(self.begin)
 
     def closed(self, prompt: str) -> bool:
-        """Whether the prompt ends with a thinking that the template has ended."""
+        """Whether the prompt ends with reasoning that the template has ended."""
         return prompt.rstrip().endswith(self.end)
 
     def skipped(self, prompt: str) -> str:
-        """The prompt with the thinking ended before it has begun."""
+        """The prompt with the reasoning ended before it has begun."""
         if self.closed(prompt):
             return prompt
         opened = prompt.rstrip() if self.opened(prompt) else prompt + self.begin
@@ -223,7 +223,7 @@ def tool_family(choice: str, template: str) -> ToolFamily | None:
 
 
 def reasoning_family(choice: str, template: str) -> ReasoningFamily | None:
-    """The same for thinking. A template that knows the end mark is for a model that writes it."""
+    """The same for reasoning. A template that knows the end mark is for a model that writes it."""
     if choice != "auto":
         return REASONING.get(choice)
     return next((family for family in REASONING.values() if family.end in template), None)
