@@ -122,7 +122,7 @@ def _joins() -> Iterator[Row]:
         for _ in range(COPIES):
             space = prefill_space(config, heads.kv, heads.dim, DEVICE)
             assert space is not None
-            space.found.normal_()
+            space.out.normal_()
             space.lse.normal_()
             out = torch.empty(rows, heads.q * heads.dim, dtype=DTYPE, device=DEVICE)
             _, shape = kernel_args(_randn(rows, heads.q, heads.dim), kept.layer(16, 0.1))

@@ -8,7 +8,7 @@ from torch import Tensor
 from core.errors import ConfigError
 from gpu.attention.backend import AttentionConfig, Cache
 from gpu.device import HOPPER
-from gpu.kernels.attention.cascade import Prefix, PrefixConfig, prefix_attention, prefix_config, prefix_space
+from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention, prefix_config
 from gpu.kernels.attention.decode import (
     DecodeConfig,
     DecodePlan,
@@ -28,6 +28,7 @@ from gpu.kernels.attention.prefill_plan import (
     plan_prefill,
     prefill_config,
 )
+from gpu.kernels.attention.split_kv import Partials, partials
 from gpu.state.view import StepView
 
 
@@ -60,10 +61,11 @@ class TritonDecode:
         self._space = decode_workspace(config.max_rows, heads, config.kv_heads, dim, most, device)
         self._plans: dict[int, DecodePlan] = {}
         self._prefix: PrefixConfig = prefix_config(dim)
-        self._shared: Prefix | None = None
+        self._shared: Partials | None = None
         self._lse: Tensor | None = None
         if 0 < config.cascade_rows <= config.max_rows and 0 in config.windows:
-            self._shared = prefix_space(config.max_rows, heads, dim, self._prefix, device)
+            shape = self._prefix.parts, config.max_rows, heads
+            self._shared = partials(*shape, head_dim=dim, device=device)
             self._lse = torch.empty(config.max_rows, heads, dtype=torch.float32, device=device)
 
     def _cut(self, rows: int, few: bool) -> DecodeConfig:
@@ -118,8 +120,8 @@ class TritonDecode:
         """Merge what the rows share into what they found in the rest."""
         assert self._shared is not None
         (rows, heads, dim), n = q.shape, self._prefix.parts * len(q)
-        parts = self._shared.parts.view(-1, heads, dim)[:n].view(-1, rows, heads, dim)
-        found = Prefix(parts, self._shared.lse.view(-1, heads)[:n].view(-1, rows, heads))
+        parts = self._shared.out.view(-1, heads, dim)[:n].view(-1, rows, heads, dim)
+        found = Partials(parts, self._shared.lse.view(-1, heads)[:n].view(-1, rows, heads))
         prefix_attention(
             q,
             pages,

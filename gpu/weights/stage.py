@@ -14,7 +14,7 @@ STAGE_BYTES = 16 * 2**20
 """Of a pinned buffer: several milliseconds of a thread's copying, 300 µs of a PCIe 5 bus."""
 
 
-class Stage:
+class Stage(threading.local):
     """Two pinned buffers in turn: while one is on the bus, the next piece is copied into the other.
 
         mapped pages ──memcpy, converting──► buffer 0, 1 ──DMA──► device
@@ -22,7 +22,7 @@ class Stage:
     A copy to the device straight from mapped memory goes through one buffer of the driver and waits for
     it: a quarter of what the bus can do. On a CPU the buffers are plain memory, and only tests use them.
 
-    Owner: one reading thread.
+    Every thread that uses it has buffers of its own.
     """
 
     def __init__(self, device: torch.device, size: int = STAGE_BYTES) -> None:
@@ -61,22 +61,10 @@ def readers(device: torch.device) -> int:
     return 8 if device.type == "cuda" else 4
 
 
-def staged(device: torch.device, size: int = STAGE_BYTES) -> Copy:
-    """Copies from any thread, each through a stage of its own."""
-    local = threading.local()
-
-    def copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
-        if not hasattr(local, "stage"):
-            local.stage = Stage(device, size)
-        local.stage.copy(place, tensor)
-
-    return copy
-
-
 def copier(device: torch.device) -> Copy:
     """How weights get to `device`. Done for a GPU once it is synchronised."""
-    return staged(device) if device.type == "cuda" else _direct
+    return Stage(device).copy if device.type == "cuda" else _copy
 
 
-def _direct(place: torch.Tensor, tensor: torch.Tensor) -> None:
+def _copy(place: torch.Tensor, tensor: torch.Tensor) -> None:
     place.copy_(tensor)

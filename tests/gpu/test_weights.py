@@ -17,7 +17,7 @@ from gpu.build import spec_of
 from gpu.models.base import CausalModel
 from gpu.thread import device_thread
 from gpu.weights import load_model
-from gpu.weights.stage import staged
+from gpu.weights.stage import Stage
 from tests.rigs import tiny_model
 
 CPU = torch.device("cpu")
@@ -179,7 +179,7 @@ def test_a_config_that_does_not_match_its_weights(copy: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stage_cuts_tensors_to_its_buffers(dtype: torch.dtype) -> None:
-    copy = staged(CPU, size=96)
+    copy = Stage(CPU, size=96).copy
     matrix = torch.empty(4, 33, dtype=dtype)
     parts = torch.randn(33, 4).t(), torch.randn(3, 33)  # the first is not contiguous
     for place, part in zip((matrix, matrix[1:]), parts, strict=True):
@@ -189,7 +189,7 @@ def test_a_stage_cuts_tensors_to_its_buffers(dtype: torch.dtype) -> None:
 
 
 def test_threads_that_copy_at_once_lose_nothing() -> None:
-    copy = staged(CPU, size=64)
+    copy = Stage(CPU, size=64).copy
     source = torch.arange(6 * 1000.0).view(6, 1000)
     place = torch.zeros_like(source)
     with ThreadPoolExecutor(6) as pool:

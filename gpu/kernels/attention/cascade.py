@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attention.online_softmax import attend_tile, load_pages
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
+from gpu.kernels.attention.split_kv import Partials, partials
 from gpu.kernels.jit import begin, cdiv, jit_loose, launch_options, true_rows
 
 
@@ -31,24 +31,9 @@ class PrefixConfig(NamedTuple):
     parts: int = 4
 
 
-class Prefix(NamedTuple):
-    """Partial results: float32 [parts, rows, heads, dim] and base-2 log-sum-exp [parts, rows, heads]."""
-
-    parts: Tensor
-    lse: Tensor
-
-
 def prefix_config(head_dim: int) -> PrefixConfig:
     """Above head_dim 128 a tile of keys is halved, so that three stages still fit shared memory."""
     return PrefixConfig() if head_dim <= 128 else PrefixConfig(tile=32)
-
-
-def prefix_space(rows: int, heads: int, head_dim: int, config: PrefixConfig, device: torch.device) -> Prefix:
-    """Where the results of so many rows go: at 512 rows of 32 heads 33 MB a part, one for all layers."""
-    return Prefix(
-        torch.empty(config.parts, rows, heads, head_dim, dtype=torch.float32, device=device),
-        torch.empty(config.parts, rows, heads, dtype=torch.float32, device=device),
-    )
 
 
 @jit_loose("rows")
@@ -58,7 +43,7 @@ def _prefix(
     slots: tl.tensor,
     common: tl.tensor,
     num_rows: tl.tensor,
-    found: Prefix,
+    found: Partials,
     rows: int,
     q_stride: int,
     SHAPE: tl.constexpr,
@@ -106,7 +91,7 @@ def _prefix(
             )  # fmt: skip
         acc = acc * (keys.v_scale / sums)[:, None]
         sums = high + tl.log2(sums)
-        tl.store(found.parts + place.to(tl.int64)[:, None] * dim + d[None, :], acc, mask=inside)
+        tl.store(found.out + place.to(tl.int64)[:, None] * dim + d[None, :], acc, mask=inside)
         tl.store(found.lse + place, sums, mask=live)
     else:
         tl.store(found.lse + place, tl.zeros([BLOCK_Q], tl.float32) - float("inf"), mask=live)
@@ -120,21 +105,22 @@ def prefix_attention(
     config: PrefixConfig,
     *,
     num_rows: Tensor | None = None,
-    found: Prefix | None = None,
+    found: Partials | None = None,
     pdl: bool = False,
-) -> Prefix:
+) -> Partials:
     """One query per row over the first `common` keys, which all rows share.
 
     q         [rows, heads, dim], heads and dim contiguous
     slots     integer [rows]; the first one's pages are read
     common    integer [1] on the device: tokens; 0 leaves every log-sum-exp at -inf
     num_rows  int32 [1] on the device; rows from there on are not written
-    found     where the results go; None for new tensors
+    found     where the results go, [parts, rows, heads]: 33 MB a part at 512 rows of 32 heads of 128; None
+              for new tensors
     """
     rows, heads, dim = q.shape
     keys, shape = kernel_args(q, pages)
     if found is None:
-        found = prefix_space(rows, heads, dim, config, q.device)
+        found = partials(config.parts, rows, heads, head_dim=dim, device=q.device)
     _prefix[(cdiv(rows * shape.group, config.queries), shape.kv, config.parts)](
         q,
         keys,

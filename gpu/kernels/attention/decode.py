@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gpu.kernels.attention.online_softmax import KEPT, attend_tile, load_pages
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
-from gpu.kernels.attention.split_kv import merge_parts, store_segment
+from gpu.kernels.attention.split_kv import Partials, merge_parts, partials, store_segment
 from gpu.kernels.jit import (
     begin,
     cdiv,
@@ -85,11 +85,10 @@ class DecodePlan(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Partial results, one for all layers. `counters` must be zero before the first call and are zero
-    after each."""
+    """Partial results [programs + rows, heads], and `counters` int32 [rows, kv_heads], which must be zero
+    before the first call and are zero after each. One for all layers."""
 
-    out: Tensor
-    lse: Tensor
+    parts: Partials
     counters: Tensor
 
 
@@ -136,11 +135,9 @@ def decode_config(
 def decode_workspace(
     max_rows: int, heads: int, kv_heads: int, head_dim: int, config: DecodeConfig, device: torch.device
 ) -> Workspace:
-    """For up to `max_rows` rows: float32 [programs + rows, heads, head_dim] and what goes with it."""
-    places = config.programs + max_rows
+    """For up to `max_rows` rows."""
     return Workspace(
-        torch.empty(places, heads, head_dim, dtype=torch.float32, device=device),
-        torch.empty(places, heads, dtype=torch.float32, device=device),
+        partials(config.programs + max_rows, heads, head_dim=head_dim, device=device),
         torch.zeros(max_rows, kv_heads, dtype=torch.int32, device=device),
     )
 
@@ -319,7 +316,7 @@ def _decode(
         ends = tile + 1 == last
         if ends:
             store_segment(
-                acc, high, total, row, segment, pieces, space.out, space.lse, out, lse, head, keys.v_scale,
+                acc, high, total, row, segment, pieces, space.parts, out, lse, head, keys.v_scale,
                 heads, dim,
             )  # fmt: skip
         high = tl.where(ends, float("-inf"), high)
@@ -346,7 +343,7 @@ def _decode(
         if tl.sum(tl.where(two == side, due, 0), 0) > 0:
             whose = tl.where(side == 0, lead_row, row)
             base, n = tl.where(side == 0, lead_first, first), tl.where(side == 0, lead_pieces, pieces)
-            merged, sums = merge_parts(space.out, space.lse, base, n, head, d, heads, dim, UNROLL)
+            merged, sums = merge_parts(space.parts, base, n, head, d, heads, dim, UNROLL)
             within = (head < heads)[:, None] & (d < dim)[None, :]
             out_at = out + (whose * heads + head)[:, None] * dim + d[None, :]
             tl.store(out_at, merged.to(out.dtype.element_ty), mask=within)

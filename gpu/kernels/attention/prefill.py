@@ -29,8 +29,9 @@ from torch import Tensor
 
 from gpu.kernels.attention.online_softmax import LOG2E
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
-from gpu.kernels.attention.prefill_merge import PrefillSpace, merge_blocks
+from gpu.kernels.attention.prefill_merge import merge_blocks
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, read_entry
+from gpu.kernels.attention.split_kv import Partials
 from gpu.kernels.jit import begin, jit, launch_options
 
 
@@ -70,7 +71,7 @@ def _prefill(
     keys: Keys,
     items: tl.tensor,
     out: tl.tensor,
-    space: PrefillSpace | None,
+    space: Partials | None,
     q_stride: int,
     SHAPE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -153,7 +154,7 @@ def _prefill(
             tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
         else:
             left = (entry * SHAPE.kv + kv_head) * queries_n + tl.arange(0, queries_n)
-            tl.store(space.found + left[:, None] * dim + d[None, :], found, mask=inside)
+            tl.store(space.out + left[:, None] * dim + d[None, :], found, mask=inside)
             tl.store(space.lse + left, high + tl.log2(total))
 
 
@@ -162,7 +163,7 @@ def paged_prefill(
     pages: Pages,
     plan: PrefillPlan,
     config: PrefillConfig,
-    space: PrefillSpace | None = None,
+    space: Partials | None = None,
     *,
     window: int = 0,
     out: Tensor | None = None,

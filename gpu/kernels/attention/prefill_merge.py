@@ -8,14 +8,13 @@ same step gives the same bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attention.pages import Shape
 from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, read_entry
+from gpu.kernels.attention.split_kv import Partials, partials
 from gpu.kernels.jit import begin, jit, launch_options
 
 ROWS = 8
@@ -30,31 +29,20 @@ LANES = 4
 """Programs per entry: with four parts each has its rows at once."""
 
 
-class PrefillSpace(NamedTuple):
-    """Partial results, one for all layers: float32 [programs, kv_heads, queries, head_dim] and base-2
-    log-sum-exp [programs, kv_heads, queries] by entry of the work list; no more entries are ever cut."""
-
-    found: Tensor
-    lse: Tensor
-
-
 def prefill_space(
     config: PrefillConfig, kv_heads: int, head_dim: int, device: torch.device
-) -> PrefillSpace | None:
-    """What `config` needs: None where it cuts no keys. 8.7 MB on an H200 at head_dim 128, 17 at 256."""
+) -> Partials | None:
+    """Partial results [programs, kv_heads, queries] by entry of the work list, None where `config` cuts no
+    keys. 8.7 MB on an H200 at head_dim 128, 17 at 256."""
     if not config.programs:
         return None
-    shape = config.programs, kv_heads, config.queries
-    return PrefillSpace(
-        torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
+    return partials(config.programs, kv_heads, config.queries, head_dim=head_dim, device=device)
 
 
 @jit
 def _merge(
     items: tl.tensor,
-    space: PrefillSpace,
+    space: Partials,
     out: tl.tensor,
     SHAPE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -90,7 +78,7 @@ def _merge(
         for j in range(0, pieces, PARTS):
             known = (query < last)[:, None] & (j + p < pieces)[None, :]
             place = ((entry - part + j + p)[None, :] * SHAPE.kv + kv_head) * CONFIG.queries + query[:, None]
-            found_at = space.found + place[:, :, None] * dim + d[None, None, :]
+            found_at = space.out + place[:, :, None] * dim + d[None, None, :]
             found = tl.load(found_at, mask=known[:, :, None] & (d < dim)[None, None, :], other=0.0)
             lse = tl.load(space.lse + place, mask=known, other=float("-inf"))
             top = tl.maximum(high, tl.max(lse, 1))
@@ -107,7 +95,7 @@ def _merge(
 
 def merge_blocks(
     plan: PrefillPlan,
-    space: PrefillSpace,
+    space: Partials,
     config: PrefillConfig,
     out: Tensor,
     shape: Shape,

@@ -7,9 +7,28 @@ once, and at 200 keys they were no faster.)
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton.language as tl
+from torch import Tensor
 
 from gpu.kernels.jit import jit
+
+
+class Partials(NamedTuple):
+    """Results over parts of the keys: float32 [..., head_dim], and their base-2 log-sum-exps [...]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def partials(*shape: int, head_dim: int, device: torch.device) -> Partials:
+    """Room for so many, uninitialised: one for all layers."""
+    return Partials(
+        torch.empty(*shape, head_dim, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
 
 
 @jit
@@ -20,8 +39,7 @@ def store_segment(
     row: tl.tensor,
     segment: tl.tensor,
     pieces: tl.tensor,
-    parts: tl.tensor,
-    parts_lse: tl.tensor,
+    parts: Partials,
     out: tl.tensor,
     lse: tl.tensor,
     head: tl.tensor,
@@ -39,14 +57,13 @@ def store_segment(
         if lse is not None:
             tl.store(lse + row * HEADS + head, sums, mask=head < HEADS)
     else:
-        tl.store(parts + (segment * HEADS + head)[:, None] * DIM + d[None, :], found, mask=inside)
-        tl.store(parts_lse + segment * HEADS + head, sums, mask=head < HEADS)
+        tl.store(parts.out + (segment * HEADS + head)[:, None] * DIM + d[None, :], found, mask=inside)
+        tl.store(parts.lse + segment * HEADS + head, sums, mask=head < HEADS)
 
 
 @jit
 def merge_parts(
-    parts: tl.tensor,
-    parts_lse: tl.tensor,
+    parts: Partials,
     first: tl.tensor,
     count: tl.tensor,
     head: tl.tensor,
@@ -68,9 +85,9 @@ def merge_parts(
         for i in tl.static_range(UNROLL):
             place = first + at + i
             here = head < tl.where(at + i < count, HEADS, 0)
-            lse_at = parts_lse + place * HEADS + head
+            lse_at = parts.lse + place * HEADS + head
             lse = tl.load(lse_at, mask=here, other=float("-inf"), cache_modifier=".cg")
-            at_d = parts + (place * HEADS + head)[:, None] * DIM + d[None, :]
+            at_d = parts.out + (place * HEADS + head)[:, None] * DIM + d[None, :]
             found += (tl.load(at_d, mask=here[:, None] & inside, other=0.0, cache_modifier=".cg"),)
             sums += (lse,)
             top = tl.maximum(top, lse)

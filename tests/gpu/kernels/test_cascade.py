@@ -30,7 +30,7 @@ def test_cascade(common: int, cap: float, device: torch.device, dtype: torch.dty
     out = paged_decode(q, layer, plan, space, config, lse=lse)
     use = PrefixConfig(queries=16, tile=16, parts=2)
     prefix = prefix_attention(q, layer, kept.slots, shared, use, num_rows=count)
-    merge_state(out.view_as(q), lse, prefix.parts, prefix.lse, num_rows=count)
+    merge_state(out.view_as(q), lse, prefix.out, prefix.lse, num_rows=count)
     table = kept.table[kept.slots]
     expected, sums = reference.decode_attention(q, cache, table, LENGTHS[:live], 16, scale, cap=cap)
     assert error(out.view_as(q)[:live], expected[:live]) < tolerance

@@ -57,7 +57,7 @@ def test_paged_prefill(
     scale = heads.dim**-0.5
     space = prefill_space(config, heads.kv, heads.dim, device)
     if space is not None:
-        space.found.fill_(float("nan"))  # what another step left there
+        space.out.fill_(float("nan"))  # what another step left there
     layer, found = kept.layer(page_size, scale, cap), []
     for _ in range(2):
         out = torch.full((rows, heads.q * heads.dim), 7.0, dtype=dtype, device=device)
