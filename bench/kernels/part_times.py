@@ -24,7 +24,6 @@ from gpu.kernels.attention.prefill_merge import merge_blocks, prefill_space
 from gpu.kernels.attention.prefill_plan import (
     Chunks,
     PrefillConfig,
-    PrefillPlan,
     plan_prefill,
     prefill_config,
 )
@@ -99,11 +98,11 @@ def _packings() -> Iterator[Row]:
         yield Row("pack", f"{name}, {heads.kv} x {heads.dim}", microseconds(calls), moved, 0.0, said)
 
 
-def _join_bytes(plan: PrefillPlan, config: PrefillConfig, heads: Heads) -> float:
+def _join_bytes(items: torch.Tensor, config: PrefillConfig, heads: Heads) -> float:
     """float32 results and a log-sum-exp of each query from each part that its block has, then one result.
     How many parts that are is `prefill_plan.read_entry`."""
     group = heads.q // heads.kv
-    _, _, start, tokens, at, _, part, parts = plan.items.long().unbind(1)
+    _, _, start, tokens, at, _, part, parts = items.long().unbind(1)
     end = start + torch.minimum((at + config.queries - 1) // group + 1, tokens)
     pieces = torch.minimum(parts, -(-end // config.tile) // config.least)
     queries = torch.clamp(tokens * group - at, max=config.queries) * (tokens > 0) * (pieces > 1)

@@ -133,11 +133,11 @@ class FlashInferPrefill:
                 cache, (k_side, v_side), self._packed_at, chunks_of(view), view.page_table, size, PACK_TILE,
                 pdl=config.pdl,
             )  # fmt: skip
-            numbers, offsets, _ = self._packed_schedule
+            numbers, offsets = self._packed_schedule
             kernels.ragged_run(
                 self._space, numbers, list(offsets), q, k_side, v_side, here, here, result, *mask, *ROTATION
             )
-        numbers, offsets, _ = self._paged_schedule
+        numbers, offsets = self._paged_schedule
         pages = (torch.unflatten(side, 0, (-1, size)) for side in cache)
         kernels.paged_run(
             self._space, numbers, list(offsets), q, *pages, here, here, view.page_table, here, result, *mask,

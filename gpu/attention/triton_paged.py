@@ -24,7 +24,6 @@ from gpu.kernels.attention.prefill_merge import prefill_space
 from gpu.kernels.attention.prefill_plan import (
     Chunks,
     PrefillConfig,
-    PrefillPlan,
     plan_prefill,
     prefill_config,
 )
@@ -152,7 +151,7 @@ class TritonPrefill:
         dim, kv_heads, processors = config.head_dim, config.kv_heads, config.gpu.processors
         self._split = prefill_config(dim, config.dtype, kv_heads, processors)
         self._space = prefill_space(self._split, kv_heads, dim, config.device)
-        self._plan: PrefillPlan | None = None
+        self._items: Tensor | None = None
 
     def _cut(self, view: StepView) -> PrefillConfig:
         """How a graph's chunks are cut."""
@@ -160,7 +159,7 @@ class TritonPrefill:
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: one list serves all layers, whatever their windows."""
-        self._plan = plan_prefill(
+        self._items = plan_prefill(
             chunks_of(view),
             view.tokens,
             self._config.heads // self._config.kv_heads,
@@ -170,12 +169,12 @@ class TritonPrefill:
 
     def attend(self, layer: int, q: Tensor, cache: Cache, view: StepView, out: Tensor) -> None:
         """See `PhaseAttention.attend`."""
-        assert self._plan is not None, "plan() comes first"
+        assert self._items is not None, "plan() comes first"
         cut = self._cut(view)
         paged_prefill(
             q,
             _pages(self._config, cache, view),
-            self._plan,
+            self._items,
             cut,
             self._space if cut.programs else None,
             window=self._config.windows[layer],

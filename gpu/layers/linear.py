@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from core.models import Fp8
 from gpu.ops.base import Matrix, Ops
+from gpu.ops.plain import gate
 from gpu.quant import FP8, scale_shape
 
 Places = dict[str, torch.Tensor]
@@ -59,7 +60,7 @@ class Linear:
     def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
         """activation(first half) · second half of the product: [n, inputs] to [n, outputs / 2]."""
         if self._packed:
-            return ops.gated(self(x, ops), activation)
+            return gate(self(x), activation)
         return ops.gated_linear(x, self.matrix, activation)
 
     def to_float32(self, x: torch.Tensor) -> torch.Tensor:

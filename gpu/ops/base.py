@@ -85,11 +85,7 @@ class Ops(Protocol):
         ...
 
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
-        """`gated` of `linear`: of 2 * width outputs, [n, width]."""
-        ...
-
-    def gated(self, both: Tensor, activation: str) -> Tensor:
-        """activation(first half) · second half of [n, 2 * width]: [n, width]."""
+        """activation(first half) · second half of the 2 * width outputs of `linear`: [n, width]."""
         ...
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:

@@ -54,7 +54,7 @@ from gpu.kernels.norm import rms_norm
 from gpu.kernels.silu_mul import silu_mul
 from gpu.ops.base import HeadNorms, Matrix, Part, PendingExperts, Rotation
 from gpu.ops.fp8 import fp8_linear
-from gpu.ops.plain import ACTIVATIONS, gate
+from gpu.ops.plain import gate
 from gpu.state.view import StepView
 
 
@@ -141,7 +141,7 @@ class TritonOps:
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`; up to 64 rows in one kernel."""
         if activation != "silu":
-            return self.gated(self.linear(x, matrix), activation)
+            return gate(self.linear(x, matrix), activation)
         return self._linear(x, matrix, gated=True)
 
     def _linear(self, x: Tensor, matrix: Matrix, *, gated: bool) -> Tensor:
@@ -154,14 +154,8 @@ class TritonOps:
         if kernels.counters is not None and skinny is not None:
             return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
         if gated:
-            return self.gated(self.linear(x, matrix), "silu")
+            return silu_mul(self.linear(x, matrix), num_rows=self._rows, pdl=pdl)
         return cublas_gemm(x, weight, bias, kernels.products)
-
-    def gated(self, both: Tensor, activation: str) -> Tensor:
-        """See `Ops.gated`."""
-        if activation != "silu":
-            return gate(both, ACTIVATIONS[activation])
-        return silu_mul(both, num_rows=self._rows, pdl=self._kernels.pdl)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`. Raises `ModelError` for an activation the grouped kernels do not have."""

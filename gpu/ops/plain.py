@@ -74,11 +74,7 @@ class TorchOps:
 
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`."""
-        return gate(self.linear(x, matrix), ACTIVATIONS[activation])
-
-    def gated(self, both: Tensor, activation: str) -> Tensor:
-        """See `Ops.gated`."""
-        return gate(both, ACTIVATIONS[activation])
+        return gate(self.linear(x, matrix), activation)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`."""
@@ -115,17 +111,16 @@ def rotate(x: Tensor, rotation: Rotation) -> None:
     part.mul_(cos).addcmul_(turned, sin)
 
 
-def gate(both: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
-    """act(first half) · second half of [n, 2 * width], [n, width]."""
+def gate(both: Tensor, activation: str) -> Tensor:
+    """activation(first half) · second half of [n, 2 * width], [n, width]."""
     width = both.shape[-1] // 2
-    return act(both[:, :width]).mul_(both[:, width:])
+    return ACTIVATIONS[activation](both[:, :width]).mul_(both[:, width:])
 
 
 def run_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
     """Tokens grouped by expert, a loop over the experts that were hit: [n, hidden]. Waits for the device
     to learn which those are."""
     weights, chosen = route(logits, experts)
-    act = ACTIVATIONS[experts.activation]
     # Token-expert pairs sorted by expert: each expert's tokens become one contiguous run.
     order = chosen.flatten().argsort()
     counts = torch.bincount(chosen.flatten(), minlength=len(experts.w2)).tolist()
@@ -138,11 +133,11 @@ def run_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
             continue
         run = slice(first, first + count)
         if experts.scales is None:
-            hidden = gate(F.linear(inputs[run], experts.w13[expert]), act)
+            hidden = gate(F.linear(inputs[run], experts.w13[expert]), experts.activation)
             outputs[run] = F.linear(hidden, experts.w2[expert])
         else:
             s13, s2 = experts.scales
-            hidden = gate(product(inputs[run], experts.w13[expert], s13[expert]), act)
+            hidden = gate(product(inputs[run], experts.w13[expert], s13[expert]), experts.activation)
             outputs[run] = product(hidden, experts.w2[expert], s2[expert])
         first += count
     outputs *= weights.flatten()[order].unsqueeze(1)

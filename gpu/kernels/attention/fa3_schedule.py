@@ -29,12 +29,11 @@ ARRAYS = 7
 
 
 class Fa3Schedule(NamedTuple):
-    """`numbers` int32 holds the arrays, each `room` long, then where each program's run begins;
-    `offsets` says in bytes where, in the order of FlashInfer's `PrefillPlanSM90Info`."""
+    """`numbers` int32 holds the arrays, then where each program's run begins; `offsets` says in bytes where,
+    in the order of FlashInfer's `PrefillPlanSM90Info`."""
 
     numbers: Tensor
     offsets: tuple[int, ...]
-    room: int
 
 
 def fa3_tile(head_dim: int) -> int:
@@ -99,10 +98,10 @@ def _schedule(
 
 
 def fa3_tiles(chunks: Chunks, tokens: int, head_dim: int, *, pdl: bool = False) -> Tensor:
-    """A step's tiles of queries, those with the most keys first: `PrefillPlan.items`. The graph has `tokens`
+    """A step's tiles of queries, those with the most keys first: as `plan_prefill`. The graph has `tokens`
     rows."""
     tile = fa3_tile(head_dim)
-    return plan_prefill(chunks, tokens, 1, PrefillConfig(tile, tile, 4, 2), pdl=pdl).items
+    return plan_prefill(chunks, tokens, 1, PrefillConfig(tile, tile, 4, 2), pdl=pdl)
 
 
 def schedule_fa3(
@@ -145,6 +144,5 @@ def schedule_fa3(
         LANES=pow2(programs + 1),
         **launch_options(pdl, 4),
     )
-    at = [4 * room * i for i in range(ARRAYS + 1)]
-    tile, row, keys_at, queries, keys, head, chunk, runs = at
-    return Fa3Schedule(numbers, (tile, row, keys_at, queries, keys, head, runs, chunk, 0), room)
+    tile, row, keys_at, queries, keys, head, chunk, runs = (4 * room * i for i in range(ARRAYS + 1))
+    return Fa3Schedule(numbers, (tile, row, keys_at, queries, keys, head, runs, chunk, 0))

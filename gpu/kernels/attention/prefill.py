@@ -30,7 +30,7 @@ from torch import Tensor
 from gpu.kernels.attention.online_softmax import LOG2E
 from gpu.kernels.attention.pages import Keys, Pages, kernel_args
 from gpu.kernels.attention.prefill_merge import merge_blocks
-from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, read_entry
+from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, read_entry
 from gpu.kernels.attention.split_kv import Partials
 from gpu.kernels.jit import begin, jit, launch_options
 
@@ -161,7 +161,7 @@ def _prefill(
 def paged_prefill(
     q: Tensor,
     pages: Pages,
-    plan: PrefillPlan,
+    items: Tensor,
     config: PrefillConfig,
     space: Partials | None = None,
     *,
@@ -172,7 +172,7 @@ def paged_prefill(
     """Causal attention of chunks, grouped heads.
 
     q        [n, heads, dim], heads and dim contiguous
-    plan     of `plan_prefill` with the same `config`
+    items    of `plan_prefill` with the same `config`
     space    of `prefill_space`, likewise; None leaves keys whole
     window   positions a token sees, itself included; 0 for all
     returns  [n, heads * dim] (`out`, or new, contiguous); rows of no chunk are not written
@@ -181,10 +181,10 @@ def paged_prefill(
     keys, shape = kernel_args(q, pages)
     if out is None:
         out = torch.empty(n, heads * dim, dtype=q.dtype, device=q.device)
-    _prefill[(shape.kv, len(plan.items))](
+    _prefill[(shape.kv, len(items))](
         q,
         keys,
-        plan.items,
+        items,
         out,
         space,
         q.stride(0),
@@ -194,5 +194,5 @@ def paged_prefill(
         **launch_options(pdl, config.warps, config.stages),
     )
     if space is not None:
-        merge_blocks(plan, space, config, out, shape, window=window, pdl=pdl)
+        merge_blocks(items, space, config, out, shape, window=window, pdl=pdl)
     return out

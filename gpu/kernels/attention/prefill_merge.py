@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.attention.pages import Shape
-from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, PrefillPlan, read_entry
+from gpu.kernels.attention.prefill_plan import FIELDS, PrefillConfig, read_entry
 from gpu.kernels.attention.split_kv import Partials, partials
 from gpu.kernels.jit import begin, jit, launch_options
 
@@ -94,7 +94,7 @@ def _merge(
 
 
 def merge_blocks(
-    plan: PrefillPlan,
+    items: Tensor,
     space: Partials,
     config: PrefillConfig,
     out: Tensor,
@@ -105,11 +105,11 @@ def merge_blocks(
 ) -> None:
     """Merge into `out` [n, heads * head_dim] the blocks that have several parts, and leave the rest.
 
-    plan   of `plan_prefill` with the same `config`; written before the kernel before this one
+    items  of `plan_prefill` with the same `config`; written before the kernel before this one
     space  the results of the parts
     """
     _merge[(LANES, shape.kv, config.programs)](
-        plan.items,
+        items,
         space,
         out,
         SHAPE=shape,

@@ -59,17 +59,6 @@ class PrefillConfig(NamedTuple):
     least: int = 3
 
 
-class PrefillPlan(NamedTuple):
-    """A step's work list.
-
-    items  int32 [entries, 8]: slot, row of the chunk's first token, its position, tokens of the chunk,
-           the block's first query within the chunk, counted in heads of a group, the chunk, part, and how
-           many the block has; they stand side by side. Tokens are 0 behind the list's end
-    """
-
-    items: Tensor
-
-
 def prefill_config(
     head_dim: int, dtype: torch.dtype, kv_heads: int = 1, processors: int = 0
 ) -> PrefillConfig:
@@ -175,9 +164,14 @@ def _plan(
 
 def plan_prefill(
     chunks: Chunks, tokens: int, group: int, config: PrefillConfig, *, pdl: bool = False
-) -> PrefillPlan:
-    """List a step's blocks, those with the most keys first, or their parts. The graph has `tokens` rows: no
-    chunks together have more; `group` is query heads per KV head."""
+) -> Tensor:
+    """A step's work list: its blocks, those with the most keys first, or their parts. The graph has `tokens`
+    rows: no chunks together have more; `group` is query heads per KV head.
+
+    Returns int32 [entries, 8]: slot, row of the chunk's first token, its position, tokens of the chunk, the
+    block's first query within the chunk, counted in heads of a group, the chunk, part, and how many the block
+    has; they stand side by side. Tokens are 0 behind the list's end.
+    """
     room = len(chunks.slots)
     entries = max(max_blocks(tokens, room, group, config), config.programs)
     items = torch.empty(entries, FIELDS.value, dtype=torch.int32, device=chunks.slots.device)
@@ -196,7 +190,7 @@ def plan_prefill(
         SPAN=span,
         **launch_options(pdl, 4),
     )
-    return PrefillPlan(items)
+    return items
 
 
 @jit

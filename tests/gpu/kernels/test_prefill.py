@@ -83,7 +83,7 @@ def test_every_query_is_in_one_block_and_most_keys_come_first(
     cut = chunks(sizes, kept, 4, device)
     tokens = sum(count for _, count in sizes)
     plan = plan_prefill(cut.step(live), tokens, group, SMALL)
-    found = plan.items.tolist()
+    found = plan.tolist()
     filled = [item for item in found if item[3]]
     assert found[: len(filled)] == filled  # programs behind the list find nothing
     expected = {
@@ -107,7 +107,7 @@ def test_keys_are_cut_to_fill_the_programs(programs: int, least: int, device: to
     cut = chunks(sizes, kept, 4, device)
     config = SMALL._replace(programs=programs, least=least)
     plan = plan_prefill(cut.step(len(sizes)), 63, 1, config)
-    filled = [item for item in plan.items.tolist() if item[3]]
+    filled = [item for item in plan.tolist() if item[3]]
     blocks = {(i, at) for i, (_, count) in enumerate(sizes) for at in range(0, count, 16)}
     tiles, counts = [-(-sum(size) // 16) for size in sizes], [-(-count // 16) for _, count in sizes]
     each = next(
