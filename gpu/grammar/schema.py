@@ -102,22 +102,19 @@ def check_size(value: Json, what: str) -> None:
         level = [child for parent in level for child in _children(parent)]
 
 
-def _children(value: Json) -> Iterator[Json]:
+def _children(value: Json, skipped: str | None = None) -> list[Json]:
     if isinstance(value, Mapping):
-        return iter(value.values())
-    return iter(value if isinstance(value, list) else ())
+        return [inner for key, inner in value.items() if key != skipped]
+    return value if isinstance(value, list) else []
 
 
-def values(root: Json, skipped: str = "") -> Iterator[Json]:
+def values(root: Json, skipped: str | None = None) -> Iterator[Json]:
     """Every value in `root`, itself first; without those of members named `skipped`."""
     ahead = [root]
     while ahead:
         node = ahead.pop()
         yield node
-        if isinstance(node, Mapping):
-            ahead += [inner for key, inner in node.items() if key != skipped]
-        elif isinstance(node, list):
-            ahead += node
+        ahead += _children(node, skipped)
 
 
 def subschemas(root: Json) -> Iterator[Place]:

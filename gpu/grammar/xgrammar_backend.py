@@ -139,13 +139,12 @@ def check_tag(text: str) -> Json:
         if kind not in _FORMATS:
             raise Refused(f"The structural tag has a format of unknown type {kind!r:.60}.")
         if kind in ("json_schema", "qwen_xml_parameter"):
-            if isinstance(node, dict):
-                node.pop("lenient", None)  # it is not: llguidance alone leaves out what it cannot hold
+            node.pop("lenient", None)  # it is not: llguidance alone leaves out what it cannot hold
             normalise(node.get("json_schema"))
             check_exact(node.get("json_schema"))
             close_objects(node.get("json_schema"))
             blanks = node.get("max_whitespace_cnt")
-            if isinstance(node, dict) and (blanks is None or (isinstance(blanks, int) and blanks > BLANKS)):
+            if blanks is None or (isinstance(blanks, int) and blanks > BLANKS):
                 node["max_whitespace_cnt"] = BLANKS
             if node.get("any_order"):
                 raise Refused("'any_order' drops constraints of a schema and is not supported.")
@@ -176,12 +175,12 @@ _HEAVY = frozenset().union(
 )
 
 
-def _formats(root: Json) -> Iterator[Mapping[str, Json]]:
+def _formats(root: Json) -> Iterator[dict[str, Json]]:
     """Every format object of a tag; schemas are not looked into."""
     ahead = [root]
     while ahead:
         node = ahead.pop()
-        if not isinstance(node, Mapping):
+        if not isinstance(node, dict):
             raise Refused("Every format of a structural tag must be an object.")
         yield node
         for key in ("content", "elements", "tags", "rules"):
