@@ -19,10 +19,10 @@ class ForwardContext(NamedTuple):
     wanted     integer [s]: rows whose hidden states a decoder shall return, those of `ops.for_samples()`;
                None for all. Past the last layer's attention no row reads another
     brief      asks a decoder for those layers alone that differ in what they launch: kernels are compiled and
-               libraries choose theirs, and what comes out means nothing
+               libraries choose theirs, the result is meaningless
     embedded   rows whose ids are placeholders
     routes     gets what the router of each layer chooses, integers [num_tokens, experts per token]; None
-               where nobody asks
+               where no request wants them
     """
 
     positions: Tensor

@@ -41,11 +41,11 @@ def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
         # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
         config = config._replace(kv_scales=(1.0, 1.0))
     attention, pdl = device_attention(config, model.attention_backend), config.pdl
-    experts, many = _experts(spec, dtype, facts), products(facts.name, device)
+    experts, dense = _experts(spec, dtype, facts), products(facts.name, device)
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         counters = split_k_counters(device) if pdl else None  # pdl's devices have the room, too
-        kernels = Kernels(attention, pool.caches(), experts, pdl, config.kv_scales, counters, many)
+        kernels = Kernels(attention, pool.caches(), experts, pdl, config.kv_scales, counters, dense)
         return lambda view: TritonOps(view, kernels)
 
     shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))

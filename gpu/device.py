@@ -47,8 +47,8 @@ def cuda_facts() -> CudaFacts:
 
 
 def choose_device(wanted: str, facts: CudaFacts) -> torch.device:
-    """The device for `--device`: auto, cpu or cuda. Raises `ConfigError` with the reason where a GPU was
-    asked for and there is none.
+    """The device for `--device`: auto, cpu or cuda. Raises `ConfigError` with the reason where `--device
+    cuda` finds no usable GPU.
 
     auto is a GPU where there is one that the kernels run on: measured and tested on an H200.
     """

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CLOSING = 60.0
-"""Seconds that a thread gets to end: a kernel that hangs must not keep the process."""
+JOIN_SECONDS = 60.0
+"""How long `close` waits for a thread: a kernel that hangs must not keep the process."""
 
 
 Progress = Callable[[float], None]
@@ -72,7 +72,7 @@ class Worker:
 
     The launch thread prepares the runner first. The first exception becomes one `StepFailure`, behind the
     results of the steps before it; every plan after it is dropped. `failed` is shared by all ranks and set
-    once, by any thread: seen late, it costs a step that nobody reads.
+    once, by any thread: seen late, it costs a step whose result is dropped.
 
     Owner: event loop; the underscored methods say which thread runs them.
     """
@@ -112,7 +112,7 @@ class Worker:
         self._plans.close()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(CLOSING)
+                thread.join(JOIN_SECONDS)
                 if thread.is_alive():
                     log.error("%s does not end: what it waits for is left behind", thread.name)
         # After a failure the device may take no call; the process ends soon, and its memory with it.
@@ -129,7 +129,8 @@ class Worker:
             log.exception("the device's memory was not given back")
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Either thread. One that dies, of a device that it cannot enter, must not be waited for in vain."""
+        """Either thread. One that dies, say because it cannot enter the device, posts a failure: others wait
+        for its results."""
         death = self._attempt(-1, work)
         if death is not None:
             self._post(death)
@@ -170,7 +171,7 @@ class Worker:
 
     def _attempt(self, step: int, act: Callable[[], T]) -> T | StepFailure:
         """The boundary of both threads: whatever a step raises ends here, as data; also what is no
-        `Exception`, or the thread would be gone and everybody would wait for it."""
+        `Exception`, or the thread would be gone and others would wait for it for ever."""
         try:
             return act()
         except BaseException as error:

@@ -57,7 +57,7 @@ of 32 heads. µs on an H200 of FA3 and of ours, 32 query and 8 KV heads of 128, 
 """
 
 ROTATION = (1.0, 1e4, 0)
-"""Scale and base of one that is not asked for, and the length of a mask that is not."""
+"""Scale and base of a rotary embedding, and the length of a custom mask: FA3 uses neither here."""
 
 
 def check_flashinfer(name: str, config: AttentionConfig) -> None:

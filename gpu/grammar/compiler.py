@@ -15,13 +15,13 @@ from core.grammar import CompiledGrammar, GrammarSpec, TokenRules, TokenTable
 from core.helper import Exceeded, Helper
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.limits import check_text, needs_trial
-from gpu.grammar.llguidance_backend import LlgBackend, Source
+from gpu.grammar.llguidance_backend import LlguidanceBackend, Source
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.structural_tag_lark import NotInLark
 from gpu.grammar.token_rules import RestrictedGrammar, TokenRuleStepper
 from gpu.grammar.trial import trial_task
-from gpu.grammar.xgrammar_backend import XgrBackend
+from gpu.grammar.xgrammar_backend import XgrammarBackend
 
 SECONDS = 5.0
 """Wall time of one compile in the helper."""
@@ -58,7 +58,7 @@ class Compiler:
         `helper` is closed with this. `threads` is how many the launch thread may use to fill masks.
         Raises `Refused` for a vocabulary that cannot be constrained.
         """
-        self._llguidance, self._xgrammar = LlgBackend(table, threads), XgrBackend(table, threads)
+        self._llguidance, self._xgrammar = LlguidanceBackend(table, threads), XgrammarBackend(table, threads)
         self._cache = GrammarCache(cache_bytes)
         self._rules = TokenRuleStepper(table.width)
         self._helper, self._seconds = helper, helper_seconds
@@ -95,7 +95,7 @@ class Compiler:
     # -- one compile -------------------------------------------------------------------------------
 
     async def _join(self, key: Key) -> Grammar | Refusal:
-        """Wait for the one task that compiles `key`. The last to give up cancels it."""
+        """Wait for the one task that compiles `key`. It is cancelled with the last request that waits."""
         shared = self._pending.get(key)
         if shared is None:
             shared = self._pending[key] = _PendingCompile(asyncio.ensure_future(self._build(key)))

@@ -59,7 +59,7 @@ _PROBED = 24
 """Forced tokens followed after compiling: some dead ends lie behind the opening brace."""
 
 
-class LlgBackend:
+class LlguidanceBackend:
     """Compiles on any thread; is its own stepper on the launch thread."""
 
     def __init__(self, table: TokenTable, threads: int) -> None:

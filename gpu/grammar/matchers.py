@@ -101,8 +101,8 @@ class Matchers:
                     if matcher.grammar is not None:
                         matcher.grammar.broken = True
                 elif stepper.ended(matcher.state, token):
-                    # With overlap one more step of this row is on its way: it runs free, and nobody
-                    # reads its token.
+                    # With overlap one more step of this row is on its way: it is sampled without a
+                    # mask, and its token is dropped.
                     del self._by_slot[masks.slots[i]]
         for row, slot in zip(masks.rows, masks.slots, strict=True):
             if row in failed:

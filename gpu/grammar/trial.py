@@ -10,9 +10,9 @@ import msgspec
 from core.grammar import TokenTable
 from core.helper import Task
 from gpu.grammar.cache import Key
-from gpu.grammar.llguidance_backend import LlgBackend
+from gpu.grammar.llguidance_backend import LlguidanceBackend
 from gpu.grammar.schema import Refused
-from gpu.grammar.xgrammar_backend import XgrBackend
+from gpu.grammar.xgrammar_backend import XgrammarBackend
 
 STACK = 4 * 2**20
 """Bytes, half of what the server's threads usually have: recursion that lives through it here does not
@@ -30,7 +30,7 @@ class Trial:
 
     def __init__(self, state: bytes) -> None:
         table, tags = msgspec.msgpack.decode(state, type=tuple[TokenTable, bool])
-        self._backend = (XgrBackend if tags else LlgBackend)(table, 1)
+        self._backend = (XgrammarBackend if tags else LlguidanceBackend)(table, 1)
         threading.stack_size(STACK)
         self._thread = ThreadPoolExecutor(1)
 

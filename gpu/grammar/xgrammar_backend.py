@@ -39,7 +39,7 @@ _FORMATS = frozenset(
 )
 
 
-class XgrBackend:
+class XgrammarBackend:
     """Compiles on any thread; is its own stepper on the launch thread."""
 
     def __init__(self, table: TokenTable, threads: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 
 from core.models import ModelSpec, MoeSpec
@@ -28,14 +30,14 @@ class SparseMlp:
     def __init__(self, spec: ModelSpec, moe: MoeSpec, prefix: str, parameters: Parameters) -> None:
         self._router = parameters.linear(prefix, spec.hidden, {"gate": moe.experts})
         width, device = moe.intermediate, parameters.device
-        kind, scales = parameters.dtype, None
+        dtype, scales = parameters.dtype, None
         if shapes := expert_scales(spec, moe):
             s13, s2 = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-            kind, scales = FP8, (s13, s2)
+            dtype, scales = FP8, (s13, s2)
         # Left plain when the weights are final: packing 3 × experts small matrices a layer would lose the one
         # tensor that grouped kernels want.
-        w13 = torch.empty(moe.experts, 2 * width, spec.hidden, dtype=kind, device=device)
-        w2 = torch.empty(moe.experts, spec.hidden, width, dtype=kind, device=device)
+        w13 = torch.empty(moe.experts, 2 * width, spec.hidden, dtype=dtype, device=device)
+        w2 = torch.empty(moe.experts, spec.hidden, width, dtype=dtype, device=device)
         self._experts = Experts(
             w13=w13,
             w2=w2,
@@ -44,14 +46,12 @@ class SparseMlp:
             activation=spec.activation,
             scales=scales,
         )
-        for expert in range(moe.experts):
-            name = f"{prefix}experts.{expert}."
-            found = {"gate": w13[expert, :width], "up": w13[expert, width:], "down": w2[expert]}
-            parameters.places |= {f"{name}{part}_proj.weight": view for part, view in found.items()}
-            if scales is not None:
-                half = s13.shape[1] // 2
-                found = {"gate": s13[expert, :half], "up": s13[expert, half:], "down": s2[expert]}
-                parameters.places |= {f"{name}{part}_proj.weight_scale": view for part, view in found.items()}
+        kinds = {"weight": (w13, w2)} | ({"weight_scale": scales} if scales else {})
+        for expert, (kind, (up, down)) in product(range(moe.experts), kinds.items()):
+            half = up.shape[1] // 2
+            views = {"gate": up[expert, :half], "up": up[expert, half:], "down": down[expert]}
+            for part, view in views.items():
+                parameters.places[f"{prefix}experts.{expert}.{part}_proj.{kind}"] = view
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
         """[n, hidden] to [n, hidden], or to what the next norm makes it of."""

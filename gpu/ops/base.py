@@ -35,8 +35,8 @@ class Matrix(NamedTuple):
 
 
 class PendingExperts(NamedTuple):
-    """Experts of `x` [n, hidden] by router `logits` [n, experts], asked for and not yet run: the norm that
-    consumes them runs them, and sums their parts in its own kernel."""
+    """Experts of `x` [n, hidden] by router `logits` [n, experts], not yet run: the norm that
+    consumes their sum runs them, and sums their parts in its own kernel."""
 
     x: Tensor
     logits: Tensor

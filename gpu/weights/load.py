@@ -44,7 +44,7 @@ def load_model(
         else:
             fill_from_safetensors(filler, source, device, progress)
         filler.finish(str(source))
-        if filler.quantised and spec.fp8 == spec.stored_fp8:  # nobody asked for it
+        if filler.quantised and spec.fp8 == spec.stored_fp8:  # not by the operator's --quantization
             log.warning(
                 "%d matrices are not in FP8 as the others of this checkpoint, or not scaled so, and were "
                 "quantised while loading (%s, ...); --quantization none runs all of them in 16 bits",

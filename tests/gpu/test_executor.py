@@ -227,7 +227,7 @@ def test_an_order_that_raises_ends_the_executor() -> None:
 def test_a_step_that_never_ends_does_not_keep_the_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("gpu.worker.CLOSING", 0.05)
+    monkeypatch.setattr("gpu.worker.JOIN_SECONDS", 0.05)
     runner = ScriptedRunner()
     executor = LocalExecutor([runner], CAPS)  # type: ignore[arg-type]
     executor.start(lambda: None)

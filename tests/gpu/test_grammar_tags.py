@@ -13,15 +13,15 @@ from app.helper.process import HelperProcess
 from core.errors import RequestError
 from core.grammar import BROKEN, GrammarSpec, TokenRules
 from gpu.grammar import Compiler, Matchers
-from gpu.grammar.llguidance_backend import LlgBackend
+from gpu.grammar.llguidance_backend import LlguidanceBackend
 from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.structural_tag_lark import NotInLark, lark_of
-from gpu.grammar.xgrammar_backend import XgrBackend
+from gpu.grammar.xgrammar_backend import XgrammarBackend
 from tests.rigs.grammars import END, THINK, TOOL, TURN, UNTHINK, accepts, allowed, decode, new_slot, table
 
 TABLE = table()
-LLGUIDANCE, XGRAMMAR = LlgBackend(TABLE, 1), XgrBackend(TABLE, 1)
+LLGUIDANCE, XGRAMMAR = LlguidanceBackend(TABLE, 1), XgrammarBackend(TABLE, 1)
 MARKS = {"<think>": THINK, "</think>": UNTHINK, "<tool>": TOOL}
 DATED = {"type": "object", "properties": {"d": {"type": "string", "format": "date"}}, "required": ["d"]}
 PLAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

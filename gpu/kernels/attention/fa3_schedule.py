@@ -4,7 +4,7 @@ Its kernel is as many programs as the device has multiprocessors; each walks its
 that lies in device memory: a tile of queries of one query head. FlashInfer makes that list on the host
 (`PrefillSM90Plan`), which a captured step cannot wait for. Here it is
 `gpu.kernels.attention.prefill_plan.plan_prefill` with the tile that FA3 uses and heads unpacked, dealt out to
-and fro: who has the heaviest tile of a round has the lightest of the next.
+and fro: the program with the heaviest tile of a round gets the lightest of the next.
 
     rank      0 1 2 3 | 4 5 6 7 | 8 9      tiles by keys, most first, every head in turn
     program   0 1 2 3 | 3 2 1 0 | 0 1

@@ -1,7 +1,7 @@
-"""A layer's keys and values in pages: how launchers are given them, and how kernels are.
+"""A layer's keys and values in pages, as launchers and as kernels take them.
 
-Triton 3.6 gives the fields of a constant record as plain numbers, which lists and `tl.static_range` do not
-take: kernels name those first (`block_d: tl.constexpr = SHAPE.block_d`).
+In Triton 3.6 the fields of a constant record are plain numbers, which lists and `tl.static_range` do not
+take: kernels assign those to a constexpr first (`block_d: tl.constexpr = SHAPE.block_d`).
 """
 
 from __future__ import annotations

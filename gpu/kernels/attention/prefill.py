@@ -14,11 +14,11 @@ keys first, so that the device ends on short ones, or parts of their keys where 
 have; programs behind the list find an empty one and end. (A grid of as many programs as the device holds,
 each walking the list, costs the registers that let the compiler overlap products and exponentials.)
 
-The tensor cores are kept busy during the exponentials: a tile's scores are asked for one tile ahead, so
+The tensor cores are kept busy during the exponentials: a tile's scores are computed one tile ahead, so
 that the product with K of tile i + 1 runs while the warps are at the softmax of tile i.
 
 A page of 16 tokens is no box that the copy engine could fetch as part of a tile, so K and V are gathered
-row by row with cp.async, 16 bytes a thread; the pages' numbers are asked for a tile before their keys.
+row by row with cp.async, 16 bytes a thread; the pages' numbers are loaded a tile before their keys.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ROWS = 8
 """Queries that a program merges at once."""
 
 PARTS = 4
-"""Parts of them that are asked for at once: 80 registers a thread of four warps, so that all programs of a
+"""Parts of them that are loaded at once: 80 registers a thread of four warps, so that all programs of a
 step are resident. Log-sum-exps are loaded as the third dimension lies: converted for every part apart they
 cost a barrier each, and the loads behind it wait: 4 us for every ROWS of a program."""
 

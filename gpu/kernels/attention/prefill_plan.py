@@ -44,7 +44,7 @@ class Chunks(NamedTuple):
 
 class PrefillConfig(NamedTuple):
     """How chunks are cut: queries (tokens times heads of a group) and keys per tile. With `ahead` a tile's
-    scores are asked for before those of the tile before are looked at.
+    scores are issued before those of the tile before are used.
 
     programs  entries per KV head that blocks of fewer are cut into; 0: keys stay whole
     least     tiles of keys in a part: fewer take no longer than what begins and ends a program
@@ -67,7 +67,7 @@ def prefill_config(
 
     128 queries are a tile for two warpgroups; L2 then delivers K and V at 4 TB/s where 64 queries would ask
     8 of it. 64 keys leave registers for the scores of two tiles. With five stages K is waited for two tiles
-    after it was asked for, with three at once (148 KiB of 227). Above head_dim 128 the accumulators leave
+    after its load was issued, with three at once (148 KiB of 227). Above head_dim 128 the accumulators leave
     no registers for a second tile's scores.
 
     TFLOP/s on an H200 with 8 and 4 KV heads for 32 heads of 128, the fastest of eight cuts but for the last

@@ -1,12 +1,12 @@
-"""cuBLASLt, asked for an algorithm by name.
+"""cuBLASLt with algorithms chosen by measurement.
 
 cuBLAS takes the algorithm that it estimates to be fastest at full clock. A step of thousands of tokens holds
 an H200 at its power limit, a quarter below that clock, and there the quickest is the one that takes the
 least energy: for Qwen3-8B's four products of 8,192 rows, in turn with cuBLAS's own, 4.66 ms against 4.74.
 And at some hundred rows its estimate is off for some shapes: 4,096 outputs of 12,288 inputs at 192 rows
 take 51 us by its own choice, 39 by another.
-Which ones are better was measured (`bench.kernels.products`) and stands in `configs/kernels/`; what is not
-there is left to cuBLAS.
+Which ones are better was measured (`bench.kernels.products`) and is listed in `configs/kernels/`; for other
+sizes cuBLAS chooses.
 
 Bound with ctypes: torch has no way to name an algorithm, and the interface is a dozen C functions. Numbers
 are of cublasLt.h, where they may not change.
@@ -98,7 +98,7 @@ def sizes_of(name: str) -> Sizes:
 
 
 class CublasError(RuntimeError):
-    """A call that cuBLASLt refused."""
+    """A call of cuBLASLt failed."""
 
 
 class Product:
@@ -222,18 +222,18 @@ class Products:
 
     def run(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """x Wᵀ of `x` [n, inputs] and contiguous `weight` [outputs, inputs]: a new [n, outputs], or None
-        where cuBLAS may choose by itself."""
+        where cuBLAS shall choose by itself."""
         sizes = (len(x), *weight.shape)
         choice = self._chosen.get((MANY, *weight.shape) if len(x) >= LEAST_ROWS else sizes)
         if choice is None or x.dtype != torch.bfloat16 or not x.is_contiguous():
             return None
         if sizes not in self._by_size:
-            self._by_size[sizes] = self._look(sizes, choice)
+            self._by_size[sizes] = self._find(sizes, choice)
         if (found := self._by_size[sizes]) is None:
             return None
         return found[0].run(x, weight, found[1])
 
-    def _look(self, sizes: Sizes, choice: Choice) -> tuple[Product, _Algorithm] | None:
+    def _find(self, sizes: Sizes, choice: Choice) -> tuple[Product, _Algorithm] | None:
         try:
             product = self.product(*sizes)
             algorithm = product.algorithm(choice)

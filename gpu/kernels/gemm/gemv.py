@@ -1,6 +1,6 @@
 """GEMV: y = x Wᵀ for a few rows, at the speed at which the weights are read.
 
-A program per few outputs and all of K. It asks for its whole share of the weights before it waits for the
+A program per few outputs and all of K. It loads its whole share of the weights before it waits for the
 kernel that makes `x`: under programmatic dependent launch the weights of a product stream into registers
 while its predecessors run. Sums are float32 on the plain cores, across a program's threads once, in one
 launch and in a fixed order.

@@ -9,10 +9,10 @@ What counts, as measured on an H200:
 
     one program a multiprocessor with 120 to 220 KiB of tiles; two that share as much were slower, but for
     gate and up at more rows than 32
-    each tile begins K elsewhere: 0.7 of 52 µs, probably because all programs then do not ask the same few
-    slices of L2 for the rows at once
+    each tile starts at another K: 0.7 of 52 µs, probably because not all programs then read the rows from
+    the same few slices of L2 at once
     no launch behind the product: neither for the parts of K nor for silu
-    under programmatic dependent launch the first weights are asked for before the wait. Half a microsecond
+    under programmatic dependent launch the first weights are prefetched before the wait. Half a microsecond
     behind attention, nothing elsewhere: it is done where K is split, as behind attention it is
 
 Rows and weights of e4m3 come with scales (`gpu.quant`). Those of rows multiply the sums at the end; those of
@@ -37,7 +37,7 @@ COUNTERS = 1024
 """Tiles that a product may split K of."""
 
 AHEAD: tl.constexpr = tl.constexpr(512)
-"""Bytes of each output asked for before the wait. At 1,024 and more they drive each other out of L2."""
+"""Bytes of each output prefetched before the wait. At 1,024 and more they drive each other out of L2."""
 
 LEAST_ROWS, MOST_ROWS = 3, 64
 """At 128 rows Qwen3-8B's four products, each behind its norm and by the best of 16 cuts, took 148 µs where

@@ -34,7 +34,7 @@ def _moe_sum_add_norm(
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = row * TOP_K + j
-        live = tl.load(experts + pair + cols * 0) >= 0  # elsewhere's experts wrote nothing here
+        live = tl.load(experts + pair + cols * 0) >= 0  # pairs without an expert were not written
         at = parts + pair.to(tl.int64) * WIDTH + cols
         # evict_first: a part is read once. 2.5 of 619 us a layer at 4,096 tokens.
         part = tl.load(at, mask=mask & live, other=0.0, eviction_policy="evict_first")

@@ -20,7 +20,7 @@ next to the others. On an H200, E 128, N 768, hidden 2,048, 8 of 128, us of `gat
     2,048          233 and 136                                               254 and 149
 
 Rows that a tile does not have are zeros and not fetched, half a unit of the 12 or 13 that 256 rows read: 637
-to 631 us a layer at 4,096 tokens on one card, nothing that could be seen at 8,192. Weights asked for before
+to 631 us a layer at 4,096 tokens on one card, nothing that could be seen at 8,192. Weights loaded before
 the rows, whose addresses take a load more to be known, cost 6 us in either product
 (bench/results/history/h200-experts-variants-*).
 
@@ -109,8 +109,8 @@ def _load_rows(
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
 ) -> tl.tensor:
-    """A step over K of the rows: gathered from `at`, zeros where not `inside`, or, whosever they are, those
-    from `first` on of the descriptor `a`."""
+    """A step over K of the rows: gathered from `at`, zeros where not `inside`, or those from `first` on of
+    the descriptor `a`, which may be another tile's."""
     if not SHAPE.gated:
         x = a.load([first, k])
     else:

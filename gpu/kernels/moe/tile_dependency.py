@@ -13,8 +13,8 @@ On an H200 the routed experts of a layer, E 128, N 768, hidden 2,048, 8 of 128, 
     waiting for all   124.6   186.9   250.7   305.6   352.2   416.1     653
     for its own       119.3   181.2   246.5   299.0   340.1   395.0     640
 
-and at 8,192, the power limit, 1,134 to 1,226 and 1,127 to 1,179. Asked for beside the loads that a program
-begins with, the count costs 7 us less at 4,096 rows and 3 at 2,048 than behind them
+and at 8,192, the power limit, 1,134 to 1,226 and 1,127 to 1,179. Loaded beside what a program reads first,
+the count costs 7 us less at 4,096 rows and 3 at 2,048 than behind them
 (bench/results/history/h200-experts-variants-*).
 
 It can wait for no program that waits for its place: under dependent launch programs of the second kernel get

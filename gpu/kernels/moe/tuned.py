@@ -1,8 +1,8 @@
 """Tile sizes of the expert GEMMs: what was measured for a shape and device, or a rule without it.
 
 A file of `configs/kernels/` maps token counts to sizes and is written by `bench/kernels/tune.py`. The
-entry whose count is nearest by ratio serves; a shape without a file goes by `rule`, and so do a handful of
-rows where the file begins above them.
+entry whose count is nearest by ratio is used; `rule` is for shapes without a file, and for a handful of rows
+where the file begins above them.
 """
 
 from __future__ import annotations
