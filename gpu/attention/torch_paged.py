@@ -28,14 +28,6 @@ MERGED_KEYS = 128
 call more per layer."""
 
 
-class _Rows(NamedTuple):
-    """Decode rows: the page table, and slots and lengths int64 [rows], this step's token included."""
-
-    page_table: Tensor
-    slots: Tensor
-    lengths: Tensor
-
-
 class _Decode(NamedTuple):
     """Decode rows of similar length, for layers of one window. `rows` of the step are theirs; `pages`
     int64 [rows * p] or, when one row's pages are consecutive, the first of them; `mask`
@@ -83,15 +75,16 @@ class TorchAttention:
     def plan(self, view: StepView) -> None:
         """See `AttentionBackend.plan`: page lists and masks for all layers of the same window."""
         _, rows, count, _ = view.counts.tolist()
-        slots, starts = view.chunk_slots[:count].tolist(), view.chunk_starts[:count].tolist()
+        owners, starts = view.chunk_slots[:count].tolist(), view.chunk_starts[:count].tolist()
         spans = pairwise(view.chunk_firsts[: count + 1].tolist())
         chunks = [
             ChunkRow(slot, start, first, end - first)
-            for slot, start, (first, end) in zip(slots, starts, spans, strict=True)
+            for slot, start, (first, end) in zip(owners, starts, spans, strict=True)
         ]
         self._kv_slot_mapping = view.kv_slot_mapping.long()
         self._clear_tails(view, rows, chunks)
-        decode = _Rows(view.page_table, view.decode_slots[:rows].long(), view.decode_lengths[:rows].long())
+        slots, lengths = view.decode_slots[:rows].long(), view.decode_lengths[:rows].long()
+        decode = view._replace(decode_slots=slots, decode_lengths=lengths)
         kinds = set(self._windows)
         self._decode = {window: self._decode_groups(decode, window) for window in kinds}
         self._blocks = {
@@ -154,13 +147,13 @@ class TorchAttention:
         both = both.permute(2, 0, 3, 1, 4)
         return both[0], both[1]
 
-    def _decode_groups(self, decode: _Rows, window: int) -> list[_Decode]:
-        """The decode rows in calls of similar length, longest first.
+    def _decode_groups(self, decode: StepView, window: int) -> list[_Decode]:
+        """The rows of `decode`, a view of decode rows alone, in calls of similar length, longest first.
 
         One call for all would pad every row to the longest: 63 short rows beside one of 8,192 tokens
         would gather 64 times its keys. Rows of a group differ at most by a factor of two.
         """
-        lengths = decode.lengths
+        lengths = decode.decode_lengths
         keys = lengths - self._begin(lengths, window) * self._page_size
         seen = keys.tolist()
         groups: list[list[int]] = []
@@ -181,11 +174,11 @@ class TorchAttention:
         oldest = (lengths - window).clamp(min=0) if window else torch.zeros_like(lengths)
         return oldest // self._page_size
 
-    def _decode_group(self, decode: _Rows, rows: slice | Tensor, window: int, longest: int) -> _Decode:
+    def _decode_group(self, decode: StepView, rows: slice | Tensor, window: int, longest: int) -> _Decode:
         """Pages and mask of some decode rows, `longest` keys each."""
         size = self._page_size
-        lengths = decode.lengths[rows, None]
-        slots = decode.slots[rows, None]
+        lengths = decode.decode_lengths[rows, None]
+        slots = decode.decode_slots[rows, None]
         begin = self._begin(lengths, window)
         index = begin + torch.arange(-(-longest // size), device=lengths.device)
         used = index * size < lengths
@@ -197,8 +190,7 @@ class TorchAttention:
         if window:
             hidden |= at < lengths - window
         mask = self._additive(hidden)[:, None, None] if bool(hidden.any()) else None
-        run = _consecutive(pages) if len(lengths) == 1 else None
-        return _Decode(rows, pages if run is None else run, longest, mask)
+        return _Decode(rows, _run(pages) if len(lengths) == 1 else pages, longest, mask)
 
     def _chunk_blocks(self, row: Tensor, chunk: ChunkRow, window: int) -> list[_Block]:
         """A chunk in runs of at most QUERY_BLOCK queries, each with the keys it can see. `row` int32 [pages]
@@ -216,10 +208,8 @@ class TorchAttention:
             causal = start == begin * size and (not window or count <= window)
             bare = causal or (count == 1 and not window)
             mask = None if bare else self._causal(start, count, begin * size, window, keys)
-            run = _consecutive(pages)
             first = chunk.first + offset
-            rows = slice(first, first + count)
-            blocks.append(_Block(rows, pages.long() if run is None else run, keys, mask, causal))
+            blocks.append(_Block(slice(first, first + count), _run(pages), keys, mask, causal))
         return blocks
 
     def _causal(self, start: int, count: int, begin: int, window: int, keys: int) -> Tensor:
@@ -258,7 +248,7 @@ class TorchAttention:
             self._data.index_fill_(1, torch.tensor(fresh) // size, 0)
 
 
-def _consecutive(pages: Tensor) -> int | None:
-    """First of a run of pages p, p + 1, ..., or None."""
+def _run(pages: Tensor) -> Tensor | int:
+    """The first of consecutive pages p, p + 1, ..., else all of them as int64."""
     ids = pages.tolist()
-    return ids[0] if ids == list(range(ids[0], ids[0] + len(ids))) else None
+    return ids[0] if ids == list(range(ids[0], ids[0] + len(ids))) else pages.long()
