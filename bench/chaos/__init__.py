@@ -1,1 +1,1 @@
-"""What clients, operators and broken parts may do to a server, and what must hold afterwards."""
+"""Attacks on a running server by clients, signals and injected faults, and checks after each."""

@@ -1,4 +1,4 @@
-"""Runs rows: the server that each wants, its books before and after, its seeded fault."""
+"""Runs rows: starts the server of each, injects its fault, checks the accounting before and after."""
 
 from __future__ import annotations
 
@@ -10,135 +10,137 @@ from typing import Any
 
 from bench.chaos.clients import TEXT, post
 from bench.chaos.neighbour import Neighbour
-from bench.chaos.row import Found, Row, Setting
-from bench.chaos.server import LOOK, Server
+from bench.chaos.row import Outcome, Row, Setting
+from bench.chaos.server import POLL_INTERVAL, Server
 
 PROMPTS = 20
-AT_ONCE = 4
-"""Of these: queues may be short."""
+CONCURRENCY = 4
+"""Requests at a time: the queue of some servers is short."""
 GROWTH = 50 * 2**20
-"""Bytes of memory that may be left behind."""
+"""Bytes by which memory may grow in a row."""
 GAP = 1.1, 0.020
-"""A neighbour's p99 may grow to so much of it, or by so many seconds, whichever is more."""
+"""The neighbour's p99 gap may grow by this factor, or by so many seconds, whichever is more."""
 ALONE = 3.0
-"""Seconds in which a neighbour is heard alone, at full scale."""
+"""Seconds of the neighbour's baseline without the attack, at full scale."""
 
 
 @dataclass(frozen=True)
-class Before:
-    """What must be the same after a row."""
+class Baseline:
+    """State before a row, to compare with afterwards."""
 
     texts: list[str]
-    books: dict[str, Any]
+    accounting: dict[str, Any]
     memory: int
     starts: int
 
 
-class Unseeded(Exception):
-    """A fault that the server did not take: nothing can be said of the row."""
+class InjectionFailed(Exception):
+    """The fault could not be injected into the server, so the row has no verdict."""
 
 
 class Bench:
-    """What a row holds."""
+    """The server under test, and what rows share: scale, random numbers, checks."""
 
-    def __init__(self, server: Server, scale: float, soak: float, broken: bool) -> None:
+    def __init__(self, server: Server, scale: float, soak: float, inject_fault: bool) -> None:
         self.server = server
         self.scale = scale
         self.soak = soak
         """Minutes."""
-        self.broken = broken
+        self.inject_fault = inject_fault
         self.rng = random.Random(17)
         self._row: Row | None = None
 
     @property
     def port(self) -> int:
-        """Of the server that runs."""
+        """Port of the running server."""
         return self.server.port
 
     @property
     def timed(self) -> bool:
-        """Whether times are judged: below full scale, on whatever machine, only counts are."""
+        """Whether limits on times apply: below full scale only counts are checked."""
         return self.scale >= 1
 
-    def count(self, full: int, least: int = 1) -> int:
-        """So many at this scale."""
-        return max(round(full * self.scale), least)
+    def count(self, full: int, minimum: int = 1) -> int:
+        """`full` times the scale, at least `minimum`."""
+        return max(round(full * self.scale), minimum)
 
-    async def run(self, row: Row) -> Found:
-        """One row, with the books checked around it."""
+    async def run(self, row: Row) -> Outcome:
+        """Run one row and check the accounting afterwards."""
         self._row = row
         await self.serve(row.setting)
-        found, grown = await self._once(row)
+        outcome, grown = await self._once(row)
         if grown >= GROWTH:
-            # Allocators keep what a peak took. What the server keeps grows again.
+            # Allocators keep the memory of a peak. A leak in the server grows again in a second run.
             again, grown = await self._once(row)
-            found.wrong += again.wrong
-            found.figures["growth_mb"] = [found.figures["growth_mb"], again.figures["growth_mb"]]
-        found.expect(grown < GROWTH, f"memory grew by {grown / 2**20:.0f} MB")
-        if self.broken:
+            outcome.violations += again.violations
+            outcome.figures["growth_mb"] = [outcome.figures["growth_mb"], again.figures["growth_mb"]]
+        outcome.expect(grown < GROWTH, f"memory grew by {grown / 2**20:.0f} MB")
+        if self.inject_fault:
             await self.server.stop()
-        return found
+        return outcome
 
-    async def _once(self, row: Row) -> tuple[Found, int]:
-        """What it found, and by how many bytes memory grew."""
+    async def _once(self, row: Row) -> tuple[Outcome, int]:
+        """The outcome, and by how many bytes memory grew."""
         self.rng = random.Random(17)
-        before = await self._before()
-        await self.seed()
+        before = await self._baseline()
+        await self.inject()
         begun = time.monotonic()
-        found = await row.run(self)
-        found.figures["seconds"] = round(time.monotonic() - begun, 1)
-        await self._compare(before, found)
+        outcome = await row.run(self)
+        outcome.figures["seconds"] = round(time.monotonic() - begun, 1)
+        await self._compare(before, outcome)
         if self.server.starts != before.starts:
-            return found, 0  # another server has other memory
+            return outcome, 0  # the server was restarted: its memory cannot be compared
         grown = await self._memory() - before.memory
-        found.figures["growth_mb"] = round(grown / 2**20, 1)
-        return found, grown
+        outcome.figures["growth_mb"] = round(grown / 2**20, 1)
+        return outcome, grown
 
     async def serve(self, setting: Setting) -> None:
-        """A server with this setting, the one that runs if it is so."""
+        """Start a server with this setting, unless one is running."""
         if self.server.setting != setting:
             await self.server.stop()
         if not self.server.alive:
             await self.server.start(setting)
 
     async def restart(self) -> None:
-        """Another server in place of the one that has ended, or ends now."""
+        """Stop the server if it runs, and start another."""
         assert self.server.setting is not None
         await self.server.stop()
         await self.server.start(self.server.setting)
-        await self.seed()
+        await self.inject()
 
-    async def seed(self) -> None:
-        """Put the row's fault into the server, if that is asked."""
-        if self.broken and self._row is not None:
+    async def inject(self) -> None:
+        """Inject the row's fault into the server, with `--break`."""
+        if self.inject_fault and self._row is not None:
             try:
-                await self.server.tell("fault", name=self._row.seed)
+                await self.server.call("inject", name=self._row.fault)
             except RuntimeError as error:
-                raise Unseeded(f"{self._row.name}: {self._row.seed!r} cannot be seeded: {error}") from error
+                raise InjectionFailed(
+                    f"{self._row.name}: cannot inject {self._row.fault!r}: {error}"
+                ) from error
 
-    async def beside(self, found: Found, attack: Any) -> None:
-        """Run `attack` with valid traffic beside it, which must not notice."""
+    async def run_beside_neighbour(self, outcome: Outcome, attack: Any) -> None:
+        """Run `attack` run_beside_neighbour valid traffic, whose gaps and texts must stay as without it."""
         with Neighbour(self.port) as alone:
             await asyncio.sleep(ALONE * min(self.scale, 1))
         with Neighbour(self.port) as neighbour:
             await attack
-        was, now = alone.seen["p99"], neighbour.seen["p99"]
-        found.figures["neighbour_p99_ms"] = [round(1e3 * was, 1), round(1e3 * now, 1)]
-        found.figures["neighbour_streams"] = neighbour.seen["count"]
-        found.expect(
-            not self.timed or now <= max(GAP[0] * was, was + GAP[1]),
-            f"a neighbour's p99 gap went from {1e3 * was:.1f} to {1e3 * now:.1f} ms",
+        before, after = alone.seen["p99"], neighbour.seen["p99"]
+        outcome.figures["neighbour_p99_ms"] = [round(1e3 * before, 1), round(1e3 * after, 1)]
+        outcome.figures["neighbour_streams"] = neighbour.seen["count"]
+        outcome.expect(
+            not self.timed or after <= max(GAP[0] * before, before + GAP[1]),
+            f"the neighbour's p99 gap grew from {1e3 * before:.1f} to {1e3 * after:.1f} ms",
         )
         texts = alone.seen["texts"]
-        found.expect(
+        outcome.expect(
             len(texts) == 1 and neighbour.seen["texts"] == texts and not texts[0].startswith("broken"),
-            f"a neighbour's text changed: {texts} and {neighbour.seen['texts']}"[:500],
+            f"the neighbour's text changed: {texts} and {neighbour.seen['texts']}"[:500],
         )
 
-    # -- the books ---------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     async def texts(self) -> list[str]:
-        """The greedy continuations of some prompts."""
+        """Greedy outputs of a fixed set of prompts."""
         bodies = [
             {
                 "prompt": f"{i} is a number " * (1 + i % 4),
@@ -148,7 +150,7 @@ class Bench:
             }
             for i in range(PROMPTS)
         ]
-        gate = asyncio.Semaphore(AT_ONCE)
+        gate = asyncio.Semaphore(CONCURRENCY)
 
         async def one(body: dict[str, Any]) -> str:
             async with gate:
@@ -156,37 +158,38 @@ class Bench:
 
         return await asyncio.gather(*(one(body) for body in bodies))
 
-    async def _before(self) -> Before:
+    async def _baseline(self) -> Baseline:
         texts = await self.texts()
-        return Before(texts, await self.at_rest(), await self._memory(), self.server.starts)
+        return Baseline(texts, await self.idle_accounting(), await self._memory(), self.server.starts)
 
     async def _memory(self) -> int:
-        """Bytes, without what is cached: that has a bound of its own."""
+        """Resident bytes after the prefix cache is flushed, which has its own limit."""
         await post(self.port, "/flush_cache", {})
-        return int((await self.server.tell("books"))["rss"])
+        return int((await self.server.call("accounting"))["rss"])
 
-    async def at_rest(self) -> dict[str, Any]:
-        """The books once nothing runs and every client has been seen off, or as they stay."""
+    async def idle_accounting(self) -> dict[str, Any]:
+        """The accounting once nothing runs and all connections are closed, or after 100 polls."""
         for _ in range(100):
-            settled = await self.server.settled()
-            books = await self.server.tell("books")
-            if not settled or not (books["jobs"] or books["connections"] or books["in_flight"]):
+            idle = await self.server.wait_idle()
+            accounting = await self.server.call("accounting")
+            if not idle or not (accounting["jobs"] or accounting["connections"] or accounting["in_flight"]):
                 break
-            await asyncio.sleep(LOOK)
-        return books
+            await asyncio.sleep(POLL_INTERVAL)
+        return accounting
 
-    async def _compare(self, before: Before, found: Found) -> None:
-        """Everything as before, or wrong."""
+    async def _compare(self, before: Baseline, outcome: Outcome) -> None:
+        """Compare the server with `before`."""
         if not self.server.alive or await self.server.health() != 200:
             await self.restart()
-        books = await self.at_rest()
-        now, was = books, before.books
-        found.expect(not now["failure"], f"the engine failed: {now['failure']}")
-        found.expect(now["free"] + now["cached"] == now["pages"], "pages are neither free nor cached")
-        found.expect(not now["protected"], f"{now['protected']} pages are locked without a holder")
-        found.expect(not now["integrity"], now["integrity"])
+        accounting = await self.idle_accounting()
+        now = accounting
+        outcome.expect(not now["failure"], f"the engine failed: {now['failure']}")
+        outcome.expect(now["free"] + now["cached"] == now["pages"], "pages are neither free nor cached")
+        outcome.expect(not now["protected"], f"{now['protected']} pages are locked, but no request runs")
+        outcome.expect(not now["integrity"], now["integrity"])
         for what in ("jobs", "connections", "running", "waiting"):
-            found.expect(not now[what], f"{now[what]} {what} are left")
-        left = [task for task in now["tasks"] if now["tasks"].count(task) > was["tasks"].count(task)]
-        found.expect(not left, f"tasks are left: {left[:5]}")
-        found.expect(await self.texts() == before.texts, "greedy texts are not what they were")
+            outcome.expect(not now[what], f"{now[what]} {what} are left")
+        tasks = before.accounting["tasks"]
+        left = [task for task in now["tasks"] if now["tasks"].count(task) > tasks.count(task)]
+        outcome.expect(not left, f"tasks are left: {left[:5]}")
+        outcome.expect(await self.texts() == before.texts, "greedy texts changed")

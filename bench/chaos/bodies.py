@@ -1,4 +1,4 @@
-"""Bodies that are valid, and what becomes of them when values are replaced or bytes damaged."""
+"""Valid request bodies, and mutations of them: values replaced or dropped, bytes damaged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     "/tokenize": {"prompt": "héllo", "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 299]},
-    "/abort_request": {"rid": "nobody"},
+    "/abort_request": {"rid": "unknown"},
 }
 VALUES: list[Any] = [
     *(None, True, 0, -1, 2, 129, 2**31, 2**63, -(2**63), 10**30, 0.5, 1e308, -1e308, 1e-320),
@@ -57,21 +57,21 @@ VALUES: list[Any] = [
 ]
 
 
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
+def locations(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every (container, key) inside a body."""
     for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
         yield value, key
         if isinstance(item, dict | list):
-            yield from places(item)
+            yield from locations(item)
 
 
 def mutated(body: dict[str, Any], rng: random.Random) -> bytes:
     """A valid body with a few values replaced or dropped, or its bytes damaged."""
     body = json.loads(json.dumps(body))
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
-        container, key = rng.choice(list(places(body)) or [(body, "x")])
+        container, key = rng.choice(list(locations(body)) or [(body, "x")])
         if rng.random() < 0.85:
-            container[key] = deepcopy(rng.choice(VALUES))  # or it may come to hold itself
+            container[key] = deepcopy(rng.choice(VALUES))  # a copy, so that a list cannot contain itself
         elif key in container:
             del container[key]
     data = json.dumps(body).encode()

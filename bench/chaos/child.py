@@ -1,4 +1,4 @@
-"""The server of the suite: `app.server.Server` in a process that also says how its books stand.
+"""The server under test: `app.server.Server` in a process that also reports its accounting.
 
     python -m bench.chaos.child
 
@@ -24,10 +24,10 @@ from typing import Any, cast
 
 import uvloop
 
-from bench.chaos.decoding import Decoding
+from bench.chaos.json_sizes import JsonSizes
 
-DECODING = Decoding()
-DECODING.install()  # before any module of the server makes its decoders
+JSON_SIZES = JsonSizes()
+JSON_SIZES.install()  # before any module of the server makes its decoders
 
 import app.compose  # noqa: E402
 import app.server  # noqa: E402
@@ -43,7 +43,7 @@ from gpu.layers.linear import Linear  # noqa: E402
 
 
 class Served:
-    """The server that runs now. Owner: its loop; `loop` and `live` are read by the thread of questions."""
+    """The running server. Owner: its event loop; `loop` and `live` are read by the thread of `listen`."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -52,20 +52,20 @@ class Served:
         self.patches = Patches()
 
     def run(self, flags: Sequence[str], device: str) -> int:
-        """Serve until it ends; the exit code that a process would have."""
+        """Serve until the server ends. Returns the exit code."""
         config = parse(flags)
         set_up(config.serve.log_level)
         app.server.raise_file_limit()
-        with Patches() as wiring:
-            wiring.replace(app.server, "load", self._load)
-            wiring.replace(app.server, "Runner", self._runner)
-            wiring.replace(app.server, "bind", _bind)
+        with Patches() as patches:
+            patches.replace(app.server, "load", self._load)
+            patches.replace(app.server, "Runner", self._runner)
+            patches.replace(app.server, "bind", _bind)
             if device == "tiny":
-                # oneDNN keeps what it compiled for each number of rows that it has seen, some 0.3 MB, until
-                # it has a thousand: on rows as torch lays them out memory shows what the server keeps.
-                wiring.replace(Linear, "seal", lambda linear: None)
+                # oneDNN caches up to a thousand compiled kernels, one for each number of rows, 0.3 MB each.
+                # Without packed weights they are not used, and memory growth shows leaks of the server.
+                patches.replace(Linear, "seal", lambda linear: None)
             if device == "counting":
-                wiring.replace(app.compose, "build_executor", counting.build_executor)
+                patches.replace(app.compose, "build_executor", counting.build_executor)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 self.loop = runner.get_loop()
                 try:
@@ -82,10 +82,10 @@ class Served:
         self.runner = Runner(*arguments, **named)
         return self.runner
 
-    # -- questions ---------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
-    def books(self) -> dict[str, Any]:
-        """Everything that must be as before once nobody asks for anything."""
+    def accounting(self) -> dict[str, Any]:
+        """Pages, jobs, connections, tasks, threads, files and memory, to compare when the server is idle."""
         assert self.live is not None and self.loop is not None
         engine = self.live.engine
         now = engine.load()
@@ -108,12 +108,12 @@ class Served:
             "threads": threading.active_count(),
             "files": len(os.listdir("/proc/self/fd")),
             "rss": _rss(),
-            "decoded": DECODING.largest,
-            "encoded": DECODING.largest_encoded,
+            "decoded": JSON_SIZES.largest,
+            "encoded": JSON_SIZES.largest_encoded,
         }
 
     def progress(self) -> dict[str, Any]:
-        """What moves while requests run."""
+        """Counters that change while requests run."""
         assert self.live is not None
         engine = self.live.engine
         now = engine.load()
@@ -134,32 +134,32 @@ class Served:
         return len(server.connections) if server is not None else 0
 
     def _buffered(self) -> int:
-        """Most bytes that wait in one connection for its reader."""
+        """The largest write buffer of a connection, in bytes."""
         server = self.runner.server if self.runner is not None else None
         transports = [c.transport for c in server.connections] if server is not None else []
-        # uvloop's transports are no subclasses of asyncio's.
+        # uvloop's transports are not subclasses of asyncio's.
         sizes = [cast(asyncio.WriteTransport, t).get_write_buffer_size() for t in transports if t is not None]
         return max(sizes, default=0)
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One question."""
-        match message["ask"]:
-            case "books":
-                return self.books()
+        """Handle one call."""
+        match message["method"]:
+            case "accounting":
+                return self.accounting()
             case "progress":
                 return self.progress()
-            case "fault":
+            case "inject":
                 assert self.live is not None
                 FAULTS[message["name"]](self.patches, self.live)
-            case "mend":
+            case "undo":
                 self.patches.undo()
-            case "forget":
-                DECODING.forget()
+            case "reset_sizes":
+                JSON_SIZES.reset()
         return {}
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A listener with small socket buffers: bytes for a slow reader stay in the process and are counted."""
+    """A listener with small socket buffers, so that bytes for a slow reader stay in the process."""
     listener = bind(host, port)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
     return listener
@@ -178,36 +178,36 @@ def _rss() -> int:
 
 
 def main() -> None:
-    """Serve whatever standard input asks for."""
-    # The server's own prints must not get between the answers.
-    told = os.dup(1)
+    """Serve as requested on standard input."""
+    # Prints of the server must not mix with the answers: they go to standard error.
+    answers = os.dup(1)
     os.dup2(2, 1)
     served, starts = Served(), queue.SimpleQueue[dict[str, Any]]()
     lock = threading.Lock()
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         with lock:
-            os.write(told, json.dumps(message).encode() + b"\n")
+            os.write(answers, json.dumps(message).encode() + b"\n")
 
     def answer(message: dict[str, Any]) -> None:
         try:
-            found = served.answer(message)
+            result = served.answer(message)
         except Exception as error:
-            found = {"error": repr(error)}
-        tell({"id": message["id"], **found})
+            result = {"error": repr(error)}
+        send({"id": message["id"], **result})
 
     def listen() -> None:
         for line in sys.stdin:
             message = json.loads(line)
-            if message["ask"] == "start":
+            if message["method"] == "start":
                 starts.put(message)
             elif (loop := served.loop) is not None and served.live is not None:
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(answer, message)
                     continue
-                tell({"id": message["id"], "error": "the server has ended"})
+                send({"id": message["id"], "error": "the server has ended"})
             else:
-                tell({"id": message["id"], "error": "no server runs"})
+                send({"id": message["id"], "error": "no server runs"})
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
@@ -216,9 +216,9 @@ def main() -> None:
         try:
             code = served.run(message["flags"], message["device"])
         except Exception as error:
-            tell({"ended": -1, "error": repr(error)})
+            send({"ended": -1, "error": repr(error)})
             raise
-        tell({"ended": code})
+        send({"ended": code})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Clients over plain sockets: they can stop, die or send anything at any point.
+"""Clients over plain sockets: they can stop, disconnect or send anything at any point.
 
-Requests are HTTP/1.0: the answer ends with the connection and has no chunks to take apart.
+Requests are HTTP/1.0: the answer ends with the connection and is not chunked.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-HANG = 180.0
-"""Seconds after which nobody waits for an answer any more: a row must end, whatever is broken."""
+REQUEST_TIMEOUT = 180.0
+"""Seconds to wait for an answer: a row must end even if the server hangs."""
 TEXT, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/generate"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Status 0: the connection ended before one came."""
+    """Status 0: the connection ended without an answer."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Names in small letters."""
+    """By name in lower case."""
     body: bytes = b""
 
     @property
@@ -35,22 +35,23 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What a completion says, streamed or not; the status and the body where it is none."""
+        """Text of a completion, streamed or not; of an error, its status and body."""
         if self.status != 200:
             return f"{self.status} {self.body[:300]!r}"
         return "".join(choice["text"] for choice in self._choices())
 
     @property
     def tokens(self) -> list[int]:
-        """The ids of a completion that was asked to tell them; none of what is no completion."""
+        """Token ids of a completion with `return_token_ids`; empty for an error."""
         return [token for choice in self._choices() for token in choice.get("token_ids", ())]
 
     def _choices(self) -> list[Any]:
         if self.status != 200 or not self.body:
             return []
         streamed = self.headers.get("content-type", "").startswith("text/event-stream")
-        told = self.events if streamed else [self.json]  # by its type: a comment may come before all events
-        return [each for event in told if event != "[DONE]" for each in event.get("choices", ())]
+        # By the content type: a comment may come before the first event.
+        events = self.events if streamed else [self.json]
+        return [each for event in events if event != "[DONE]" for each in event.get("choices", ())]
 
     @property
     def events(self) -> list[Any]:
@@ -60,7 +61,7 @@ class Answer:
 
 
 def request(method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> bytes:
-    """The bytes of a request. `body` is sent as it is when it is bytes."""
+    """A request as bytes; `body` is encoded as JSON unless it is bytes."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.0", "Host: x", f"Content-Length: {len(data)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
@@ -68,7 +69,7 @@ def request(method: str, path: str, body: object = None, headers: Mapping[str, s
 
 
 def parsed(received: bytes) -> Answer:
-    """An answer's parts."""
+    """Parse a response."""
     head, _, body = received.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     words = lines[0].split()
@@ -79,10 +80,10 @@ def parsed(received: bytes) -> Answer:
 
 
 async def exchange(port: int, data: bytes) -> Answer:
-    """Send bytes, read to the end. A reset is an end too, a port where nobody listens, and what hangs."""
+    """Send bytes, read until the connection ends: by close, reset, refusal or timeout."""
     received = b""
     with suppress(ConnectionError, TimeoutError):
-        async with asyncio.timeout(HANG):
+        async with asyncio.timeout(REQUEST_TIMEOUT):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 writer.write(data)
@@ -95,17 +96,17 @@ async def exchange(port: int, data: bytes) -> Answer:
 async def ask(
     port: int, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
 ) -> Answer:
-    """One request, its answer to the end."""
+    """Send one request, read its whole answer."""
     return await exchange(port, request(method, path, body, headers))
 
 
 async def post(port: int, path: str, body: object) -> Answer:
-    """The same, with a body."""
+    """POST a JSON body."""
     return await ask(port, "POST", path, body, {"Content-Type": "application/json"})
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """End with a reset instead of in an orderly way, as a killed process with unread data does."""
+    """Close with a TCP reset, as a killed process with unread data does."""
     own: socket.socket = writer.get_extra_info("socket")
     own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

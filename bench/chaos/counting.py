@@ -1,8 +1,8 @@
 """A device without a model: a page holds, for each token, a hash of everything before it.
 
-A row's next token follows from the hash at its last position and from the one halfway, both read through its
-page table: a wrong page, a stale prefix or a page that was reused too early changes the text, and whoever
-knows the prompt knows the whole answer (`follow`). Steps are vectorised, so thousands of streams cost little.
+A row's next token depends on the hash at its last position and on the one halfway, both read through its page
+table: a wrong page, a stale prefix or a page that was reused too early changes the text. The expected output
+of a prompt can be computed (`expected_output`). Steps are vectorised, so thousands of streams are cheap.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MODULUS = 2_147_483_647
 FACTOR = 48_271
 START = 17
 LOWEST = 32
-"""Ids below are control bytes and ends of sequence: texts are of what can be seen."""
+"""Ids below are control bytes and end-of-sequence tokens: outputs contain printable characters only."""
 HIGHEST = 127
 ROWS = 512
 
 
-def follow(prompt: Iterable[int], length: int) -> list[int]:
-    """The answer of `length` tokens to a prompt."""
+def expected_output(prompt: Iterable[int], length: int) -> list[int]:
+    """The output of `length` tokens for a prompt."""
     hashes: list[int] = []
     for token in prompt:
         hashes.append(_next(hashes[-1] if hashes else START, token))
@@ -49,15 +49,15 @@ def _token(last: int, halfway: int) -> int:
     return LOWEST + (last + 7 * halfway) % (HIGHEST - LOWEST)
 
 
-class Done:
-    """A step that was finished when it was launched."""
+class FinishedStep:
+    """A launched step; it is finished at launch."""
 
     def __init__(self, result: StepResult) -> None:
         self.step = result.step
         self._result = result
 
     def wait(self) -> StepResult:
-        """The answer."""
+        """The result."""
         return self._result
 
 
@@ -74,7 +74,7 @@ class CountingRunner:
         self._length = np.zeros(capabilities.max_rows + 1, np.int64)
         self._cell = np.zeros(capabilities.max_rows + 1, np.int64)
 
-    def launch(self, plan: StepPlan) -> Done:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         """Run a step."""
         for new in plan.new_slots:
             self._length[new.slot] = new.cached
@@ -90,15 +90,14 @@ class CountingRunner:
         sampled = [chunk.slot for chunk in plan.chunks if chunk.samples]
         slots = np.concatenate([rows, np.asarray(sampled, rows.dtype)])
         last = self._length[slots] - 1
-        seen = self._read(slots, last), self._read(slots, last // 2)
-        tokens = np.where(np.minimum(*seen) < 0, -1, _tokens(*seen))
+        hashes = self._read(slots, last), self._read(slots, last // 2)
+        tokens = np.where(np.minimum(*hashes) < 0, -1, _tokens(*hashes))
         self._cell[slots] = tokens
-        return Done(StepResult(plan.step, tokens.astype(np.int32)))
+        return FinishedStep(StepResult(plan.step, tokens.astype(np.int32)))
 
     def _prefill(self, slot: int, start: int, tokens: list[int]) -> None:
         assert self._length[slot] == start
-        where = np.full(1, slot)
-        before = int(self._read(where, np.array([start - 1]))[0]) if start else START
+        before = int(self._read(np.full(1, slot), np.array([start - 1]))[0]) if start else START
         hashes = []
         for token in tokens:
             before = _next(before, token)
@@ -109,21 +108,21 @@ class CountingRunner:
 
     def _read(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         pages = self._table[slots, positions // self._size]
-        found: np.ndarray = self._pool[pages, positions % self._size]
-        return found
+        hashes: np.ndarray = self._pool[pages, positions % self._size]
+        return hashes
 
     def _write(self, slots: np.ndarray, positions: np.ndarray, values: np.ndarray) -> None:
         self._pool[self._table[slots, positions // self._size], positions % self._size] = values
 
     def prepare(self, progress: object) -> None:
-        """There is nothing to do."""
+        """Nothing to prepare."""
 
     def carry_out(self, command: Command) -> CommandDone:
-        """There is nothing to do."""
+        """Do nothing."""
         return CommandDone(command.id)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def _tokens(last: np.ndarray, halfway: np.ndarray) -> np.ndarray:
@@ -139,7 +138,7 @@ def build_executor(
     schedule: ScheduleConfig,
     progress: object,
 ) -> LocalExecutor:
-    """In the place of `gpu.build.build_executor`."""
+    """Replaces `gpu.build.build_executor`."""
     context = model.context_length or spec.context_length
     rows = schedule.max_running or ROWS
     tokens = cache.kv_tokens or rows * context

@@ -1,7 +1,7 @@
-"""Faults that are put into a running server: those of broken parts, and those that `--break` seeds.
+"""Faults that are injected into a running server: those of the rows themselves, and those of `--break`.
 
-Each takes the patches to add to and the live server, on its loop. Those of stages strike once, a few calls
-later, as a part that breaks in the middle of work does.
+Each takes the patches to add to and the live server, on its event loop. The faults of `STAGES` raise once, a
+few calls later, so that they occur in the middle of work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from app.http.connection import Connection
 from app.http.sse import EventStream
 from app.server import Server
 from app.text.tokenizer import Tokenizer
-from bench.chaos.opened import HELPER, OPENED, everything
+from bench.chaos.unsandboxed import HELPER, UNSANDBOXED, allow_everything
 from core.cache.radix import RadixTree
 from core.errors import RequestError
 from core.plan import StepFailure
@@ -43,11 +43,11 @@ from gpu.step.launched import LaunchedStep
 from gpu.step.sampling import SamplingStage
 
 AFTER = 20
-"""Calls of the stage that still succeed."""
+"""Calls of the stage that succeed before the fault."""
 
 
 class Patches:
-    """Attributes that were replaced, and what they were. A context manager that undoes them."""
+    """Replaces attributes and restores them, also as a context manager."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -56,14 +56,14 @@ class Patches:
         """Set an attribute until `undo`."""
         before = vars(owner)[name]
         setattr(owner, name, value)
-        self.after(lambda: setattr(owner, name, before))
+        self.on_undo(lambda: setattr(owner, name, before))
 
-    def after(self, act: Callable[[], None]) -> None:
-        """Do this too when everything is undone."""
-        self._undo.append(act)
+    def on_undo(self, action: Callable[[], None]) -> None:
+        """Call `action` in `undo`."""
+        self._undo.append(action)
 
     def undo(self) -> None:
-        """As before."""
+        """Restore all attributes, the last one first."""
         while self._undo:
             self._undo.pop()()
 
@@ -78,48 +78,48 @@ Fault = Callable[[Patches, Live], None]
 
 
 def once(owner: Any, name: str, error: BaseException, after: int = AFTER) -> Fault:
-    """The call of `owner.name` after so many raises `error`."""
+    """`owner.name` raises `error` once, after `after` successful calls."""
 
     def install(patches: Patches, live: Live) -> None:
         original = vars(owner)[name]
         left = after
 
-        def struck(*arguments: Any, **named: Any) -> Any:
+        def raising(*arguments: Any, **named: Any) -> Any:
             nonlocal left
             left -= 1
             if left == -1:
                 raise error
             return original(*arguments, **named)
 
-        patches.replace(owner, name, struck)
+        patches.replace(owner, name, raising)
 
     return install
 
 
-def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> Fault:
-    """`owner.name` becomes what `make` makes of it."""
+def wrapped(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Fault:
+    """Replace `owner.name` by `wrap(owner.name)`."""
 
     def install(patches: Patches, live: Live) -> None:
-        patches.replace(owner, name, make(vars(owner)[name]))
+        patches.replace(owner, name, wrap(vars(owner)[name]))
 
     return install
 
 
-def few_files(patches: Patches, live: Live) -> None:
-    """No more descriptors than are open now."""
+def limit_files(patches: Patches, live: Live) -> None:
+    """Lower the limit of file descriptors to those that are open now."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), before[1]))
-    patches.after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before))
+    patches.on_undo(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before))
 
 
-def _nothing(original: Any) -> Any:
+def _ignore_call(original: Any) -> Any:
     def ignored(*arguments: Any, **named: Any) -> None:
         return None
 
     return ignored
 
 
-def _skips_tokens(original: Any) -> Any:
+def _skip_token(original: Any) -> Any:
     def feed(stream: Stream, token: int, logprobs: Any) -> Any:
         if stream.count == 5:
             stream.count += 1
@@ -129,7 +129,7 @@ def _skips_tokens(original: Any) -> Any:
     return feed
 
 
-def _locks_twice(original: Any) -> Any:
+def _lock_twice(original: Any) -> Any:
     calls = 0
 
     def lock(*arguments: Any, **named: Any) -> Any:
@@ -142,7 +142,7 @@ def _locks_twice(original: Any) -> Any:
     return lock
 
 
-def _changes_a_token(original: Any) -> Any:
+def _change_token(original: Any) -> Any:
     def move(request: Request, state: State) -> None:
         original(request, state)
         if state is State.RETRACTED and request.output:
@@ -151,28 +151,28 @@ def _changes_a_token(original: Any) -> Any:
     return move
 
 
-def _cuts(original: Any) -> Any:
+def _skip_drain(original: Any) -> Any:
     async def drain(server: Server, submitter: Any) -> None:
         submitter.drain()
 
     return drain
 
 
-def _without_failures(original: Any) -> Any:
+def _drop_failures(original: Any) -> Any:
     def results(executor: LocalExecutor) -> list[Any]:
         return [each for each in original(executor) if not isinstance(each, StepFailure)]
 
     return results
 
 
-def _breaks(original: Any) -> Any:
+def _always_raise(original: Any) -> Any:
     def broken(*arguments: Any, **named: Any) -> Any:
-        raise RuntimeError("a part that is broken")
+        raise RuntimeError("injected")
 
     return broken
 
 
-def _keeps(original: Any) -> Any:
+def _leak_memory(original: Any) -> Any:
     kept: list[bytearray] = []
 
     def add(engine: Engine, requests: Any, streams: Any) -> None:
@@ -182,7 +182,7 @@ def _keeps(original: Any) -> Any:
     return add
 
 
-def _decodes(original: Any) -> Any:
+def _decode_on_loop(original: Any) -> Any:
     async def arrived(*arguments: Any) -> bytes:
         data: bytes = await original(*arguments)
         with contextlib.suppress(ValueError, RecursionError):
@@ -192,7 +192,7 @@ def _decodes(original: Any) -> Any:
     return arrived
 
 
-def _unseen(original: Any) -> Any:
+def _ignore_congestion(original: Any) -> Any:
     def send(stream: EventStream, event: bytes) -> None:
         original(stream, event)
         stream.congested = False
@@ -200,19 +200,19 @@ def _unseen(original: Any) -> Any:
     return send
 
 
-def open_sandbox(patches: Patches, live: Live) -> None:
-    """Templates see every attribute; in processes that are started from now on, too."""
-    patches.replace(SandboxedEnvironment, "is_safe_attribute", everything)
+def disable_sandbox(patches: Patches, live: Live) -> None:
+    """Let templates access every attribute, here and in helper processes started from now on."""
+    patches.replace(SandboxedEnvironment, "is_safe_attribute", allow_everything)
     start = subprocess.Popen
 
-    def opened(arguments: Sequence[str], **named: Any) -> Any:
-        return start([OPENED if each == HELPER else each for each in arguments], **named)
+    def unsandboxed(arguments: Sequence[str], **named: Any) -> Any:
+        return start([UNSANDBOXED if each == HELPER else each for each in arguments], **named)
 
-    patches.replace(subprocess, "Popen", opened)
+    patches.replace(subprocess, "Popen", unsandboxed)
 
 
-def hanging_launch(patches: Patches, live: Live) -> None:
-    """The next step never comes back, until everything is undone."""
+def hang_launch(patches: Patches, live: Live) -> None:
+    """The next step hangs until the patches are undone."""
     released = threading.Event()
 
     def hang(original: Any) -> Any:
@@ -222,8 +222,8 @@ def hanging_launch(patches: Patches, live: Live) -> None:
 
         return launch
 
-    instead(ModelRunner, "launch", hang)(patches, live)
-    patches.after(released.set)
+    wrapped(ModelRunner, "launch", hang)(patches, live)
+    patches.on_undo(released.set)
 
 
 STAGES: dict[str, Fault] = {
@@ -237,25 +237,25 @@ STAGES: dict[str, Fault] = {
     "compile": once(Compiler, "compile", RuntimeError("injected into compile"), 0),
     "tokenize": once(Tokenizer, "encode_async", RuntimeError("injected into tokenize"), 0),
     "disk": once(app.batch.store.Disk, "add_file", OSError(errno.ENOSPC, "No space left on device"), 0),
-    "fds": few_files,
+    "fds": limit_files,
 }
 
 FAULTS: dict[str, Fault] = {
     **STAGES,
-    "launch hangs": hanging_launch,
-    "hangs end nothing": instead(Engine, "hang", _nothing),
-    "refusals raise": instead(RequestError, "__init__", _breaks),
-    "aborts are lost": instead(Engine, "abort", _nothing),
-    "a token is skipped": instead(Stream, "feed", _skips_tokens),
-    "a lock is kept": instead(RadixTree, "lock", _locks_twice),
-    "retraction changes a token": instead(Request, "move", _changes_a_token),
-    "the queue has no bound": instead(Waiting, "check_room", _nothing),
-    "the drain cuts": instead(Server, "_drain", _cuts),
-    "failures are silent": instead(LocalExecutor, "results", _without_failures),
-    "bodies are decoded on the loop": instead(app.http.body, "_arrived", _decodes),
-    "congestion is not seen": instead(EventStream, "_send", _unseen),
-    "the sandbox is open": open_sandbox,
-    "compiling breaks": instead(Compiler, "compile", _breaks),
-    "bad HTTP breaks": instead(Connection, "handle_error", _breaks),
-    "requests are kept": instead(Engine, "add", _keeps),
+    "launch hangs": hang_launch,
+    "the watchdog is off": wrapped(Engine, "hang", _ignore_call),
+    "rejections raise": wrapped(RequestError, "__init__", _always_raise),
+    "aborts are lost": wrapped(Engine, "abort", _ignore_call),
+    "a token is skipped": wrapped(Stream, "feed", _skip_token),
+    "a lock leaks": wrapped(RadixTree, "lock", _lock_twice),
+    "preemption changes a token": wrapped(Request, "move", _change_token),
+    "the queue is unbounded": wrapped(Waiting, "check_room", _ignore_call),
+    "the drain does not wait": wrapped(Server, "_drain", _skip_drain),
+    "step failures are lost": wrapped(LocalExecutor, "results", _drop_failures),
+    "bodies are decoded on the loop": wrapped(app.http.body, "_arrived", _decode_on_loop),
+    "congestion is ignored": wrapped(EventStream, "_send", _ignore_congestion),
+    "the sandbox is off": disable_sandbox,
+    "the compiler raises": wrapped(Compiler, "compile", _always_raise),
+    "HTTP errors raise": wrapped(Connection, "handle_error", _always_raise),
+    "requests leak memory": wrapped(Engine, "add", _leak_memory),
 }

@@ -1,9 +1,9 @@
-"""Valid traffic beside an attack, in a process of its own, which its own loop does not delay.
+"""Valid traffic beside an attack, in a separate process, so that the attack's event loop does not delay it.
 
     python -m bench.chaos.neighbour PORT [refused]
 
 Streams the same completion again and again until standard input ends, then prints gaps between events and
-texts; or asks for one token, and prints how long refusals took.
+texts. With `refused` it requests one token instead and prints the latency of 429 answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BODY = {
 
 
 class Neighbour:
-    """One that runs beside the `with` block; `seen` afterwards."""
+    """Runs during the `with` block; `seen` holds the results afterwards."""
 
     def __init__(self, port: int, *what: str) -> None:
         self.seen: dict[str, Any] = {}
@@ -44,13 +44,13 @@ class Neighbour:
         return self
 
     def __exit__(self, *error: object) -> None:
-        told, _ = self._process.communicate()
+        output, _ = self._process.communicate()
         if error[0] is None:
-            self.seen = json.loads(told)
+            self.seen = json.loads(output)
 
 
-def listen(port: int) -> tuple[list[float], str]:
-    """Seconds between one stream's events, and its text, or what went wrong."""
+def stream(port: int) -> tuple[list[float], str]:
+    """Seconds between the events of one stream, and its text, or "broken: " and the end of the answer."""
     gaps: list[float] = []
     received = b""
     with socket.create_connection(("127.0.0.1", port)) as own:
@@ -63,7 +63,7 @@ def listen(port: int) -> tuple[list[float], str]:
                 gaps.append(now - last)
             last = now
             received += part
-    body = received.partition(b"\r\n\r\n")[2]  # the first event may come with the head, or behind a comment
+    body = received.partition(b"\r\n\r\n")[2]  # the first event may come with the head, or after a comment
     events = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: {")]
     choices = [json.loads(event).get("choices") for event in events]
     if not received.endswith(b"data: [DONE]\n\n") or not all(choices):
@@ -72,7 +72,7 @@ def listen(port: int) -> tuple[list[float], str]:
 
 
 def refused(port: int) -> tuple[list[float], str]:
-    """Seconds until a refusal, if it was one, and the status."""
+    """Seconds until the answer if its status is 429, and the status."""
     begun = time.perf_counter()
     with socket.create_connection(("127.0.0.1", port)) as own:
         own.sendall(request("POST", TEXT, {**BODY, "stream": False, "max_tokens": 1}))
@@ -84,8 +84,8 @@ def refused(port: int) -> tuple[list[float], str]:
 
 
 def main() -> None:
-    """Ask until nobody wants it any more."""
-    ask = refused if sys.argv[2:] == ["refused"] else listen
+    """Send requests until standard input ends."""
+    ask = refused if sys.argv[2:] == ["refused"] else stream
     port, times, texts, count = int(sys.argv[1]), [0.0], set[str](), 0
     while not (select.select([sys.stdin], [], [], 0)[0] and count):
         try:

@@ -1,4 +1,4 @@
-"""A row of the table: a claim, what tries to break it, and a fault that must be noticed."""
+"""A row of the table: a claim, an attack on it, and a fault that the row must detect."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ if TYPE_CHECKING:
     from bench.chaos.bench import Bench
 
 Device = Literal["tiny", "counting"]
-"""tiny: a random model of two layers on the CPU runner, or what `--model` names; counting: no model, tokens
-that prove which pages were read."""
+"""tiny: a random model of two layers on the CPU, or the one of `--model`; counting: no model, tokens that
+depend on the pages that were read."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the server of a row is started. Rows of one setting share a server."""
+    """How the server of a row is started. Rows with the same setting share a server."""
 
     device: Device = "tiny"
     flags: tuple[str, ...] = ()
 
 
 @dataclass
-class Found:
-    """What a row saw: figures to print, and everything that contradicts the claim."""
+class Outcome:
+    """Results of a row: figures to print, and violations of its claim."""
 
     figures: dict[str, Any] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
 
-    def expect(self, holds: bool, otherwise: str) -> None:
-        """Note `otherwise` unless it `holds`."""
-        if not holds:
-            self.wrong.append(otherwise)
+    def expect(self, condition: bool, violation: str) -> None:
+        """Record `violation` unless `condition` holds."""
+        if not condition:
+            self.violations.append(violation)
 
 
 @dataclass(frozen=True)
 class Row:
-    """`run` does what the row is about; the bench checks the books before and after."""
+    """`run` is the attack; the bench checks the accounting before and after."""
 
     name: str
     claim: str
-    run: Callable[[Bench], Awaitable[Found]]
-    seed: str
-    """The fault of `bench.chaos.faults` that `--break` puts into the server."""
+    run: Callable[[Bench], Awaitable[Outcome]]
+    fault: str
+    """The fault of `bench.chaos.faults` that `--break` injects."""
     setting: Setting = Setting()

@@ -1,4 +1,4 @@
-"""A model of two layers that needs no file but its config, and a port for it."""
+"""A model of two layers that needs only a config file, and a free port."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flags(model: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Every row of `bench.chaos` at a small size: its claim holds, and its seeded fault is noticed."""
+"""Every row of `bench.chaos` at a small scale: its claim holds, and its injected fault is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = [row.name for row in TABLE]
 
 
 def chaos(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    """What the suite wrote, by row."""
+    """Run the suite; its results by row."""
     done = subprocess.run(
         [
             sys.executable,
@@ -47,24 +47,24 @@ def chaos(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 
 
 def test_every_row_holds(tmp_path: Path) -> None:
-    told = chaos(tmp_path / "out.json")
-    assert sorted(told) == sorted(NAMES)
-    assert {name: each["wrong"] for name, each in told.items() if not each["pass"]} == {}
-    assert all({"row", "claim", "figure", "pass", "conditions"} <= set(each) for each in told.values())
+    results = chaos(tmp_path / "out.json")
+    assert sorted(results) == sorted(NAMES)
+    assert {name: each["wrong"] for name, each in results.items() if not each["pass"]} == {}
+    assert all({"row", "claim", "figure", "pass", "conditions"} <= set(each) for each in results.values())
 
 
-def test_every_row_notices_its_fault(tmp_path: Path) -> None:
-    told = chaos(tmp_path / "out.json", "--break")
-    assert sorted(told) == sorted(NAMES)
-    assert [name for name, each in told.items() if each["pass"]] == []
-    # By what it looks for: a row that cannot go on has noticed nothing.
-    assert {name: each["wrong"] for name, each in told.items() if each["wrong"][0].startswith(ENDED)} == {}
+def test_every_row_detects_its_fault(tmp_path: Path) -> None:
+    results = chaos(tmp_path / "out.json", "--break")
+    assert sorted(results) == sorted(NAMES)
+    assert [name for name, each in results.items() if each["pass"]] == []
+    # Detected by a check of the row, not by an exception that ended it.
+    assert {name: each["wrong"] for name, each in results.items() if each["wrong"][0].startswith(ENDED)} == {}
 
 
-def test_every_seed_is_a_fault_and_no_fault_two_rows_seed() -> None:
-    seeds = [row.seed for row in TABLE]
-    assert set(seeds) <= set(FAULTS)
-    assert len(set(seeds)) == len(seeds)
+def test_every_row_has_its_own_fault() -> None:
+    faults = [row.fault for row in TABLE]
+    assert set(faults) <= set(FAULTS)
+    assert len(set(faults)) == len(faults)
 
 
 def test_a_row_that_does_not_exist_is_named() -> None:

@@ -1,10 +1,10 @@
-"""The table."""
+"""The table of rows."""
 
 from __future__ import annotations
 
 from bench.chaos.row import Row, Setting
 from bench.chaos.rows.abuse import grammars, templates
-from bench.chaos.rows.leavers import killed, storm
+from bench.chaos.rows.disconnects import killed, storm
 from bench.chaos.rows.life import life
 from bench.chaos.rows.malformed import costly, malformed
 from bench.chaos.rows.pool import pool
@@ -23,85 +23,101 @@ BOUNDED = Setting("counting", ("--max-queued", "16", "--max-running", "8"))
 TABLE: tuple[Row, ...] = (
     Row(
         "malformed",
-        "10,000 malformed requests over every route: none is a 5xx, none hangs, neighbours stream on",
+        "10,000 malformed requests over every route: no 5xx, no timeout, other streams are not affected",
         malformed,
-        "refusals raise",
+        "rejections raise",
         SHORT,
     ),
     Row(
         "costly",
-        "bodies made to be slow are decoded elsewhere, told in slices, or refused",
+        "requests that are slow to decode or to answer do not block the event loop, or are rejected",
         costly,
         "bodies are decoded on the loop",
         TINY,
     ),
-    Row("killed", "1,000 clients killed anywhere leave nothing behind", killed, "aborts are lost", TINY),
+    Row(
+        "killed",
+        "1,000 clients disconnect at random points: their requests are aborted, nothing leaks",
+        killed,
+        "aborts are lost",
+        TINY,
+    ),
     Row(
         "streams",
-        "10,000 streams at once: no token is lost, doubled or another's",
+        "10,000 concurrent streams: no token is lost, duplicated or from another stream",
         streams,
         "a token is skipped",
         COUNTING,
     ),
     Row(
         "slow",
-        "slow readers, headers and bodies hinder nobody, and little waits for them",
+        "slow readers, headers and bodies do not affect other clients, and their buffers stay small",
         slow,
-        "congestion is not seen",
+        "congestion is ignored",
         TINY,
     ),
     Row(
         "burst",
-        "5,000 requests, twice what a bounded queue takes at a time: the rest get 429 with retry-after-ms",
+        "5,000 requests at twice the concurrency of a bounded queue: the excess gets 429 with retry-after-ms",
         burst,
-        "the queue has no bound",
+        "the queue is unbounded",
         BOUNDED,
     ),
     Row(
         "pool",
-        "a KV pool of 5% of the need: all finish, with the texts of a pool with room",
+        "a KV pool of 5% of the demand: all requests finish, with the same texts as with a large pool",
         pool,
-        "retraction changes a token",
+        "preemption changes a token",
         TINY,
     ),
     Row(
         "life",
-        "SIGTERM finishes what runs, a second ends it with the reason, SIGKILL loses nothing that is kept",
+        "SIGTERM drains, a second one ends streams with an error, SIGKILL loses no accepted batch",
         life,
-        "the drain cuts",
+        "the drain does not wait",
         TINY,
     ),
     Row(
         "stages",
-        "a fault in any stage: whoever loses work is told, nobody hangs, nobody gets less as all",
+        "a fault in any stage: affected requests get an error, none hangs or is silently truncated",
         stages,
-        "failures are silent",
+        "step failures are lost",
         TINY,
     ),
     Row(
         "hang",
-        "a device that hangs is noticed: every stream gets an error, and the process ends",
+        "a hung device is detected: every stream gets an error, and the process exits",
         hang,
-        "hangs end nothing",
+        "the watchdog is off",
         WATCHED,
     ),
     Row(
         "storm",
-        "10,000 requests, plain and constrained, aborted at random: the tree holds all along",
+        "10,000 requests, plain and constrained, aborted at random: the radix tree stays consistent",
         storm,
-        "a lock is kept",
+        "a lock leaks",
         TINY,
     ),
     Row(
         "grammars",
-        "hostile grammars, regexes, schemas and tools are compiled or refused",
+        "hostile grammars, regexes, schemas and tools are compiled or rejected",
         grammars,
-        "compiling breaks",
+        "the compiler raises",
         TINY,
     ),
-    Row("templates", "hostile templates stay in their sandbox", templates, "the sandbox is open", TINY),
+    Row("templates", "hostile templates do not leave the sandbox", templates, "the sandbox is off", TINY),
     Row(
-        "wire", "smuggling, chunks and header sets get the answers of a table", wire, "bad HTTP breaks", TINY
+        "wire",
+        "request smuggling, chunks and header sets get the expected status",
+        wire,
+        "HTTP errors raise",
+        TINY,
     ),
-    Row("soak", "mixed traffic for 20 minutes: no error, and memory stays", soak, "requests are kept", TINY),
+    Row(
+        "soak",
+        "mixed traffic for 20 minutes: no errors, no memory growth",
+        soak,
+        "requests leak memory",
+        TINY,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Constraints, tools and templates that are made to burn time, memory or the machine."""
+"""Constraints, tools and templates that try to exhaust time or memory, or to run code."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from bench.chaos.bench import Bench
 from bench.chaos.clients import CHAT, TEXT, post
-from bench.chaos.row import Found
+from bench.chaos.row import Outcome
 
 HI = [{"role": "user", "content": "hi"}]
 
 
-async def grammars(bench: Bench) -> Found:
-    """Each is compiled or refused; never a fault of the server's, never felt by a neighbour."""
-    found = Found()
+async def grammars(bench: Bench) -> Outcome:
+    """Each is compiled or rejected, without a 5xx and without an effect on the neighbour."""
+    outcome = Outcome()
     hostile = [*_constraints().items(), *_distinct(bench.count(1_000, 5))]
     if not bench.timed:
         hostile = [each for each in hostile if not each[0].startswith("long")]
-    await bench.beside(found, _send(bench, found, hostile))
-    return found
+    await bench.run_beside_neighbour(outcome, _send(bench, outcome, hostile))
+    return outcome
 
 
-async def _send(bench: Bench, found: Found, bodies: list[tuple[str, tuple[str, dict[str, Any]]]]) -> None:
+async def _send(bench: Bench, outcome: Outcome, bodies: list[tuple[str, tuple[str, dict[str, Any]]]]) -> None:
     statuses: Counter[int] = Counter()
     gate = asyncio.Semaphore(8)
 
@@ -32,10 +32,12 @@ async def _send(bench: Bench, found: Found, bodies: list[tuple[str, tuple[str, d
         async with gate:
             answer = await post(bench.port, path, {"max_tokens": 8, "temperature": 0, **body})
         statuses[answer.status] += 1
-        found.expect(answer.status in (200, 400, 413, 429), f"{name}: {answer.status} {answer.body[-200:]!r}")
+        outcome.expect(
+            answer.status in (200, 400, 413, 429), f"{name}: {answer.status} {answer.body[-200:]!r}"
+        )
 
     await asyncio.gather(*(one(name, path, body) for name, (path, body) in bodies))
-    found.figures["statuses"] = dict(sorted(statuses.items()))
+    outcome.figures["statuses"] = dict(sorted(statuses.items()))
 
 
 def _distinct(count: int) -> list[tuple[str, tuple[str, dict[str, Any]]]]:
@@ -71,30 +73,30 @@ def _constraints() -> dict[str, tuple[str, dict[str, Any]]]:
     deep = (TEXT, {"prompt": "a", "json_schema": '{"items":' * 10_000 + "{}" + "}" * 10_000})
     return {
         "nested quantifiers": regex("(a+)+$"),
-        "products of counts": regex("((a{0,100}){0,100}){0,100}"),
+        "nested counts": regex("((a{0,100}){0,100}){0,100}"),
         "a regex of a megabyte": regex("ab" * 500_000),
         "an unclosed regex": regex("(" * 500),
         "a back reference": regex(r"(a)\1"),
         "an exponential choice": regex("(.{0,30}[a-z]){0,9}q"),
         "a schema of depth 60": schema(_nested(60)),
         "a schema of depth 10,000": deep,
-        "references in a circle": schema(loop),
+        "circular references": schema(loop),
         "a recursive schema": schema(tree),
         "a reference to the network": schema({"$ref": "http://127.0.0.1:1/x"}),
         "a reference to a file": schema({"$ref": "file:///etc/passwd"}),
-        "a schema of no type": schema({"type": 7}),
-        "a pattern that explodes": schema({"type": "string", "pattern": "(a|aa)+$"}),
+        "a schema of unknown type": schema({"type": 7}),
+        "an exponential pattern": schema({"type": "string", "pattern": "(a|aa)+$"}),
         "huge bounds": schema({"type": "array", "items": {}, "minItems": 10**9, "maxItems": 10**9}),
         "long wide objects": schema(wide),
-        "a grammar in a circle": (TEXT, {"prompt": "a", "ebnf": "root ::= root"}),
-        "a grammar of no root": (TEXT, {"prompt": "a", "ebnf": "x ::= 'a'"}),
-        "long empty grammars": (TEXT, {"prompt": "a", "ebnf": 'root ::= ("" | "" | root root)*'}),
+        "a circular grammar": (TEXT, {"prompt": "a", "ebnf": "root ::= root"}),
+        "a grammar without a root": (TEXT, {"prompt": "a", "ebnf": "x ::= 'a'"}),
+        "an ambiguous empty grammar": (TEXT, {"prompt": "a", "ebnf": 'root ::= ("" | "" | root root)*'}),
         "tool with a pattern": (CHAT, _tool(properties={"a": {"type": "string", "pattern": "(a+)+$"}})),
-        "tool in a circle": (CHAT, _tool(properties={"a": {"$ref": "#"}})),
-        "tool of no name": (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {}}]}),
-        "tools without end": (CHAT, {"messages": HI, "tools": [_tool()["tools"][0]] * 5_000}),
-        "stops that explode": (TEXT, {"prompt": "a", "stop_regex": ["(a+)+$", "(.{0,30}[a-z]){0,9}q"]}),
-        "words without end": (TEXT, {"prompt": "a", "bad_words": [f"w{i}" for i in range(3_000)]}),
+        "a recursive tool": (CHAT, _tool(properties={"a": {"$ref": "#"}})),
+        "tool without a name": (CHAT, {"messages": HI, "tools": [{"type": "function", "function": {}}]}),
+        "5,000 tools": (CHAT, {"messages": HI, "tools": [_tool()["tools"][0]] * 5_000}),
+        "exponential stops": (TEXT, {"prompt": "a", "stop_regex": ["(a+)+$", "(.{0,30}[a-z]){0,9}q"]}),
+        "3,000 bad words": (TEXT, {"prompt": "a", "bad_words": [f"w{i}" for i in range(3_000)]}),
     }
 
 
@@ -121,16 +123,16 @@ BOMBS = (
 )
 
 
-async def templates(bench: Bench) -> Found:
-    """None leaves its sandbox, none outlives its second; neighbours do not notice."""
-    found = Found()
+async def templates(bench: Bench) -> Outcome:
+    """Each is rejected within its time limit, without an effect on the neighbour."""
+    outcome = Outcome()
     bombs = BOMBS if bench.timed else BOMBS[:2]
 
     async def attack() -> None:
         for source in (*ESCAPES, *bombs):
             answer = await post(bench.port, CHAT, {"messages": HI, "max_tokens": 1, "chat_template": source})
-            found.expect(answer.status == 400, f"{source}: {answer.status} {answer.body[-200:]!r}")
+            outcome.expect(answer.status == 400, f"{source}: {answer.status} {answer.body[-200:]!r}")
 
-    await bench.beside(found, attack())
-    found.figures["templates"] = len(ESCAPES) + len(bombs)
-    return found
+    await bench.run_beside_neighbour(outcome, attack())
+    outcome.figures["templates"] = len(ESCAPES) + len(bombs)
+    return outcome

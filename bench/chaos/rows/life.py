@@ -1,4 +1,4 @@
-"""Signals: once, twice, and the one that nobody can handle."""
+"""SIGTERM once, SIGTERM twice, SIGKILL."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from typing import Any
 
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, Answer, ask, post
-from bench.chaos.row import Found
-from bench.chaos.server import PATIENCE
+from bench.chaos.row import Outcome
+from bench.chaos.server import TIMEOUT
 
 UNREADY = 0.1
+"""Seconds after SIGTERM until `/health` fails."""
 LINES = 8
 LONG: dict[str, Any] = {"prompt": "x" * 50, "max_tokens": 300, "ignore_eos": True, "stream": True}
 
 
-async def life(bench: Bench) -> Found:
-    """Once: what runs is finished, nothing new is taken. Twice: it ends now, with the reason. Killed: what
-    was accepted to be kept is there after the next start, and done."""
-    found = Found()
-    await _once(bench, found)
+async def life(bench: Bench) -> Outcome:
+    """SIGTERM once: running requests finish, new ones are rejected. Twice: streams end now, with an error.
+    SIGKILL: an accepted batch completes after the next start."""
+    outcome = Outcome()
+    await _once(bench, outcome)
     await bench.restart()
-    await _twice(bench, found)
+    await _twice(bench, outcome)
     await bench.restart()
-    await _killed(bench, found)
-    return found
+    await _killed(bench, outcome)
+    return outcome
 
 
 async def _streams(bench: Bench) -> list[asyncio.Task[Answer]]:
-    """Streams that all run or wait."""
+    """Start streams; returns when all of them run or wait."""
     count = bench.count(200, 6)
     streams = [asyncio.create_task(post(bench.port, TEXT, LONG)) for _ in range(count)]
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while True:
-            now = await bench.server.tell("progress")
+            now = await bench.server.call("progress")
             if now["running"] + now["waiting"] == count and now["output"]:
                 return streams
             await asyncio.sleep(0.005)
 
 
-async def _once(bench: Bench, found: Found) -> None:
+async def _once(bench: Bench, outcome: Outcome) -> None:
     streams = await _streams(bench)
     port, begun = bench.port, time.monotonic()
     bench.server.signal(signal.SIGTERM)
@@ -49,19 +50,19 @@ async def _once(bench: Bench, found: Found) -> None:
         pass
     unready = time.monotonic() - begun
     refused = await post(port, TEXT, LONG)
-    found.expect(
+    outcome.expect(
         refused.status == 503 and "retry-after" in refused.headers,
         f"new work while draining: {refused.status}",
     )
     answers = await asyncio.gather(*streams)
     whole = sum(_finished(answer) for answer in answers)
     code = await bench.server.ended()
-    found.figures |= {"streams": len(streams), "finished": whole, "unready_ms": round(1e3 * unready, 1)}
-    found.expect(
+    outcome.figures |= {"streams": len(streams), "finished": whole, "unready_ms": round(1e3 * unready, 1)}
+    outcome.expect(
         whole == len(answers), f"{len(answers) - whole} of {len(answers)} streams were cut by a drain"
     )
-    found.expect(code == 0, f"exit code {code} after SIGTERM")
-    found.expect(not bench.timed or unready < UNREADY, "health went on saying ok")
+    outcome.expect(code == 0, f"exit code {code} after SIGTERM")
+    outcome.expect(not bench.timed or unready < UNREADY, "health stayed ok after SIGTERM")
 
 
 def _finished(answer: Answer) -> bool:
@@ -71,7 +72,7 @@ def _finished(answer: Answer) -> bool:
     return bool(events[-2]["choices"][0]["finish_reason"] == "length")
 
 
-async def _twice(bench: Bench, found: Found) -> None:
+async def _twice(bench: Bench, outcome: Outcome) -> None:
     streams = await _streams(bench)
     for _ in range(2):
         bench.server.signal(signal.SIGTERM)
@@ -79,9 +80,9 @@ async def _twice(bench: Bench, found: Found) -> None:
     answers = await asyncio.gather(*streams)
     told = sum(_finished(answer) or _is_told(answer) for answer in answers)
     code = await bench.server.ended()
-    found.figures["told_why"] = told
-    found.expect(told == len(answers), f"{len(answers) - told} streams ended without a reason")
-    found.expect(code == 0, f"exit code {code} after two SIGTERM")
+    outcome.figures["told_why"] = told
+    outcome.expect(told == len(answers), f"{len(answers) - told} streams ended without a reason")
+    outcome.expect(code == 0, f"exit code {code} after two SIGTERM")
 
 
 def _is_told(answer: Answer) -> bool:
@@ -89,21 +90,21 @@ def _is_told(answer: Answer) -> bool:
     return answer.status == 503 or (len(events) > 1 and "error" in events[-2] and events[-1] == "[DONE]")
 
 
-async def _killed(bench: Bench, found: Found) -> None:
+async def _killed(bench: Bench, outcome: Outcome) -> None:
     batch = await _batch(bench, bench.count(200, LINES))
-    streams = await _streams(bench) if not bench.broken else []
+    streams = await _streams(bench) if not bench.inject_fault else []
     bench.server.signal(signal.SIGKILL)
     await bench.server.ended()
     await asyncio.gather(*streams)
     begun = time.monotonic()
     await bench.restart()
-    found.figures["restart_s"] = round(time.monotonic() - begun, 1)
-    async with asyncio.timeout(PATIENCE):
+    outcome.figures["restart_s"] = round(time.monotonic() - begun, 1)
+    async with asyncio.timeout(TIMEOUT):
         while (now := (await ask(bench.port, "GET", f"/v1/batches/{batch}")).json)["status"] not in ENDS:
             await asyncio.sleep(0.05)
     counts = now["request_counts"]
-    found.figures["batch"] = counts
-    found.expect(
+    outcome.figures["batch"] = counts
+    outcome.expect(
         now["status"] == "completed" and counts["completed"] == counts["total"],
         f"a batch that was accepted before SIGKILL: {now['status']}, {counts}",
     )

@@ -1,4 +1,4 @@
-"""Requests that are wrong in every way, over every route that the server describes."""
+"""Malformed and expensive requests, over every route of `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from urllib.parse import quote
 
 from bench.chaos.bench import Bench
 from bench.chaos.bodies import BODIES, VALUES, mutated
-from bench.chaos.clients import HANG, TEXT, ask, post
-from bench.chaos.row import Found
-from bench.chaos.server import LOOK, PATIENCE
+from bench.chaos.clients import REQUEST_TIMEOUT, TEXT, ask, post
+from bench.chaos.row import Outcome
+from bench.chaos.server import POLL_INTERVAL, TIMEOUT
 
-AT_ONCE = 2
-"""Every second one of them reaches the model; with four the attacker's own work on two cores puts a
-neighbour's p99 gap at 19 to 22 ms, which says nothing of the server."""
-IDS = ("nobody", "..%2f..%2fetc%2fpasswd", "%00", "%ff%fe", "a" * 300, "-1", "'; DROP TABLE files; --")
+CONCURRENCY = 2
+"""Every second request reaches the model; with four at a time the attacker's own load on two cores raises the
+neighbour's p99 gap to 19 to 22 ms."""
+IDS = ("unknown", "..%2f..%2fetc%2fpasswd", "%00", "%ff%fe", "a" * 300, "-1", "'; DROP TABLE files; --")
 LOOP_BYTES = 64 * 1024
-"""JSON that is larger than this is never decoded at once in the server's process."""
+"""Largest JSON that the server's process may decode in one call."""
 LOOP_ENCODED = 128 * 1024
-"""Nor larger than this encoded at once on its loop: 64 positions with 20 alternatives each are 92 KB."""
+"""Largest JSON that its event loop may encode in one call: 64 positions with 20 alternatives each are 92
+KB."""
 
 
-async def malformed(bench: Bench) -> Found:
-    """No response is a 5xx, every error has its dialect's shape, and every request is answered."""
-    found, statuses = Found(), Counter[int]()
-    told = (await ask(bench.port, "GET", "/openapi.json")).json
+async def malformed(bench: Bench) -> Outcome:
+    """No response is a 5xx, every error has the format of its dialect, and every request is answered."""
+    outcome, statuses = Outcome(), Counter[int]()
+    openapi = (await ask(bench.port, "GET", "/openapi.json")).json
     routes = [
         (method.upper(), path, operation)
-        for path, item in told["paths"].items()
+        for path, item in openapi["paths"].items()
         for method, operation in item.items()
         if method in ("get", "post", "delete")
     ]
     count = bench.count(10_000, 2 * len(routes))
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(CONCURRENCY)
 
     async def one(index: int) -> None:
         method, path, operation = routes[index % len(routes)]
-        sent = _body(bench, told, path, operation) if method == "POST" else None
+        sent = _body(bench, openapi, path, operation) if method == "POST" else None
         target = re.sub(r"\{[^}]*\}", lambda _: quote(bench.rng.choice(IDS), safe="%"), path)
         if method == "GET" and bench.rng.random() < 0.5:
             target += "?" + "&".join(
@@ -50,80 +51,84 @@ async def malformed(bench: Bench) -> Found:
             )
         async with gate:
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(TIMEOUT):
                     answer = await ask(bench.port, method, target, sent, {"Content-Type": "application/json"})
             except TimeoutError:
-                found.wrong.append(f"{method} {target}: no answer to {sent!r}"[:500])
+                outcome.violations.append(f"{method} {target}: no answer to {sent!r}"[:500])
                 return
         statuses[answer.status] += 1
         if not 200 <= answer.status < 500 or b'"server_error"' in answer.body:
-            found.wrong.append(f"{method} {target}: {answer.status} {answer.body[-200:]!r} to {sent!r}"[:700])
+            outcome.violations.append(
+                f"{method} {target}: {answer.status} {answer.body[-200:]!r} to {sent!r}"[:700]
+            )
         elif answer.status >= 400 and not _is_error(answer.body):
-            found.wrong.append(
+            outcome.violations.append(
                 f"{method} {target}: {answer.status} without an error body: {answer.body[:200]!r}"
             )
 
     async def attack() -> None:
         await asyncio.gather(*(one(index) for index in range(count)))
 
-    await bench.beside(found, attack())
-    found.figures |= {"requests": count, "routes": len(routes), "statuses": dict(sorted(statuses.items()))}
-    found.expect(statuses[200] > 0 and statuses[400] > 0, "the bodies are all good, or all bad")
-    return found
+    await bench.run_beside_neighbour(outcome, attack())
+    outcome.figures |= {"requests": count, "routes": len(routes), "statuses": dict(sorted(statuses.items()))}
+    outcome.expect(statuses[200] > 0 and statuses[400] > 0, "the bodies are all valid, or all invalid")
+    return outcome
 
 
-def _body(bench: Bench, told: dict[str, Any], path: str, operation: dict[str, Any]) -> bytes:
-    """A body of the route with values of no sense in it. Nobody else is to be aborted by it."""
+def _body(bench: Bench, openapi: dict[str, Any], path: str, operation: dict[str, Any]) -> bytes:
+    """A body for the route with invalid values in it, without `abort_all`, which would abort the
+    neighbour."""
     content = operation.get("requestBody", {}).get("content", {})
     body = BODIES.get(path) or next((each.get("example") for each in content.values()), None) or {}
     body = dict(body) if isinstance(body, dict) else {}
-    fields = _fields(told, operation)
+    fields = _fields(openapi, operation)
     for name in bench.rng.sample(fields, k=min(2, len(fields))):
         body.setdefault(name, bench.rng.choice(VALUES))
     data = mutated(body, bench.rng)
     return data.replace(b'"abort_all": ', b'"abort_none": ')
 
 
-def _fields(told: dict[str, Any], operation: dict[str, Any]) -> list[str]:
-    """What a body of the route may name."""
+def _fields(openapi: dict[str, Any], operation: dict[str, Any]) -> list[str]:
+    """Field names that a body of the route may have."""
     named = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(operation.get("requestBody", {}))))
-    schemas = [told["components"]["schemas"][name] for name in named]
+    schemas = [openapi["components"]["schemas"][name] for name in named]
     return sorted({name for schema in schemas for name in schema.get("properties", ())})
 
 
 def _is_error(body: bytes) -> bool:
     """Whether it is an error body of OpenAI, Anthropic, Cohere or Ollama: an object with a message."""
     try:
-        told = json.loads(body)
+        error = json.loads(body)
     except ValueError:
         return False
-    return isinstance(told, dict) and bool(told.get("error") or told.get("message"))
+    return isinstance(error, dict) and bool(error.get("error") or error.get("message"))
 
 
-async def costly(bench: Bench) -> Found:
-    """What takes long to decode, to walk or to tell is done elsewhere or in slices, or refused."""
-    found, size = Found(), bench.count(8 * 2**20, 2**20) - 4096
-    await bench.server.tell("forget")
+async def costly(bench: Bench) -> Outcome:
+    """Requests that are slow to decode, validate or answer are handled off the event loop or in slices, or
+    rejected."""
+    outcome, size = Outcome(), bench.count(8 * 2**20, 2**20) - 4096
+    await bench.server.call("reset_sizes")
 
     async def attack() -> None:
         for name, (path, body) in _costly(size).items():
             answer = await post(bench.port, path, body)
-            status = answer.status
-            found.expect(400 <= status < 500 or status == 200, f"{name}: {status} {answer.body[:200]!r}")
+            code = answer.status
+            outcome.expect(400 <= code < 500 or code == 200, f"{name}: {code} {answer.body[:200]!r}")
 
-        found.expect((told := await _batch(bench.port, size)) == "completed", f"a batch line: {told}")
+        outcome.expect((status := await _batch(bench.port, size)) == "completed", f"a batch line: {status}")
 
-    await bench.beside(found, attack())
-    books = await bench.server.tell("books")
-    largest, encoded = books["decoded"], books["encoded"]
-    found.figures |= {"body_bytes": size, "largest_decoded": largest, "largest_encoded_on_loop": encoded}
-    found.expect(largest <= LOOP_BYTES, f"{largest} bytes were decoded at once in the server's process")
-    found.expect(encoded <= LOOP_ENCODED, f"{encoded} bytes were encoded on the loop at once")
-    return found
+    await bench.run_beside_neighbour(outcome, attack())
+    accounting = await bench.server.call("accounting")
+    largest, encoded = accounting["decoded"], accounting["encoded"]
+    outcome.figures |= {"body_bytes": size, "largest_decoded": largest, "largest_encoded_on_loop": encoded}
+    outcome.expect(largest <= LOOP_BYTES, f"{largest} bytes were decoded in one call in the server's process")
+    outcome.expect(encoded <= LOOP_ENCODED, f"{encoded} bytes were encoded in one call on the event loop")
+    return outcome
 
 
 async def _batch(port: int, size: int) -> str:
-    """How a batch of one line of about `size` bytes ends."""
+    """Final status of a batch with one line of about `size` bytes."""
     line = {"custom_id": "a", "method": "POST", "url": TEXT, "body": {"prompt": "a" * size}}
     parts = [
         b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch',
@@ -136,15 +141,15 @@ async def _batch(port: int, size: int) -> str:
         return f"{sent.status} {sent.body[:200]!r}"
     body = {"input_file_id": sent.json["id"], "endpoint": TEXT, "completion_window": "24h"}
     batch = (await post(port, "/v1/batches", body)).json
-    async with asyncio.timeout(HANG):
+    async with asyncio.timeout(REQUEST_TIMEOUT):
         while batch["status"] not in ("completed", "failed", "expired"):
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
             batch = (await ask(port, "GET", f"/v1/batches/{batch['id']}")).json
     return str(batch["status"])
 
 
 def _costly(size: int) -> dict[str, tuple[str, bytes]]:
-    """Bodies of about `size` bytes, each of which held a loop for long."""
+    """Bodies of about `size` bytes, each of which once blocked the event loop."""
 
     def filled(head: str, item: str, tail: str) -> bytes:
         return (head + item * ((size - len(head) - len(tail)) // len(item)) + tail).encode()

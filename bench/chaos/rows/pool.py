@@ -1,4 +1,4 @@
-"""A pool of pages that holds a twentieth of what is asked for."""
+"""A KV pool of a twentieth of the demand."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, post
-from bench.chaos.row import Found, Setting
+from bench.chaos.row import Outcome, Setting
 
 TOKENS = 120
 LENGTHS = (16, 40, 64)
 SHARE = 0.05
 
 
-async def pool(bench: Bench) -> Found:
-    """Requests are sent back to the queue and go on; every text is the one of a pool with room."""
-    found, count = Found(), bench.count(256, 16)
-    roomy = bench.server.setting
-    assert roomy is not None
+async def pool(bench: Bench) -> Outcome:
+    """Requests are preempted and resumed; every text is the same as with a large pool."""
+    outcome, count = Outcome(), bench.count(256, 16)
+    original = bench.server.setting
+    assert original is not None
     bodies: list[dict[str, Any]] = [
         {
             "prompt": f"{i} is a number, and after it comes another one, greater by one"[: LENGTHS[i % 3]],
@@ -32,15 +32,15 @@ async def pool(bench: Bench) -> Found:
     expected = await _texts(bench, bodies)
     need = sum(len(body["prompt"]) + 1 + TOKENS for body in bodies)
     tokens = max(int(need * SHARE) // 16 * 16, 2 * (max(LENGTHS) + TOKENS))
-    await bench.serve(Setting(roomy.device, ("--kv-tokens", str(tokens), "--conservativeness", "0.01")))
-    await bench.seed()
+    await bench.serve(Setting(original.device, ("--kv-tokens", str(tokens), "--conservativeness", "0.01")))
+    await bench.inject()
     texts = await _texts(bench, bodies)
-    retractions = (await bench.server.tell("progress"))["retractions"]
+    retractions = (await bench.server.call("progress"))["retractions"]
     different = sum(a != b for a, b in zip(texts, expected, strict=True))
-    found.figures |= {"requests": count, "pool_tokens": tokens, "needed": need, "retractions": retractions}
-    found.expect(retractions > 0, "nothing was retracted: the pool has room")
-    found.expect(not different, f"{different} texts differ from those of a pool with room")
-    return found
+    outcome.figures |= {"requests": count, "pool_tokens": tokens, "needed": need, "retractions": retractions}
+    outcome.expect(retractions > 0, "no preemption: the pool is too large")
+    outcome.expect(not different, f"{different} texts differ from those with a large pool")
+    return outcome
 
 
 async def _texts(bench: Bench, bodies: list[dict[str, Any]]) -> list[str]:

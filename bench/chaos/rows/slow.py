@@ -1,4 +1,4 @@
-"""Clients that read, write or ask slowly."""
+"""Clients that read or write slowly."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ from typing import Any
 
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, parsed, post, request
-from bench.chaos.row import Found
-from bench.chaos.server import PATIENCE
+from bench.chaos.row import Outcome
+from bench.chaos.server import TIMEOUT
 
 BUFFERED = 2 * 64 * 1024
-"""Bytes that may wait in one connection: the mark from which deltas are merged, and one merged event."""
+"""Bytes that may be buffered for one connection: the threshold from which deltas are merged, and one merged
+event."""
 OTHERS = 8
-"""Streams beside the sleepers: as many more would be felt by a neighbour, whoever sleeps."""
+"""Other streams beside the slow clients: few, because more would slow the neighbour by themselves."""
 HEADERS = 10.0
-"""Seconds after which headers that do not come end a connection."""
+"""Seconds after which a connection with incomplete headers is closed."""
 DRIBBLE = {"prompt": "The readers sleep", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-async def slow(bench: Bench) -> Found:
-    """Others stream on; what waits for a sleeper is bounded; a sleeper that wakes up has lost nothing."""
-    found, count = Found(), bench.count(500, 6)
+async def slow(bench: Bench) -> Outcome:
+    """Other streams finish; the buffer of a slow reader is bounded; a reader that continues gets the whole
+    text."""
+    outcome, count = Outcome(), bench.count(500, 6)
     whole = await post(bench.port, TEXT, {**DRIBBLE, "stream": True})
 
     async def attack() -> None:
-        sleepers = [await _connect(bench) for _ in range(count)]
+        clients = [await _connect(bench) for _ in range(count)]
         body = request("POST", TEXT, {**DRIBBLE, "stream": True, "logprobs": 5})
         loop = asyncio.get_running_loop()
         try:
-            for index, own in enumerate(sleepers):
+            for index, own in enumerate(clients):
                 part = (body, b"POST /v1/completions HTTP/1.1\r\nHos", body[:-5])[index % 3]
                 await loop.sock_sendall(own, part)
             short = {**DRIBBLE, "max_tokens": 40, "stream": True}
             most = 0
             others = [asyncio.create_task(post(bench.port, TEXT, short)) for _ in range(OTHERS)]
-            while (await bench.server.tell("progress"))["running"] > 1 or not all(t.done() for t in others):
-                most = max(most, (await bench.server.tell("progress"))["buffered"])
+            while (await bench.server.call("progress"))["running"] > 1 or not all(t.done() for t in others):
+                most = max(most, (await bench.server.call("progress"))["buffered"])
                 await asyncio.sleep(0.02)
             good = sum(task.result().body.endswith(b"data: [DONE]\n\n") for task in others)
-            found.figures |= {"slow": count, "others": good, "most_buffered": most}
-            found.expect(good == len(others), f"{len(others) - good} of others' streams did not end")
-            found.expect(most <= BUFFERED, f"{most} bytes waited for one reader")
-            awake = parsed(await _rest(sleepers[0]))
-            found.expect(awake.text == whole.text, "a reader that slept got another text")
+            outcome.figures |= {"slow": count, "others": good, "most_buffered": most}
+            outcome.expect(good == len(others), f"{len(others) - good} other streams did not finish")
+            outcome.expect(most <= BUFFERED, f"{most} bytes were buffered for one reader")
+            awake = parsed(await _rest(clients[0]))
+            outcome.expect(awake.text == whole.text, "a slow reader got another text")
             if bench.timed:
-                await _headers_end(sleepers[1], found)
+                await _headers_end(clients[1], outcome)
         finally:
-            for own in sleepers:
+            for own in clients:
                 own.close()
 
-    await bench.beside(found, attack())
-    return found
+    await bench.run_beside_neighbour(outcome, attack())
+    return outcome
 
 
 async def _connect(bench: Bench) -> socket.socket:
@@ -67,7 +69,7 @@ async def _connect(bench: Bench) -> socket.socket:
 
 async def _rest(own: socket.socket) -> bytes:
     loop, received = asyncio.get_running_loop(), b""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while part := await _or_end(loop.sock_recv(own, 65536)):
             received += part
     return received
@@ -80,11 +82,13 @@ async def _or_end(receiving: Coroutine[Any, Any, bytes]) -> bytes:
         return b""
 
 
-async def _headers_end(own: socket.socket, found: Found) -> None:
+async def _headers_end(own: socket.socket, outcome: Outcome) -> None:
     begun = time.monotonic()
     try:
         async with asyncio.timeout(2 * HEADERS):
             await _or_end(asyncio.get_running_loop().sock_recv(own, 4096))
     except TimeoutError:
-        found.wrong.append(f"headers that do not come hold a connection for more than {2 * HEADERS:g} s")
-    found.figures["headers_s"] = round(time.monotonic() - begun, 1)
+        outcome.violations.append(
+            f"a connection with incomplete headers stays open for more than {2 * HEADERS:g} s"
+        )
+    outcome.figures["headers_s"] = round(time.monotonic() - begun, 1)

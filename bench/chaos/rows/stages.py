@@ -1,4 +1,4 @@
-"""A fault in every stage of a request's way."""
+"""A fault in every stage of a request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from app.server import HUNG
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, Answer, ask, post
 from bench.chaos.faults import STAGES
-from bench.chaos.row import Found
-from bench.chaos.server import LOOK, STILL
+from bench.chaos.row import Outcome
+from bench.chaos.server import POLL_INTERVAL, STALLED_POLLS
 
 TOKENS = 200
 BODY: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
@@ -20,30 +20,30 @@ FORM = (
     b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     b'--x\r\nContent-Disposition: form-data; name="file"; filename="b.jsonl"\r\n\r\n{}\r\n--x--\r\n'
 )
-AT_THE_EDGE = {"compile": (500,), "tokenize": (500,), "disk": (507,), "fds": (0, 200)}
-"""Stages of one request before any work is queued, and what that one is told: others do not notice."""
+BEFORE_QUEUE = {"compile": (500,), "tokenize": (500,), "disk": (507,), "fds": (0, 200)}
+"""Stages before a request is queued, and the expected statuses of that request: others are not affected."""
 WATCHDOG = 1.0
-"""Seconds that a step may take in the row about hangs: its --watchdog-timeout."""
-TOLD = 1.0
-"""Seconds until health must tell that the engine has failed."""
+"""--watchdog-timeout of the row "hang", in seconds."""
+HEALTH_DELAY = 1.0
+"""Seconds until `/health` must report that the engine has failed."""
 
 
-async def stages(bench: Bench) -> Found:
-    """Whoever loses work is told; nobody waits for ever, and nobody gets less and is told it is all."""
-    found = Found()
+async def stages(bench: Bench) -> Outcome:
+    """Affected requests get an error; none hangs, and none ends short with a regular finish reason."""
+    outcome = Outcome()
     prompts = [f"stage {i} " * (1 + i % 3) for i in range(bench.count(40, 6))]
     alone = [await post(bench.port, TEXT, {**BODY, "prompt": prompt}) for prompt in prompts]
     expected = [answer.tokens for answer in alone]
     for stage in STAGES:
         if not bench.server.alive:
             await bench.restart()
-        await _stage(bench, found, stage, dict(zip(prompts, expected, strict=True)))
-        if bench.broken and found.wrong:
-            break  # each that hangs takes its time
-    return found
+        await _stage(bench, outcome, stage, dict(zip(prompts, expected, strict=True)))
+        if bench.inject_fault and outcome.violations:
+            break  # one is enough, and each that hangs takes long
+    return outcome
 
 
-async def _stage(bench: Bench, found: Found, stage: str, expected: dict[str, list[int]]) -> None:
+async def _stage(bench: Bench, outcome: Outcome, stage: str, expected: dict[str, list[int]]) -> None:
     ends: Counter[str] = Counter()
 
     async def stream(prompt: str) -> None:
@@ -51,60 +51,62 @@ async def _stage(bench: Bench, found: Found, stage: str, expected: dict[str, lis
         ends[_end(answer, expected[prompt])] += 1
 
     streams = [asyncio.create_task(stream(prompt)) for prompt in expected]
-    while (await bench.server.tell("progress"))["running"] < len(streams) and not ends:
-        await asyncio.sleep(LOOK / 50)
-    await bench.server.tell("fault", name=stage)
+    while (await bench.server.call("progress"))["running"] < len(streams) and not ends:
+        await asyncio.sleep(POLL_INTERVAL / 50)
+    await bench.server.call("inject", name=stage)
     probe = asyncio.create_task(_probe(bench, stage))
-    # Without descriptors nobody is let in: a probe waits until there are some again.
+    # Without file descriptors no connection is accepted: the probe waits until there are some again.
     stuck = not await _ended(bench, streams if stage == "fds" else [*streams, probe])
-    state = await _after(bench, found, stage, stuck, expected)
+    state = await _after(bench, outcome, stage, stuck, expected)
     if stuck:
         for task in (*streams, probe):
             task.cancel()
-    told = (await asyncio.gather(*streams, probe, return_exceptions=True))[-1]
-    found.figures[stage] = {**ends, "server": state}
-    found.expect(not stuck, f"{stage}: streams hang for good")
-    wrong = ends.keys() - ({"whole"} if stage in AT_THE_EDGE else {"whole", "told"})
-    found.expect(not wrong, f"{stage}: streams end {sorted(wrong)}")
-    if stage in AT_THE_EDGE and isinstance(told, Answer):
-        found.figures[stage]["probe"] = told.status
-        found.expect(told.status in AT_THE_EDGE[stage], f"{stage}: {told.status} {told.body[-200:]!r}")
+    probed = (await asyncio.gather(*streams, probe, return_exceptions=True))[-1]
+    outcome.figures[stage] = {**ends, "server": state}
+    outcome.expect(not stuck, f"{stage}: streams hang")
+    wrong = ends.keys() - ({"whole"} if stage in BEFORE_QUEUE else {"whole", "told"})
+    outcome.expect(not wrong, f"{stage}: streams end {sorted(wrong)}")
+    if stage in BEFORE_QUEUE and isinstance(probed, Answer):
+        outcome.figures[stage]["probe"] = probed.status
+        outcome.expect(
+            probed.status in BEFORE_QUEUE[stage], f"{stage}: {probed.status} {probed.body[-200:]!r}"
+        )
 
 
-async def hang(bench: Bench) -> Found:
-    """A step that never comes back: the watchdog ends the engine, and whoever waits for a token is told."""
-    found, ends = Found(), Counter[str]()
+async def hang(bench: Bench) -> Outcome:
+    """A step that hangs: the watchdog ends the engine, and every stream gets an error."""
+    outcome, ends = Outcome(), Counter[str]()
     prompts = [f"hang {i} " for i in range(bench.count(40, 6))]
 
     async def stream(prompt: str) -> None:
         ends[_end(await post(bench.port, TEXT, {**BODY, "prompt": prompt, "stream": True}), [])] += 1
 
     streams = [asyncio.create_task(stream(prompt)) for prompt in prompts]
-    while (await bench.server.tell("progress"))["running"] < len(streams):
-        await asyncio.sleep(LOOK / 50)
+    while (await bench.server.call("progress"))["running"] < len(streams):
+        await asyncio.sleep(POLL_INTERVAL / 50)
     begun = time.monotonic()
-    await bench.server.tell("fault", name="launch hangs")
-    # The watchdog's own limit comes first, then that of nothing moving.
+    await bench.server.call("inject", name="launch hangs")
+    # First the watchdog's timeout, then the limit of polls without progress.
     await asyncio.sleep(WATCHDOG)
     if not await _ended(bench, streams):
-        found.expect(False, "streams wait for a device that hangs")
+        outcome.expect(False, "streams still wait for the hung device")
         for task in streams:
             task.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        await bench.server.tell("mend")
+        await bench.server.call("undo")
         await bench.server.kill()
-        return found
+        return outcome
     seconds = time.monotonic() - begun
-    found.figures |= {**ends, "noticed_after_s": round(seconds, 1)}
-    found.expect(not bench.timed or seconds < 2 * WATCHDOG, f"a hang was noticed after {seconds:.1f} s")
-    found.expect(ends.keys() == {"told"}, f"streams end {dict(ends)}")
+    outcome.figures |= {**ends, "noticed_after_s": round(seconds, 1)}
+    outcome.expect(not bench.timed or seconds < 2 * WATCHDOG, f"the hang was detected after {seconds:.1f} s")
+    outcome.expect(ends.keys() == {"told"}, f"streams end {dict(ends)}")
     code = await bench.server.ended()
-    found.expect(code == HUNG, f"the process ends with code {code}, not {HUNG}")
-    return found
+    outcome.expect(code == HUNG, f"exit code {code}, expected {HUNG}")
+    return outcome
 
 
 async def _probe(bench: Bench, stage: str) -> Answer:
-    """A request that goes through the stage."""
+    """Send a request that goes through the stage."""
     if stage == "disk":
         kind = {"Content-Type": "multipart/form-data; boundary=x"}
         return await ask(bench.port, "POST", "/v1/files", FORM, kind)
@@ -126,40 +128,44 @@ def _end(answer: Answer, expected: list[int]) -> str:
 
 
 async def _ended(bench: Bench, tasks: list[asyncio.Task[Any]]) -> bool:
-    """Wait for all of them; False once nothing moves any more."""
-    before, still = None, 0
+    """Wait for all of them; False once there is no progress."""
+    before, stalled = None, 0
     while not all(task.done() for task in tasks):
         try:
-            now = await bench.server.tell("progress")
-        except RuntimeError:  # it has ended; what it owed has been sent, or never will be
+            now = await bench.server.call("progress")
+        except RuntimeError:  # the server has ended
             now = {}
-        moved = now.get("steps"), now.get("output"), sum(task.done() for task in tasks)
-        still = still + 1 if moved == before else 0
-        if still == STILL:
+        progress = now.get("steps"), now.get("output"), sum(task.done() for task in tasks)
+        stalled = stalled + 1 if progress == before else 0
+        if stalled == STALLED_POLLS:
             return False
-        before = moved
-        await asyncio.sleep(LOOK)
+        before = progress
+        await asyncio.sleep(POLL_INTERVAL)
     return True
 
 
-async def _after(bench: Bench, found: Found, stage: str, stuck: bool, expected: dict[str, list[int]]) -> str:
-    """What became of the server. One that failed ends with an error code and says so until then; one that
-    goes on is whole."""
+async def _after(
+    bench: Bench, outcome: Outcome, stage: str, stuck: bool, expected: dict[str, list[int]]
+) -> str:
+    """State of the server after the fault. A failed one must report it on `/health` and exit with an error
+    code; one that goes on must answer correctly."""
     begun = time.monotonic()
-    while bench.server.alive and await bench.server.health() == 200 and time.monotonic() - begun < TOLD:
-        if not (await bench.server.tell("progress"))["failure"]:
+    while (
+        bench.server.alive and await bench.server.health() == 200 and time.monotonic() - begun < HEALTH_DELAY
+    ):
+        if not (await bench.server.call("progress"))["failure"]:
             break
     if bench.server.alive and await bench.server.health() == 200:
-        await bench.server.tell("mend")
-        await bench.seed()
+        await bench.server.call("undo")
+        await bench.inject()
         prompt = next(iter(expected))
         if stuck:
             await bench.server.kill()
-            return "ok in words"
+            return "healthy, but stuck"
         answer = await post(bench.port, TEXT, {**BODY, "prompt": prompt})
         tokens = answer.tokens if answer.status == 200 else answer.body[-200:]
-        found.expect(tokens == expected[prompt], f"{stage}: a request after it gets {tokens!r}")
+        outcome.expect(tokens == expected[prompt], f"{stage}: a request after it gets {tokens!r}")
         return "goes on"
     code = await bench.server.ended()
-    found.expect(code not in (0, None), f"{stage}: the process ends with code {code}")
+    outcome.expect(code not in (0, None), f"{stage}: exit code {code}")
     return f"ends with {code}"

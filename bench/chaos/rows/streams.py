@@ -1,4 +1,4 @@
-"""Thousands at once: streams with checksums, and bursts against a bounded queue."""
+"""Thousands of concurrent streams with known outputs, and bursts against a bounded queue."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import Counter
 
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, post
-from bench.chaos.counting import follow
+from bench.chaos.counting import expected_output
 from bench.chaos.neighbour import Neighbour
-from bench.chaos.row import Found
+from bench.chaos.row import Outcome
 
 TOKENS = 32
-AT_ONCE = 48
+CONCURRENCY = 48
 REFUSED_WITHIN = 0.050
 """Seconds."""
 
 
-async def streams(bench: Bench) -> Found:
-    """Every stream's tokens follow from its prompt: one that is lost, doubled or another's shows."""
-    found, count = Found(), bench.count(10_000, 20)
+async def streams(bench: Bench) -> Outcome:
+    """The tokens of a stream are a function of its prompt, so that any wrong token is detected."""
+    outcome, count = Outcome(), bench.count(10_000, 20)
     wrong: list[str] = []
 
     async def one(index: int) -> None:
@@ -27,31 +27,31 @@ async def streams(bench: Bench) -> Found:
         body = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
         answer = await post(bench.port, TEXT, {**body, "temperature": 0, "return_token_ids": True})
         tokens = answer.tokens
-        if tokens != follow(prompt, TOKENS):
+        if tokens != expected_output(prompt, TOKENS):
             wrong.append(
                 f"stream {index}: {answer.status}, {answer.headers}, {tokens}, {answer.body[-200:]!r}"
             )
 
     await asyncio.gather(*(one(index) for index in range(count)))
-    lag = (await bench.server.tell("progress"))["lag"]
-    found.figures |= {
+    lag = (await bench.server.call("progress"))["lag"]
+    outcome.figures |= {
         "lag_ms": round(1e3 * lag, 1),
         "streams": count,
         "tokens": count * TOKENS,
         "wrong_streams": len(wrong),
     }
-    found.expect(not wrong, f"{len(wrong)} of {count} streams are not what was asked for: {wrong[:1]}")
-    return found
+    outcome.expect(not wrong, f"{len(wrong)} of {count} streams are wrong: {wrong[:1]}")
+    return outcome
 
 
-async def burst(bench: Bench) -> Found:
-    """Accepted requests finish; the others are told at once, and when to come again.
+async def burst(bench: Bench) -> Outcome:
+    """Accepted requests finish; the others get 429 at once, with the time to retry after.
 
-    Clients come `AT_ONCE`, twice what the server takes: all at once on one machine, each would wait for
-    the others' connections to be made, not for its answer."""
-    found, count = Found(), bench.count(5_000, 60)
+    `CONCURRENCY` is twice what the server accepts. With all requests at once the latency would be that of
+    5,000 connects on one machine, not that of the server."""
+    outcome, count = Outcome(), bench.count(5_000, 60)
     statuses: Counter[int] = Counter()
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate = asyncio.Semaphore(CONCURRENCY)
 
     async def one(index: int) -> None:
         prompt = [65, index % 60 + 32]
@@ -61,21 +61,21 @@ async def burst(bench: Bench) -> Found:
         statuses[answer.status] += 1
         if answer.status == 429:
             known = {"retry-after", "retry-after-ms"} <= set(answer.headers)
-            found.expect(known, "a refusal does not say when to come again")
-            found.expect(answer.json["error"]["code"] == "rate_limit_exceeded", "a refusal of another kind")
+            outcome.expect(known, "a 429 without retry-after headers")
+            outcome.expect(answer.json["error"]["code"] == "rate_limit_exceeded", "a 429 with another code")
         elif answer.status == 200:
-            found.expect(answer.tokens == follow(prompt, 16), "an accepted answer is wrong")
+            outcome.expect(answer.tokens == expected_output(prompt, 16), "an accepted answer is wrong")
 
     with Neighbour(bench.port, "refused") as probe:
         await asyncio.gather(*(one(index) for index in range(count)))
     refused = probe.seen["p99"]
-    found.figures |= {
+    outcome.figures |= {
         "requests": count,
         "statuses": dict(statuses),
         "probes": probe.seen["count"],
         "refused_p99_ms": round(1e3 * refused, 1),
     }
-    found.expect(set(statuses) <= {200, 429}, f"statuses {dict(statuses)}")
-    found.expect(statuses[429] > 0, "nothing was refused: the queue has no bound")
-    found.expect(not bench.timed or refused < REFUSED_WITHIN, f"a refusal takes {1e3 * refused:.0f} ms")
-    return found
+    outcome.expect(set(statuses) <= {200, 429}, f"statuses {dict(statuses)}")
+    outcome.expect(statuses[429] > 0, "no 429: the queue is unbounded")
+    outcome.expect(not bench.timed or refused < REFUSED_WITHIN, f"p99 of a 429 is {1e3 * refused:.0f} ms")
+    return outcome

@@ -1,4 +1,4 @@
-"""What is hardly HTTP: smuggling, chunks, and sets of headers."""
+"""Raw HTTP: request smuggling, chunks, and sets of headers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 
 from bench.chaos.bench import Bench
 from bench.chaos.clients import TEXT, exchange
-from bench.chaos.row import Found
-from bench.chaos.server import PATIENCE
+from bench.chaos.row import Outcome
+from bench.chaos.server import TIMEOUT
 
 GOOD = {"prompt": "The neighbours sing", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
 
@@ -38,23 +38,23 @@ WIRE: list[tuple[bytes, int]] = [
 ]
 
 
-async def wire(bench: Bench) -> Found:
-    """Each gets one answer of the table, in the shape of an error where it is one, and no second."""
-    found = Found()
+async def wire(bench: Bench) -> Outcome:
+    """Each gets exactly one answer, with the status of the table and, for an error, an error body."""
+    outcome = Outcome()
     for data, status in WIRE:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT):
             answer = await exchange(bench.port, data)
-        found.expect(answer.status == status, f"{data[:120]!r}: {answer.status}, not {status}")
-        found.expect(answer.body.count(b"HTTP/1.1 ") == 0, f"{data[:120]!r}: answered twice")
+        outcome.expect(answer.status == status, f"{data[:120]!r}: {answer.status}, expected {status}")
+        outcome.expect(answer.body.count(b"HTTP/1.1 ") == 0, f"{data[:120]!r}: answered twice")
         if status >= 400:
-            found.expect(_is_error(answer.body), f"{data[:120]!r}: {answer.body[:200]!r}")
+            outcome.expect(_is_error(answer.body), f"{data[:120]!r}: {answer.body[:200]!r}")
     chunks = bench.count(1_000_000, 3_000)
-    found.figures |= {"cases": len(WIRE), "chunks": chunks}
+    outcome.figures |= {"cases": len(WIRE), "chunks": chunks}
     body = json.dumps({**GOOD, "user": "x" * chunks}).encode()
     framing = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     answer = await exchange(bench.port, framed(END + "Transfer-Encoding: chunked\r\n", framing, False))
-    found.expect(answer.status in (200, 400, 413), f"{chunks} chunks of a byte: {answer.status}")
-    return found
+    outcome.expect(answer.status in (200, 400, 413), f"{chunks} chunks of a byte: {answer.status}")
+    return outcome
 
 
 def _is_error(body: bytes) -> bool:
