@@ -1,1 +1,1 @@
-"""Measures. Nothing imports this package."""
+"""Benchmarks. The product does not import this package."""

@@ -1,7 +1,8 @@
-"""Random weights as files: `python -m bench.checkpoint --model configs/models/qwen3-8b --out DIR`.
+"""Writes a checkpoint of random weights: `python -m bench.checkpoint --model configs/models/qwen3-8b --out
+DIR`.
 
-For starts that read real files, 16 GB of an 8B model in shards as hubs have them, where no model can be
-fetched. The weights are those of `--load-format dummy` on the same device.
+To measure loading from files (16 GB in shards for an 8B model) without a download. The weights are those of
+`--load-format dummy` on the same device.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from gpu.layers.linear import Places
 from gpu.weights.load import load_model
 
 SHARD = 4 << 30
-"""Bytes of a file at most, but for a tensor that is larger by itself."""
+"""Maximum bytes of a file, unless a single tensor is larger."""
 
 
 def shards(places: Places, most: int) -> Iterator[dict[str, Tensor]]:
-    """`places` in their order, in files of at most `most` bytes."""
+    """Split `places` into shards of at most `most` bytes, in order."""
     held: dict[str, Tensor] = {}
     size = 0
     for name, place in places.items():
@@ -39,7 +40,7 @@ def shards(places: Places, most: int) -> Iterator[dict[str, Tensor]]:
 
 
 def write_checkpoint(model: Path, out: Path, dtype: torch.dtype, device: torch.device, most: int) -> int:
-    """A directory that `--model` takes, and its bytes."""
+    """Write a directory for `--model`. Returns the bytes of its weights."""
     out.mkdir(parents=True, exist_ok=True)
     for each in model.iterdir():
         if each.is_file():
@@ -52,13 +53,13 @@ def write_checkpoint(model: Path, out: Path, dtype: torch.dtype, device: torch.d
         save_file({key: place.cpu().contiguous() for key, place in part.items()}, out / name)
         index |= dict.fromkeys(part, name)
         total += sum(place.nbytes for place in part.values())
-    told = {"metadata": {"total_size": total}, "weight_map": index}
-    (out / "model.safetensors.index.json").write_text(json.dumps(told, indent=1) + "\n")
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (out / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
     return total
 
 
 def main() -> None:
-    """Write it and say how large it is."""
+    """Write the checkpoint and print its size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory with a config.json")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")

@@ -1,4 +1,4 @@
-"""Result files side by side: `python -m bench.compare before.json after.json --peer vllm=vllm.json`."""
+"""Compares result files: `python -m bench.compare before.json after.json --peer vllm=vllm.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMES = ("ttft_ms", "tpot_ms", "itl_ms")
 
 
 def load(path: Path) -> Results:
-    """Results of a file by scenario; the last one counts where a name occurs twice."""
+    """Results of a file by scenario; the last one of each name."""
     rows = json.loads(path.read_text())
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
         raise ValueError(f"{path} is not a list of results")
@@ -28,7 +28,7 @@ def load(path: Path) -> Results:
 
 
 def headline(result: Result) -> float | None:
-    """The figure by which servers are compared: total tokens/s for prefill, else output tokens/s."""
+    """The throughput by which servers are compared: total tokens/s for prefill, else output tokens/s."""
     value = result.get(result.get("headline", "out_tok_s"))
     return float(value) if value else None
 
@@ -44,7 +44,7 @@ def geomean(values: list[float]) -> float | None:
 
 
 def compare(old: Results, new: Results) -> str:
-    """Every figure of both files, with new / old. Scenarios in the order of `new`."""
+    """A table of all figures of both files and their ratios, in the order of `new`."""
     rows = [("scenario", "figure", "old", "new", "new/old")]
     for name, result in new.items():
         before = old.get(name)
@@ -59,7 +59,7 @@ def compare(old: Results, new: Results) -> str:
 
 
 def against(peers: dict[str, Results], new: Results) -> str:
-    """The headline of each scenario beside the peers', with new / best peer."""
+    """A table of each scenario's headline, those of the peers, and the ratio to the best peer."""
     rows = [("scenario", "figure", *peers, "new", "new/best peer")]
     gains: list[float] = []
     for name, result in new.items():

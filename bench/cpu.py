@@ -1,11 +1,11 @@
-"""SmolLM2 on the CPU: Loom over HTTP against `transformers` generate, and what a cached prefix saves.
+"""SmolLM2 on the CPU: Loom over HTTP against `transformers` generate, and TTFT with a cached prefix.
 
     python -m bench.cpu
 
-Both run fp32, prompts of random token ids and the same number of greedy tokens, one after the other on
-the same cores. Bias: the peer has random weights of the same shapes, which cost the same; generate pays
-neither HTTP nor a client, and Loom's client takes a share of the cores. `transformers` serves concurrent
-requests one after the other, so its total is its single-stream rate.
+Both run fp32, prompts of random token ids and the same number of greedy tokens, one after the other on the
+same cores. Bias: `transformers` has random weights of the same shapes, which cost the same; it runs without
+HTTP, and Loom's client uses a share of the cores. `transformers` serves concurrent requests one after the
+other, so its throughput is that of a single stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IDS = {"vocab_low": 1000, "vocab_high": 40_000}
 
 
 def main() -> None:
-    """Measure and keep bench/results/cpu.json."""
+    """Measure and write bench/results/cpu.json."""
     peer = statistics.median(_transformers())
     with _server():
         single = [_rate(_load("single", concurrency=1, requests=1)) for _ in range(ROUNDS)]
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def _transformers() -> list[float]:
-    """Tokens per second of greedy generate, in a process of its own."""
+    """Tokens per second of greedy generate, in a separate process."""
     config = json.dumps(resolve(ModelConfig(), print).config)
     done = subprocess.run(
         [sys.executable, "-c", _PEER, config], stdout=subprocess.PIPE, text=True, check=True
@@ -117,13 +117,13 @@ def _load(name: str, **options: Any) -> list[Record]:  # the workload's own fiel
 
 
 def _rate(records: list[Record]) -> float:
-    """Output tokens per second over the wall time of all."""
+    """Output tokens per second of wall time."""
     begun, ended = min(r.sent for r in records), max(r.end for r in records)
     return float(sum(r.out for r in records) / (ended - begun))
 
 
 def _prefix(seed: int) -> tuple[float, float]:
-    """Time to first token in ms: the first of two prompts with one prefix, then the second."""
+    """Time to first token in ms of two prompts with the same prefix: without and with a cache hit."""
     rng = np.random.default_rng(seed)
     prefix = rng.integers(1000, 40_000, PREFIX).tolist()
     times = [_first_token(prefix + rng.integers(1000, 40_000, SUFFIX).tolist()) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Which experts the rows of a step choose, watched inside captured steps."""
+"""Records to which experts the rows of a step are routed, also in captured steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from core.models import ModelSpec
 
 
 class ExpertWatch:
-    """Every forward's choices of experts, copied as part of its graph. Must exist before the first capture.
+    """Copies the routed experts of every forward, as part of its graph. Must exist before the first capture.
 
-    Random weights need not route evenly: rows behind one long prefix are alike, choose alike and read fewer
-    weights than a bound for even routing says. Adds a copy of some KiB to each layer.
+    Random weights do not route evenly: rows behind one long prefix have similar hidden states, are routed to
+    the same experts and read fewer weights than with even routing. Adds a copy of some KiB to each layer.
     """
 
     def __init__(self, spec: ModelSpec, rows: int, device: torch.device) -> None:
@@ -39,8 +39,8 @@ class ExpertWatch:
         return routing, tiles
 
     def distinct(self, rows: int) -> tuple[float, float]:
-        """Distinct experts of the first `rows` rows of the last step that was routed: on average over the
-        layers, and what even routing would give."""
+        """Distinct experts of the first `rows` rows in the last routed step, averaged over the layers; and
+        the number expected with even routing."""
         chosen = self._chosen[:, :rows].flatten(1).long().cpu()
         hit = torch.zeros(len(chosen), self.experts + 1)
         hit.scatter_(1, chosen + 1, 1.0)

@@ -1,14 +1,14 @@
-"""The host must not hold the device up: `python -m bench.gate --model configs/models/qwen3-8b [flags]`.
+"""Whether HTTP slows the device down: `python -m bench.gate --model configs/models/qwen3-8b [flags]`.
 
-A closed loop of 1,000 clients streams from a server, of which 512 requests run, and the same requests run
-without HTTP, text and clients: the engine's own order (apply, plan, submit) over the executor alone, 1,000
-of them always there. Two figures, and what they should be:
+A closed loop of 1,000 clients streams from a server that runs 512 requests at a time. Then the same requests
+run without HTTP, text and clients: only scheduler and executor (apply, plan, submit). Two figures and their
+targets:
 
-    occupied  share of the seconds in which the device was inside a step for at least 97.5%     0.90
-    ratio     output tokens per second with HTTP over without                                   0.97
+    occupied  share of the seconds in which the device was busy for at least 97.5%     0.90
+    ratio     output tokens per second with HTTP over without                          0.97
 
-A second is reckoned from step to step: device seconds between two readings over the time between the last
-steps that each of them saw. Bias: the clients share the server's cores.
+Readings are one second apart; the busy share is the device time between two readings over the time between
+the last steps before each. Bias: the clients share the server's cores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PERIOD = 1.0
 
 
 class Reading(NamedTuple):
-    """When the last step was applied, on the server's clock; device seconds of all steps; who runs."""
+    """Time of the last applied step on the server's clock, device seconds of all steps, running requests."""
 
     at: float
     spent: float
@@ -58,15 +58,15 @@ class Reading(NamedTuple):
 
 
 def occupied(readings: Sequence[Reading], rows: int) -> tuple[float, int]:
-    """Share of the windows between readings, of those in which at least `rows` requests ran, that the
-    device was inside a step for `OCCUPIED` of; and how many there were."""
+    """Share of the windows between readings in which the device was busy for at least `OCCUPIED` of the time,
+    and the number of windows; only windows with at least `rows` running requests count."""
     full = [(a, b) for a, b in pairwise(readings) if min(a.running, b.running) >= rows and b.at > a.at]
     busy = [(b.spent - a.spent) / (b.at - a.at) >= OCCUPIED for a, b in full]
     return (sum(busy) / len(busy) if busy else 0.0), len(busy)
 
 
 class Watch:
-    """Reads a server's state once a period, until it is stopped. Owner: a thread of its own."""
+    """Reads the server's state every `PERIOD` in a thread, until it is stopped."""
 
     def __init__(self, url: str) -> None:
         self.readings: list[Reading] = []
@@ -89,24 +89,26 @@ class Watch:
 
 
 def through_http(flags: list[str], work: Workload) -> dict[str, float]:
-    """Serve `work`."""
+    """Figures of `work` over HTTP."""
     with tempfile.TemporaryDirectory() as folder:
-        log, told = Path(folder) / "log", Path(folder) / "told.json"
+        log, output = Path(folder) / "log", Path(folder) / "output.json"
         server = Server([*SERVER, *flags], log)
         try:
             server.wait_ready(300)
             watch = Watch(server.url)
             sizes = ("input_len", "output_len", "concurrency", "requests", "vocab_low", "vocab_high")
-            given = [
+            load_flags = [
                 part for name in sizes for part in ("--" + name.replace("_", "-"), str(getattr(work, name)))
             ]
-            status = load(["--url", server.url, "--workload", work.name, *given, "--output", str(told)])
+            status = load(
+                ["--url", server.url, "--workload", work.name, *load_flags, "--output", str(output)]
+            )
             watch.stop()
         finally:
             server.stop()
         if status:
             raise SystemExit(status)
-        (result,) = json.loads(told.read_text())
+        (result,) = json.loads(output.read_text())
     rows = max(each.running for each in watch.readings)
     share, seconds = occupied(watch.readings, rows)
     return {
@@ -117,8 +119,8 @@ def through_http(flags: list[str], work: Workload) -> dict[str, float]:
     }
 
 
-class Alone:
-    """The requests of a workload, so many at once, through scheduler and executor. Owner: event loop."""
+class EngineOnly:
+    """Runs the requests of a workload through scheduler and executor, without HTTP. Owner: event loop."""
 
     def __init__(self, executor: Executor, config: Config, work: Workload) -> None:
         caps = executor.capabilities
@@ -133,11 +135,11 @@ class Alone:
     def _requests(self, work: Workload) -> Iterator[Request]:
         source = Source(work, "model")
         for index in range(work.requests):
-            ids = np.array(msgspec.json.decode(source.ask(index).body)["prompt"], np.int32)
+            ids = np.array(msgspec.json.decode(source.request(index).body)["prompt"], np.int32)
             yield Request(f"r{index}", ids, SamplingParams(temperature=0.0, max_tokens=work.output_len))
 
     async def run(self, count: int) -> float:
-        """Output tokens per second, `count` requests at once."""
+        """Output tokens per second with a concurrency of `count`."""
         begun = time.perf_counter()
         self._add(count)
         self.tick()
@@ -148,7 +150,7 @@ class Alone:
         self._scheduler.add([request for _, request in zip(range(count), self._left, strict=False)])
 
     def tick(self) -> None:
-        """One turn of the engine."""
+        """One iteration of the step loop."""
         for result in self._executor.results():
             if not isinstance(result, StepResult):
                 self._done.set_exception(RuntimeError(str(result)))
@@ -165,7 +167,7 @@ class Alone:
 
 async def alone(executor: Executor, config: Config, work: Workload) -> float:
     """Output tokens per second of `work` without HTTP."""
-    runs = Alone(executor, config, work)
+    runs = EngineOnly(executor, config, work)
     loop = asyncio.get_running_loop()
 
     def wake() -> None:
@@ -179,7 +181,7 @@ async def alone(executor: Executor, config: Config, work: Workload) -> float:
 
 
 def main() -> None:
-    """Measure and keep bench/results/NAME.json."""
+    """Measure and write bench/results/NAME.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
-"""What a GPU host is and does, one line each: `python -m bench.gpu_facts`.
+"""Checks of a GPU host, one line each: `python -m bench.gpu_facts`.
 
-Everything that captured steps rely on and a CPU cannot show: kernels that read and write pinned host memory
-inside a replayed graph, dependent launch whose writes must reach the kernel after next, products into
-float32 under capture, replay from another thread. A line that says FAILED names what to switch off.
+What captured steps rely on: kernels that read and write pinned host memory inside a replayed graph, dependent
+launch (PDL) whose writes are visible two kernels later, GEMMs with float32 output under capture, replay from
+another thread. A FAILED line names the feature to switch off.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _echo(ring: tl.tensor, cursor: tl.tensor, out: tl.tensor, WORDS: tl.constexp
 
 @jit
 def _slow_add(x: tl.tensor, y: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
-    """out = x + y + 1, late: dependents that do not wait would read what was there before."""
+    """out = x + y + 1, slowly: dependent kernels that do not wait would read the old values."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin(PDL)
     value = tl.load(x + at) + tl.load(y + at)
@@ -56,7 +56,7 @@ def _slow_add(x: tl.tensor, y: tl.tensor, out: tl.tensor, BLOCK: tl.constexpr, P
 
 
 def _captured(work: Callable[[], Any]) -> Any:
-    """A graph of `work`, warmed up once."""
+    """A graph of `work`, captured after one warm-up."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -66,7 +66,7 @@ def _captured(work: Callable[[], Any]) -> Any:
 
 
 def host() -> str:
-    """Versions, and what is not installed."""
+    """Versions, and missing packages."""
     missing = []
     for name in NEEDED.split():
         try:
@@ -83,7 +83,7 @@ def host() -> str:
 
 
 def shared_memory(pdl: bool) -> str:
-    """Orders and answers through pinned rings, as `gpu.step.rings` does, replayed from another thread."""
+    """Input and output through pinned rings, as in `gpu.step.rings`, replayed from another thread."""
     words = 1024
     ring, out = (torch.zeros(4, words, dtype=torch.int32).pin_memory() for _ in range(2))
     cursor = torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -93,7 +93,7 @@ def shared_memory(pdl: bool) -> str:
 
     graph = _captured(work)
     cursor.zero_()
-    orders, answers = ring.numpy(), out.numpy()
+    inputs, outputs = ring.numpy(), out.numpy()
     stale, spans = 0, []
 
     def run() -> None:
@@ -101,24 +101,24 @@ def shared_memory(pdl: bool) -> str:
         with torch.inference_mode(), torch.cuda.device(DEVICE):
             for turn in range(ROUNDS):
                 began = time.perf_counter()
-                orders[turn % 4] = turn * 7
+                inputs[turn % 4] = turn * 7
                 graph.replay()
                 event = _cuda.Event(enable_timing=True, blocking=True)
                 event.record()
                 event.synchronize()
-                stale += int(not np.all(answers[turn % 4] == turn * 7 + 1))
+                stale += int(not np.all(outputs[turn % 4] == turn * 7 + 1))
                 spans.append(time.perf_counter() - began)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert len(spans) == ROUNDS, "the replaying thread died"
-    assert not stale, f"{stale} of {ROUNDS} orders or answers were stale"
-    return f"{1e6 * statistics.median(spans):.0f} µs from order to answer, a blocking event included"
+    assert not stale, f"{stale} of {ROUNDS} inputs or outputs were stale"
+    return f"{1e6 * statistics.median(spans):.0f} µs round trip, including a blocking event"
 
 
 def dependent_launch() -> str:
-    """Each kernel reads what the one before it wrote and the one before that; a product in between."""
+    """Each kernel reads the outputs of the last two kernels; some are followed by a GEMM."""
     size, block = 2**22, 1024
     buffers = [torch.zeros(size, device=DEVICE) for _ in range(3)]
     left, right = (torch.randn(512, 512, device=DEVICE).bfloat16() for _ in range(2))
@@ -139,15 +139,15 @@ def dependent_launch() -> str:
         torch.cuda.synchronize()
         return [buffer.clone() for buffer in buffers]
 
-    said = []
+    times = []
     for small in (False, True):
         graphs = [_captured(partial(chain, pdl, small)) for pdl in (False, True)]
         expected = result(graphs[0])
         wrong = sum(not all(map(torch.equal, expected, result(graphs[1]))) for _ in range(200))
         assert not wrong, f"{wrong} of 200 chains differ: PDL must be off (gpu/cuda.py: HOPPER)"
         spans = [_replay_us(graph) / 30 for graph in graphs]
-        said.append(f"{spans[0]:.2f} -> {spans[1]:.2f} µs")
-    return f"a kernel {said[0]}, a small one {said[1]}"
+        times.append(f"{spans[0]:.2f} -> {spans[1]:.2f} µs")
+    return f"large kernel {times[0]}, small kernel {times[1]} (without -> with PDL)"
 
 
 def _replay_us(graph: Any, times: int = 50) -> float:
@@ -161,26 +161,26 @@ def _replay_us(graph: Any, times: int = 50) -> float:
 
 
 def products() -> str:
-    """What torch does inside the graphs: a product into float32, selections by int32."""
+    """Torch operations inside graphs: a GEMM with float32 output, index_select by int32."""
     x, w = (torch.randn(n, 2048, device=DEVICE).bfloat16() for n in (33, 5000))
     rows = torch.tensor([5, 0, 32, 7], dtype=torch.int32, device=DEVICE)
-    picked, logits = x.new_zeros(64, 2048), torch.zeros(4, 5000, device=DEVICE)
+    selected, logits = x.new_zeros(64, 2048), torch.zeros(4, 5000, device=DEVICE)
 
     def work() -> None:
-        torch.index_select(x, 0, rows, out=picked[:4])
-        logits.copy_(torch.mm(picked[:4], w.t(), out_dtype=torch.float32))
+        torch.index_select(x, 0, rows, out=selected[:4])
+        logits.copy_(torch.mm(selected[:4], w.t(), out_dtype=torch.float32))
 
     graph = _captured(work)
     logits.zero_()
     graph.replay()
-    wanted = x[rows.long()].double() @ w.double().t()
-    error = float((logits - wanted).norm() / wanted.norm())
-    assert error < 1e-5, f"off by {error:.1e}: the product was rounded"
-    return f"float32 sums, off by {error:.1e}"
+    expected = x[rows.long()].double() @ w.double().t()
+    error = float((logits - expected).norm() / expected.norm())
+    assert error < 1e-5, f"relative error {error:.1e}: the GEMM output was rounded"
+    return f"float32 accumulation, relative error {error:.1e}"
 
 
 def waiting() -> str:
-    """How late a thread learns that the device is done: with a blocking event and by spinning."""
+    """Latency until a thread knows that the device is done: with a blocking event and with spinning."""
     x = torch.randn(4096, 4096, device=DEVICE)
     found = []
     for blocking in (True, False):
@@ -195,7 +195,7 @@ def waiting() -> str:
             last.synchronize()
             late.append(1e6 * (time.perf_counter() - began) - 1e3 * float(first.elapsed_time(last)))
         found.append(statistics.median(late))
-    return f"{found[0]:.0f} µs blocking, {found[1]:.0f} µs spinning, launches included"
+    return f"{found[0]:.0f} µs blocking, {found[1]:.0f} µs spinning, including launches"
 
 
 CHECKS: dict[str, Callable[[], str]] = {
@@ -209,11 +209,11 @@ CHECKS: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Say all; the exit code is the number of what failed."""
+    """Print all checks; the exit code is the number of failures."""
     failed = 0
     for name, check in CHECKS.items():
         try:
-            with torch.inference_mode():  # as all that a server captures
+            with torch.inference_mode():  # as in the server
                 said = check()
         except (RuntimeError, AssertionError, TypeError, ValueError, TritonError) as error:
             failed += 1

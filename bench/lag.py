@@ -1,4 +1,4 @@
-"""How late the event loop is."""
+"""Measures the lag of the event loop."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import time
 
 TICK = 0.005
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 
 
 class Lag:
-    """Lateness of a 5 ms timer, by a clock of its own: uvloop's counts whole milliseconds and stands
-    still during a turn of the loop. Owner: event loop."""
+    """Lateness of a 5 ms timer, by `perf_counter`: uvloop's clock has a resolution of a millisecond and does
+    not advance during an iteration. Owner: event loop."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -26,6 +26,6 @@ class Lag:
         self._handle = self._loop.call_later(TICK, self._tick)
 
     def stop(self) -> list[float]:
-        """Seconds, ascending."""
+        """Stop. Returns all lags in seconds, ascending."""
         self._handle.cancel()
         return sorted(self.seen)

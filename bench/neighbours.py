@@ -1,15 +1,15 @@
-"""What one client's options cost the others: `python -m bench.neighbours --model DIR --tokenizer DIR`.
+"""Cost of one client's options for other clients: `python -m bench.neighbours --model DIR --tokenizer DIR`.
 
-Plain greedy streams run beside one intruder after another, each with its option and without it, in turn, so
-that whatever changes with time changes both. From each run come the tokens per second of the plain streams
-and the p99 of their gaps between tokens, while all of them and the intruder stream; from `--rounds` such
-pairs the medians, and two figures with what they should be at most:
+Plain greedy streams run beside one intruder at a time. Runs with and without the intruder's option are
+interleaved, so that drift affects both. Each run gives the throughput and the p99 inter-token latency of the
+plain streams, over the time in which all of them and the intruder stream. The result has the medians of
+`--rounds` pairs of runs, and two figures with their limits:
 
-    slower_share   median of the pairs' lost share of tokens per second   0.03
-    p99_more_ms    median of the pairs' longer p99 gap                    3.0
+    slower_share   median relative loss of throughput            0.03
+    p99_more_ms    median increase of p99 inter-token latency    3.0
 
-Starts a server with random weights, or measures the one at `--url`, whose `--logit-processor` must name
-`favour=bench.neighbours:favour` for the intruder "processor". Bias: the client shares the server's cores.
+Starts a server with random weights, or measures the one at `--url`, which needs `--logit-processor
+favour=bench.neighbours:favour` for the intruder "processor". Bias: the client shares the server's cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import uvloop
 
 from bench.load.client import Client, Target
-from bench.load.prompts import Ask, Source
+from bench.load.prompts import PreparedRequest, Source
 from bench.load.records import Record
 from bench.load.workloads import ROWS, Workload
 from bench.results import write
@@ -40,14 +40,14 @@ SLOWER_SHARE, P99_MORE_MS = 0.03, 3.0
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-HELD = 32
-"""Tokens before which the intruder "min_tokens" may not end: at most --output-len."""
+MIN_TOKENS = 32
+"""`min_tokens` of the intruder of this name: at most --output-len."""
 
 _SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": msgspec.json.decode(ROWS)}}
 
 
 class Intruder(NamedTuple):
-    """One stream: what its request has more than the one it is compared with, and where it is sent."""
+    """A stream beside the plain ones: the fields of its option, and its endpoint."""
 
     option: Mapping[str, Any]
     endpoint: str = "completions"
@@ -59,7 +59,7 @@ INTRUDERS: Mapping[str, Intruder] = MappingProxyType(
         "top_logprobs": Intruder({"logprobs": True, "top_logprobs": 20}, "chat"),
         "logit_bias": Intruder({"logit_bias": {str(token): -1.0 for token in range(1, 31)}}),
         "processor": Intruder({"custom_logit_processor": "favour"}),
-        "min_tokens": Intruder({"min_tokens": HELD, "stop_token_ids": list(range(1, 20))}),
+        "min_tokens": Intruder({"min_tokens": MIN_TOKENS, "stop_token_ids": list(range(1, 20))}),
         "penalties": Intruder({"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}),
         "json_schema": Intruder({"response_format": _SCHEMA}),
     }
@@ -67,20 +67,20 @@ INTRUDERS: Mapping[str, Intruder] = MappingProxyType(
 
 
 def favour(logits: Any, output: list[int], params: dict[str, Any]) -> None:
-    """A logit processor as an operator would write one."""
+    """An example of an operator's logit processor."""
     logits[16:32] += 1.0
 
 
 class Figures(NamedTuple):
-    """Of the plain streams of one run."""
+    """Throughput and p99 inter-token latency of the plain streams of one run."""
 
     tok_s: float
     p99_ms: float
 
 
 def figures(streams: Sequence[Record], intruders: Sequence[Record]) -> Figures:
-    """Over the time in which all `streams` run, beside an intruder. Raises `RuntimeError` where a stream
-    failed or they were never all there."""
+    """Figures over the time in which all `streams` and an intruder run. Raises `RuntimeError` if a stream
+    failed or they never ran all together."""
     for record in (*streams, *intruders):
         if record.bad is not None:
             raise RuntimeError(f"a stream failed: {record.bad} {record.detail}")
@@ -90,13 +90,13 @@ def figures(streams: Sequence[Record], intruders: Sequence[Record]) -> Figures:
     inside = [times[(times >= began) & (times <= ended)] for times in arrived]
     tokens = sum(len(times) - 1 for times in inside)
     if ended <= began or tokens < len(streams):
-        raise RuntimeError("the streams did not run together: make --output-len longer")
+        raise RuntimeError("the streams did not run together: increase --output-len")
     gaps = np.concatenate([np.diff(times) for times in inside])
     return Figures(tokens / (ended - began), float(np.percentile(gaps, 99)) * 1e3)
 
 
 def verdict(pairs: Sequence[tuple[Figures, Figures]]) -> dict[str, Any]:
-    """Of runs without the option and with it."""
+    """Medians over pairs of runs without and with the option, and whether they are within the limits."""
     slower = median(1 - own.tok_s / plain.tok_s for plain, own in pairs)
     more = median(own.p99_ms - plain.p99_ms for plain, own in pairs)
     found: dict[str, Any] = {"slower_share": round(slower, 4), "p99_more_ms": round(more, 2)}
@@ -115,11 +115,11 @@ class Neighbours:
         self._clients = {endpoint: Client(target, endpoint) for endpoint in ("completions", "chat")}
         self._plain = Source(work, model)
         text = msgspec.structs.replace(work, endpoint="chat", prompt_kind="text")
-        self._asked = {"completions": self._plain, "chat": Source(text, model)}
+        self._sources = {"completions": self._plain, "chat": Source(text, model)}
         self._streams = work.requests
 
     async def run(self, intruder: Intruder, option: bool) -> Figures:
-        """All plain streams beside an intruder, which asks again whenever its answer ends."""
+        """Run all plain streams beside an intruder, which sends its next request when its answer ends."""
         others: list[Record] = []
         extra = intruder.option if option else {}
         async with asyncio.TaskGroup() as group:
@@ -134,11 +134,13 @@ class Neighbours:
             client.close()
 
     async def _send(self, endpoint: str, index: int, extra: Mapping[str, Any] = _NOTHING) -> Record:
-        ask = self._asked[endpoint].ask(index)
+        request = self._sources[endpoint].request(index)
         if extra:
-            body = msgspec.json.decode(ask.body) | extra
-            ask = Ask(ask.index, ask.turn, msgspec.json.encode(body), None, ask.prompt)
-        record, _ = await self._clients[endpoint].send(ask)
+            body = msgspec.json.decode(request.body) | extra
+            request = PreparedRequest(
+                request.index, request.turn, msgspec.json.encode(body), None, request.prompt
+            )
+        record, _ = await self._clients[endpoint].send(request)
         return record
 
 
@@ -147,7 +149,7 @@ async def measure(url: str, names: Sequence[str], rounds: int, work: Workload) -
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         model = msgspec.json.decode(answer.read())["data"][0]["id"]
     neighbours = Neighbours(Target.of(url), model, work)
-    gc.disable()  # a collection is a gap of this client's own
+    gc.disable()  # a garbage collection of the client would show as a gap
     try:
         return {name: await _pairs(neighbours, name, rounds) for name in names}
     finally:
@@ -169,11 +171,11 @@ async def _pairs(neighbours: Neighbours, name: str, rounds: int) -> dict[str, An
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and keep the figures."""
+    """Measure and write bench/results/NAME.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--url", help="of a running server; without, one is started with the flags given")
+    parser.add_argument("--url", help="of a running server; default: start one with the remaining flags")
     parser.add_argument("--name", default="neighbours", help="of the file under bench/results")
     parser.add_argument("--intruders", default=",".join(INTRUDERS), help="separated by commas")
     parser.add_argument("--streams", type=int, default=64)
@@ -184,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, flags = parser.parse_known_args(argv)
     names = args.intruders.split(",")
     if unknown := set(names) - INTRUDERS.keys():
-        parser.error(f"--intruders: {', '.join(sorted(unknown))} is none of {', '.join(INTRUDERS)}")
+        parser.error(f"--intruders: {', '.join(sorted(unknown))} unknown, choose from {', '.join(INTRUDERS)}")
     work = Workload(
         name="neighbours", requests=args.streams, concurrency=args.streams, input_len=args.input_len,
         output_len=args.output_len, vocab_low=min(1_000, args.vocab_high // 2), vocab_high=args.vocab_high,
@@ -194,18 +196,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         return uvloop.run(measure(url, names, args.rounds, work))
 
     if args.url:
-        told = found(args.url)
+        results = found(args.url)
     else:
         with tempfile.TemporaryDirectory() as folder:
             processor = ("--logit-processor", "favour=bench.neighbours:favour")
             server = Server([*SERVER, *processor, *flags], Path(folder) / "log")
             try:
                 server.wait_ready(300)
-                told = found(server.url)
+                results = found(server.url)
             finally:
                 server.stop()
     sizes = {"streams": args.streams, "rounds": args.rounds, "output_len": args.output_len}
-    write(args.name, {**sizes, "input_len": args.input_len, "server_flags": flags, "intruders": told})
+    write(args.name, {**sizes, "input_len": args.input_len, "server_flags": flags, "intruders": results})
 
 
 if __name__ == "__main__":

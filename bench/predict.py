@@ -1,19 +1,19 @@
-"""What a change of scheduling would do to the table, without a GPU: `python -m bench.predict`.
+"""Predicts throughput and latency of the table without a GPU: `python -m bench.predict`.
 
-The scenarios' closed loops through the real scheduler, one step planned ahead, over a device that takes as
-long as steps of an H200 were measured to take: tables of products and experts by rows, rates of attention and
-of what is done to a token. As things are, and paced (`--mixed-tokens 2048`); measured, in brackets:
+Runs the closed loops of the scenarios through the real scheduler, one step planned ahead, with a simulated
+device whose step times were measured on an H200: GEMMs and experts by rows, attention by keys, other work by
+tokens. Predicted with the defaults and paced (`--mixed-tokens 2048`); measured values in brackets:
 
                        c32              c256             prefill            short512
     8B                 3,678 (3,761)    6,240 (6,375)    41,793 (42,095)    19,976 (18,663)
     30B-A3B            1,986 (2,068)    7,291 (7,496)    69,761 (71,397)    20,600 (20,299)
     30B-A3B, paced     1,976 (2,052)    7,058 (7,094)                       20,104 (20,238)
 
-Before steps of 2,048 tokens had been measured it said 7,770 for the paced 256 callers: what it has no figure
-of it does not know.
+The prediction is only as good as its step times: before steps of 2,048 tokens had been measured it was 7,770
+for the paced c256.
 
-Bias: answers cost the loop nothing, so 512 short rows come out 6 to 9% fast; no cascade, so `shared` is left
-out; every answer has its whole length.
+Bias: delivery costs no time, so short512 is predicted 6 to 9% too fast; no cascade attention, so `shared` is
+not predicted; every output has its full length.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from core.schedule.scheduler import Scheduler
 from gpu.step.shapes import decode_sizes, fit, mixed_sizes
 
 Table = Mapping[int, float]
-"""Microseconds by rows; between them in a line, and behind the last in proportion."""
+"""Microseconds by rows: linear interpolation between entries, proportional beyond the last."""
 
 TURN = 1.5e-3
-"""Seconds from an answer's end to its client's next request."""
+"""Seconds from the end of an answer to the client's next request."""
 
 WHOLE = 8192
-"""Tokens of a step on a GPU."""
+"""Token budget of a step on a GPU."""
 
 PAGES, PAGE, ROWS = 45_000, 16, 512
 
 
 class StepTimes(NamedTuple):
-    """Microseconds a layer: `products` of all kinds by tokens, `token` for what is done to each, `least` of
-    that; `own` for each key of a decode row, `seen` for each query and key of a prompt. `head` once a step,
-    by rows that sample."""
+    """Microseconds per layer: `products` for all GEMMs by tokens; `token` for other work per token, at least
+    `least`; `own` for each key of a decode row; `seen` for each query and key of a prefill chunk. `head`:
+    once a step, by rows that sample."""
 
     layers: int
     products: Table
@@ -84,12 +84,12 @@ MODELS = {
         {1: 210, 32: 220, 256: 360, 512: 630},
     ),
 }
-"""Of `bench/results/step-*.json` and `experts-h200.json`; at thousands of tokens as inside a step, at the
-power limit; the 30B's 2,048 of what its paced steps took."""
+"""From `bench/results/step-*.json` and `experts-h200.json`; those of thousands of tokens from whole steps, at
+the power limit; the 30B's value at 2,048 from its paced steps."""
 
 
 def interpolated(table: Table, rows: int) -> float:
-    """Of a table at so many rows."""
+    """The value of a table at `rows`."""
     known = [*table]
     if rows > known[-1]:
         return table[known[-1]] * rows / known[-1]
@@ -97,14 +97,14 @@ def interpolated(table: Table, rows: int) -> float:
 
 
 class Device:
-    """How long a step takes, in seconds."""
+    """Simulates step times."""
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
         self._decode, self._mixed = decode_sizes(ROWS), mixed_sizes(WHOLE)
 
     def seconds(self, plan: StepPlan, keys: int) -> float:
-        """Of a plan whose decode rows have so many keys together."""
+        """Seconds of a plan whose decode rows have `keys` keys in total."""
         times, rows = self._times, len(plan.decode_slots)
         tokens = rows + sum(len(chunk.tokens) for chunk in plan.chunks)
         padded = fit(self._mixed if plan.chunks else self._decode, tokens)
@@ -117,13 +117,13 @@ class Device:
 
 
 class ClosedLoop:
-    """A scenario's callers, the scheduler, and steps one after the other."""
+    """The clients of a scenario, the scheduler, and a simulated device."""
 
     def __init__(self, work: Workload, device: Device, config: ScheduleConfig) -> None:
         self._work, self._device = work, device
         self.now = 0.0
         self._free = 0.0
-        """When the device is through with what it was given."""
+        """When the device has finished the submitted steps."""
         capabilities = Capabilities(
             num_pages=PAGES,
             page_size=PAGE,
@@ -136,87 +136,87 @@ class ClosedLoop:
         self._scheduler = Scheduler(capabilities, CacheManager(PAGES, PAGE), config, lambda: self.now)
         self._lengths = np.zeros(ROWS + 1, np.int64)
         self._rng = np.random.default_rng(0)
-        self._born: dict[str, float] = {}
-        self._said: dict[str, float] = {}
-        self.firsts: list[float] = []
+        self._arrivals: dict[str, float] = {}
+        self._last_token: dict[str, float] = {}
+        self.ttfts: list[float] = []
         self.gaps: list[float] = []
-        self.made = 0
+        self.tokens = 0
 
     def run(self) -> None:
-        """Until the last answer has ended."""
+        """Run until the last request has finished."""
         due = [0.004 * at / self._work.concurrency for at in range(self._work.concurrency)]
-        asked, ended, flying = len(due), 0, list[tuple[float, StepPlan]]()
+        sent, ended, in_flight = len(due), 0, list[tuple[float, StepPlan]]()
         while ended < self._work.requests:
             while due and due[0] <= self.now:
                 self._ask(heapq.heappop(due))
-            while len(flying) < 2 and (plan := self._scheduler.plan()) is not None:
+            while len(in_flight) < 2 and (plan := self._scheduler.plan()) is not None:
                 self._free = max(self._free, self.now) + self._device.seconds(plan, self._keys(plan))
-                flying.append((self._free, plan))
-            if not flying:
+                in_flight.append((self._free, plan))
+            if not in_flight:
                 self.now = due[0]
                 continue
-            self.now, plan = flying.pop(0)
+            self.now, plan = in_flight.pop(0)
             over = self._apply(plan)
             ended += over
-            for _ in range(min(over, self._work.requests - asked)):
+            for _ in range(min(over, self._work.requests - sent)):
                 heapq.heappush(due, self.now + TURN)
-                asked += 1
+                sent += 1
 
     def _ask(self, at: float) -> None:
         prompt = self._rng.integers(1_000, 90_000, self._work.input_len, np.int32)
-        request = Request(f"r{len(self._born)}", prompt, SamplingParams(max_tokens=self._work.output_len))
-        self._born[request.id] = at
+        request = Request(f"r{len(self._arrivals)}", prompt, SamplingParams(max_tokens=self._work.output_len))
+        self._arrivals[request.id] = at
         self._scheduler.add([request])
 
     def _keys(self, plan: StepPlan) -> int:
-        """Of the decode rows; the lengths behind the step are kept."""
+        """Keys of the decode rows; updates the lengths to those after the step."""
         for chunk in plan.chunks:
             self._lengths[chunk.slot] = chunk.start + len(chunk.tokens)
         self._lengths[plan.decode_slots] += 1
         return int(self._lengths[plan.decode_slots].sum())
 
     def _apply(self, plan: StepPlan) -> int:
-        """How many answers ended."""
-        told = self._scheduler.apply(StepResult(plan.step, np.full(plan.num_samples, 7, np.int32)))
-        for request in told.requests:
-            if request.id in self._said:
-                self.gaps.append(self.now - self._said[request.id])
+        """Apply the result of `plan`. Returns how many requests finished."""
+        output = self._scheduler.apply(StepResult(plan.step, np.full(plan.num_samples, 7, np.int32)))
+        for request in output.requests:
+            if request.id in self._last_token:
+                self.gaps.append(self.now - self._last_token[request.id])
             else:
-                self.firsts.append(self.now - self._born[request.id])
-            self._said[request.id] = self.now
-        self.made += len(told.tokens)
-        return len(told.ends)
+                self.ttfts.append(self.now - self._arrivals[request.id])
+            self._last_token[request.id] = self.now
+        self.tokens += len(output.tokens)
+        return len(output.ends)
 
 
 def figures(model: str, work: Workload, config: ScheduleConfig) -> dict[str, tuple[float, int]]:
-    """Rates, and in milliseconds what callers wait for; each with the digits that mean something."""
+    """Throughput in tokens/s and latencies in ms, each with its significant digits."""
     loop = ClosedLoop(work, Device(MODELS[model]), config)
     loop.run()
     return {
-        "out_tok_s": (loop.made / loop.now, 0),
-        "tot_tok_s": ((loop.made + work.requests * work.input_len) / loop.now, 0),
-        "ttft_ms": (1e3 * statistics.median(loop.firsts), 0),
+        "out_tok_s": (loop.tokens / loop.now, 0),
+        "tot_tok_s": ((loop.tokens + work.requests * work.input_len) / loop.now, 0),
+        "ttft_ms": (1e3 * statistics.median(loop.ttfts), 0),
         "itl_ms": (1e3 * statistics.median(loop.gaps), 1),
         "itl_p99_ms": (1e3 * statistics.quantiles(loop.gaps, n=100)[98], 1),
     }
 
 
 def main() -> int:
-    """Print them: what is reckoned is no result."""
+    """Print the predictions; they are not written to results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scenario", nargs="+", default=["c32", "c256", "prefill", "short512"])
     parser.add_argument("--step-tokens", type=int, default=WHOLE)
     parser.add_argument("--mixed-tokens", type=int, nargs="+", default=[0])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     for model in MODELS:
-        for name in asked.scenario:
-            for mixed in asked.mixed_tokens:
-                config = ScheduleConfig(step_tokens=asked.step_tokens, mixed_tokens=mixed)
+        for name in args.scenario:
+            for mixed in args.mixed_tokens:
+                config = ScheduleConfig(step_tokens=args.step_tokens, mixed_tokens=mixed)
                 found = figures(model, SCENARIOS[name], config)
-                told = "  ".join(f"{key} {value:8,.{digits}f}" for key, (value, digits) in found.items())
-                print(f"{model:14} {name:9} mixed {mixed:5}  {told}", flush=True)
+                output = "  ".join(f"{key} {value:8,.{digits}f}" for key, (value, digits) in found.items())
+                print(f"{model:14} {name:9} mixed {mixed:5}  {output}", flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""One JSON file a figure, with the conditions it was measured under."""
+"""Writes results as JSON files, with the conditions of the measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def conditions() -> dict[str, Any]:
-    """Date, machine and versions. Nothing that names a person or a path."""
+    """Date, commit, machine and versions, without names of persons or paths."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
@@ -26,13 +26,13 @@ def conditions() -> dict[str, Any]:
 
 
 def write(name: str, figures: dict[str, Any]) -> None:
-    """Keep `figures` under bench/results/NAME.json and show them."""
-    print(keep(name, figures))
+    """Write `figures` to bench/results/NAME.json and print them."""
+    print(save(name, figures))
 
 
-def keep(name: str, figures: dict[str, Any]) -> str:
-    """The text that bench/results/NAME.json holds now. A long run calls it after each of its cases:
-    whatever cuts it off leaves those that were measured."""
+def save(name: str, figures: dict[str, Any]) -> str:
+    """Write `figures` to bench/results/NAME.json and return its text. Long runs call it after each case, so
+    that an interruption loses no results."""
     text = json.dumps({"name": name, "conditions": conditions(), **figures}, indent=1)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n")

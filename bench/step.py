@@ -1,14 +1,14 @@
-"""Where a step's time goes: the device, the launch thread, the waiter thread, the loop.
+"""Step time of the device, and CPU time of launch thread, waiter thread and event loop.
 
     python -m bench.step --model DIR [--load-format dummy] [any flag of the server]
 
-The engine's own order (apply, plan, submit) over the real executor, without HTTP and text. Steady rows
-decode behind prompts of --context tokens; "mixed" is a closed loop of prompts and answers, "prefill" one
-of prompts of four times --context, "shared" one of prompts that begin alike. "loaded" burns --per-row
-microseconds of Python per row and step on the loop, in slices, as delivery does.
+The step loop (apply, plan, submit) over the real executor, without HTTP and text. "decodeN": N rows decode
+behind prompts of --context tokens; "mixed": a closed loop of prefill and decode; "prefill": the same with
+prompts of four times --context; "shared": with prompts that share a prefix. Each case also runs "loaded":
+--per-row microseconds of Python per row and step on the event loop, in slices, to simulate delivery.
 
-Bias: random token ids; the loop's burnt time holds the GIL throughout,
-where real delivery gives it up in each write.
+Bias: random token ids; the simulated delivery holds the GIL throughout, real delivery releases it in each
+write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import uvloop
 from app.cli import parse
 from bench.experts import ExpertWatch
 from bench.lag import Lag
-from bench.results import keep
+from bench.results import save
 from bench.trace import KernelTrace
 from core.cache.manager import CacheManager
 from core.clock import monotonic
@@ -47,18 +47,18 @@ SLICE = 24
 OCCUPIED = 0.975
 WARM_STEPS = 20
 KERNELS = 24
-"""Of a case, the dearest, that are kept."""
+"""Kernels of a case in the results, the slowest ones."""
 
 FILLED = 0.9
-"""Of the pages, that the rows of a case may come to hold. With more asked for, the scheduler would keep
-some of the rows waiting, and the case would never be what its name says."""
+"""Share of the pages that the rows of a case may use. With more, the scheduler would keep some rows
+waiting."""
 
 PATIENCE = 60.0
 """Seconds in which all rows of a case must run."""
 
 
 class Case(NamedTuple):
-    """`output` 0 decodes until the time is over, else each answer has that many tokens and is followed
+    """`output` 0: decode until the time is over; otherwise each output has that many tokens and is followed
     by a new prompt. The first `shared` tokens of all prompts are the same."""
 
     name: str
@@ -68,8 +68,9 @@ class Case(NamedTuple):
     shared: int = 0
 
 
-class Look(NamedTuple):
-    """At a running case for `seconds`, then at its kernels for `window` more; `watch` is for experts."""
+class Measurement(NamedTuple):
+    """Measure a running case for `seconds`, then trace its kernels for `window` more; `watch` records
+    experts."""
 
     seconds: float
     window: float = 0.0
@@ -77,7 +78,7 @@ class Look(NamedTuple):
 
 
 class Driver:
-    """What the engine does between results, and a count of what came. Owner: event loop."""
+    """The step loop without delivery, and counters. Owner: event loop."""
 
     def __init__(self, executor: Executor, config: Config) -> None:
         self._executor = executor
@@ -97,13 +98,13 @@ class Driver:
         self.failure = ""
 
     def begin(self, case: Case, per_row: float) -> None:
-        """Fill the rows of `case`."""
+        """Add the requests of `case`."""
         self._case, self._per_row = case, per_row
         self.scheduler.add([self._request(row) for row in range(case.rows)])
         self.tick()
 
     def end(self) -> None:
-        """Let nothing follow."""
+        """Abort all requests and add no new ones."""
         self._case = self._case._replace(rows=0)
         for request in self.scheduler.requests():
             self.scheduler.abort(request)
@@ -113,14 +114,14 @@ class Driver:
         caps, case = self._executor.capabilities, self._case
         prompt = self._rng.integers(1, caps.vocab_size - 1, case.context).astype(np.int32)
         prompt[: case.shared] = np.arange(1, case.shared + 1)
-        # The first answers are of every length, so that later ones do not end together.
+        # The first outputs have different lengths, so that later ones do not end together.
         most = case.output or min(caps.context_length, room(caps, case.rows)) - case.context
         if case.output and row >= 0:
             most = 1 + row * case.output // case.rows
         return Request(f"r{self._made}", prompt, SamplingParams(temperature=0.0, max_tokens=most))
 
     def tick(self) -> None:
-        """One turn: results, a plan, then the load that delivery would be."""
+        """One iteration: apply results, submit plans, then simulate the load of delivery."""
         now = time.perf_counter()
         for result in self._executor.results():
             if isinstance(result, StepFailure | CommandDone):
@@ -150,12 +151,12 @@ class Driver:
 
 
 def room(caps: Capabilities, rows: int) -> int:
-    """Tokens, of prompt and answer together, that each of `rows` requests may have."""
+    """Tokens of prompt and output that each of `rows` requests may have."""
     return int(FILLED * (caps.num_pages - 1) * caps.page_size) // max(rows, 1)
 
 
 class CpuTimes:
-    """CPU seconds of the device's threads and of the calling one."""
+    """CPU seconds of the executor's threads and of the calling one."""
 
     def __init__(self) -> None:
         self._clocks = {"loop": time.CLOCK_THREAD_CPUTIME_ID}
@@ -169,7 +170,7 @@ class CpuTimes:
 
 
 async def trace(driver: Driver, seconds: float) -> dict[str, Any]:
-    """Kernels of the running case. Recording slows a step down, so nothing else is measured meanwhile."""
+    """Trace kernels of the running case. Tracing slows steps down, so nothing else is measured meanwhile."""
     first, recorder = len(driver.steps), KernelTrace()
     await asyncio.sleep(seconds)
     times, busy = recorder.stop(len(driver.steps) - first)
@@ -177,33 +178,33 @@ async def trace(driver: Driver, seconds: float) -> dict[str, Any]:
 
 
 def routed(watch: ExpertWatch | None, case: Case) -> dict[str, Any]:
-    """Experts that the rows of a step choose."""
+    """Distinct experts that the rows of a step are routed to."""
     if watch is None:
         return {}
     found, even = watch.distinct(case.rows)
     return {"distinct_experts": round(found, 1), "distinct_if_even": round(even, 1)}
 
 
-async def measure(driver: Driver, case: Case, per_row: float, look: Look) -> dict[str, Any]:
-    """Fill the rows, wait until they run, look at them."""
+async def measure(driver: Driver, case: Case, per_row: float, measurement: Measurement) -> dict[str, Any]:
+    """Start the rows of a case, wait until all run, measure."""
     driver.begin(case, per_row)
     late = time.perf_counter() + PATIENCE
     while driver.scheduler.running < case.rows and not case.output:
         await asyncio.sleep(0.01)
         if driver.failure or time.perf_counter() > late:
             raise RuntimeError(driver.failure or f"{driver.scheduler.running} of {case.rows} rows run")
-    # Some prompts may still be under way: as many steps as those could take.
+    # Some prompts may still be in prefill: wait for as many steps as they can take.
     settled = len(driver.steps) + WARM_STEPS + case.rows * case.context // driver.budget
     while len(driver.steps) < settled:
         await asyncio.sleep(0.01)
     times, lag = CpuTimes(), Lag()
     first, tokens, before, begun = len(driver.steps), driver.tokens, times.read(), time.perf_counter()
-    await asyncio.sleep(look.seconds)
+    await asyncio.sleep(measurement.seconds)
     wall, after, made = time.perf_counter() - begun, times.read(), driver.tokens - tokens
     steps, lags = driver.steps[first:], lag.stop()
-    more = routed(look.watch, case)
-    if look.window and not per_row:
-        more |= await trace(driver, look.window)
+    more = routed(measurement.watch, case)
+    if measurement.window and not per_row:
+        more |= await trace(driver, measurement.window)
     driver.end()
     while not driver.scheduler.idle:
         await asyncio.sleep(0.01)
@@ -225,7 +226,7 @@ async def measure(driver: Driver, case: Case, per_row: float, look: Look) -> dic
 
 
 def _windows(steps: list[tuple[float, float]], begun: float, wall: float) -> float:
-    """Share of whole seconds in which the device was inside a step for at least `OCCUPIED` of the time."""
+    """Share of the seconds in which the device was busy for at least `OCCUPIED` of the time."""
     inside = np.zeros(max(int(wall), 1))
     for at, spent in steps:
         end, start = at - begun, at - begun - spent
@@ -235,9 +236,9 @@ def _windows(steps: list[tuple[float, float]], begun: float, wall: float) -> flo
 
 
 async def run(
-    executor: Executor, config: Config, args: argparse.Namespace, look: Look
+    executor: Executor, config: Config, args: argparse.Namespace, measurement: Measurement
 ) -> AsyncIterator[dict[str, Any]]:
-    """All cases, idle loop and loaded."""
+    """All cases, each with an idle and a loaded event loop."""
     driver = Driver(executor, config)
     loop = asyncio.get_running_loop()
 
@@ -255,22 +256,22 @@ async def run(
     try:
         for case in cases:
             for load in (0.0, args.per_row / 1e6):
-                yield await measure(driver, case, load, look)
+                yield await measure(driver, case, load, measurement)
     finally:
         executor.close()
 
 
-async def tell(cases: AsyncIterator[dict[str, Any]], name: str, about: dict[str, Any]) -> None:
-    """Show and keep each as it comes."""
+async def report(cases: AsyncIterator[dict[str, Any]], name: str, about: dict[str, Any]) -> None:
+    """Print and save each case when it is measured."""
     found = []
     async for case in cases:
         show(case)
         found.append(case)
-        keep(name, about | {"cases": found})
+        save(name, about | {"cases": found})
 
 
 def show(found: dict[str, Any]) -> None:
-    """A case on a line, its kernels on one each."""
+    """Print a case on one line, and each of its kernels."""
     print({name: value for name, value in found.items() if name != "kernels"}, flush=True)
     for each in found.get("kernels", ()):
         print(
@@ -281,23 +282,27 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure and keep bench/results/NAME.json."""
+    """Measure and write bench/results/NAME.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--name", default="step", help="of the file under bench/results")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt, where they fit")
-    parser.add_argument("--output", type=int, default=256, help="tokens of an answer in the mixed case")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each look")
-    parser.add_argument("--only", nargs="+", help="of the cases decodeROWS, mixed, prefill, shared")
-    parser.add_argument("--experts", action="store_true", help="count the experts that rows choose")
-    parser.add_argument("--trace", type=float, default=0.0, help="seconds of each case's kernels to keep")
-    parser.add_argument("--per-row", type=float, default=8.0, help="microseconds of loop time when loaded")
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens of a prompt, fewer if the pool is too small"
+    )
+    parser.add_argument("--output", type=int, default=256, help="output tokens in the mixed case")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
+    parser.add_argument("--only", nargs="+", help="cases to run: decodeROWS, mixed, prefill, shared")
+    parser.add_argument("--experts", action="store_true", help="count distinct experts")
+    parser.add_argument("--trace", type=float, default=0.0, help="seconds of kernel tracing in each case")
+    parser.add_argument(
+        "--per-row", type=float, default=8.0, help="microseconds of event loop time per row when loaded"
+    )
     args, rest = parser.parse_known_args()
     config = parse(rest)
     if args.trace and (config.model.device == "cpu" or not torch.cuda.is_available()):
-        parser.error("--trace records kernels: it needs a GPU")
+        parser.error("--trace needs a GPU")
     source = Path(config.model.model)
     begun = time.perf_counter()
     spec = spec_of(source)
@@ -308,7 +313,9 @@ def main() -> None:
     executor.prepare(lambda share: None)
     start = time.perf_counter() - begun
     about = {"device": executor.capabilities.device, "build_s": round(start, 2)}
-    uvloop.run(tell(run(executor, config, args, Look(args.seconds, args.trace, watch)), args.name, about))
+    uvloop.run(
+        report(run(executor, config, args, Measurement(args.seconds, args.trace, watch)), args.name, about)
+    )
 
 
 if __name__ == "__main__":

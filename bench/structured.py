@@ -1,18 +1,18 @@
-"""Constraints against real schemas: what compiles, what is let through, what a mask costs.
+"""JSON schema support: which schemas compile, which instances are accepted, what a mask costs.
 
     python -m bench.structured --data FILE --tokenizer DIR
                       masks, over every schema of MaskBench
-      --behind 1000   the same for that many of them behind a thinking
-      --generate 300  SmolLM2 writes, jsonschema reads
-      --hostile       its stream beside grammars that mean harm
-      --lenient       masks, over what "strict": false lets through
-      --suite DIR     without --data: verdicts on the official JSON-Schema-Test-Suite
+      --behind 1000   the same for that many of them, behind a thinking
+      --generate 300  SmolLM2 generates, jsonschema validates
+      --hostile       inter-token latency of a stream beside hostile grammars
+      --lenient       masks, with schemas under "strict": false
+      --suite DIR     without --data: the official JSON-Schema-Test-Suite
 
-The first feeds each schema's valid and invalid instances (compact JSON) token by token through the masks:
-a token is taken only if its bit is set, and the text counts as accepted if an end may follow. Schemas
-come in a shuffled order, so a run that `--seconds` ends has seen a sample. Compile times are what a
-client waits for: checks, thread, helper process and first masks included. Bias: labels are the data
-set's own; one process on a machine that is shared, one row at a time, so a mask's time is an upper bound.
+The first feeds each schema's valid and invalid instances (compact JSON) token by token through the masks: a
+token is accepted only if its bit is set, and the text counts as accepted if an end token may follow. Schemas
+are shuffled, so a run that `--seconds` ends has measured a random sample. Compile times are those of a
+client: checks, thread, helper process and first masks included. Bias: labels are those of the data set; one
+process on a shared machine, one row at a time, so the time of a mask is an upper bound.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from gpu.grammar import Compiler
 from gpu.grammar.stepper import Grammar
 
 WIDTH = 151_936
-"""Logits of the Qwen3 models: 267 more than the tokenizer has tokens."""
+"""Logits of the Qwen3 models: 267 more than tokens in the tokenizer."""
 ENDS = (151_645, 151_643)
 SEED = 0
 
@@ -77,8 +77,8 @@ def cases(data: Path) -> list[Case]:
 
 
 def suite(directory: Path) -> list[Case]:
-    """The groups of the official suite's draft 2020-12, formats as assertions included. The file that has
-    formats as annotations says the opposite of those, and is left out."""
+    """The groups of the official suite's draft 2020-12, with formats as assertions. `format.json`, which
+    expects formats as annotations, is left out."""
     found = []
     root = directory / "tests" / "draft2020-12"
     for path in sorted([*root.glob("*.json"), *root.glob("optional/**/*.json")]):
@@ -90,27 +90,27 @@ def suite(directory: Path) -> list[Case]:
 
 
 class Tally:
-    """What was counted over all schemas."""
+    """Counts over all schemas."""
 
     def __init__(self, before: list[int] | None = None, lenient: bool = False) -> None:
         self.lenient = lenient
-        """Schemas are taken as "strict": false takes them."""
+        """Compile schemas as under "strict": false."""
         self.before = before
-        """Tokens of a thinking that each instance stands behind; None: it is the whole answer."""
+        """Tokens of a thinking before each instance; None: the instance is the whole answer."""
         self.thinking: list[float] = []
-        """Seconds of their masks."""
+        """Seconds per mask within the thinking."""
         self.schemas = 0
         self.refused: Counter[str] = Counter()
         self.warned = 0
-        """Schemas of which something is not held."""
+        """Schemas with keywords that are not enforced."""
         self.compile: list[float] = []
         self.fills: list[float] = []
         self.valid = 0
         self.invalid = 0
         self.accepted: list[str] = []
-        """Invalid instances that were let through."""
+        """Schemas whose invalid instances were accepted."""
         self.rejected: Counter[str] = Counter()
-        """Valid ones that were not, by what stopped them."""
+        """Valid instances that were rejected, by reason."""
 
     def figures(self) -> dict[str, Any]:
         failed = sum(self.refused.values())
@@ -139,17 +139,17 @@ NUMBER = "number spelling: 2.0 for an integer, exponents"
 LIMIT = "complexity limit"
 BESIDE = "keywords beside $ref hold, as from draft 2019-09 on"
 WHY = {
-    ORDER: "Declared properties are written first and in their order, so what a model writes is found in "
-    "time linear in the schema. The instance has the same properties in another order; a model is held to "
-    "this one, and nothing that can be said is lost.",
-    NUMBER: "Numbers under bounds or multipleOf are written without exponents, and integers without a "
-    "fraction: 2.0 is written 2.",
+    ORDER: "Declared properties must be generated first and in the order of the schema, so that the grammar "
+    "is linear in the schema. The instance has the same properties in another order; every set of values can "
+    "be generated in the required order.",
+    NUMBER: "Numbers with bounds or multipleOf are generated without exponents, and integers without a "
+    "fraction: 2 instead of 2.0.",
     LIMIT: "Github_easy---o21053 (both instances) and Github_trivial---o78117: a pattern of a hundred words "
-    "within a length of 5,000, and an unanchored pattern of property names, pass the lexer's limit of "
-    "expressions when their string begins. The request ends with this reason. Limits that let them through "
-    "let one mask take 340 to 900 ms, for which every other row would wait.",
+    "within a length of 5,000, and an unanchored pattern of property names, exceed the lexer's limit of "
+    "expressions when their string begins. The request ends with this reason. With higher limits one mask "
+    "takes 340 to 900 ms, which would delay every other row.",
     BESIDE: "Github_hard---o13693 has 'required' beside a '$ref': draft 7 ignores it there, later drafts do "
-    "not, and what is written is valid under both.",
+    "not; the generated output is valid under both.",
 }
 """Why valid instances are rejected."""
 THINKING = (
@@ -163,15 +163,15 @@ def _percentiles(values: list[float], scale: float) -> dict[str, float]:
 
 
 async def measure(arguments: argparse.Namespace) -> Tally:
-    """Every schema, or as many as fit into the time."""
+    """Measure every schema, or as many as the time allows."""
     tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
     compiler = Compiler(tokenizer.token_table(WIDTH), HelperProcess(), cache_bytes=2**24)
     before = tokenizer.encode(f"{THINKING}</think>\n\n", add_special=False).tolist()
     tally = Tally(before if arguments.behind else None, arguments.lenient)
     deadline = time.monotonic() + arguments.seconds
-    given = suite(arguments.suite) if arguments.suite else cases(arguments.data)
+    selected = suite(arguments.suite) if arguments.suite else cases(arguments.data)
     try:
-        for case in given[: arguments.behind or arguments.schemas or None]:
+        for case in selected[: arguments.behind or arguments.schemas or None]:
             if time.monotonic() > deadline:
                 break
             await _one(case, compiler, tokenizer, tally)
@@ -205,11 +205,11 @@ async def _one(case: Case, compiler: Compiler, tokenizer: Tokenizer, tally: Tall
         try:
             ids = tokenizer.encode(written, add_special=False).tolist()
         except RequestError:
-            continue  # a lone surrogate: no tokenizer can write it
+            continue  # a lone surrogate, which no tokenizer can encode
         fills: list[float] = []
         ids = (tally.before or []) + ids
         stopped = _feed(grammar, ids, fills)
-        if stopped is not None and stopped.reason:  # as `Matchers` does; the next instance has a new one
+        if stopped is not None and stopped.reason:  # recompile a broken grammar, as `Matchers` does
             grammar.broken = True
             grammar = await compiler.compile(spec)
             assert isinstance(grammar, Grammar)
@@ -235,7 +235,7 @@ class Stopped(NamedTuple):
 
 
 def _feed(grammar: Grammar, ids: list[int], fills: list[float]) -> Stopped | None:
-    """Take `ids` and an end through the masks; None when all were allowed."""
+    """Feed `ids` and an end token through the masks; None when all were allowed."""
     stepper, state, _ = grammar.matcher()
     bits = np.zeros((1, stepper.words), np.int32)
     for at, token in enumerate([*ids, ENDS[0]]):
@@ -253,7 +253,7 @@ def _feed(grammar: Grammar, ids: list[int], fills: list[float]) -> Stopped | Non
 
 
 def _keyword(message: str) -> str:
-    """What a refusal is about, short enough to count."""
+    """The keyword or cause of a compile error, for counting."""
     if found := re.search(r"keyword '([^']+)'|keys: \[\"([^\"]+)", message):
         return found[1] or found[2]
     for words, name in _CAUSES.items():
@@ -283,7 +283,8 @@ _CAUSES = {
 
 
 def _explain(before: str, after: str) -> str:
-    """Why a valid instance may have been stopped behind `before`, by the token that makes it `after`."""
+    """Why a valid instance may have been rejected: `before` is its accepted prefix, `after` one token
+    longer."""
     if _in_key(before):
         return ORDER
     if re.search(r"[:,\[]-?[0-9][-0-9.eE+]*$", before):
@@ -294,35 +295,35 @@ def _explain(before: str, after: str) -> str:
 
 
 def _in_key(text: str) -> bool:
-    """Whether `text`, the beginning of a JSON value, ends inside an object's key, or where one is due."""
+    """Whether `text`, a prefix of a JSON value, ends inside an object's key or where a key must begin."""
     stack: list[str] = []
     inside = escaped = False
-    due = False
-    for sign in text:
+    expects_key = False
+    for char in text:
         if inside:
-            inside = escaped or sign != '"'
-            escaped = sign == "\\" and not escaped
+            inside = escaped or char != '"'
+            escaped = char == "\\" and not escaped
             continue
-        if sign == '"':
+        if char == '"':
             inside = True
-        elif sign in "{[":
-            stack.append(sign)
-            due = sign == "{"
-        elif sign in "}]":
+        elif char in "{[":
+            stack.append(char)
+            expects_key = char == "{"
+        elif char in "}]":
             stack.pop()
-            due = False
-        elif sign == ",":
-            due = stack[-1:] == ["{"]
-        elif sign == ":":
-            due = False
-    return due
+            expects_key = False
+        elif char == ",":
+            expects_key = stack[-1:] == ["{"]
+        elif char == ":":
+            expects_key = False
+    return expects_key
 
 
 # -- generated output ------------------------------------------------------------------------------
 
 
 async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Answers of the default model under schemas of the data set, held against jsonschema."""
+    """Answers of the default model under schemas of the data set, validated by jsonschema."""
     settings = Config(
         model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=16)
     )
@@ -345,7 +346,7 @@ async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _chosen(live: Live, arguments: argparse.Namespace) -> list[Case]:
-    """Schemas that compile, with a valid instance of moderate length: the model is to finish."""
+    """Schemas that compile and have a valid instance of moderate length, so that the model can finish."""
     assert live.grammars is not None
     chosen: list[Case] = []
     for case in cases(arguments.data):
@@ -394,7 +395,7 @@ async def _write(
 
 
 def _valid(text: str, case: Case) -> bool:
-    """As jsonschema has it, in decimals: in binary, 152.08 is no multiple of 0.01."""
+    """Validate with jsonschema, in decimals: in binary floats 152.08 is not a multiple of 0.01."""
     schema = json.loads(json.dumps(case.schema), parse_float=Decimal)
     validator = jsonschema.validators.validator_for(schema)
     try:
@@ -440,8 +441,8 @@ HOSTILE: list[GrammarSpec | None] = [
 
 
 async def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The gaps between one stream's tokens: beside two plain streams, and beside two clients that send
-    hostile grammars for as long as it runs."""
+    """Inter-token latency of one stream beside two plain streams, and beside two clients that send
+    hostile grammars while it runs."""
     settings = Config(
         model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=4)
     )
@@ -482,11 +483,13 @@ async def _stream(live: Live, id: str, tokens: int = 600) -> list[float]:
 async def _others(
     live: Live, sources: list[GrammarSpec | None], over: asyncio.Event, id: str, tally: Counter[str]
 ) -> None:
-    """One request after the other until it is `over`."""
+    """Send one request after another until `over` is set."""
     count, pieces = 0, list[Piece]()
     while not over.is_set():
         grammar = sources[count % len(sources)]
-        if grammar is not None and count >= len(sources):  # new to the cache, as a hostile client would
+        if grammar is not None and count >= len(
+            sources
+        ):  # avoid the grammar cache, as a hostile client would
             grammar = msgspec.structs.replace(grammar, text=grammar.text + " " * count)
         count += 1
         job = Job(id=f"{id}-{count}", prompt="Once", max_tokens=50, seed=1, grammar=grammar, ignore_eos=True)
@@ -502,7 +505,7 @@ async def _others(
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
-    """Flags that name the schemas and the tokenizer that they are measured with."""
+    """Add the flags for schemas and tokenizer."""
     parser.add_argument(
         "--data", type=Path, help="MaskBench's schemas with their tests, one JSON object a line, as .jsonl.xz"
     )
@@ -510,21 +513,23 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 PARTS = ("behind_thinking", "generated", "neighbour", "lenient", "test_suite")
-"""Figures of runs with an option of their own."""
+"""Keys in the result file of the runs with options."""
 
 
 def main() -> None:
-    """Measure, and keep bench/results/structured.json; each part leaves the other's figures alone."""
+    """Measure and update bench/results/structured.json; figures of other parts are kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_sources(parser)
-    parser.add_argument("--schemas", type=int, default=0, help="at most; 0: all")
+    parser.add_argument("--schemas", type=int, default=0, help="maximum number; 0: all")
     parser.add_argument("--seconds", type=float, default=840)
-    parser.add_argument("--behind", type=int, default=0, help="schemas to measure behind a thinking")
-    parser.add_argument("--generate", type=int, default=0, help="schemas that the model writes for")
-    parser.add_argument("--tokens", type=int, default=200, help="of each generated answer")
-    parser.add_argument("--lenient", action="store_true", help='schemas as "strict": false takes them')
-    parser.add_argument("--suite", type=Path, help="the unpacked JSON-Schema-Test-Suite, in place of --data")
-    parser.add_argument("--hostile", action="store_true", help="measure a neighbour of hostile grammars")
+    parser.add_argument(
+        "--behind", type=int, default=0, help="number of schemas to measure behind a thinking"
+    )
+    parser.add_argument("--generate", type=int, default=0, help="number of schemas to generate answers for")
+    parser.add_argument("--tokens", type=int, default=200, help="max_tokens of each generated answer")
+    parser.add_argument("--lenient", action="store_true", help='compile schemas as under "strict": false')
+    parser.add_argument("--suite", type=Path, help="the unpacked JSON-Schema-Test-Suite, instead of --data")
+    parser.add_argument("--hostile", action="store_true", help="measure a stream beside hostile grammars")
     arguments = parser.parse_args()
     if arguments.data is None and arguments.suite is None:
         parser.error("--data FILE is required without --suite")

@@ -1,11 +1,10 @@
-"""The six scenarios against a server of our own, from its start to its end.
+"""Starts a server, runs the six scenarios against it, stops it.
 
     python -m bench.table --model configs/models/qwen3-30b-a3b --name h200-qwen3-30b-a3b \\
-        --note "what changed, and what it was predicted to bring" [--scenario c32] [flags of the server]
+        --note "what changed, and its predicted effect" [--scenario c32] [flags of the server]
 
-Starts `python -m app` with random weights on a free port, waits until it is ready, measures, stops it, and
-keeps bench/results/NAME.json and a dated copy with the note under bench/results/history/. Start to ready
-and start to the first token are measured too.
+Runs `python -m app` with random weights on a free port. Writes bench/results/NAME.json, and a dated copy with
+the note under bench/results/history/. Time from start to ready and to the first token is measured too.
 
 Bias: client and server share the host's cores; the peers' figures were taken the same way.
 """
@@ -28,11 +27,11 @@ from bench.load.main import main as load
 from bench.results import RESULTS, conditions
 
 SERVER = ("--device", "cuda", "--load-format", "dummy", "--context-length", "16384", "--max-running", "512")
-"""What the peers were started with: random weights, contexts of 16,384, at most 512 running."""
+"""As the peers were started: random weights, context length 16,384, at most 512 running requests."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -52,7 +51,7 @@ class Server:
         )
 
     def wait_ready(self, timeout: float) -> float:
-        """Seconds from start to a healthy answer. Raises `RuntimeError` if it ends before."""
+        """Seconds from start until `/health` is ok. Raises `RuntimeError` if the server ends before."""
         while time.perf_counter() - self._begun < timeout:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server ended with {self._process.returncode}: see {self._log.name}")
@@ -66,10 +65,12 @@ class Server:
         raise RuntimeError(f"not ready after {timeout:.0f} s: see {self._log.name}")
 
     def first_token(self) -> float:
-        """Seconds from start to one token of one request."""
+        """Seconds from start to the first token of a request."""
         body = json.dumps({"prompt": [1000] * 8, "max_tokens": 1}).encode()
-        ask = urllib.request.Request(self.url + "/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(ask, timeout=60) as answer:
+        request = urllib.request.Request(
+            self.url + "/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
             answer.read()
         return self.age()
 
@@ -78,7 +79,7 @@ class Server:
         return time.perf_counter() - self._begun
 
     def stop(self) -> None:
-        """End it, gently first."""
+        """Terminate the server, kill it after 30 s."""
         self._process.terminate()
         try:
             self._process.wait(30)
@@ -88,15 +89,17 @@ class Server:
 
 
 def main() -> None:
-    """Measure and keep the results."""
+    """Measure and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="directory with a config.json")
     parser.add_argument("--name", required=True, help="of the file under bench/results")
-    parser.add_argument("--note", default="", help="what changed, and what it was predicted to bring")
-    parser.add_argument("--scenario", default="table,chat256", help="as of bench.load")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds until it must be ready")
+    parser.add_argument("--note", default="", help="what changed, and its predicted effect")
+    parser.add_argument("--scenario", default="table,chat256", help="as for bench.load")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="seconds to wait until the server is ready"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results")
     args, flags = parser.parse_known_args()
     history = args.out / "history"

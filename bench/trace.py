@@ -1,4 +1,4 @@
-"""Kernels of the device in the order in which they ran, and what each cost."""
+"""Traces the kernels of the device: order and time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 
 
 class KernelTime(NamedTuple):
-    """A kernel by what ran before it, so that products of one name and different places stay apart.
+    """A kernel and the one before it, which distinguishes GEMMs of the same name at different places.
 
-    `us` per step is the time that it alone added: from the end of all earlier kernels, or its own start, to
-    its end. A dependent that was launched early waits inside its own time, which the plain duration counts
-    twice.
+    `us_per_step` is the time that it adds: from the end of all earlier kernels, or its own start if later, to
+    its end. The plain duration of a kernel with dependent launch also contains its wait for the one before.
     """
 
     name: str
@@ -31,7 +30,7 @@ class KernelTrace:
         self._profile.start()
 
     def stop(self, steps: int) -> tuple[list[KernelTime], float]:
-        """Kernels of `steps` steps, dearest first, and the share of the time in which any ran."""
+        """Kernels of `steps` steps, slowest first, and the share of the time in which any ran."""
         self._profile.stop()
         inner: Any = self._profile.profiler
         events = sorted(

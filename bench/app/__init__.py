@@ -1,1 +1,1 @@
-"""Benches of the loop: HTTP, delivery and the step threads together, with a device that is not there."""
+"""Benchmarks of HTTP, delivery and the step threads together, with a simulated device."""

@@ -1,10 +1,9 @@
-"""The HTTP path of this tree against another commit's, in turn on the same machine.
+"""The HTTP path of this tree against another commit's, interleaved on the same machine.
 
     python -m bench.app.ab --base REV
 
-Absolute figures of `bench.app.http` follow the machine, which on a shared host halves from one hour to the
-next; the ratio of two trees that are measured in turn does not. Each round runs both, in the other order
-than the round before.
+Absolute figures of `bench.app.http` vary with the load of a shared host by up to a factor of two; the ratio
+of two interleaved trees does not. Each round runs both, in the reverse order of the round before.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bench.results import write
 
 ROOT = Path(__file__).parents[2]
 STEP = 1e-3
-"""Seconds of the fake step: the loop is saturated."""
+"""Seconds of a simulated step: short enough to saturate the event loop."""
 
 ONE = f"""
 import uvloop
@@ -33,7 +32,7 @@ if __name__ == "__main__":
 
 
 def main() -> None:
-    """Measure and keep bench/results/http_ab.json."""
+    """Measure and write bench/results/http_ab.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def _once(script: Path, tree: Path) -> list[float]:
-    """Tokens a second, per second of CPU, p99 of the loop's lag."""
+    """Tokens per second, tokens per CPU second, p99 event loop lag in ms."""
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},

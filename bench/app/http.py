@@ -1,10 +1,10 @@
-"""The whole HTTP path over a fake device: how many tokens a second one core streams.
+"""Throughput of the HTTP path with a simulated device: tokens per second that one core streams.
 
     python -m bench.app.http
 
-512 clients in another process, real tokenizer, one event a token. Tokens per second of wall time
-while all streams run, and per second of this process's CPU time, which is what "per core" means on
-a machine where the client takes cores too. Lag is measured on the loop itself every 5 ms.
+512 clients in another process, real tokenizer, one event per token. Tokens per second of wall time
+while all streams run, and per second of this process's CPU time: the figure per core, because the
+client uses cores of the same machine. Lag is measured on the event loop every 5 ms.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from bench.results import write
 CLIENTS = 512
 TOKENS = 1200
 STEPS = (1e-3, 4e-3, 5e-3, 6e-3)
-"""Seconds of the fake step: the first saturates the loop, the others ask for 128, 102 and 85 thousand
-tokens a second."""
+"""Seconds of a simulated step: the first saturates the event loop, the others correspond to 128, 102 and 85
+thousand tokens a second."""
 
 
 async def measure(seconds: float) -> dict[str, Any]:
-    """One run at a fake step of `seconds`."""
+    """One run with simulated steps of `seconds`."""
     tokenizer = load_tokenizer()
     executor = PacedExecutor(capabilities(CLIENTS, tokenizer.vocab_size), seconds)
     stack = Stack(executor, tokenizer)
@@ -66,7 +66,7 @@ async def measure(seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and keep bench/results/http.json."""
+    """Measure and write bench/results/http.json."""
     runs = [uvloop.run(measure(seconds)) for seconds in STEPS]
     write("http", {"clients": CLIENTS, "tokens_each": TOKENS, "runs": runs})
 

@@ -1,4 +1,4 @@
-"""An executor of fake ranks: real threads, real hand-over, and a device that only takes time."""
+"""An executor with real threads and queues, and simulated devices that only take time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from core.mailbox import Closed, Mailbox, Outbox
 from core.plan import StepFailure, StepPlan, StepResult
 
 HOST = 100e-6
-"""Seconds of Python each rank's launch thread spends per step: the design's bound."""
+"""Seconds of Python in each rank's launch thread per step: the upper bound of the design."""
 
 FIRST_TOKEN = 300
-"""Sampled ids run from here upwards, so that texts differ from token to token."""
+"""Lowest sampled id; ids above it differ from token to token."""
 
 
 class Rank:
-    """A launch thread and a waiter thread, and a device that runs steps back to back.
+    """A launch thread, a waiter thread, and a simulated device that runs steps back to back.
 
     Owner of `_busy_until`: the launch thread. `done(plan, started, ended)` is called by the waiter.
     """
@@ -43,7 +43,7 @@ class Rank:
                 plan = self.plans.take()
                 until = time.perf_counter() + HOST
                 while time.perf_counter() < until:
-                    pass  # Python, with the GIL, as a launch is
+                    pass  # hold the GIL, as a real launch does
                 begin = max(self._busy_until, time.perf_counter())
                 self._busy_until = begin + self._seconds
                 self._launched.put((plan, self._busy_until))
@@ -56,16 +56,16 @@ class Rank:
                 plan, end = self._launched.take()
                 left = end - time.perf_counter()
                 if left > 0:
-                    time.sleep(left)  # the GIL is released, as in an event wait
+                    time.sleep(left)  # releases the GIL, as an event wait does
                 self._done(plan, end)
         except Closed:
             return
 
 
 class PacedExecutor:
-    """`ranks` of them; rank 0 answers, `ended` collects when its device ended each step.
+    """`ranks` ranks; rank 0 returns results, `ended` collects the end times of its steps.
 
-    Owner: event loop; the ranks' threads only post.
+    Owner: event loop; the ranks' threads only put into queues.
     """
 
     def __init__(self, capabilities: Capabilities, seconds: float, ranks: int = 1) -> None:
@@ -79,7 +79,7 @@ class PacedExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What was asked for."""
+        """As passed to the constructor."""
         return self._capabilities
 
     def start(self, wake: Callable[[], None]) -> None:
@@ -90,20 +90,20 @@ class PacedExecutor:
                 thread.start()
 
     def submit(self, plan: StepPlan) -> None:
-        """The same plan to each rank."""
+        """Send the plan to each rank."""
         for rank in self._ranks:
             rank.plans.put(plan)
 
     def command(self, command: Command) -> None:
-        """Nothing to do for a device that is not there."""
+        """Report `command` as done; a simulated device has nothing to do."""
         self._outbox.put(CommandDone(command.id))
 
     def results(self) -> list[StepResult | StepFailure | CommandDone]:
-        """What rank 0 has answered."""
+        """Results of rank 0 since the last call."""
         return self._outbox.drain()
 
     def close(self) -> None:
-        """Finish and join."""
+        """Finish submitted steps and join the threads."""
         for rank in self._ranks:
             rank.plans.close()
         for rank in self._ranks:
@@ -117,4 +117,4 @@ class PacedExecutor:
 
 
 def _ignore(plan: StepPlan, ended: float) -> None:
-    """Ranks other than the first have nothing to say."""
+    """Only rank 0 returns results."""

@@ -1,11 +1,11 @@
-"""Four ranks under one GIL: does HTTP traffic slow their steps down?
+"""Step period of four ranks under one GIL, with and without HTTP traffic.
 
     python -m bench.app.ranks
 
 Each rank has a launch thread (100 µs of Python a step) and a waiter thread; steps release the GIL.
-The step period is the time between two ends of steps on rank 0's device. "quiet" runs the same
+The step period is the time between the ends of two steps on rank 0's device. "quiet" runs the same
 engine and scheduler with sinks that drop every piece; "http" streams each row to a client in another
-process while 1,000 connections are open, those without a row idle.
+process over 1,000 open connections, of which those without a row are idle.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def _job(row: int, tokens: int) -> Job:
 
 
 def _drop(index: int, piece: Piece) -> None:
-    """A client that is not there."""
+    """A sink that drops every piece."""
 
 
 def main() -> None:
-    """Measure and keep bench/results/ranks.json."""
+    """Measure and write bench/results/ranks.json."""
     tokenizer = load_tokenizer()
     cases: list[dict[str, Any]] = []
     for rows, seconds in CASES:

@@ -1,6 +1,6 @@
-"""A client process that opens streams and throws the bytes away: as cheap as a reader can be.
+"""A client process that opens streams and discards the data, with minimal CPU time.
 
-Bias: it counts events by their frame and checks only that each stream ends with [DONE].
+Bias: it counts events by a substring and checks only that each stream ends with [DONE].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Reader(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        # uvloop's transports are no subclasses of asyncio's.
+        # uvloop's transports are not subclasses of asyncio's.
         cast(asyncio.WriteTransport, transport).write(
             head + b"Content-Length: %d\r\n\r\n" % len(self._body) + self._body
         )
@@ -47,7 +47,7 @@ class Reader(asyncio.Protocol):
 
 
 def start(port: int, streams: int, tokens: int) -> tuple[multiprocessing.Process, Connection]:
-    """Start a client process; it sends the number of events it saw when all streams have ended."""
+    """Start a client process; when all streams have ended, it sends the number of events it received."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(port, streams, tokens, theirs), daemon=True)

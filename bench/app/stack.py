@@ -1,4 +1,4 @@
-"""The server's own parts over another executor, in the order `app/server.py` puts them together."""
+"""The server's components with another executor, assembled as in `app/server.py`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTEXT = 4096
 
 
 def capabilities(rows: int, vocab_size: int) -> Capabilities:
-    """Room for `rows` requests of `CONTEXT` tokens."""
+    """Capabilities for `rows` requests of `CONTEXT` tokens."""
     return Capabilities(
         num_pages=rows * CONTEXT // 16 + 1,
         page_size=16,
@@ -41,7 +41,7 @@ def capabilities(rows: int, vocab_size: int) -> Capabilities:
 
 
 def load_tokenizer() -> Tokenizer:
-    """The default model's."""
+    """The tokenizer of the default model."""
     checkpoint = resolve(ModelConfig(), print)
     return Tokenizer.load(
         checkpoint.tokenizer, checkpoint.config["vocab_size"], checkpoint.eos_ids, checkpoint.bos_id
@@ -49,12 +49,12 @@ def load_tokenizer() -> Tokenizer:
 
 
 class Stack:
-    """Engine and HTTP face in this process. Owner: event loop."""
+    """Engine and HTTP server in this process. Owner: event loop."""
 
     def __init__(self, executor: Executor, tokenizer: Tokenizer) -> None:
         caps = executor.capabilities
         cache = CacheManager(caps.num_pages, caps.page_size)
-        # Prompts are admitted as fast as they come: their cost is not what is measured here.
+        # Prefill is not limited: its cost is not measured here.
         config = ScheduleConfig(step_tokens=caps.max_step_tokens)
         self.engine = Engine(Scheduler(caps, cache, config, monotonic), executor, 1, monotonic)
         self.submitter = Submitter(self.engine, tokenizer, monotonic)
@@ -71,7 +71,7 @@ class Stack:
         self._loaded = Loaded(card, tokenizer, ChatTemplate(None), self.submitter)
 
     async def start(self) -> tuple[Runner, int]:
-        """Listen on a free port; returns it and what must be cleaned up."""
+        """Listen on a free port. Returns the runner, to be cleaned up, and the port."""
         raise_file_limit()
         loop = asyncio.get_running_loop()
         self.engine.start(loop)

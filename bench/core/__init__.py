@@ -1,1 +1,1 @@
-"""Benches of `core` units: no device, no sockets."""
+"""Benchmarks of `core` without a device or sockets."""

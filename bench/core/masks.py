@@ -1,12 +1,12 @@
-"""What the masks of a full step cost on the host.
+"""CPU time of the grammar masks of a step.
 
     python -m bench.core.masks --data FILE --tokenizer DIR [--rows 64] [--threads 1,2,4]
 
-`rows` requests, each under a schema of its own out of MaskBench (or all under one: `shared`), write valid
-instances in step (`cpu` is processor time of all threads, which neighbours do not
-lengthen as much); a step is what the launch path does: `Matchers.fill`, then `Matchers.accept`. `python_us`
-is the same with the library's calls left out. Rows whose text has ended begin another. Bias: one process,
-the texts are compact JSON, so there are fewer cheap tokens (white space) than a model writes.
+`rows` requests, each with its own schema of MaskBench (`shared`: all with one), replay valid instances token
+by token. A step is what the launch path does: `Matchers.fill`, then `Matchers.accept`. `cpu` is CPU time of
+all threads, which depends less on other processes. `python_us` is the time without the calls of the grammar
+library. Rows whose text has ended begin another. Bias: the texts are compact JSON, with fewer cheap tokens
+(white space) than a model writes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Text = tuple[CompiledGrammar, list[int]]
 
 
 async def texts(compiler: Compiler, tokenizer: Tokenizer, data: Path, count: int) -> list[Text]:
-    """Grammars with a text that each of them lets through, of at least 30 tokens."""
+    """Grammars, each with a text of at least 30 tokens that it accepts."""
     found: list[Text] = []
     for case in cases(data):
         valid = [value for value, label in case.tests if label]
@@ -49,12 +49,12 @@ async def texts(compiler: Compiler, tokenizer: Tokenizer, data: Path, count: int
         except RequestError:
             continue
         ids = [*tokenizer.encode(written, add_special=False).tolist(), ENDS[0]]
-        if len(ids) >= 30 and _through(grammar, ids):
+        if len(ids) >= 30 and _accepts(grammar, ids):
             found.append((grammar, ids))
     return found
 
 
-def _through(grammar: Any, ids: list[int]) -> bool:
+def _accepts(grammar: Any, ids: list[int]) -> bool:
     stepper, state, *_ = grammar.matcher()
     bits = np.zeros((1, stepper.words), np.int32)
     for token in ids:
@@ -64,28 +64,28 @@ def _through(grammar: Any, ids: list[int]) -> bool:
     return True
 
 
-class Idle:
-    """A stepper that does nothing: what is left is ours."""
+class NullStepper:
+    """A stepper that does nothing, to measure the time of `Matchers` alone."""
 
     def __init__(self, words: int) -> None:
         self.words = words
 
     def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
-        """All fine."""
+        """Accept all."""
         return [None] * len(states)
 
     def ended(self, state: Any, token: int) -> bool:
-        """As the real one."""
+        """Whether `token` is an end token."""
         return token in ENDS
 
 
-class Bare:
-    """A grammar over it."""
+class NullGrammar:
+    """A grammar with a `NullStepper`."""
 
-    def __init__(self, stepper: Idle) -> None:
+    def __init__(self, stepper: NullStepper) -> None:
         self._stepper = stepper
 
     def matcher(self) -> Any:
@@ -94,7 +94,7 @@ class Bare:
 
 
 def drive(listed: list[Text], rows: int, steps: int) -> dict[str, float]:
-    """Microseconds of fill, of accept and of processors over `steps` steps of `rows` rows."""
+    """Microseconds of fill, accept, both, and CPU time over `steps` steps of `rows` rows."""
     matchers, source = Matchers(), itertools.cycle(listed)
     running: list[Iterator[int]] = [iter(()) for _ in range(rows)]
     slots = np.arange(rows, dtype=np.int32)
@@ -129,7 +129,7 @@ def drive(listed: list[Text], rows: int, steps: int) -> dict[str, float]:
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All thread counts, own and shared grammars."""
+    """All thread counts, with a grammar per row and with one shared grammar."""
     tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
     table = tokenizer.token_table(WIDTH)
     figures: dict[str, Any] = {"rows": arguments.rows, "width": WIDTH}
@@ -137,18 +137,18 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         compiler = Compiler(table, HelperProcess(), threads)
         listed = await texts(compiler, tokenizer, arguments.data, 2 * arguments.rows)
         for name, some in (("own", listed), ("shared", [max(listed, key=lambda each: len(each[1]))])):
-            drive(some, arguments.rows, 50)  # lexers fill their tables
+            drive(some, arguments.rows, 50)  # warm-up: lexers fill their tables
             figures[f"{name}_{threads}_threads"] = drive(some, arguments.rows, arguments.steps)
         compiler.close()
-    bare: Any = Bare(Idle(-(-WIDTH // 32)))
-    idle = drive([(bare, ids) for _, ids in listed], arguments.rows, arguments.steps)
+    null: Any = NullGrammar(NullStepper(-(-WIDTH // 32)))
+    idle = drive([(null, ids) for _, ids in listed], arguments.rows, arguments.steps)
     figures["python_us"] = {key: value for key, value in idle.items() if "p50" in key}
     tokenizer.close()
     return figures
 
 
 def main() -> None:
-    """Measure, and keep bench/results/masks.json."""
+    """Measure and write bench/results/masks.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_sources(parser)
     parser.add_argument("--rows", type=int, default=64)

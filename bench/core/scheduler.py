@@ -1,8 +1,8 @@
-"""`plan` + `apply` of steady decode rows: what the loop pays per step before it delivers.
+"""Time of `plan` + `apply` per step with decode rows only.
 
     python -m bench.core.scheduler
 
-Bias: a fake executor that answers at once; page size 16, so one row in sixteen takes a page.
+Bias: a fake executor that returns results at once. Page size 16: one row in sixteen takes a new page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM = 60
 
 
 def main() -> None:
-    """Measure and keep bench/results/scheduler.json."""
+    """Measure and write bench/results/scheduler.json."""
     rows = {str(n): _measure(n) for n in (32, 256, ROWS)}
     write("scheduler", {"unit": "microseconds per step, plan + apply", "rows": rows})
 
@@ -64,7 +64,7 @@ def _scheduler(rows: int) -> Scheduler:
     scheduler = Scheduler(capabilities, CacheManager(pages + 1, 16), config, monotonic)
     rng = np.random.default_rng(0)
     for row in range(rows):
-        # Lengths spread over a page, so that page boundaries do too.
+        # Different lengths, so that rows reach page boundaries in different steps.
         prompt = rng.integers(0, 1000, 8 + row % 16, np.int32)
         params = SamplingParams(max_tokens=STEPS + 8, stop_ids=frozenset({2, 151_643}))
         scheduler.add([Request(f"r{row}", prompt, params)])
@@ -72,7 +72,7 @@ def _scheduler(rows: int) -> Scheduler:
 
 
 def answer(plan: StepPlan) -> StepResult:
-    """The same token for every row that samples."""
+    """A result with the same token for every row that samples."""
     return StepResult(plan.step, np.full(plan.num_samples, 7, np.int32))
 
 

@@ -20,7 +20,7 @@ import torch
 from bench.kernels.inputs import MoeSize, distinct_experts, moe_after
 from bench.kernels.timing import BANDWIDTH, FLOPS, Row, microseconds
 from bench.kernels.tune import TOKENS, Bench, describe, row
-from bench.results import keep
+from bench.results import save
 from gpu.device import HOPPER
 from gpu.experts import Experts
 from gpu.kernels.gemm.cublaslt import FOLDER
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         figures["of_flops"] = line.flops / FLOPS * 1e6 / line.us
         part = {f"{line.name.strip()}_{key}": round(value, 3) for key, value in figures.items()}
         found.setdefault(line.case, {}).update(part)
-        keep(asked.name, {"device": torch.cuda.get_device_name(0), "width": asked.width, "tokens": found})
+        save(asked.name, {"device": torch.cuda.get_device_name(0), "width": asked.width, "tokens": found})
     return 0
 
 

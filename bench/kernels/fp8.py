@@ -24,7 +24,7 @@ from bench.kernels import tune
 from bench.kernels.compile import compiling
 from bench.kernels.inputs import LINEARS, MoeSize, moe_after, moe_weights
 from bench.kernels.timing import BANDWIDTH, FLOPS, microseconds
-from bench.results import keep
+from bench.results import save
 from core.models import Fp8
 from core.models.quant import BLOCK
 from gpu.device import HOPPER
@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in [*(name for name in LINEARS if name.startswith("8B")), "30B-A3B experts"]:
         told["us"][name], told["share"][name] = products(name, pdl) if name in LINEARS else experts(pdl)
         print(name, told["us"][name], flush=True)
-        keep(asked.name, told)
+        save(asked.name, told)
     return 0
 
 

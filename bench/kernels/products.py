@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from bench.kernels.inputs import LINEARS
 from bench.kernels.timing import capture, microseconds
-from bench.results import write as keep
+from bench.results import write as write_result
 from gpu.kernels.gemm.cublaslt import (
     CLUSTER,
     KIND,
@@ -199,7 +199,7 @@ def main() -> None:
         counts = args.few or FEW
         found, times = few(counts, many, device)
         write(args.out, found, counts)
-        keep(args.name, {"device": torch.cuda.get_device_name(0), "times": times})
+        write_result(args.name, {"device": torch.cuda.get_device_name(0), "times": times})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, Pages
 from bench.kernels.timing import BANDWIDTH, Row, microseconds
-from bench.results import keep
+from bench.results import save
 from gpu.kernels.attention.decode import decode_config, decode_workspace, paged_decode, plan_decode
 
 PAGE = 16
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         by_case = told[f"{heads.q} heads, {heads.kv} of keys"] = {}
         for case, lengths in CASES.items():
             by_case[case] = measure(heads, lengths)
-            keep(asked.name, told)
+            save(asked.name, told)
     return 0
 
 

@@ -1,1 +1,1 @@
-"""A load generator for any OpenAI-compatible server. Imports nothing of the engine."""
+"""A load generator for any OpenAI-compatible server. Imports no code of the engine."""

@@ -1,4 +1,4 @@
-"""When requests arrive in an open loop: with the world's timing, not the server's."""
+"""Arrival times of an open loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def gamma(rate: float, burstiness: float, count: int, seed: int) -> Seconds:
     """Arrival times [count], ascending, of a renewal process with `rate` arrivals per second.
 
     Gaps are gamma distributed with shape `burstiness`: 1 is Poisson, below 1 comes in bursts,
-    far above 1 is a metronome. The coefficient of variation of the gaps is burstiness**-0.5.
+    far above 1 is evenly spaced. The coefficient of variation of the gaps is burstiness**-0.5.
     """
     if rate <= 0 or burstiness <= 0:
         raise ValueError("rate and burstiness must be positive")

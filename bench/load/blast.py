@@ -1,8 +1,8 @@
-"""How many events a client process can take: `python -m bench.load.blast`.
+"""How many events per second a client process can read: `python -m bench.load.blast`.
 
-A child process writes ready-made events as fast as the client reads them, one write and one chunk
-per event like a real server; what the client reaches is its ceiling, and `client_cpu` of a
-result says how near to it a run was.
+A child process writes prepared events as fast as the client reads them, one write and one chunk
+per event like a real server. This is the upper limit of the client; `client_cpu` of a result shows
+how close to it a run was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from bench.load.client import Client, Target
-from bench.load.prompts import Ask
+from bench.load.prompts import PreparedRequest
 from bench.load.records import Record
 from bench.load.stream import Stream
 
@@ -58,7 +58,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             for _ in range(out):
                 writer.write(_TOKEN)
                 await writer.drain()
-                await asyncio.sleep(0)  # the other connections' turn: events must not arrive in bundles
+                await asyncio.sleep(0)  # let other connections run, so that events do not arrive in batches
             writer.write(tail(out))
     writer.close()
 
@@ -93,9 +93,9 @@ def parse(events: int) -> Rate:
 
 async def _receive(port: int, connections: int, out: int) -> Rate:
     client = Client(Target("127.0.0.1", port, False, ""), "completions")
-    asks = [Ask(i, 0, str(out).encode(), out, None) for i in range(connections)]
+    requests = [PreparedRequest(i, 0, str(out).encode(), out, None) for i in range(connections)]
     began, cpu = time.perf_counter(), time.process_time()
-    answers = await asyncio.gather(*(client.send(ask) for ask in asks))
+    answers = await asyncio.gather(*(client.send(request) for request in requests))
     wall, busy = time.perf_counter() - began, time.process_time() - cpu
     client.close()
     assert all(record.bad is None for record, _ in answers), answers[0][0].detail
@@ -117,7 +117,7 @@ def receive(connections: int, out: int) -> Rate:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the client's ceilings."""
+    """Print the limits of the client."""
     options = argparse.ArgumentParser("python -m bench.load.blast", description=__doc__)
     options.add_argument("--connections", type=int, default=64)
     options.add_argument("--out", type=int, default=4_000, help="events per connection")
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     alone, whole = parse(200_000), receive(args.connections, args.out)
     print(f"parser alone            {alone.cpu:>10,.0f} events per CPU second")
     print(f"one client process      {whole.cpu:>10,.0f} events per CPU second")
-    print(f"with this little server {whole.wall:>10,.0f} events per second")
+    print(f"with this small server  {whole.wall:>10,.0f} events per second")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""HTTP/1.1 by hand: one POST at a time per connection, the answer handed on as it arrives.
+"""A minimal HTTP/1.1 client: one POST at a time per connection, answers parsed as they arrive.
 
-aiohttp's client costs 30 to 40 µs per event with its parser, streams and wake-ups; a protocol that
-parses in `data_received` costs a few, so that six processes are never what is being measured.
+aiohttp's client costs 30 to 40 µs per event for its parser, streams and wake-ups; a protocol that
+parses in `data_received` costs a few, so that six client processes are not the bottleneck.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bench.load.prompts import Ask
+from bench.load.prompts import PreparedRequest
 from bench.load.records import Record
 from bench.load.stream import Stream
 
-_MAX_REFUSAL = 65_536
+_MAX_ERROR_BODY = 65_536
 """Bytes kept of an error body: enough for any message, not for a page of HTML per request."""
 _MAX_HEAD = 65_536
 
@@ -38,7 +38,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, url: str, api_key: str = "", timeout: float = 600.0) -> Target:
-        """From `http://host:port`, with or without `/v1`. ValueError when it is not such a thing."""
+        """From `http://host:port`, with or without `/v1`. ValueError for anything else."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url} is not an http:// or https:// address")
@@ -68,7 +68,7 @@ class Reply:
     Owner: event loop of a client process.
     """
 
-    __slots__ = ("_chunked", "_left", "_refusal", "_rest", "_stream", "keep_alive", "status")
+    __slots__ = ("_chunked", "_error_body", "_left", "_rest", "_stream", "keep_alive", "status")
 
     def __init__(self, stream: Stream) -> None:
         self.status = 0
@@ -77,7 +77,7 @@ class Reply:
         self._chunked = False
         self._left = -1  # bytes of a counted body still to come; -1: until the connection closes
         self._rest = b""
-        self._refusal = bytearray()
+        self._error_body = bytearray()
 
     def feed(self, data: bytes, now: float) -> bool:
         """Take what arrived; True when the answer is complete. ValueError when it is not HTTP."""
@@ -99,9 +99,9 @@ class Reply:
         return self._counted(data, now)
 
     def close(self, now: float, whole: bool) -> None:
-        """No more bytes: hand the verdict to the stream."""
+        """The body is complete or cut off: close the stream."""
         if self.status != 200:
-            self._stream.refuse(self.status, bytes(self._refusal), now)
+            self._stream.reject(self.status, bytes(self._error_body), now)
         else:
             self._stream.close(now, whole)
 
@@ -163,19 +163,19 @@ class Reply:
     def _take(self, data: bytes, now: float) -> None:
         if self.status == 200:
             self._stream.feed(data, now)
-        elif len(self._refusal) < _MAX_REFUSAL:
-            self._refusal += data
+        elif len(self._error_body) < _MAX_ERROR_BODY:
+            self._error_body += data
 
 
 class Connection(asyncio.Protocol):
     """One connection, kept open between requests. Owner: event loop of a client process."""
 
-    __slots__ = ("_over", "_reply", "_transport")
+    __slots__ = ("_done", "_reply", "_transport")
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._reply: Reply | None = None
-        self._over: asyncio.Future[None] | None = None
+        self._done: asyncio.Future[None] | None = None
 
     @property
     def usable(self) -> bool:
@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = _clock()
         if self._reply is None:
-            self.abort()  # bytes nobody asked for: the framing is lost
+            self.abort()  # unexpected bytes: the framing is lost
             return
         try:
             complete = self._reply.feed(data, now)
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
             self._settle()
 
     def abort(self) -> None:
-        """Close at once; a request under way ends as lost."""
+        """Close at once; a running request ends with "connection lost"."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -219,10 +219,10 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             raise ConnectionError("closed before it was used")
         reply = self._reply = Reply(stream)
-        over = self._over = asyncio.get_running_loop().create_future()
+        done = self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
-            await over
+            await done
         except asyncio.CancelledError:
             self._reply = None
             self.abort()
@@ -231,12 +231,12 @@ class Connection(asyncio.Protocol):
 
     def _settle(self) -> None:
         self._reply = None
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
 
 
 class Client:
-    """Sends requests over as many connections as are busy at once. Owner: event loop."""
+    """Sends requests, each done an idle or a new connection. Owner: event loop."""
 
     __slots__ = ("_endpoint", "_head", "_idle", "_target")
 
@@ -246,18 +246,22 @@ class Client:
         self._head = target.head("/v1/chat/completions" if endpoint == "chat" else "/v1/completions")
         self._idle: list[Connection] = []
 
-    async def send(self, ask: Ask, planned: float | None = None, keep: bool = False) -> tuple[Record, str]:
-        """Send `ask` and read its answer to the end. Never raises for what a server does.
+    async def send(
+        self, request: PreparedRequest, planned: float | None = None, keep: bool = False
+    ) -> tuple[Record, str]:
+        """Send `request` and read its whole answer. Errors of the server are in the record, not raised.
 
-        Returns the record and, with `keep`, the text. The clock starts before a connection is
-        opened, as it does for a user.
+        Returns the record and, with `keep`, the text. The time to open a connection is included, as for a
+        user.
         """
         now = _clock()
-        record = Record(index=ask.index, turn=ask.turn, sent=now, planned=now if planned is None else planned)
-        stream = Stream(record, self._endpoint, (ask.out, ask.prompt), keep)
+        record = Record(
+            index=request.index, turn=request.turn, sent=now, planned=now if planned is None else planned
+        )
+        stream = Stream(record, self._endpoint, (request.out, request.prompt), keep)
         try:
             async with asyncio.timeout(self._target.timeout):
-                await self._send(ask.body, stream)
+                await self._send(request.body, stream)
         except TimeoutError:
             stream.fail("timeout", f"{self._target.timeout:g} s", _clock())
         except OSError as error:
@@ -270,8 +274,8 @@ class Client:
             connection = self._idle.pop()
             if not connection.usable:
                 continue
-            # A server may close an idle connection just as it is used again. That is no failure of
-            # the request: it goes out once more, on a new connection.
+            # A server may close an idle connection just as it is used again. That is not a failure of
+            # the request: it is sent again on a new connection.
             if await connection.exchange(request, stream):
                 self._put(connection)
                 return

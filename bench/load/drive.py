@@ -1,4 +1,4 @@
-"""Who sends what when: the callers of a closed loop, the arrivals of an open one."""
+"""Sends a workload: the callers of a closed loop, the arrivals of an open one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.load.workloads import Workload
 class Driver:
     """One client process's share of a workload. Owner: event loop of a client process.
 
-    `records` grows as requests end, so that an interrupted run keeps what it has.
+    `records` grows as requests end, so that an interrupted run keeps its results.
     """
 
     __slots__ = ("_client", "_count", "_number", "_source", "_take", "_work", "records")
@@ -32,7 +32,7 @@ class Driver:
         self.records: list[Record] = []
 
     async def warm(self, requests: int) -> None:
-        """Send this process's share of `requests` that are not measured."""
+        """Send this process's share of `requests` warm-up requests, which are not measured."""
         todo = iter(range(self._number, requests, self._count))
 
         async def caller() -> None:
@@ -44,7 +44,7 @@ class Driver:
                 group.create_task(caller())
 
     async def run(self, start: float) -> None:
-        """Send everything from `start` on (`time.perf_counter`). Cancelling it keeps `records`."""
+        """Send all requests, from `start` on (`time.perf_counter`). Cancelling it keeps `records`."""
         arrivals = self._source.arrivals()
         async with asyncio.TaskGroup() as group:
             if arrivals is None:
@@ -70,13 +70,13 @@ class Driver:
         history: History = []
         keep = self._work.turns > 1
         for turn in range(self._work.turns):
-            ask = self._source.ask(index, turn, history)
-            record, answer = await self._client.send(ask, planned, keep)
+            request = self._source.request(index, turn, history)
+            record, answer = await self._client.send(request, planned, keep)
             self.records.append(record)
             if record.bad is not None:
-                return  # a conversation cannot go on without its answer
+                return  # the next turn needs this answer
             if keep:
-                history.append({"role": "user", "content": self._source.user(ask)})
+                history.append({"role": "user", "content": self._source.user(request)})
                 history.append({"role": "assistant", "content": answer})
             planned = None
 

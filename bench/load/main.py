@@ -21,7 +21,7 @@ from bench.load.workloads import Workload, named, scaled
 
 _FIELDS: tuple[tuple[str, type, str], ...] = (
     ("input_len", int, "prompt tokens (words, for text), shared prefix included"),
-    ("output_len", int, "output tokens"),
+    ("output_len", int, "output tokens per request"),
     ("concurrency", int, "callers of the closed loop"),
     ("requests", int, "requests, or conversations; with a trace: at most"),
     ("prefix_len", int, "prompt tokens that all requests of a group share"),
@@ -38,10 +38,10 @@ _FIELDS: tuple[tuple[str, type, str], ...] = (
     ("vocab_high", int, "highest token id drawn: below the model's vocabulary"),
     ("seed", int, "same seed, same prompts and arrivals"),
     ("temperature", float, "sampling temperature"),
-    ("top_p", float, "nucleus"),
-    ("json_schema", str, "hold every answer to this schema"),
+    ("top_p", float, "nucleus sampling"),
+    ("json_schema", str, "JSON schema for every answer (response_format)"),
 )
-"""Flags that are fields of `Workload`; given beside a scenario they override it."""
+"""Flags that are fields of `Workload`; with a scenario they override its fields."""
 
 
 Runs = list[tuple[str, list[Record]]]
@@ -56,51 +56,49 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--model", default="", help="default: the first one of /v1/models")
     what = parse.add_mutually_exclusive_group()
     what.add_argument(
-        "--scenario", default="", help="names with commas; `table` for the six, chat256, plain64, json64"
+        "--scenario", default="", help="comma-separated: `table` for the six, chat256, plain64, json64"
     )
-    what.add_argument("--workload", default="custom", help="name of a workload made of the flags below")
+    what.add_argument("--workload", default="custom", help="name of a workload defined by the flags below")
     for name, kind, words in _FIELDS:
         parse.add_argument("--" + name.replace("_", "-"), type=kind, help=words)
-    parse.add_argument("--prompt-kind", choices=("ids", "text"), help="default: ids where they are possible")
+    parse.add_argument("--prompt-kind", choices=("ids", "text"), help="default: ids if possible")
     parse.add_argument("--endpoint", choices=("completions", "chat"))
-    parse.add_argument(
-        "--no-ignore-eos", action="store_true", help="let answers end where the model ends them"
-    )
+    parse.add_argument("--no-ignore-eos", action="store_true", help="let answers end at EOS")
     parse.add_argument("--scale", type=float, default=1.0, help="multiplies requests and concurrency")
     parse.add_argument("--processes", type=int, default=6, help="client processes")
-    parse.add_argument("--warmup", type=int, default=1, help="requests before the clock starts")
+    parse.add_argument("--warmup", type=int, default=1, help="warm-up requests, not measured")
     parse.add_argument("--flush", action="store_true", help="POST /flush_cache before each scenario")
     parse.add_argument("--goodput", default="", help="limits in ms, for example ttft:500,tpot:50")
     parse.add_argument("--timeout", type=float, default=600.0, help="seconds per request")
     parse.add_argument("--output", type=Path, help="write results as JSON")
     parse.add_argument("--plot", type=Path, help="write a PNG (needs matplotlib: the extra `bench`)")
-    parse.add_argument("--label", default="", help="what this run is, for tables and plots")
+    parse.add_argument("--label", default="", help="name of this run in tables and plots")
     return parse
 
 
 def workloads(args: argparse.Namespace) -> list[Workload]:
-    """What the flags ask for. ValueError when they contradict each other."""
-    given: dict[str, Any] = {name: getattr(args, name) for name, _, _ in _FIELDS}
-    given |= {"endpoint": args.endpoint, "prompt_kind": args.prompt_kind}
-    given = {name: value for name, value in given.items() if value is not None}
+    """Workloads of the flags. ValueError when they contradict each other."""
+    fields: dict[str, Any] = {name: getattr(args, name) for name, _, _ in _FIELDS}
+    fields |= {"endpoint": args.endpoint, "prompt_kind": args.prompt_kind}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if args.no_ignore_eos:
-        given["ignore_eos"] = False
-    text = given.get("endpoint") == "chat" or given.get("turns", 1) > 1 or "dataset" in given
+        fields["ignore_eos"] = False
+    text = fields.get("endpoint") == "chat" or fields.get("turns", 1) > 1 or "dataset" in fields
     if text:
-        given.setdefault("prompt_kind", "text")
-    if "dataset" in given:
-        given.setdefault("input_len", 0)
-    if "trace" in given:
-        given.setdefault("requests", 0)
+        fields.setdefault("prompt_kind", "text")
+    if "dataset" in fields:
+        fields.setdefault("input_len", 0)
+    if "trace" in fields:
+        fields.setdefault("requests", 0)
     if args.scenario:
-        chosen = [msgspec.structs.replace(one, **given) for one in named(args.scenario)]
+        chosen = [msgspec.structs.replace(one, **fields) for one in named(args.scenario)]
     else:
-        chosen = [Workload(name=args.workload, **given)]
+        chosen = [Workload(name=args.workload, **fields)]
     return [scaled(one, args.scale) for one in chosen]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run. Exit status: 0; 1 no request went well; 2 wrong command or no server; 130 interrupted."""
+    """Run. Exit status: 0; 1 every request failed; 2 wrong command or no server; 130 interrupted."""
     parse = parser()
     args = parse.parse_args(argv)
     raise_file_limit()
@@ -116,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench.load: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130  # a second Ctrl-C, or one before the first request: there is nothing to show
+        return 130  # a second Ctrl-C, or one before the first request: no results
     if len(results) > 1:
         print(report.table(results))
     if args.plot and not plot.draw(args.plot, runs, args.label or str(target.port)):
@@ -129,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
 def _check_writable(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"{path.parent} is not a directory")  # better now than after an hour
+            raise ValueError(f"{path.parent} is not a directory")  # checked before the run, not after
 
 
 def _run_all(
@@ -139,13 +137,13 @@ def _run_all(
     runs: Runs = []
     for job in jobs:
         if args.flush and not server.flush(job.target):
-            print("the server cannot flush its cache: see cached share", file=sys.stderr)
+            print("the server cannot flush its cache: check the cached share", file=sys.stderr)
         outcome = Pool(job).run()
         conditions = conditions | {"client_processes": outcome.processes, "warmup": job.warmup}
         results.append(report.summary(job.work, outcome, goals, conditions))
         runs.append((job.work.name, outcome.records))
         print(report.block(results[-1]) + "\n", flush=True)
-        if args.output:  # after each one: what is measured stays, whatever happens to the next
+        if args.output:  # after each scenario, so that a failure of the next loses no results
             args.output.write_text(json.dumps(results, indent=1) + "\n")
         if outcome.interrupted:
             break
@@ -153,7 +151,7 @@ def _run_all(
 
 
 def describe(args: argparse.Namespace, target: Target, model: str) -> report.Result:
-    """Under what conditions the figures were taken; the server's host and paths are left out."""
+    """Conditions of the measurement, without the server's host and paths."""
     return {
         "label": args.label,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

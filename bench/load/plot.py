@@ -1,4 +1,4 @@
-"""The picture of a run: how latency is distributed and what throughput did over time."""
+"""Plots of a run: latency distributions, and throughput over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client processes together: started, told when to begin, watched, their records gathered."""
+"""The client processes of a run: starts them, shows their progress, collects their records."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bench.load import worker
 from bench.load.client import Target
 from bench.load.prompts import Source
 from bench.load.records import Record
-from bench.load.worker import End, Ready, Share, Tick
+from bench.load.worker import End, Ready, Tick, WorkerConfig
 from bench.load.workloads import Workload
 
 _GRACE = 0.05
-"""Seconds between the start order and the start: longer than a message through a pipe takes."""
+"""Seconds between the start command and the start: longer than a message through a pipe takes."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One workload, and with what it is run."""
+    """One workload, its target, and how it is run."""
 
     target: Target
     work: Workload
@@ -35,7 +35,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct):
-    """What the client processes saw."""
+    """Results of the client processes."""
 
     records: list[Record]
     cpu: float
@@ -43,7 +43,7 @@ class Outcome(msgspec.Struct):
     processes: int
     interrupted: bool = False
     lost: int = 0
-    """Client processes that died: their requests are missing."""
+    """Client processes that died; their requests are missing."""
 
 
 class Pool:
@@ -73,12 +73,12 @@ class Pool:
         self._records: list[Record] = []
         self._cpu = 0.0
         self._began = 0.0
-        # A spawned process inherits no loop, lock or thread of ours; fork would.
+        # Unlike with fork, a spawned process inherits no event loop, lock or thread.
         self._context = multiprocessing.get_context("spawn")
-        self._counter = self._context.Value("q", 0)  # the next index; it must outlive the children's start
+        self._counter = self._context.Value("q", 0)  # the next request index, shared by all processes
 
     def run(self) -> Outcome:
-        """Run the job to its end, or to the first Ctrl-C: then with what there is."""
+        """Run the job to its end or to the first Ctrl-C, which returns the records so far."""
         work = self._job.work
         total = len(Source(work, self._job.model))
         count = max(1, min(self._job.processes, work.concurrency if _closed(work) else total))
@@ -92,7 +92,7 @@ class Pool:
                     self._watch(bar)
                 except KeyboardInterrupt:
                     interrupted = True
-                    self._tell(None)
+                    self._broadcast(None)
                     self._watch(bar)
         finally:
             lost = self._finish()
@@ -100,18 +100,19 @@ class Pool:
 
     def _start(self, count: int) -> None:
         job = self._job
-        # A child inherits an ignored signal: Ctrl-C from a terminal goes to all, but is our business alone.
+        # Ctrl-C in a terminal goes to all processes; only the parent handles it, the children inherit
+        # SIG_IGN.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             for number in range(count):
-                ours, theirs = self._context.Pipe()
-                share = Share(job.target, job.work, job.model, number, count, job.warmup)
-                told = (share, self._counter, theirs)
-                process = self._context.Process(target=worker.main, args=told, daemon=True)
+                parent_end, child_end = self._context.Pipe()
+                config = WorkerConfig(job.target, job.work, job.model, number, count, job.warmup)
+                arguments = (config, self._counter, child_end)
+                process = self._context.Process(target=worker.main, args=arguments, daemon=True)
                 process.start()
-                theirs.close()  # so that its death reads as end of file
+                child_end.close()  # so that the death of the child is an end of file
                 self._processes.append(process)
-                self._live[ours] = number
+                self._live[parent_end] = number
         finally:
             signal.signal(signal.SIGINT, before)
 
@@ -120,12 +121,12 @@ class Pool:
             for pipe in wait(list(self._live)):
                 assert isinstance(pipe, Connection)
                 try:
-                    self._hear(pipe, pipe.recv())
-                except (EOFError, OSError):  # it died, perhaps in the middle of a message
+                    self._handle(pipe, pipe.recv())
+                except (EOFError, OSError):  # the process died, perhaps in the middle of a message
                     self._live.pop(pipe)
             if not self._began and self._live and self._ready >= set(self._live.values()):
                 self._began = time.perf_counter() + _GRACE
-                self._tell(self._began)
+                self._broadcast(self._began)
             self._show(bar)
 
     def _show(self, bar: tqdm[Any]) -> None:
@@ -134,7 +135,7 @@ class Pool:
             bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
         bar.update(sum(self._done.values()) - bar.n)
 
-    def _hear(self, pipe: Connection[Any, Any], message: Ready | Tick | End) -> None:
+    def _handle(self, pipe: Connection[Any, Any], message: Ready | Tick | End) -> None:
         number = self._live[pipe]
         match message:
             case Ready():
@@ -149,15 +150,15 @@ class Pool:
                 del self._live[pipe]
                 pipe.close()
 
-    def _tell(self, order: float | None) -> None:
+    def _broadcast(self, command: float | None) -> None:
         for pipe in self._live:
             try:
-                pipe.send(order)
+                pipe.send(command)
             except BrokenPipeError:
-                continue  # it died; `_watch` reads the end of file
+                continue  # the process died; `_watch` reads the end of file
 
     def _finish(self) -> int:
-        """Wait for all, by force if need be. Returns how many died."""
+        """Join all processes, terminate those that hang. Returns how many failed."""
         for process in self._processes:
             process.join(5)
             if process.is_alive():

@@ -15,13 +15,13 @@ from bench.load.workloads import Workload
 
 Words = npt.NDArray[np.uint64]
 
-# Streams of the generator: what kind of thing a key counts.
+# Independent random streams, by what a key identifies.
 _PROMPT, _PREFIX, _PAGE, _LINE, _WARM = range(5)
-# Conversations send several prompts under one index; 2**20 turns are more than any context holds.
+# Conversations send several prompts under one index, at most 2**20 turns.
 _TURN_BITS = 20
 
 
-class Ask(msgspec.Struct, frozen=True):
+class PreparedRequest(msgspec.Struct, frozen=True):
     """One request, ready to send."""
 
     index: int
@@ -29,9 +29,9 @@ class Ask(msgspec.Struct, frozen=True):
     body: bytes
     """JSON."""
     out: int | None
-    """Output tokens the server owes; None when it may stop early."""
+    """Expected output tokens; None when the answer may end early."""
     prompt: int | None
-    """Prompt tokens it must report; None for text, whose count only the server knows."""
+    """Expected prompt tokens; None for text, whose count only the server knows."""
 
 
 History = list[dict[str, str]]
@@ -39,14 +39,14 @@ History = list[dict[str, str]]
 
 
 class Source:
-    """Makes the requests of one workload. Owner: a client process (several hold equal ones)."""
+    """Creates the requests of one workload; equal in every client process."""
 
     __slots__ = ("_lines", "_seed", "_trace", "_work", "model")
 
     def __init__(self, work: Workload, model: str) -> None:
         self._work = work
         self.model = model
-        # By name too: otherwise one scenario's prompts would be another's prefix-cache hits.
+        # Includes the name, so that scenarios do not hit each other's prefix cache.
         self._seed = np.uint64(zlib.crc32(work.name.encode()) << 32 | (work.seed & 0xFFFFFFFF))
         self._trace = traces.load(work.trace, work.requests) if work.trace else []
         self._lines = _texts(work.dataset) if work.dataset else []
@@ -63,21 +63,21 @@ class Source:
             return np.array([entry.at / work.trace_speed for entry in self._trace])
         return None
 
-    def ask(self, index: int, turn: int = 0, history: History | None = None) -> Ask:
+    def request(self, index: int, turn: int = 0, history: History | None = None) -> PreparedRequest:
         """Request `index`, or the `turn`-th of conversation `index` after `history`."""
         shape = self._shape(index)
         prompt = self._prompt(index, turn, shape)
         return self._pack(index, turn, prompt, shape.out, history or [])
 
-    def warm(self, index: int) -> Ask:
-        """A request of the same shape as `index % len` whose prompt no measured one shares."""
+    def warm(self, index: int) -> PreparedRequest:
+        """A request with the lengths of `index % len` and a prompt that no measured request shares."""
         shape = self._shape(index % len(self))
         symbols = self._noise(_WARM, np.array([index]), shape.prompt or 64)
         return self._pack(index, 0, self._render(symbols), shape.out, [])
 
-    def user(self, ask: Ask) -> str:
+    def user(self, request: PreparedRequest) -> str:
         """The new user text of a conversation's turn."""
-        return str(self._prompt(ask.index, ask.turn, self._shape(ask.index)))
+        return str(self._prompt(request.index, request.turn, self._shape(request.index)))
 
     def _shape(self, index: int) -> traces.Entry:
         work = self._work
@@ -110,10 +110,10 @@ class Source:
         return " ".join(text.split(" ")[: self._work.input_len]) if self._work.input_len else text
 
     def _noise(self, stream: int, keys: npt.NDArray[Any], count: int) -> Words:
-        """Uniform 64-bit words [len(keys) * count], those of a key always the same.
+        """Uniform 64-bit words [len(keys) * count], deterministic by key.
 
         A hash of (seed, stream, key, position), so that the pages of a 40,000-token prompt come from
-        one vectorised call: a generator per page would take the loop 1.5 ms. The finaliser is
+        one vectorised call: a generator per page would block the loop for 1.5 ms. The finaliser is
         SplitMix64's (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
         """
         rows = _mix(_mix(keys.astype(np.uint64) * np.uint64(8) + np.uint64(stream)) ^ self._seed)
@@ -127,7 +127,9 @@ class Source:
         span = np.uint64(work.vocab_high - work.vocab_low + 1)
         return cast("list[int]", (symbols % span + np.uint64(work.vocab_low)).tolist())
 
-    def _pack(self, index: int, turn: int, prompt: list[int] | str, out: int, history: History) -> Ask:
+    def _pack(
+        self, index: int, turn: int, prompt: list[int] | str, out: int, history: History
+    ) -> PreparedRequest:
         work = self._work
         body: dict[str, Any] = {"model": self.model}
         if work.endpoint == "chat":
@@ -155,9 +157,13 @@ class Source:
                 "type": "json_schema",
                 "json_schema": {"name": "answer", "schema": msgspec.json.decode(work.json_schema)},
             }
-        owed = out if work.ignore_eos else None
-        return Ask(
-            index, turn, msgspec.json.encode(body), owed, None if isinstance(prompt, str) else len(prompt)
+        expected_out = out if work.ignore_eos else None
+        return PreparedRequest(
+            index,
+            turn,
+            msgspec.json.encode(body),
+            expected_out,
+            None if isinstance(prompt, str) else len(prompt),
         )
 
 
@@ -168,7 +174,7 @@ def _mix(x: Words) -> Words:
 
 
 def _texts(path: str) -> list[str]:
-    """The texts of a JSON-lines file: of each line its first field of a known name."""
+    """The texts of a JSON-lines file: the first field with a known name of each line."""
     found: list[str] = []
     with traces.open_text(path) as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""What one request showed. The noun that client, report and plot share."""
+"""The measurements of one request, shared by client, report and plot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Record(msgspec.Struct, kw_only=True):
     index: int
     turn: int = 0
     planned: float = 0.0
-    """When it should have been sent; later than that only if the client is too slow (open loop)."""
+    """When it should have been sent (open loop); `sent` is later if the client is too slow."""
     sent: float = 0.0
     end: float = 0.0
     """Arrival of `[DONE]`, or of whatever ended the request."""
@@ -24,12 +24,12 @@ class Record(msgspec.Struct, kw_only=True):
     out: int = 0
     prompt: int = 0
     cached: int | None = None
-    """None: the server does not say."""
+    """None: the server does not report it."""
     usage: bool = False
-    """False: the server sent no usage, `out` counts events and `prompt` is what was asked."""
+    """False: the server sent no usage; `out` counts events, `prompt` is the requested length."""
     finish: str | None = None
     bad: str | None = None
-    """Why it does not count, as a short kind that can be tallied; None when all went well."""
+    """Kind of failure; None on success."""
     detail: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""From records to figures, and figures to text."""
+"""Computes figures from records, and formats them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Result = dict[str, Any]
 _POINTS = (50, 90, 95, 99)
 _KINDS = ("ttft", "tpot", "itl", "e2e")
 BUSY = 0.8
-"""Share of a core above which a client process is taken to distort what it measures."""
+"""Busy share of a core above which a client process may distort its measurements."""
 
 
 def summary(work: Workload, outcome: Outcome, goals: dict[str, float], conditions: Result) -> Result:
-    """All figures of one run. Only requests that went well count as throughput and latency.
+    """All figures of one run. Only successful requests count in throughput and latency.
 
     The wall time is from the first send to the last end, failed requests included. `ttft_ms`,
     `tpot_ms`, `itl_ms`, `e2e_ms` are medians; `percentiles` has the rest. `cached_share` is None
@@ -74,10 +74,12 @@ def _rates(good: list[Record], wall: float, goals: dict[str, float]) -> Result:
 def _counts(good: list[Record]) -> Result:
     out = sum(record.out for record in good)
     events = sum(len(record.times) for record in good)
-    told = [record for record in good if record.cached is not None]
-    prompt = sum(record.prompt for record in told)
+    reporting = [record for record in good if record.cached is not None]
+    prompt = sum(record.prompt for record in reporting)
     return {
-        "cached_share": round(sum(record.cached or 0 for record in told) / prompt, 4) if prompt else None,
+        "cached_share": round(sum(record.cached or 0 for record in reporting) / prompt, 4)
+        if prompt
+        else None,
         "events_per_token": round(events / out, 4) if out else None,
         "out_tokens": out,
         "prompt_tokens": sum(record.prompt for record in good),
@@ -117,7 +119,7 @@ def percentiles(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def meets(record: Record, goals: dict[str, float]) -> bool:
-    """Whether every goal (ms) holds for this request; a figure it does not have holds."""
+    """Whether this request meets every goal (ms); a missing figure counts as met."""
     return all(1000 * (_VALUE[kind](record) or 0.0) <= limit for kind, limit in goals.items())
 
 
@@ -127,7 +129,7 @@ def parse_goals(text: str) -> dict[str, float]:
     for part in filter(None, text.split(",")):
         kind, _, limit = part.partition(":")
         if kind not in _VALUE:
-            raise ValueError(f"goodput knows {', '.join(_VALUE)}, not {kind!r}")
+            raise ValueError(f"--goodput: unknown metric {kind!r}, choose from {', '.join(_VALUE)}")
         goals[kind] = float(limit)
     return goals
 
@@ -143,7 +145,7 @@ def failures(records: Iterable[Record]) -> dict[str, dict[str, Any]]:
 
 
 def block(result: Result) -> str:
-    """One scenario in full, for people."""
+    """All figures of one scenario, as text."""
     share, ratio = result["cached_share"], result["events_per_token"]
     lines = [
         f"{result['name']}: {result['ok']} ok, {result['bad']} bad in {result['wall_s']:,.2f} s",
@@ -166,7 +168,7 @@ def block(result: Result) -> str:
 
 
 def warnings(result: Result) -> list[str]:
-    """What makes these figures doubtful."""
+    """Reasons to doubt these figures."""
     checks = {
         f"a client process was busy {result['client_cpu']:.0%} of the time: use more --processes": result[
             "client_cpu"
@@ -214,7 +216,7 @@ def table(results: list[Result]) -> str:
 
 
 def align(rows: Iterable[tuple[str, ...]]) -> str:
-    """Columns, the first to the left, the others to the right."""
+    """A text table: the first column aligned left, the others right."""
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(

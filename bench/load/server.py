@@ -1,4 +1,4 @@
-"""What is asked of the server besides requests: its model, its description, an empty cache."""
+"""Calls besides the load: model name, server info, cache flush."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _DEPTH = 3
 
 
 def first_model(target: Target) -> str:
-    """Id of the first served model. ConnectionError or ValueError when there is none to be had."""
+    """Id of the first served model. ConnectionError or ValueError when there is none."""
     try:
         found = json.loads(_call(target, "/v1/models"))
         return str(found["data"][0]["id"])
     except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{target.url}/v1/models names no model: give --model") from error
+        raise ValueError(f"{target.url}/v1/models lists no model: set --model") from error
 
 
 def info(target: Target) -> object:
-    """`/server_info` without what should not leave the machine; None when not answered."""
+    """`/server_info` without secrets, hosts and paths; None when it fails."""
     try:
         return public(json.loads(_call(target, "/server_info")))
     except (ConnectionError, ValueError):
@@ -32,7 +32,7 @@ def info(target: Target) -> object:
 
 
 def flush(target: Target) -> bool:
-    """Ask for an empty prefix cache; False when the server does not know how."""
+    """Flush the prefix cache; False when the server does not support it."""
     try:
         _call(target, "/flush_cache", post=True)
     except ConnectionError:
@@ -41,7 +41,7 @@ def flush(target: Target) -> bool:
 
 
 def public(value: object, depth: int = _DEPTH) -> object:
-    """A copy fit for a results file: no hosts, no secrets, paths cut to their last part, not deep."""
+    """A copy for a results file: without hosts and secrets, paths cut to their last part, limited depth."""
     if isinstance(value, dict):
         if depth == 0:
             return None
@@ -54,7 +54,7 @@ def public(value: object, depth: int = _DEPTH) -> object:
 
 
 def base_name(text: str) -> str:
-    """The last part of an absolute path; anything else as it is."""
+    """The last part of an absolute path; other text unchanged."""
     return text.rstrip("/").rpartition("/")[2] if text.startswith(("/", "~")) else text
 
 

@@ -1,9 +1,9 @@
-"""Server-sent events of one answer, read as cheaply as Python can.
+"""Reads the server-sent events of one answer, with little CPU time.
 
 A client that decoded the JSON of every event would be the bottleneck of the benchmark. Nearly all
-events are one token in the middle of a stream; those are recognised by two byte searches. Whatever
-is not recognised (the first token, the last, a role, usage, an error, another server's spacing of
-JSON) is decoded in full, so the short cut can only miss speed, never an event.
+events are one token in the middle of a stream; those are recognised by two byte searches. All other
+events (the first token, the last, a role, usage, an error, another server's spacing of JSON) are
+decoded in full, so the fast path never misses an event.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
     def shown(self) -> str:
-        """What a reader sees of it; tool calls count as one character."""
+        """The text of this choice; tool calls count as one character."""
         if self.text or self.delta is None:
             return self.text or ""
         delta = self.delta
@@ -64,29 +64,29 @@ _decode = msgspec.json.Decoder(_Event).decode
 class Stream:
     """Reads one answer into a `Record`. Owner: event loop of a client process.
 
-    An event carries a token when it shows text, or when it has a choice without text that is
+    An event carries a token when it has text, or when it has a choice without text that is
     neither a role nor the end (a token whose text is held back: half a character, a possible stop
-    string). A role alone is not a token, whenever it is sent.
+    string). A role alone is not a token.
     """
 
-    __slots__ = ("_after", "_done", "_keep", "_key", "_owed", "_rest", "_times", "pieces", "record")
+    __slots__ = ("_after", "_done", "_expected", "_keep", "_key", "_rest", "_times", "pieces", "record")
 
     def __init__(
-        self, record: Record, endpoint: str, owed: tuple[int | None, int | None], keep: bool
+        self, record: Record, endpoint: str, expected: tuple[int | None, int | None], keep: bool
     ) -> None:
-        """`owed`: output and prompt tokens that usage must report; `keep`: collect the text too."""
+        """`expected`: output and prompt tokens that usage must report; `keep`: collect the text too."""
         self.record = record
         self.pieces: list[str] = []
         self._times = record.times
         self._key = _TEXT[endpoint]
         self._after = len(self._key)
-        self._owed = owed
+        self._expected = expected
         self._keep = keep
         self._rest = b""
         self._done = False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take `data` of the body, which arrived at `now`; events may be cut anywhere."""
+        """Process `data` of the body, which arrived at `now`; events may be split at any byte."""
         if self._rest:
             data = self._rest + data
         if b"\r\n" in data:
@@ -105,32 +105,32 @@ class Stream:
             else:
                 self._read(event, now)
 
-    def refuse(self, status: int, body: bytes, now: float) -> None:
+    def reject(self, status: int, body: bytes, now: float) -> None:
         """The server answered with an HTTP status other than 200."""
         self.fail(f"http {status}", _message(body), now)
 
     def fail(self, kind: str, detail: str, now: float) -> None:
-        """Note the first thing that went wrong; later ones are its consequences."""
+        """Record the first failure; later ones are its consequences."""
         if self.record.bad is None:
             self.record.bad = kind
             self.record.detail = detail[:300]
         self.record.end = self.record.end or now
 
     def close(self, now: float, whole: bool) -> None:
-        """The body is over: `whole` as announced, or cut off. Decides whether the request counts."""
+        """The body has ended, complete (`whole`) or cut off. Decides whether the request counts."""
         if whole and self._rest.strip():
             self._read(self._rest, now)
         record = self.record
         if not record.usage:
             record.out = len(self._times)
-            record.prompt = self._owed[1] or 0
+            record.prompt = self._expected[1] or 0
         if verdict := self._verdict(whole):
             self.fail(*verdict, now)
         record.end = record.end or now
 
     def _verdict(self, whole: bool) -> tuple[str, str] | None:
         record = self.record
-        out, prompt = self._owed
+        out, prompt = self._expected
         if not self._done:
             return ("no [DONE]" if whole else "truncated"), self._rest[:200].decode("latin-1")
         if not self._times:
@@ -138,16 +138,16 @@ class Stream:
         if record.finish in _BROKEN:
             return f"finish {record.finish}", ""
         if record.usage and out is not None and record.out != out:
-            return "token count", f"{record.out} output tokens, not {out}"
+            return "token count", f"{record.out} output tokens, expected {out}"
         if record.usage and prompt is not None and record.prompt != prompt:
-            return "token count", f"{record.prompt} prompt tokens, not {prompt}"
+            return "token count", f"{record.prompt} prompt tokens, expected {prompt}"
         return None
 
     def _read(self, event: bytes, now: float) -> None:
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         data = b"\n".join(lines)
         if not data or self._done:
-            return  # a comment that keeps the connection alive, or an afterthought
+            return  # a keep-alive comment, or an event after [DONE]
         if data == b"[DONE]":
             self._done = True
             self.record.end = now
@@ -187,7 +187,7 @@ class Stream:
 
 
 def _text(error: object) -> str:
-    """The message of an error object, in whichever shape servers send it."""
+    """The message of an error object, in any of the formats that servers use."""
     if isinstance(error, dict):
         for name in ("message", "error", "detail"):
             if name in error:

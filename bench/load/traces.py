@@ -1,4 +1,4 @@
-"""Recorded traffic: who came when, how long the prompt and the answer were, which pages it shared."""
+"""Recorded traffic: arrival times, lengths of prompts and outputs, shared prefix pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry(msgspec.Struct, frozen=True):
     prompt: int
     out: int
     pages: tuple[int, ...] = ()
-    """Equal ids are equal runs of `PAGE` tokens; empty when the trace does not say."""
+    """Equal ids are equal blocks of `PAGE` tokens; empty when the trace has none."""
 
 
 class _Mooncake(msgspec.Struct):
@@ -37,7 +37,7 @@ class _Mooncake(msgspec.Struct):
 def load(path: str | Path, limit: int = 0) -> list[Entry]:
     """Read a trace, sorted by time, the first at 0; `limit` 0 is all of it.
 
-    Two formats, told apart by the first character: Mooncake's JSON lines (`timestamp` in ms,
+    Two formats, distinguished by the first character: Mooncake's JSON lines (`timestamp` in ms,
     `input_length`, `output_length`, `hash_ids`) and Azure's CSV (`TIMESTAMP`, `ContextTokens`,
     `GeneratedTokens`). A name ending in `.xz` is decompressed. ValueError when neither fits.
     """

@@ -1,4 +1,4 @@
-"""One client process: its own loop, its share of the requests, its records sent back at the end."""
+"""One client process: runs its share of the requests on its own event loop, sends its records at the end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from bench.load.records import Record
 from bench.load.workloads import Workload
 
 TICK = 0.25
-"""Seconds between progress messages: often enough for a bar, too seldom to cost anything."""
+"""Seconds between progress messages."""
 
 
-class Share(msgspec.Struct, frozen=True):
-    """What a client process is told."""
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """Settings of one client process."""
 
     target: Target
     work: Workload
@@ -37,28 +37,25 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Warm, waiting for the start time."""
+    """Warm-up is done; the process waits for the start time."""
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """So many requests are done, with so many output tokens."""
+    """Progress: finished requests and their output tokens."""
 
     done: int
     out: int
 
 
 class End(msgspec.Struct, frozen=True):
-    """All there is: `records` is a msgpack list of `Record`; `cpu` the busy share of one core."""
+    """The results: `records` is a msgpack list of `Record`; `cpu` the busy share of one core."""
 
     records: bytes
     cpu: float
 
 
-def main(share: Share, counter: Synchronized[int], pipe: Connection[Any, Any]) -> None:
-    """Body of a client process. Ctrl-C is the parent's business: it says stop through the pipe.
-
-    The signal is ignored here since before this process was started.
-    """
+def main(config: WorkerConfig, counter: Synchronized[int], pipe: Connection[Any, Any]) -> None:
+    """Main function of a client process. SIGINT is ignored: the parent sends a stop command on Ctrl-C."""
     raise_file_limit()
 
     def take() -> int:
@@ -67,60 +64,62 @@ def main(share: Share, counter: Synchronized[int], pipe: Connection[Any, Any]) -
             counter.value = index + 1
         return index
 
-    uvloop.run(_work(share, take, pipe))
+    uvloop.run(_work(config, take, pipe))
 
 
 def raise_file_limit() -> None:
-    """As many sockets as the system lets us have."""
+    """Raise the limit of open files to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _work(share: Share, take: Callable[[], int], pipe: Connection[Any, Any]) -> None:
-    client = Client(share.target, share.work.endpoint)
-    driver = Driver(share.work, Source(share.work, share.model), client, (share.number, share.count), take)
-    orders = _orders(pipe)
-    # A collection in the middle of a run would be a pause in every latency it meets; records hold no
-    # cycles, so nothing is lost by having none.
+async def _work(config: WorkerConfig, take: Callable[[], int], pipe: Connection[Any, Any]) -> None:
+    client = Client(config.target, config.work.endpoint)
+    driver = Driver(
+        config.work, Source(config.work, config.model), client, (config.number, config.count), take
+    )
+    commands = _commands(pipe)
+    # A garbage collection would add a pause to measured latencies; records hold no cycles, so none is
+    # needed.
     gc.freeze()
     gc.disable()
     cpu = 0.0
-    if await _unless_stopped(driver.warm(share.warmup), orders):
+    if await _unless_stopped(driver.warm(config.warmup), commands):
         pipe.send(Ready())
-        start = await orders.get()
+        start = await commands.get()
         if start is not None:
             before, since = time.process_time(), time.perf_counter()
             ticker = asyncio.create_task(_tick(driver.records, pipe))
-            await _unless_stopped(driver.run(start), orders)
+            await _unless_stopped(driver.run(start), commands)
             ticker.cancel()
             cpu = (time.process_time() - before) / (time.perf_counter() - since)
     client.close()
-    # Reading it on the loop has made the pipe non-blocking, and the records do not fit its buffer.
+    # `add_reader` has made the pipe non-blocking, but the records do not fit into its buffer.
     asyncio.get_running_loop().remove_reader(pipe.fileno())
     os.set_blocking(pipe.fileno(), True)
     pipe.send(End(msgspec.msgpack.encode(driver.records), cpu))
 
 
-def _orders(pipe: Connection[Any, Any]) -> asyncio.Queue[float | None]:
-    """What the parent says: a start time, or None to stop (also when the parent is gone)."""
+def _commands(pipe: Connection[Any, Any]) -> asyncio.Queue[float | None]:
+    """Commands of the parent: a start time, or None to stop (also when the parent has died)."""
     loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[float | None] = asyncio.Queue()
+    commands: asyncio.Queue[float | None] = asyncio.Queue()
 
     def read() -> None:
         try:
-            orders.put_nowait(pipe.recv())
+            commands.put_nowait(pipe.recv())
         except EOFError:
             loop.remove_reader(pipe.fileno())
-            orders.put_nowait(None)
+            commands.put_nowait(None)
 
     loop.add_reader(pipe.fileno(), read)
-    return orders
+    return commands
 
 
-async def _unless_stopped(work: Coroutine[None, None, None], orders: asyncio.Queue[float | None]) -> bool:
-    """Run `work` until it ends (True) or the parent says stop (False)."""
+async def _unless_stopped(work: Coroutine[None, None, None], commands: asyncio.Queue[float | None]) -> bool:
+    """Run `work` until it ends (True) or the parent sends stop (False)."""
     doing = asyncio.ensure_future(work)
-    stop = asyncio.ensure_future(orders.get())
+    stop = asyncio.ensure_future(commands.get())
     await asyncio.wait((doing, stop), return_when=asyncio.FIRST_COMPLETED)
     if doing.done():
         stop.cancel()

@@ -1,4 +1,4 @@
-"""What is asked of the server: the scenarios by name, and the parameters they are made of."""
+"""Workload parameters, and the named scenarios."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 64
     """Requests, or conversations when `turns` > 1. With a trace: at most, 0 is all."""
     prefix_len: int = 0
-    """Tokens at the start that all requests of a group have in common."""
+    """Tokens of the prefix that all requests of a group share."""
     prefix_groups: int = 1
     turns: int = 1
-    """Above 1: each conversation is sent this often, its history grown by the real answers."""
+    """Turns of each conversation; its history contains the real answers."""
     rate: float = 0.0
     """Arrivals per second (open loop); 0 is a closed loop."""
     burstiness: float = 1.0
@@ -40,7 +40,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     trace_speed: float = 1.0
     """2 replays twice as fast; 0 keeps the trace's lengths but sends in a closed loop."""
     max_input_len: int = 0
-    """Cut a trace's prompts to this; 0 leaves them."""
+    """Truncate a trace's prompts to this length; 0: do not truncate."""
     max_output_len: int = 0
     dataset: str = ""
     """JSON lines (optionally .xz) with a text, prompt, question or turns field."""
@@ -54,7 +54,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Every second request has presence and frequency penalties."""
     stop: tuple[str, ...] = ()
     json_schema: str = ""
-    """What every answer is held to; it should not end before `output_len`."""
+    """JSON schema of every answer, whose shortest instance should be longer than `output_len`."""
     ignore_eos: bool = True
     headline: str = "out_tok_s"
     """The result field by which servers are compared."""
@@ -64,22 +64,27 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             _require(getattr(self, name) >= 0, f"{name} must not be negative")
         for name in ("output_len", "concurrency", "prefix_groups", "turns"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        _require(self.trace_speed >= 0 and self.burstiness > 0, "trace_speed and burstiness: not below 0")
+        _require(
+            self.trace_speed >= 0 and self.burstiness > 0,
+            "trace_speed must not be negative, burstiness must be positive",
+        )
         _require(0 <= self.vocab_low <= self.vocab_high, "vocab_low must not exceed vocab_high")
         _require(self.requests > 0 or bool(self.trace), "requests must be at least 1")
         if not self.trace and not self.dataset:
             _require(self.input_len > 0, "input_len must be at least 1")
-            _require(self.prefix_len <= self.input_len, "prefix_len is part of input_len, not beside it")
+            _require(
+                self.prefix_len <= self.input_len, "prefix_len must not exceed input_len, which includes it"
+            )
         if self.prompt_kind == "ids":
-            _require(self.endpoint != "chat", "the chat endpoint takes text: prompt_kind text")
-            _require(self.turns == 1, "answers come back as text: turns need prompt_kind text")
-            _require(not self.dataset, "a dataset is text: prompt_kind text")
-        _require(not (self.trace and self.dataset), "trace or dataset, not both")
+            _require(self.endpoint != "chat", "the chat endpoint needs prompt_kind text")
+            _require(self.turns == 1, "turns above 1 need prompt_kind text")
+            _require(not self.dataset, "a dataset needs prompt_kind text")
+        _require(not (self.trace and self.dataset), "trace and dataset exclude each other")
 
 
-def _require(held: bool, otherwise: str) -> None:
-    if not held:
-        raise ValueError(otherwise)
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def _six() -> list[Workload]:
@@ -138,13 +143,13 @@ ROWS = json.dumps(
         },
     }
 )
-"""A list that no answer comes to the end of."""
+"""A list of at least 1,000 items: longer than any answer."""
 
 PLAIN64 = Workload(
     name="plain64", input_len=256, output_len=256, concurrency=64, requests=192, temperature=1.0
 )
 JSON64 = msgspec.structs.replace(PLAIN64, name="json64", json_schema=ROWS)
-"""The same with every row constrained: what masks cost. Needs the model's tokenizer."""
+"""The same with a JSON schema on every row, to measure the cost of masks. Needs the model's tokenizer."""
 
 TABLE: tuple[str, ...] = tuple(row.name for row in _six())
 """The six scenarios that servers are compared by, in the order of the table."""
@@ -167,7 +172,7 @@ def named(names: str) -> list[Workload]:
 
 
 def scaled(workload: Workload, factor: float) -> Workload:
-    """The same requests, fewer or more of them and as many fewer callers; never less than one."""
+    """The workload with `requests` and `concurrency` multiplied by `factor`, at least one each."""
     return msgspec.structs.replace(
         workload,
         requests=max(1, round(workload.requests * factor)) if workload.requests else 0,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bench.load.client import Client, Target
-from bench.load.prompts import Ask, Source
+from bench.load.prompts import PreparedRequest, Source
 from bench.load.records import Record
 from bench.load.workloads import Workload
 from tests.rigs.completions_server import Fake, proper, serving, text
@@ -17,7 +17,7 @@ WORK = Workload(input_len=4, output_len=3)
 
 async def ask(url: str, work: Workload = WORK, timeout: float = 30.0) -> Record:
     client = Client(Target.of(url, "key", timeout), work.endpoint)
-    record, _ = await client.send(Source(work, "m").ask(0))
+    record, _ = await client.send(Source(work, "m").request(0))
     client.close()
     return record
 
@@ -59,13 +59,13 @@ async def test_a_good_answer_from_a_real_server() -> None:
     assert fake.heads[0]["authorization"] == "Bearer key"
 
 
-async def test_connections_are_kept_and_a_closed_one_is_no_failure() -> None:
-    # The first connection is closed by the server although it never said so; the second request finds
-    # that out one way or the other and goes out on a new connection.
+async def test_connections_are_reused_and_a_closed_one_is_not_a_failure() -> None:
+    # The server closes the first connection without a "Connection: close" header; the second request must be
+    # sent again on a new connection.
     async with raw(chunked(*GOOD)) as url:
         client = Client(Target.of(url), "completions")
         source = Source(WORK, "m")
-        records = [(await client.send(source.ask(i)))[0] for i in range(3)]
+        records = [(await client.send(source.request(i)))[0] for i in range(3)]
         client.close()
     assert [record.bad for record in records] == [None] * 3
 
@@ -75,7 +75,7 @@ async def test_a_connection_serves_many_requests() -> None:
     async with serving(fake) as url:
         client = Client(Target.of(url), "completions")
         for i in range(3):
-            assert (await client.send(Source(WORK, "m").ask(i)))[0].bad is None
+            assert (await client.send(Source(WORK, "m").request(i)))[0].bad is None
         assert len(client._idle) == 1
         client.close()
 
@@ -98,14 +98,14 @@ async def test_a_connection_serves_many_requests() -> None:
         (b"", "connection lost"),
     ],
 )
-async def test_framings_and_their_failures(answer: bytes, bad: str | None) -> None:
+async def test_framing_and_its_failures(answer: bytes, bad: str | None) -> None:
     async with raw(answer) as url:
         record = await ask(url)
     assert record.bad == bad, record.detail
     assert record.end >= record.sent
 
 
-async def test_a_refusal_is_counted_by_status() -> None:
+async def test_an_http_error_is_counted_by_status() -> None:
     fake = Fake()
     fake.refuse = lambda n: (429, "queue full")
     async with serving(fake) as url:
@@ -113,7 +113,7 @@ async def test_a_refusal_is_counted_by_status() -> None:
     assert (record.bad, record.detail, record.times) == ("http 429", "queue full", [])
 
 
-async def test_nobody_listens() -> None:
+async def test_connection_refused() -> None:
     async with raw(b"") as url:
         pass
     assert (await ask(url)).bad == "connect"
@@ -137,22 +137,22 @@ async def test_chat_goes_to_its_endpoint_and_keeps_the_text() -> None:
     work = Workload(input_len=4, output_len=2, endpoint="chat", prompt_kind="text")
     async with serving(fake) as url:
         client = Client(Target.of(url), "chat")
-        record, said = await client.send(Source(work, "m").ask(0), keep=True)
+        record, answer_text = await client.send(Source(work, "m").request(0), keep=True)
         client.close()
-    assert (record.bad, said, len(record.times)) == (None, " w0 w1", 2)
+    assert (record.bad, answer_text, len(record.times)) == (None, " w0 w1", 2)
 
 
 async def test_a_large_body_arrives_whole() -> None:
     fake = Fake()
     async with serving(fake) as url:
         client = Client(Target.of(url), "completions")
-        body = Source(Workload(input_len=100_000, output_len=1), "m").ask(0)
-        record, _ = await client.send(Ask(0, 0, body.body, 1, 100_000))
+        body = Source(Workload(input_len=100_000, output_len=1), "m").request(0)
+        record, _ = await client.send(PreparedRequest(0, 0, body.body, 1, 100_000))
         client.close()
     assert record.bad is None and record.prompt == 100_000
 
 
-def test_addresses() -> None:
+def test_target_parses_urls() -> None:
     target = Target.of("https://example.org/openai/v1")
     assert (target.host, target.port, target.tls, target.base) == ("example.org", 443, True, "/openai")
     assert Target.of("localhost:80").url == "http://localhost:80"

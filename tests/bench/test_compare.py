@@ -17,7 +17,7 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
     return path
 
 
-def test_ratios_and_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_and_geometric_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = write(tmp_path / "old.json", result("c32", 100.0), result("lat1", 50.0), result("gone", 1.0))
     new = write(
         tmp_path / "new.json", result("c32", 200.0, ttft_ms=2.5), result("lat1", 25.0), result("new", 1.0)
@@ -31,7 +31,7 @@ def test_ratios_and_their_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not {"gone", "new"} & {row[0] for row in rows}
 
 
-def test_the_best_peer_is_the_one_to_beat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ratio_is_to_the_best_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = write(tmp_path / "new.json", result("c32", 300.0), result("prefill", 1.0, headline="tot_tok_s"))
     a = write(tmp_path / "a.json", result("c32", 100.0), result("prefill", 2.0))
     b = write(tmp_path / "b.json", result("c32", 200.0))
@@ -42,7 +42,7 @@ def test_the_best_peer_is_the_one_to_beat(tmp_path: Path, capsys: pytest.Capture
     assert ["prefill", "tot_tok_s", "20.00", "-", "10.00", "0.500"] in rows
 
 
-def test_a_file_that_is_no_result_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_file_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     odd = tmp_path / "odd.json"
     odd.write_text("{}")
     assert compare.main([str(odd), str(odd)]) == 2

@@ -21,7 +21,7 @@ def driver(
     return Driver(work, Source(work, "m"), client, part, take or itertools.count().__next__)
 
 
-async def test_a_closed_loop_has_no_more_callers_than_asked_for() -> None:
+async def test_a_closed_loop_has_at_most_the_requested_concurrency() -> None:
     work = Workload(input_len=4, output_len=2, concurrency=3, requests=12)
     running, most = 0, 0
 
@@ -42,7 +42,7 @@ async def test_a_closed_loop_has_no_more_callers_than_asked_for() -> None:
     assert all(record.bad is None for record in run.records)
 
 
-async def test_processes_share_the_callers_and_the_requests() -> None:
+async def test_processes_share_concurrency_and_requests() -> None:
     work = Workload(input_len=4, output_len=1, concurrency=5, requests=11)
     count = itertools.count()
     async with serving(Fake()) as url:
@@ -52,14 +52,14 @@ async def test_processes_share_the_callers_and_the_requests() -> None:
     assert sorted(r.index for part in parts for r in part.records) == list(range(11))
 
 
-async def test_an_open_loop_sends_when_it_is_due_whatever_the_server_does() -> None:
+async def test_an_open_loop_sends_on_schedule_while_no_answer_ends() -> None:
     work = Workload(input_len=4, output_len=1, requests=6, rate=200.0)
     gate = asyncio.Event()
 
     class Slow(Fake):
         async def complete(self, request: web.Request) -> web.StreamResponse:
             if len(self.bodies) == work.requests - 1:
-                gate.set()  # nobody is answered before all have been sent
+                gate.set()  # no request is answered before all have been sent
             self.bodies.append({})
             await gate.wait()
             self.bodies.pop(0)
@@ -76,7 +76,7 @@ async def test_an_open_loop_sends_when_it_is_due_whatever_the_server_does() -> N
     assert len(run.records) == 6
 
 
-async def test_a_conversation_is_sent_with_the_real_answers() -> None:
+async def test_a_conversation_contains_the_real_answers() -> None:
     work = Workload(input_len=4, output_len=2, turns=3, requests=1, endpoint="chat", prompt_kind="text")
     fake = Fake()
     async with serving(fake) as url:
@@ -89,7 +89,7 @@ async def test_a_conversation_is_sent_with_the_real_answers() -> None:
     assert last[:3] == fake.bodies[1]["messages"]
 
 
-async def test_a_conversation_ends_with_its_first_failure() -> None:
+async def test_a_conversation_ends_at_its_first_failure() -> None:
     def broken(body: Body) -> list[str]:
         return proper(body)[:-1] if len(body["messages"]) > 1 else proper(body)
 
@@ -108,7 +108,7 @@ async def test_warm_up_is_not_measured() -> None:
     assert len(fake.bodies) == 5 and run.records == []
 
 
-async def test_an_interrupted_run_keeps_what_it_has() -> None:
+async def test_an_interrupted_run_keeps_its_records() -> None:
     work = Workload(input_len=4, output_len=1, concurrency=1, requests=5)
     third = asyncio.Event()
 

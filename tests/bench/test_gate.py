@@ -1,4 +1,4 @@
-"""What the gate reckons with, and that it runs."""
+"""`bench.gate`: its figures from fixed readings, and a short run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gpu.build import spec_of
 from gpu.weights.load import load_model
 
 
-def test_a_second_counts_when_all_rows_ran_and_is_reckoned_from_step_to_step() -> None:
+def test_windows_count_only_with_all_rows_running_and_are_measured_between_steps() -> None:
     readings = [
         Reading(0.0, 0.0, 3),
-        Reading(1.0, 0.99, 8),  # not all ran at its beginning
+        Reading(1.0, 0.99, 8),  # not all rows ran at its start
         Reading(2.02, 2.0, 8),  # 1.01 of 1.02
         Reading(3.0, 2.95, 8),  # 0.95 of 0.98
         Reading(3.0, 2.95, 8),  # no step
@@ -36,21 +36,21 @@ def test_the_gate_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "SERVER", flags)
     sizes = ["--clients", "6", "--requests", "24", "--input-len", "8", "--output-len", "32"]
     model = dummy_model(tmp_path / "model")
-    given = ["--model", str(model), *sizes, "--vocab-high", "299", "--kv-tokens", "4096"]
-    monkeypatch.setattr("sys.argv", ["gate", *given])
+    arguments = ["--model", str(model), *sizes, "--vocab-high", "299", "--kv-tokens", "4096"]
+    monkeypatch.setattr("sys.argv", ["gate", *arguments])
     gate.main()
     found = json.loads((tmp_path / "gate.json").read_text())
     assert found["running"] == 4 and found["seconds"] > 0
     assert found["ratio"] == pytest.approx(found["out_tok_s"] / found["alone_out_tok_s"], abs=1e-3)
 
 
-def test_a_written_checkpoint_is_what_dummy_weights_are(tmp_path: Path) -> None:
+def test_a_written_checkpoint_has_the_dummy_weights(tmp_path: Path) -> None:
     model, cpu = dummy_model(tmp_path / "model"), torch.device("cpu")
     out = tmp_path / "out"
     total = write_checkpoint(model, out, torch.float32, cpu, 100_000)
     assert len(list(out.glob("*.safetensors"))) > 2
     spec = spec_of(out)
     read = load_model(spec, out, torch.float32, cpu).places()
-    made = load_model(spec, None, torch.float32, cpu).places()
-    assert total == sum(place.nbytes for place in made.values())
-    assert all(torch.equal(read[name], made[name]) for name in made)
+    dummy = load_model(spec, None, torch.float32, cpu).places()
+    assert total == sum(place.nbytes for place in dummy.values())
+    assert all(torch.equal(read[name], dummy[name]) for name in dummy)

@@ -1,4 +1,4 @@
-"""The command itself, as a process with client processes of its own."""
+"""`python -m bench.load` as a process, with its client processes."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ async def test_two_scenarios_from_the_command_line_to_the_file(tmp_path: Path) -
     for name in ("out_tok_s", "tot_tok_s", "ttft_ms", "tpot_ms", "itl_ms", "goodput_req_s", "cached_share"):
         assert short[name] is not None
     assert short["events_per_token"] == 1.0
-    told = file.read_text()
-    assert "127.0.0.1" not in told and "hush" not in told and "/home" not in told
+    written = file.read_text()
+    assert "127.0.0.1" not in written and "hush" not in written and "/home" not in written
     assert short["conditions"]["server_info"] == {"version": "1", "model_path": "tiny", "tp": 1}
     assert out.splitlines()[-1].startswith("short512")
 
 
-async def test_records_larger_than_a_pipe_come_through(tmp_path: Path) -> None:
+async def test_records_larger_than_a_pipe_buffer_arrive(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     async with serving(Fake()) as url:
         flags = ("--requests", "10", "--concurrency", "5", "--output-len", "6000", "--processes", "1")
@@ -78,21 +78,21 @@ async def test_ctrl_c_prints_what_was_measured() -> None:
 
     class Stuck(Fake):
         async def complete(self, request: web.Request) -> web.StreamResponse:
-            if len(self.bodies) == 3:  # one to warm up, two measured
+            if len(self.bodies) == 3:  # one warm-up, two measured
                 stuck.set()
                 await asyncio.Event().wait()
             return await super().complete(request)
 
     async with serving(Stuck()) as url:
         process = await start("--url", url, "--concurrency", "1", "--requests", "9", "--input-len", "4")
-        await asyncio.wait_for(stuck.wait(), PATIENCE)  # only so that a failure is no hang
+        await asyncio.wait_for(stuck.wait(), PATIENCE)  # a failure must not hang
         process.send_signal(signal.SIGINT)
         code, out, err = await finish(process)
     assert code == 130, err
     assert "2 ok, 0 bad" in out and "interrupted" in out
 
 
-async def test_no_server_is_one_line_and_two() -> None:
+async def test_no_server_is_one_line_of_error_and_exit_status_2() -> None:
     async with serving(Fake()) as url:
         pass
     code, _, err = await finish(await start("--url", url))
@@ -100,7 +100,7 @@ async def test_no_server_is_one_line_and_two() -> None:
 
 
 @pytest.mark.parametrize("flags", [["--scenario", "nope"], ["--endpoint", "chat", "--prompt-kind", "ids"]])
-def test_a_wrong_command_is_two(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_exit_status_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--model", "m", *flags]) == 2
     assert capsys.readouterr().err.startswith("bench.load: ")
 

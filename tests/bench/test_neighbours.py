@@ -1,4 +1,4 @@
-"""What the bench of neighbours reckons with, and that it runs with every intruder."""
+"""`bench.neighbours`: its figures from fixed records, and a short run with every intruder."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def record(*times: float) -> Record:
     return Record(index=0, times=list(times))
 
 
-def test_only_the_time_in_which_all_stream_counts() -> None:
+def test_only_the_time_in_which_all_streams_run_counts() -> None:
     streams = [record(0.0, 1.0, 2.0, 3.0, 9.0), record(0.5, 1.5, 2.5, 3.5)]
     found = figures(streams, [record(0.9, 1.2), record(2.0, 3.2)])
-    # From 0.9 to 3.2: tokens at 1, 2, 3 and at 1.5, 2.5, of which each stream's first began before.
+    # From 0.9 to 3.2: tokens at 1, 2, 3 and at 1.5, 2.5; the gap before each stream's first is not counted.
     assert found.tok_s == pytest.approx((2 + 1) / 2.3)
     assert found.p99_ms == pytest.approx(1000.0)
 
 
-def test_a_failed_stream_is_no_figure() -> None:
+def test_a_failed_stream_raises() -> None:
     broken = record(0.0, 1.0)
     broken.bad = "http 400"
     with pytest.raises(RuntimeError, match="http 400"):
@@ -34,7 +34,7 @@ def test_a_failed_stream_is_no_figure() -> None:
         figures([record(0.0, 1.0)], [record(2.0, 3.0)])
 
 
-def test_the_median_pair_decides() -> None:
+def test_the_verdict_is_of_the_medians() -> None:
     pairs = [(Figures(100, 10), Figures(share, gap)) for share, gap in ((99, 11), (98, 12), (50, 90))]
     found = verdict(pairs)
     assert (found["slower_share"], found["p99_more_ms"], found["holds"]) == (0.02, 2.0, True)

@@ -1,4 +1,4 @@
-"""What scheduling is reckoned to bring: that the loop behind it is a whole one."""
+"""`bench.predict`: its closed loop runs all requests, with plausible latencies."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ WORK = Workload(input_len=96, output_len=8, concurrency=4, requests=10)
 
 
 def loop(work: Workload = WORK, **config: int) -> ClosedLoop:
-    made = ClosedLoop(work, Device(MODELS["qwen3-8b"]), ScheduleConfig(step_tokens=8192, **config))
-    made.run()
-    return made
+    closed_loop = ClosedLoop(work, Device(MODELS["qwen3-8b"]), ScheduleConfig(step_tokens=8192, **config))
+    closed_loop.run()
+    return closed_loop
 
 
-def test_every_caller_gets_all_of_every_answer() -> None:
+def test_every_request_gets_all_its_tokens() -> None:
     ran = loop()
-    assert ran.made == 80
-    assert (len(ran.firsts), len(ran.gaps)) == (10, 70)
-    assert min(ran.firsts) > 0 and min(ran.gaps) > 0
+    assert ran.tokens == 80
+    assert (len(ran.ttfts), len(ran.gaps)) == (10, 70)
+    assert min(ran.ttfts) > 0 and min(ran.gaps) > 0
 
 
-def test_one_caller_waits_for_steps_of_one_row() -> None:
+def test_one_client_waits_for_steps_of_one_row() -> None:
     ran = loop(Workload(input_len=96, output_len=100, concurrency=1, requests=1))
     times = MODELS["qwen3-8b"]
     least = 1e-6 * (times.layers * times.products[1] + times.head[1])
     assert all(least < gap < 1.3 * least for gap in ran.gaps)
 
 
-def test_prompts_held_back_shorten_the_longest_gap() -> None:
+def test_a_prefill_limit_shortens_the_longest_gap() -> None:
     work = Workload(input_len=1_000, output_len=40, concurrency=16, requests=48)
     assert max(loop(work, mixed_tokens=512).gaps) < 0.5 * max(loop(work).gaps)
 
 
-def test_a_table_is_read_between_its_entries_and_beyond() -> None:
+def test_a_table_is_interpolated_and_extrapolated() -> None:
     table = {1: 10.0, 3: 30.0}
     assert [interpolated(table, rows) for rows in (1, 2, 6)] == [10.0, 20.0, 60.0]

@@ -13,14 +13,14 @@ from bench.load.workloads import SCENARIOS, Workload
 
 
 def body(work: Workload, index: int, turn: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Source(work, "m").ask(index, turn).body)
+    found: dict[str, Any] = json.loads(Source(work, "m").request(index, turn).body)
     return found
 
 
 def test_a_request_is_a_function_of_seed_name_and_index() -> None:
     work = Workload(name="a", input_len=50, seed=3)
     prompt = body(work, 7)["prompt"]
-    assert prompt == body(work, 7)["prompt"]  # another process would make the same
+    assert prompt == body(work, 7)["prompt"]  # equal in another process
     others = [
         body(work, 8),
         body(Workload(name="b", input_len=50, seed=3), 7),
@@ -29,11 +29,11 @@ def test_a_request_is_a_function_of_seed_name_and_index() -> None:
     assert all(other["prompt"][:50] != prompt for other in others)
 
 
-def test_ids_are_uniform_over_the_range_both_ends_included() -> None:
+def test_ids_are_uniform_over_the_inclusive_range() -> None:
     work = Workload(input_len=20_000, vocab_low=10, vocab_high=19)
     counts = np.bincount(body(work, 0)["prompt"], minlength=20)
     assert counts[:10].sum() == 0
-    # 2,000 expected each, deviation 42: five of them are never exceeded by an honest generator.
+    # 2,000 expected each, standard deviation 42: five of them are not exceeded by a uniform generator.
     assert np.abs(counts[10:] - 2_000).max() < 5 * 42
 
 
@@ -51,7 +51,7 @@ def test_the_body_of_a_table_scenario() -> None:
     assert len(prompt) == 1024 and min(prompt) >= 1_000 and max(prompt) <= 90_000
 
 
-def test_a_group_shares_its_prefix_and_nothing_more() -> None:
+def test_a_group_shares_only_its_prefix() -> None:
     work = Workload(input_len=40, prefix_len=30, prefix_groups=2)
     a, b, c = (body(work, i)["prompt"] for i in (0, 2, 1))
     assert a[:30] == b[:30] and a[30:] != b[30:]
@@ -65,7 +65,7 @@ def test_the_shared_scenario_has_one_prefix() -> None:
     assert len({tuple(prompt[2048:]) for prompt in prompts}) == 3
 
 
-def test_warm_up_prompts_are_nobody_elses() -> None:
+def test_warm_up_prompts_share_no_prefix_with_measured_ones() -> None:
     source = Source(SCENARIOS["shared"], "m")
     warm = json.loads(source.warm(0).body)["prompt"]
     assert len(warm) == 2176 and warm[:16] != body(SCENARIOS["shared"], 0)["prompt"][:16]
@@ -81,9 +81,9 @@ def test_chat256_gives_every_second_request_penalties() -> None:
 
 def test_a_conversation_carries_its_history() -> None:
     source = Source(Workload(input_len=5, turns=2, endpoint="chat", prompt_kind="text"), "m")
-    first = source.ask(0, 0)
+    first = source.request(0, 0)
     history = [{"role": "user", "content": source.user(first)}, {"role": "assistant", "content": "yes"}]
-    messages = json.loads(source.ask(0, 1, history).body)["messages"]
+    messages = json.loads(source.request(0, 1, history).body)["messages"]
     assert messages[:2] == history and messages[0] == json.loads(first.body)["messages"][0]
     assert messages[2]["role"] == "user" and messages[2]["content"] != messages[0]["content"]
 
@@ -96,7 +96,7 @@ def test_a_trace_gives_lengths_arrivals_and_shared_pages(tmp_path: Path) -> None
     )
     work = Workload(trace=str(path), trace_speed=2.0, requests=0)
     source = Source(work, "m")
-    a, b = (json.loads(source.ask(i).body) for i in (0, 1))
+    a, b = (json.loads(source.request(i).body) for i in (0, 1))
     assert [len(a["prompt"]), len(b["prompt"]), a["max_tokens"], b["max_tokens"]] == [1000, 600, 3, 4]
     assert a["prompt"][:512] == b["prompt"][:512] and a["prompt"][512:600] != b["prompt"][512:]
     arrivals = source.arrivals()
@@ -104,7 +104,7 @@ def test_a_trace_gives_lengths_arrivals_and_shared_pages(tmp_path: Path) -> None
     assert len(source) == 2
     closed = Source(Workload(trace=str(path), trace_speed=0.0, requests=1, max_input_len=7), "m")
     assert closed.arrivals() is None and len(closed) == 1
-    assert len(json.loads(closed.ask(0).body)["prompt"]) == 7
+    assert len(json.loads(closed.request(0).body)["prompt"]) == 7
 
 
 @pytest.mark.parametrize("line", ['{"text": "one two three"}', '{"turns": ["one two three", "x"]}'])
@@ -116,9 +116,9 @@ def test_a_dataset_gives_its_texts_cut_to_length(tmp_path: Path, line: str) -> N
     assert (body(whole, 0)["prompt"], body(cut, 0)["prompt"]) == ("one two three", "one two")
 
 
-def test_json64_is_plain64_held_to_a_schema() -> None:
+def test_json64_is_plain64_with_a_schema() -> None:
     plain, held = body(SCENARIOS["plain64"], 0), body(SCENARIOS["json64"], 0)
     assert "response_format" not in plain
     schema = held.pop("response_format")["json_schema"]["schema"]
-    assert schema["minItems"] * 10 > SCENARIOS["json64"].output_len  # it cannot end before the answer does
+    assert schema["minItems"] * 10 > SCENARIOS["json64"].output_len  # it cannot end before max_tokens
     assert held | {"prompt": 0} == plain | {"prompt": 0}

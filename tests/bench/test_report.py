@@ -30,7 +30,7 @@ RECORDS = [
 ]
 
 
-def test_figures_of_a_run_worked_out_by_hand() -> None:
+def test_figures_of_a_run_match_a_manual_calculation() -> None:
     goals = report.parse_goals("ttft:200,tpot:250")
     found = report.summary(Workload(name="w"), Outcome(RECORDS, 0.25, 1), goals, {"seed": 0})
     assert found["wall_s"] == 10.0  # the failed request's time counts, its tokens do not
@@ -46,7 +46,7 @@ def test_figures_of_a_run_worked_out_by_hand() -> None:
     assert set(json.loads(json.dumps(found))) == set(found)
 
 
-def test_percentiles_are_those_of_numpy_and_none_of_nothing() -> None:
+def test_percentiles_match_numpy_and_are_none_without_values() -> None:
     values = np.random.default_rng(0).exponential(1.0, 999)
     found = report.percentiles(values)
     assert found is not None
@@ -58,29 +58,29 @@ def test_percentiles_are_those_of_numpy_and_none_of_nothing() -> None:
     }  # fmt: skip
 
 
-def test_a_server_that_does_not_report_caching_is_not_taken_for_a_cold_one() -> None:
+def test_unreported_cached_tokens_are_none_and_not_zero() -> None:
     silent = [record(0, 0.0, [1.0, 2.0], 2.0, cached=None)]
     found = report.summary(Workload(), Outcome(silent, 0.0, 1), {}, {})
     assert found["cached_share"] is None and "not reported" in report.block(found)
 
 
-def test_a_run_without_any_success_still_has_a_report() -> None:
+def test_a_run_without_successful_requests_has_a_report() -> None:
     found = report.summary(Workload(), Outcome(RECORDS[2:], 0.0, 1), {}, {})
     assert (found["ok"], found["out_tok_s"], found["ttft_ms"]) == (0, 0.0, None)
     assert "1 x truncated: cut" in report.block(found)
     assert report.summary(Workload(), Outcome([], 0.0, 1), {}, {})["wall_s"] == 0.0
 
 
-def test_warnings_say_when_the_client_is_the_bottleneck() -> None:
+def test_warnings_when_the_client_is_the_bottleneck() -> None:
     late = [record(0, 1.0, [2.0, 3.0], 3.0)]
     late[0].planned = 0.5
     found = report.summary(Workload(), Outcome(late, 0.93, 2, interrupted=True, lost=1), {}, {})
-    said = "\n".join(report.warnings(found))
-    assert "93%" in said and "500.0 ms late" in said and "interrupted" in said and "died" in said
+    text = "\n".join(report.warnings(found))
+    assert "93%" in text and "500.0 ms late" in text and "interrupted" in text and "died" in text
     assert report.warnings(report.summary(Workload(), Outcome(RECORDS, 0.2, 1), {}, {})) == []
 
 
-def test_goals_are_parsed_or_refused() -> None:
+def test_goals_are_parsed_or_rejected() -> None:
     assert report.parse_goals("") == {}
     with pytest.raises(ValueError, match="speed"):
         report.parse_goals("speed:1")

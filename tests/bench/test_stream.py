@@ -1,4 +1,4 @@
-"""Events arrive at times the test chooses: nothing here sleeps or measures."""
+"""Events arrive at times that the tests set: nothing here sleeps or measures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_times_tokens_and_usage_of_a_good_answer() -> None:
     assert (record.ttft, record.e2e, record.tpot) == (1.0, 3.0, 1.0)
 
 
-def test_the_cut_of_the_bytes_does_not_matter() -> None:
+def test_events_may_be_split_at_any_byte() -> None:
     data = sse(text('say "text":"" and \\'), text("b"), text("c", "stop"), usage(3), "[DONE]")
     for step in (1, 2, 7, len(data)):
         stream = reader()
@@ -72,7 +72,7 @@ def test_a_role_is_not_a_token() -> None:
     assert stream.record.times == [15.0, 15.2] and stream.record.ttft == 5.0
 
 
-def test_a_role_that_comes_with_text_is_one() -> None:
+def test_a_role_with_text_is_a_token() -> None:
     stream = reader("chat")
     stream.feed(sse(delta("Hi", role="assistant")), 12.0)
     assert stream.record.times == [12.0]
@@ -89,14 +89,14 @@ def test_reasoning_and_tool_calls_are_tokens(key: str) -> None:
     assert stream.record.times == [11.0, 12.0]
 
 
-def test_text_held_back_is_still_a_token_and_the_end_alone_is_none() -> None:
+def test_held_back_text_is_a_token_and_the_end_alone_is_not() -> None:
     stream = reader()
     for now, event in [(11.0, text("a")), (12.0, text("")), (13.0, text("é")), (14.0, text("", "length"))]:
         stream.feed(sse(event), now)
     assert stream.record.times == [11.0, 12.0, 13.0]
 
 
-def test_one_token_without_text_is_seen_at_its_end() -> None:
+def test_a_single_token_without_text_is_counted_at_its_end() -> None:
     stream = reader(out=1)
     stream.feed(sse(text("", "length"), usage(1), "[DONE]"), 11.0)
     stream.close(11.0, whole=True)
@@ -149,21 +149,21 @@ def test_what_counts_as_bad(data: bytes, whole: bool, bad: str) -> None:
     assert stream.record.end in (11.0, 12.0)
 
 
-def test_an_error_is_quoted_and_the_first_one_wins() -> None:
+def test_the_first_error_is_recorded() -> None:
     stream = reader()
     stream.feed(sse('{"error": {"message": "first"}}', '{"error": "second"}'), 11.0)
     stream.close(12.0, whole=False)
     assert (stream.record.bad, stream.record.detail) == ("stream error", "first")
 
 
-def test_a_last_event_without_its_blank_line_counts() -> None:
+def test_a_last_event_without_a_blank_line_counts() -> None:
     stream = reader()
     stream.feed(sse(text("a")) + b"data: [DONE]", 11.0)
     stream.close(12.0, whole=True)
     assert stream.record.bad is None
 
 
-def test_the_text_is_kept_when_asked_for() -> None:
+def test_keep_collects_the_text() -> None:
     stream = reader("chat", keep=True)
     stream.feed(
         sse(delta("", role="assistant"), delta("Hel"), delta("lo"), delta(" \U0001f642", finish="stop")), 11.0
@@ -171,7 +171,7 @@ def test_the_text_is_kept_when_asked_for() -> None:
     assert "".join(stream.pieces) == "Hello \U0001f642"
 
 
-def test_a_refusal_names_the_status_and_the_message() -> None:
+def test_an_http_error_has_the_status_and_the_message() -> None:
     stream = reader()
-    stream.refuse(429, b'{"error": {"message": "queue full"}}', 11.0)
+    stream.reject(429, b'{"error": {"message": "queue full"}}', 11.0)
     assert (stream.record.bad, stream.record.detail) == ("http 429", "queue full")

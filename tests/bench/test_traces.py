@@ -25,13 +25,13 @@ def test_mooncake_is_sorted_and_starts_at_zero(tmp_path: Path) -> None:
     assert traces.load(path) == [Entry(0.0, 600, 6, (0, 1)), Entry(2.0, 700, 4, (0, 2))]
 
 
-def test_a_compressed_trace_reads_the_same(tmp_path: Path) -> None:
+def test_a_compressed_trace_gives_the_same_entries(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.xz"
     path.write_bytes(lzma.compress(MOONCAKE.encode()))
     assert traces.load(path, limit=1) == [Entry(0.0, 600, 6, (0, 1))]
 
 
-def test_azure_has_seven_digits_of_a_second_and_no_pages(tmp_path: Path) -> None:
+def test_azure_has_seven_decimals_of_a_second_and_no_pages(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(AZURE, newline="")
     first, second = traces.load(path)
@@ -41,7 +41,7 @@ def test_azure_has_seven_digits_of_a_second_and_no_pages(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", ["when,what\n1,2\n", '{"timestamp": "soon"}\n', "", "{broken\n"])
-def test_anything_else_is_refused_by_name(tmp_path: Path, content: str) -> None:
+def test_the_error_of_another_format_names_the_file(tmp_path: Path, content: str) -> None:
     path = tmp_path / "odd.csv"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"odd\.csv"):

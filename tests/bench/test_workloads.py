@@ -6,7 +6,7 @@ import pytest
 from bench.load.workloads import SCENARIOS, TABLE, Workload, named, scaled
 
 
-def test_the_six_scenarios_are_what_was_measured() -> None:
+def test_the_six_scenarios_are_those_of_the_results() -> None:
     rows = [SCENARIOS[name] for name in TABLE]
     assert [(w.name, w.input_len, w.output_len, w.concurrency, w.requests) for w in rows] == [
         ("lat1", 128, 256, 1, 3),
@@ -29,7 +29,7 @@ def test_table_stands_for_the_six() -> None:
         named("c32,nonsense")
 
 
-def test_scale_keeps_the_requests_and_never_reaches_zero() -> None:
+def test_scale_keeps_lengths_and_never_reaches_zero() -> None:
     small = scaled(SCENARIOS["c256"], 0.1)
     assert (small.concurrency, small.requests, small.input_len) == (26, 77, 1024)
     assert scaled(SCENARIOS["lat1"], 0.01).requests == 1
@@ -47,6 +47,6 @@ def test_scale_keeps_the_requests_and_never_reaches_zero() -> None:
         ({"rate": -1.0}, "rate"),
     ],
 )
-def test_contradictions_are_refused(change: dict[str, object], says: str) -> None:
+def test_contradictions_are_rejected(change: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         msgspec.structs.replace(Workload(), **change)
