@@ -133,7 +133,7 @@ kernels() {
   timeout 530 python3 -m bench.kernels.check_and_time --out "$OUT" --tune 768 --quick --seconds 480 \
     > "$LOGS/kernels.log" 2>&1 || echo "check_and_time: exit $?"
   say "failed checks, dropped variants"
-  grep -E "^BAD|dropped|failed|broke off" "$LOGS/kernels.log" | cut -c 1-200 | head -n 30
+  grep -E "^BAD|dropped|failed|aborted" "$LOGS/kernels.log" | cut -c 1-200 | head -n 30
   say "times"
   grep -E "of peak|checks:|^-- " "$LOGS/kernels.log" | cut -c 1-150
 }

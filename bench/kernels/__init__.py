@@ -1,7 +1,7 @@
-"""The kernels: checked against their twins and timed against the device's peaks.
+"""The kernels: checked against plain-torch references and timed against the peaks of the device.
 
-`python -m bench.kernels.check_and_time` on a machine with a GPU does both and prints one table;
-`python -m bench.kernels.tune` searches tile sizes; `python -m bench.kernels.compile` needs no GPU and
-says what the compiler made of each kernel; `python -m bench.kernels.whole_step` needs none either and
-compiles what the steps of a server launch.
+`python -m bench.kernels.check_and_time` does both on a GPU and prints one table; `python -m
+bench.kernels.tune` searches tile sizes. Without a GPU, `python -m bench.kernels.compile` prints registers,
+spills and instructions of each kernel, and `python -m bench.kernels.whole_step` compiles the kernels that a
+server launches.
 """

@@ -1,8 +1,8 @@
 """Check and time every kernel in one go: `python -m bench.kernels.check_and_time --out DIR`.
 
-In this order, so that what matters is there if time runs out: checks; times; tile search of the expert
-GEMMs (its configs are written to DIR as it goes); the expert MLP by what was found. The table comes
-last and fits a terminal; everything is in DIR/kernels.json and DIR/log.txt.
+In order of importance, in case time runs out: checks; times; tile search of the MoE GEMMs (configs are
+written to DIR as they are found); the MoE layer with these configs. All results are in DIR/kernels.json and
+DIR/log.txt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.kernels.timing import Row
 
 
 class Report:
-    """Lines as they come, and everything again as JSON. Owner: the main thread."""
+    """Prints and logs lines, and writes all results as JSON. Owner: the main thread."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ class Report:
         self.rows: list[Row] = []
 
     def say(self, line: str) -> None:
-        """Print and keep."""
+        """Print and log a line."""
         print(line, flush=True)
         self._log.write(line + "\n")
         self._log.flush()
@@ -56,7 +56,7 @@ class Report:
         (self._out / "kernels.json").write_text(json.dumps(figures, indent=1))
 
     def add(self, name: str, future: Future[list[Check]]) -> None:
-        """A section of checks: the bad ones are said."""
+        """Add the results of a section of checks; print the failed ones."""
         failure = future.exception()
         found = [Check(name, f"died: {failure!r}", float("inf"))] if failure else future.result()
         self.checks += found
@@ -67,7 +67,7 @@ class Report:
         self.save()
 
     def run(self, name: str, section: Callable[[], Iterator[Row]]) -> None:
-        """One section of times. A failure ends the section, not the run: the machine is rented."""
+        """Run one section of times. A failure ends the section, not the run."""
         began = time.monotonic()
         torch.manual_seed(11)
         try:
@@ -75,27 +75,26 @@ class Report:
                 self.rows.append(found)
                 self.say(found.line())
         except (RuntimeError, AssertionError, TypeError, ValueError, KeyError, TritonError) as failure:
-            self.say(f"BAD  {name} broke off: {type(failure).__name__}: {str(failure)[:600]}")
+            self.say(f"BAD  {name} aborted: {type(failure).__name__}: {str(failure)[:600]}")
             self._log.write(traceback.format_exc())
         self.say(f"-- {name}: {time.monotonic() - began:.0f} s")
         self.save()
 
 
 def checked(name: str) -> list[Check]:
-    """One section of checks, in a process of its own. What breaks off is a check that failed."""
+    """Run one section of checks, in a separate process. An exception is a failed check."""
     torch.manual_seed(11)
     found: list[Check] = []
     try:
         found.extend(checks.ALL[name]())
     except (RuntimeError, AssertionError, TypeError, ValueError, KeyError, TritonError) as failure:
-        said = "".join(traceback.format_exception(failure))[-700:]
-        found.append(Check(name, f"broke off: {said}", float("inf")))
+        trace = "".join(traceback.format_exception(failure))[-700:]
+        found.append(Check(name, f"aborted: {trace}", float("inf")))
     return found
 
 
 def prepare(report: Report, names: Sequence[str], tasks: Sequence[partial[None]]) -> None:
-    """Checks and compiling side by side, each section and each task in a process: neither needs the
-    GPU to itself, and nothing is timed meanwhile."""
+    """Run checks and compile tasks in parallel processes; nothing is timed meanwhile."""
     with ProcessPoolExecutor(max(len(names), 1), multiprocessing.get_context("spawn")) as pool:
         found = [pool.submit(checked, name) for name in names]
         if tasks:
@@ -107,36 +106,36 @@ def prepare(report: Report, names: Sequence[str], tasks: Sequence[partial[None]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 1 when a check failed."""
+    """Check and time all kernels. Exit code 1 when a check failed."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("kernels-out"))
     parser.add_argument("--only", nargs="*", default=[], help="sections: names of checks.ALL and times.ALL")
-    parser.add_argument("--tune", type=int, nargs="*", default=[], help="expert widths to search")
+    parser.add_argument("--tune", type=int, nargs="*", default=[], help="expert widths to tune")
     parser.add_argument("--tokens", type=int, nargs="*", default=tune.TOKENS)
     parser.add_argument("--quick", action="store_true", help="a third of the tile candidates")
-    parser.add_argument("--seconds", type=float, default=560, help="stop searching after so long")
-    asked = parser.parse_args(argv)
+    parser.add_argument("--seconds", type=float, default=560, help="time limit of the tile search")
+    args = parser.parse_args(argv)
     began = time.monotonic()
-    report = Report(asked.out)
+    report = Report(args.out)
     report.say(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, triton {triton.__version__}")
     tasks = [
         partial(tune.compile_variant, *task)
-        for width in asked.tune
-        for task in tune.variants(width, asked.tokens, asked.quick)
+        for width in args.tune
+        for task in tune.variants(width, args.tokens, args.quick)
     ]
-    if not asked.only or {"attention", "chunks", "shared_prefix", "small"} & set(asked.only):
+    if not args.only or {"attention", "chunks", "shared_prefix", "small"} & set(args.only):
         tasks += times.compile_tasks()
-    prepare(report, [name for name in checks.ALL if not asked.only or name in asked.only], tasks)
+    prepare(report, [name for name in checks.ALL if not args.only or name in args.only], tasks)
     for name, section in times.ALL.items():
-        if not asked.only or name in asked.only:
+        if not args.only or name in args.only:
             report.run(name, section)
-    for width in asked.tune:
-        left = asked.seconds - (time.monotonic() - began)
-        _, rows = tune.tune(width, asked.tokens, asked.out, left, asked.quick)
+    for width in args.tune:
+        left = args.seconds - (time.monotonic() - began)
+        _, rows = tune.tune(width, args.tokens, args.out, left, args.quick)
         report.rows += rows
         report.save()
-    if not asked.only or "experts" in asked.only:
-        report.run("experts", lambda: experts.times(MoeSize(), asked.tokens, asked.out))
+    if not args.only or "experts" in args.only:
+        report.run("experts", lambda: experts.times(MoeSize(), args.tokens, args.out))
     bad = [check for check in report.checks if not check.good]
     report.say(f"checks: {len(bad)} BAD, see above" if bad else f"checks: all {len(report.checks)} good")
     return int(bool(bad))

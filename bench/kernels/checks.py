@@ -1,5 +1,5 @@
-"""Every kernel on the GPU, in bf16 and at real sizes, against its twin: fresh random data, outputs of
-padded rows watched, NaN where nothing may be read."""
+"""Checks of every kernel on the GPU against its plain-torch reference, in bf16 and at real sizes, with random
+data. Padding rows must not be written; NaN is placed where nothing may be read."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from gpu.sample.noise import bits, row_keys
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
 LIMIT = 8e-3
-"""Relative to the norm: bf16 rounding of a result gives 1.7e-3, of intermediates a little more."""
+"""Relative to the norm: bf16 rounding of a result gives 1.7e-3, of intermediates slightly more."""
 
 
 class Check(NamedTuple):
-    """One line: how far off, and whether that will do."""
+    """A check: its relative error and limit."""
 
     name: str
     case: str
@@ -61,7 +61,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def elementwise() -> Iterator[Check]:
-    """Norm, gate, and what lies between projection and attention."""
+    """RMS norm, SiLU gate, and QK norm + RoPE + KV store."""
     for rows, live, width in ((1, 1, 2048), (33, 30, 4096), (512, 511, 2880)):
         x, residual, weight = _randn(rows, width), _randn(rows, width), _randn(width)
         before, total = residual.clone(), residual + x
@@ -79,17 +79,17 @@ def elementwise() -> Iterator[Check]:
         (Heads(16, 8, 256), True, 128, 64),
     ):
         fused = _randn(rows, (heads.q + 2 * heads.kv) * heads.dim)
-        turn = inputs.rope(rows, rotary, DTYPE, DEVICE)
+        rope = inputs.rope(rows, rotary, DTYPE, DEVICE)
         norms = (_randn(heads.dim), _randn(heads.dim), 1e-6) if normed else None
         cache = torch.zeros(1024, 2, heads.kv, heads.dim, device=DEVICE, dtype=DTYPE)
-        where = torch.randperm(1024, device=DEVICE)[:rows]
-        q, k, v = reference.norm_rope(fused, heads.kv, heads.dim, turn, norms)
+        kv_slot_mapping = torch.randperm(1024, device=DEVICE)[:rows]
+        q, k, v = reference.norm_rope(fused, heads.kv, heads.dim, rope, norms)
         v = v.clone()
-        got = qkv.norm_rope_store(fused, (cache[:, 0], cache[:, 1]), where, turn, norms)
+        got = qkv.norm_rope_store(fused, (cache[:, 0], cache[:, 1]), kv_slot_mapping, rope, norms)
         case = f"{heads} rotary {rotary}"
         yield Check("norm_rope_store", f"{case}: q", error(got, q))
-        yield Check("norm_rope_store", f"{case}: k", error(cache[where, 0], k))
-        yield Check("norm_rope_store", f"{case}: v", _wrong((cache[where, 1], v)))
+        yield Check("norm_rope_store", f"{case}: k", error(cache[kv_slot_mapping, 0], k))
+        yield Check("norm_rope_store", f"{case}: v", _wrong((cache[kv_slot_mapping, 1], v)))
 
 
 def _exact(x: Tensor, weight: Tensor, bias: Tensor, both: bool) -> Tensor:
@@ -101,7 +101,7 @@ def _exact(x: Tensor, weight: Tensor, bias: Tensor, both: bool) -> Tensor:
 
 
 def few_rows() -> Iterator[Check]:
-    """Products of a few rows, by the rule."""
+    """`gemv`, with the configs of the rule."""
     for name, (outputs, inputs_, both) in LINEARS.items():
         weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
         for rows in (1, 2, 4, 8, 32):
@@ -114,7 +114,7 @@ def few_rows() -> Iterator[Check]:
 
 
 def some_rows() -> Iterator[Check]:
-    """Of some rows: also the same bits again, and from a graph."""
+    """`skinny_gemm`: correct, and bitwise the same in a graph."""
     counters = skinny.split_k_counters(DEVICE)
     for name, (outputs, inputs_, both) in LINEARS.items():
         weight, bias = _randn(outputs, inputs_) * inputs_**-0.5, _randn(outputs)
@@ -135,7 +135,7 @@ def some_rows() -> Iterator[Check]:
 
 
 def routing() -> Iterator[Check]:
-    """The sorted list must be that of a stable sort, exactly."""
+    """The sorted list must equal that of a stable sort."""
     sizes = (
         (1, 1),
         (3, 2),
@@ -168,10 +168,10 @@ def routing() -> Iterator[Check]:
 
 
 def experts() -> Iterator[Check]:
-    """The whole expert MLP, by rule and by every way to lay a tile, for TP 1, 2 and 4."""
+    """The whole MoE layer, by the rule and with every kind of tile, for TP 1, 2 and 4."""
     swap, plain = TileConfig(64, 64, 4, 3, True), TileConfig(64, 64, 4, 3, False)
-    ways: list[tuple[int, str, MoeConfig | None]] = [(n, "rule", None) for n in (1, 4, 5, 64, 300, 2048)]
-    ways += [
+    configs: list[tuple[int, str, MoeConfig | None]] = [(n, "rule", None) for n in (1, 4, 5, 64, 300, 2048)]
+    configs += [
         (200, "plain 16", MoeConfig(False, 16, plain, plain)),
         (200, "swap 32", MoeConfig(False, 32, swap, swap)),
         (700, "tma 64", MoeConfig(False, 64, swap._replace(tma=True), plain._replace(tma=True))),
@@ -182,7 +182,7 @@ def experts() -> Iterator[Check]:
         size = MoeSize(width=width)
         shape = MoeShape(128, width, size.hidden, 8, "bfloat16", "H200")
         weights = inputs.moe_weights(size, DTYPE, DEVICE)
-        for rows, name, config in ways:
+        for rows, name, config in configs:
             if width != 768 and name != "rule":
                 continue
             live = max(rows - 3, 1)
@@ -198,7 +198,7 @@ def experts() -> Iterator[Check]:
 
 
 def attention() -> Iterator[Check]:
-    """Decode over pages: sizes, page sizes, windows, caps, one program to many."""
+    """Paged decode: lengths, page sizes, windows, logit caps, skipped prefixes."""
     cases = [
         (Heads(), 16, [1024] * 64, 0, 0.0, 0),
         (Heads(), 16, [1], 0, 0.0, 0),
@@ -240,8 +240,8 @@ def attention() -> Iterator[Check]:
 
 
 def chunks() -> Iterator[Check]:
-    """Prompt chunks over pages, behind decode rows and with padding: sizes, pages, windows, caps, dtypes,
-    float8 pages. Rows of no chunk must stay as they were."""
+    """Paged prefill, with decode rows before and padding after the chunks: sizes, page sizes, windows, logit
+    caps, dtypes, FP8 pages. Rows outside the chunks must not be written."""
     plain, many = [(0, 1), (0, 700), (1000, 33), (16, 16)], [(0, 64)] * 20
     cases = [
         (Heads(), 16, [(0, 8192)], 0, 0.0, DTYPE),
@@ -289,7 +289,7 @@ def _processors() -> int:
 
 
 def merging() -> Iterator[Check]:
-    """Two halves as one."""
+    """`merge_state` of two partial results."""
     a, b = _randn(100, 32, 128), _randn(100, 32, 128)
     la, lb = torch.randn(100, 32, device=DEVICE), torch.randn(100, 32, device=DEVICE)
     expected, sums = reference.merge_state(a.float(), la, b.float(), lb)
@@ -298,18 +298,18 @@ def merging() -> Iterator[Check]:
 
 
 def sampling() -> Iterator[Check]:
-    """Tokens equal to those of exact scores, but for rows whose best two are within 1e-4."""
+    """Sampled tokens equal those of exact scores, except in rows whose best two are within 1e-4."""
     rows, vocab = 64, 151_936
     logits = torch.randn(rows, vocab, device=DEVICE) * 4
     slots, positions = torch.randperm(rows, device=DEVICE), torch.arange(rows, device=DEVICE) + 1000
-    heat = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) % 3 > 0)
+    temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) % 3 > 0)
     seeds = torch.randint(0, 2**63 - 1, (rows,), device=DEVICE)
-    drawn = inputs.sampling_rows(slots, positions, temperature=heat, seed=seeds)
+    drawn = inputs.sampling_rows(slots, positions, temperature=temperatures, seed=seeds)
     found = inputs.choose_tokens(logits, drawn)
     words = bits(
         row_keys(seeds[slots].cpu().numpy(), positions.cpu().numpy()), torch.arange(vocab, dtype=torch.int32)
     )
-    scores = reference.race(logits.cpu(), words, heat[slots].cpu())
+    scores = reference.race(logits.cpu(), words, temperatures[slots].cpu())
     top = scores.topk(2, -1)
     close = (top.values[:, 0] - top.values[:, 1]) < 1e-4
     off = (found.cpu() != top.indices[:, 0]) & ~close
@@ -318,24 +318,28 @@ def sampling() -> Iterator[Check]:
     top_k = torch.where(rule % 2 > 0, 1 + rule * 3, 0).int()
     top_p, min_p = 0.5 + (rule % 8) / 14, (rule % 5 == 0) * 0.01
     cut = inputs.sampling_rows(
-        slots, positions, temperature=heat, seed=seeds, top_k=top_k, top_p=top_p, min_p=min_p
+        slots, positions, temperature=temperatures, seed=seeds, top_k=top_k, top_p=top_p, min_p=min_p
     )
     found = inputs.choose_tokens(logits, cut, filtered=True).cpu()
     edge = 0
     for row, slot in enumerate(slots.tolist()):
-        if heat[slot] > 0:
+        if temperatures[slot] > 0:
             kept = reference.survivors(
-                logits[row].cpu(), float(heat[slot]), int(top_k[slot]), float(top_p[slot]), float(min_p[slot])
+                logits[row].cpu(),
+                float(temperatures[slot]),
+                int(top_k[slot]),
+                float(top_p[slot]),
+                float(min_p[slot]),
             )
             edge += int(found[row]) != int(scores[row].where(kept, float("-inf")).argmax())
-    # A token at the edge of its nucleus may fall either way.
+    # One token at the edge of the nucleus may differ by rounding.
     yield Check("sample", f"{rows} rows filtered", float(edge), 1.0)
 
 
 def _chain(
     x: Tensor, logits: Tensor, weights: tuple[Tensor, Tensor], norms: tuple[Tensor, Tensor], pdl: bool
 ) -> Tensor:
-    """Four layers of the same experts with residual and norm."""
+    """Four MoE layers with the same weights, with residual and norm."""
     shape = MoeShape(128, 768, 2048, 8, "bfloat16", "H200")
     residual, weight = norms[0].clone(), norms[1]
     for _ in range(4):
@@ -345,7 +349,7 @@ def _chain(
 
 
 def dependent_launch() -> Iterator[Check]:
-    """A layer's chain with programmatic dependent launch, in a graph, replayed: bitwise as without."""
+    """Four layers with programmatic dependent launch in a graph, replayed: bitwise equal to those without."""
     weights = inputs.moe_weights(MoeSize(), DTYPE, DEVICE)
     for rows in (1, 32, 300):
         x, residual = _randn(rows, 2048), _randn(rows, 2048)
@@ -364,7 +368,8 @@ def dependent_launch() -> Iterator[Check]:
 
 
 def shared_prefix() -> Iterator[Check]:
-    """Cascade: common pages at once, the rest row by row, merged, against attention over everything."""
+    """Cascade attention (shared prefix, then the rest of each row, merged) against attention over all
+    keys."""
     for rows, common, heads in ((128, 2048, Heads()), (5, 512, Heads(16, 8, 256)), (40, 0, Heads(14, 2, 64))):
         lengths = [common + int(n) for n in torch.randint(1, 300, (rows,))]
         kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)

@@ -1,4 +1,4 @@
-"""Times of attention over prompt chunks, beside FlashInfer's where that is installed."""
+"""Times of prefill attention, and of FlashInfer's if it is installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNK_CUTS = (
     (128, 128, 8, 3, False), (128, 128, 8, 5, False), (128, 32, 8, 5, True), (64, 64, 4, 3, True),
     (64, 64, 4, 3, False), (64, 32, 4, 5, True),
 )  # fmt: skip
-"""Fields of `PrefillConfig` that are compared."""
+"""Fields of `PrefillConfig` to compare."""
 
 
 STEPS: dict[str, list[tuple[int, int]]] = {
@@ -46,26 +46,26 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "32 x 64": [(0, 64)] * 32,
     "8 x 128 at 2048": [(2048, 128)] * 8,
 }
-"""(start, tokens) of chunks: the two that `flashinfer` was measured with, then steps of 8,192 tokens, and
-of 2,048 and less, as the scenarios make them."""
+"""(start, tokens) of chunks: the two that FlashInfer was measured with, then steps of 8,192 tokens and of
+2,048 and less, as in the scenarios."""
 
 SHORT: dict[str, list[tuple[int, int]]] = {
     f"{tokens} at {start}": [(start, tokens)]
     for start in (0, 2048, 8192, 32_768)
     for tokens in (16, 64, 128, 256, 512)
 } | {"4 x 64 at 2048": [(2048, 64)] * 4, "8 x 1024": [(0, 1024)] * 8}
-"""Likewise: few queries over many keys, and steps that must not lose by what those gain."""
+"""(start, tokens) of chunks with few queries over many keys, and steps that must not become slower."""
 
 
 def _pairs(sizes: list[tuple[int, int]]) -> int:
-    """Queries times the keys that each sees."""
+    """Number of query-key pairs."""
     return sum(tokens * start + tokens * (tokens + 1) // 2 for start, tokens in sizes)
 
 
 def _chunk_row(
     heads: Heads, page: int, name: str, config: prefill_plan.PrefillConfig, room: int, goal: str
 ) -> Row:
-    """One step; the graph has room for `room` chunks."""
+    """One step, in a graph for up to `room` chunks."""
     sizes = STEPS[name]
     kept = inputs.pages([start + tokens for start, tokens in sizes], page, heads, DTYPE, DEVICE)
     cut = inputs.chunks(sizes, kept, 0, DEVICE)
@@ -85,15 +85,15 @@ def _chunk_row(
     us = microseconds([partial(prefill.paged_prefill, *args)])
     keys = sum(start + tokens for start, tokens in sizes)
     moved = 2 * heads.dim * (2 * keys * heads.kv + 2 * rows * heads.q)
-    told = f"t{config.queries}x{config.tile} w{config.warps} s{config.stages}{' ahead' * config.ahead}"
-    said = f"{told} C{room} {goal}"
+    described = f"t{config.queries}x{config.tile} w{config.warps} s{config.stages}{' ahead' * config.ahead}"
+    note = f"{described} C{room} {goal}"
     flops = 4.0 * heads.dim * heads.q * _pairs(sizes)
     shape = f"{name} {heads.q}/{heads.kv}/{heads.dim} p{page}"
-    return Row("paged_prefill", shape, us, moved, flops, said)
+    return Row("paged_prefill", shape, us, moved, flops, note)
 
 
 def chunks() -> Iterator[Row]:
-    """Prompt chunks: the default cut at the steps of the scenarios, other cuts at three of them."""
+    """Prefill: the default config at the steps of the scenarios, other configs at three of them."""
     base = prefill_plan.prefill_config(128, DTYPE)
     for name in STEPS:
         for heads in (Heads(), Heads(32, 8, 128)):
@@ -126,7 +126,7 @@ def chunks() -> Iterator[Row]:
 
 
 def _view(sizes: list[tuple[int, int]], kept: inputs.Pages, deep: bool, room: int = 64) -> StepView:
-    """A step of these chunks alone, in a graph of as many tokens and `room` chunks."""
+    """A step of these chunks only, in a graph for its number of tokens and `room` chunks."""
     n, rows = len(sizes), sum(tokens for _, tokens in sizes)
     cut, blank = inputs.chunks(sizes, kept, 0, DEVICE), torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     slots, starts, firsts = (blank.new_zeros(room + 1) for _ in range(3))
@@ -153,7 +153,7 @@ def short_chunks() -> Iterator[Row]:
             calls = []
             for _ in range(max(1, min(6, 120_000_000 // moved))):
                 kept = inputs.pages(lengths, 16, heads, DTYPE, DEVICE)
-                wide = 4096 - kept.table.shape[1]  # as a server's: kernels are made for its stride
+                wide = 4096 - kept.table.shape[1]  # as in a server: kernels are specialised for its stride
                 padded = kept._replace(table=torch.nn.functional.pad(kept.table, (0, wide)))
                 view = _view(sizes, padded, deep=label == "ours")
                 one = copy(backend)
@@ -168,7 +168,7 @@ def short_chunks() -> Iterator[Row]:
 
 
 def flashinfer() -> Iterator[Row]:
-    """The same steps by FlashInfer's FA3, where it is installed; the first is compiled for a minute."""
+    """The same steps with FlashInfer's FA3, if it is installed; the first compiles for a minute."""
     if find_spec("flashinfer") is None:
         return
     library: Any = import_module("flashinfer")
@@ -194,7 +194,7 @@ def flashinfer() -> Iterator[Row]:
 
 
 def compile_chunks(cut: tuple[int, int, int, int, bool]) -> None:
-    """For the pool of `tune.compile_all`: chunks at one of CHUNK_CUTS."""
+    """For the pool of `tune.compile_all`: prefill at one of CHUNK_CUTS."""
     heads, config = Heads(), prefill_plan.PrefillConfig(*cut)
     both, q = torch.empty(64, 2, heads.kv, heads.dim, dtype=DTYPE), torch.empty(2048, 32, 128, dtype=DTYPE)
     table = torch.empty(65, 64, dtype=torch.int32)

@@ -1,8 +1,7 @@
-"""What the compiler makes of every kernel, for sm_90, without a GPU: `python -m bench.kernels.compile`.
+"""Compiles every kernel for sm_90 without a GPU and prints its resources: `python -m bench.kernels.compile`.
 
-Registers, stack (spills), shared memory, and which matrix instructions: HGMMA and, of FP8, QGMMA are
-Hopper's own, HMMA is the older one. A kernel with a stack, or a large-batch GEMM without either, is slow
-before it has run.
+Registers, stack (spills), shared memory, and matrix instructions: HGMMA and, for FP8, QGMMA are Hopper's,
+HMMA is the older one. Kernels with a stack and large-batch GEMMs without HGMMA or QGMMA are slow.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SIZE = MoeSize(experts=128)
 
 
 class _Device:
-    """Stands for a driver: says which target to compile for, and nothing else."""
+    """A fake driver that only returns the target to compile for."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -62,8 +61,8 @@ class _Device:
 
 
 def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
-    """Name to a call that launches what is to be compiled. Tensors are never read: only their types,
-    sizes and the divisibility of their addresses count."""
+    """Calls that launch the kernels to compile, by name. Tensors are never read: only their types, sizes and
+    the alignment of their addresses matter."""
     heads = Heads()
     n = inputs.scalar(64, CPU)
 
@@ -116,28 +115,28 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         layer = Experts(*weights, SIZE.top_k, scales=used)
         moe.fused_moe_add_norm(x, logits, layer, use, after, num_rows=n, pdl=pdl)
 
-    def block_product(rows: int, name: str) -> None:
+    def block_gemm_case(rows: int, name: str) -> None:
         outputs, size, _ = inputs.LINEARS[name]
         x, weight = empty(rows, size, dtype=FP8), empty(outputs, size, dtype=FP8)
         scales = (empty(n, size // 128, dtype=torch.float32) for n in (rows, outputs // 128))
         config = fp8_block.block_gemm_config(rows, outputs)
         fp8_block.block_gemm(x, next(scales), weight, next(scales), None, DTYPE, config, pdl=pdl)
 
-    def fp8_product(rows: int, name: str, fp8: Fp8) -> None:
+    def fp8_gemm_case(rows: int, name: str, fp8: Fp8) -> None:
         outputs, size, both = inputs.LINEARS[name]
         weight, counters = empty(outputs, size, dtype=FP8), skinny.split_k_counters(CPU)
         scale = empty(*scale_shape(fp8, [outputs], size) or (), dtype=torch.float32)
         assert skinny.skinny_fp8_config(rows, weight, fp8 == "blocks", both) is not None
         fp8_linear(empty(rows, size), Matrix(weight, scale=scale), counters, gated=both, num_rows=n, pdl=pdl)
 
-    def product(rows: int, name: str) -> None:
+    def gemv_case(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
         weight = empty(outputs, size)
         config = gemv.gemv_config(rows, weight, both)
         assert config is not None
         gemv.gemv(empty(rows, size), weight, None, config, gated=both, pdl=pdl)
 
-    def mid_product(rows: int, name: str) -> None:
+    def skinny_case(rows: int, name: str) -> None:
         outputs, size, both = inputs.LINEARS[name]
         x, weight = empty(rows, size), empty(outputs, size)
         config = skinny.skinny_config(rows, weight, both)
@@ -146,16 +145,18 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
 
     def fused_qkv() -> None:
         both = empty(64, 2, heads.kv, heads.dim)
-        turn = empty(256, 1, heads.dim), empty(256, 1, heads.dim)
+        rope = empty(256, 1, heads.dim), empty(256, 1, heads.dim)
         norms = empty(heads.dim), empty(heads.dim), 1e-6
         fused = empty(256, (heads.q + 2 * heads.kv) * heads.dim)
-        where = torch.zeros(256, dtype=torch.int64)
-        qkv.norm_rope_store(fused, (both[:, 0], both[:, 1]), where, turn, norms, num_rows=n, pdl=pdl)
+        kv_slot_mapping = torch.zeros(256, dtype=torch.int64)
+        qkv.norm_rope_store(
+            fused, (both[:, 0], both[:, 1]), kv_slot_mapping, rope, norms, num_rows=n, pdl=pdl
+        )
 
     def sampler() -> None:
         ints = torch.zeros(256, dtype=torch.int64)
-        heat = empty(512, dtype=torch.float32)
-        rows = inputs.sampling_rows(ints, ints, temperature=heat)
+        temperatures = empty(512, dtype=torch.float32)
+        rows = inputs.sampling_rows(ints, ints, temperature=temperatures)
         logits = empty(256, 151_936, dtype=torch.float32)
         inputs.choose_tokens(logits, rows, filtered=True, pdl=pdl)
 
@@ -166,26 +167,26 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     lse = empty(256, 32, dtype=torch.float32)
     return {
         "norm": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, num_rows=n, pdl=pdl),
-        "linear 1": lambda: product(1, "8B o"),
-        "linear 2": lambda: product(2, "8B down"),
-        "linear 32": lambda: product(32, "30B-A3B router"),
-        "linear gated": lambda: product(2, "8B gate_up"),
-        "mid 8": lambda: mid_product(8, "8B qkv"),
-        "mid 8 gated": lambda: mid_product(8, "8B gate_up"),
-        "mid 32 two": lambda: mid_product(32, "30B-A3B qkv"),
-        "mid 32 split": lambda: mid_product(32, "8B down"),
-        "mid 32 gated": lambda: mid_product(32, "8B gate_up"),
-        "mid 64 split": lambda: mid_product(64, "30B-A3B o"),
-        "mid 64 gated": lambda: mid_product(64, "8B gate_up"),
+        "linear 1": lambda: gemv_case(1, "8B o"),
+        "linear 2": lambda: gemv_case(2, "8B down"),
+        "linear 32": lambda: gemv_case(32, "30B-A3B router"),
+        "linear gated": lambda: gemv_case(2, "8B gate_up"),
+        "mid 8": lambda: skinny_case(8, "8B qkv"),
+        "mid 8 gated": lambda: skinny_case(8, "8B gate_up"),
+        "mid 32 two": lambda: skinny_case(32, "30B-A3B qkv"),
+        "mid 32 split": lambda: skinny_case(32, "8B down"),
+        "mid 32 gated": lambda: skinny_case(32, "8B gate_up"),
+        "mid 64 split": lambda: skinny_case(64, "30B-A3B o"),
+        "mid 64 gated": lambda: skinny_case(64, "8B gate_up"),
         **{
-            f"fp8 {kind} {n} {name}": partial(fp8_product, n, name, kind)
+            f"fp8 {kind} {n} {name}": partial(fp8_gemm_case, n, name, kind)
             for kind in ("rows", "blocks")
             for n in (8, 64)
             for name in ("8B o", "8B gate_up")
         },
-        "block 128": lambda: block_product(128, "8B qkv"),
-        "block 512": lambda: block_product(512, "8B qkv"),
-        "block 4096": lambda: block_product(4096, "8B qkv"),
+        "block 128": lambda: block_gemm_case(128, "8B qkv"),
+        "block 512": lambda: block_gemm_case(512, "8B qkv"),
+        "block 4096": lambda: block_gemm_case(4096, "8B qkv"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
         "qkv": fused_qkv,
         "sample": sampler,
@@ -219,7 +220,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
 
 
 def report(name: str, kernel: Any) -> str:
-    """One line of a compiled kernel, from its SASS."""
+    """One line about a compiled kernel, from its SASS."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -241,28 +242,28 @@ def report(name: str, kernel: Any) -> str:
 
 @contextmanager
 def compiling() -> Iterator[list[Any]]:
-    """Within it every launch compiles for sm_90 into Triton's cache and runs nothing; yields the list
-    that the compiled kernels are added to."""
+    """A context in which every launch compiles for sm_90 into Triton's cache and does not run; yields the
+    list of compiled kernels."""
     found: list[Any] = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
         found.append(run(self, *args, **kwargs | {"warmup": True}))
 
-    driver.set_active(_Device())  # for good: without a GPU there is none to return to
+    driver.set_active(_Device())  # permanently: without a GPU there is no driver to restore
     with mock.patch.object(JITFunction, "run", compile_only):
         yield found
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile the cases whose name begins with one of the arguments, all without."""
+    """Compile the cases whose names begin with one of the arguments; without arguments, all."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--pdl", action="store_true")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     with compiling() as found:
-        for name, case in _cases(asked.pdl).items():
-            if asked.names and not any(name.startswith(wanted) for wanted in asked.names):
+        for name, case in _cases(args.pdl).items():
+            if args.names and not any(name.startswith(prefix) for prefix in args.names):
                 continue
             found.clear()
             case()

@@ -1,8 +1,8 @@
-"""Times of the kernels at a step's ends: an order in, what penalties and masks do to logits, tokens out.
+"""Times of the kernels at the start and end of a step: ring entry, penalties, masks, accepted tokens.
 
-Orders, answers and masks lie in pinned host memory, as they do in serving, so these kernels wait for the bus
-where the peak beside them is the device memory's. Bytes are counted alike on either side of it, and a lone
-number by its own size, though memory moves 32 bytes for it.
+Ring entries, results and masks are in pinned host memory, as in serving, so these kernels are limited by
+PCIe, while the peak in the table is that of device memory. Host and device bytes count the same; single
+numbers count with their size, although memory moves 32 bytes.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from gpu.step.rings import Entries, Rings
 from gpu.step.steps import Forward
 
 COPIES = 4
-"""Input sets: logits and counts of 32 rows pass the L2 cache with them; those of fewer are there in a step
-too, since the product before has just written them."""
+"""Input sets: with them, logits and counts of 32 rows exceed the L2 cache; those of fewer rows are in L2 in a
+real step too, because the LM head has just written them."""
 
 VOCAB = 151_936
 ROWS = (1, 32, 256, 512)
 SLOTS, TOKENS = 512, 2048
 PAGE, PAGES = 16, 2560
-"""Of the page table: 40,960 tokens a slot, the context of both models."""
+"""Page size, and pages of a slot: 40,960 tokens, the context length of both models."""
 
 LIMITS = Limits(SLOTS, MAX_CHUNKS, TOKENS, PAGE_WRITES, PAGES, samples=SLOTS)
 
 KNOWN = 1024
-"""Tokens of a row that decodes: its length, and what its penalties have seen."""
+"""Length of a decode row, and the number of tokens its penalties have counted."""
 
 STEPS = ((1, 0, 0), (32, 0, 0), (256, 0, 0), (512, 0, 0), (0, 1, 2048), (0, 32, 64), (256, 7, 256))
-"""Decode rows, chunks, and tokens of each."""
+"""Decode rows, prefill chunks, and tokens of each chunk."""
 
 STARTS = ((1, 2048), (1, 8192), (32, 64), (32, 256))
-"""New slots with penalties, and tokens of each one's prompt."""
+"""New slots with penalties, and prompt tokens of each."""
 
 
 def _ints(*args: int) -> Ints:
@@ -66,7 +66,7 @@ def _rings() -> Rings:
 
 
 def _plan(rows: int, chunks: int, tokens: int) -> StepPlan:
-    """Every 16th decode row needs a page, a chunk all of its; chunks are whole prompts of new slots."""
+    """A plan in which every 16th decode row gets a new page; chunks are whole prompts of new slots."""
     fresh = range(rows + 1, rows + 1 + chunks)
     first, pages = _ints(1, rows + 1, PAGE), -(-tokens // PAGE)
     slots = np.concatenate([first, np.repeat(np.array(fresh, np.int32), pages)])
@@ -81,10 +81,10 @@ def _plan(rows: int, chunks: int, tokens: int) -> StepPlan:
 
 
 def _words(plan: StepPlan, view: StepView, room: int) -> int:
-    """Of the order what `begin_step` reads but its head, of the tables what it reads or writes; then the view
-    and the samples, which are written up to their padding."""
+    """Words that `begin_step` moves: the ring entry without its header, the table cells it reads or writes,
+    and the view and the samples, including padding."""
     rows, chunks, news = len(plan.decode_slots), len(plan.chunks), len(plan.new_slots)
-    taken = (
+    entries = (
         (rows, 1 + 3),  # length, last token, page
         (chunks, CHUNK + 1),
         (sum(chunk.samples for chunk in plan.chunks), SAMPLE),
@@ -92,17 +92,17 @@ def _words(plan: StepPlan, view: StepView, room: int) -> int:
         (len(plan.page_writes.slots), WRITE + 1),
         (plan.num_tokens - rows, TOKEN + 1),
     )
-    made = 3 * view.tokens + 2 * view.max_decode + 3 * view.max_chunks + 3 * room
-    return sum(count * words for count, words in taken) + made
+    written = 3 * view.tokens + 2 * view.max_decode + 3 * view.max_chunks + 3 * room
+    return sum(count * words for count, words in entries) + written
 
 
-def _orders() -> Iterator[Row]:
+def _begin_steps() -> Iterator[Row]:
     for rows, chunks, tokens in STEPS:
         plan, calls = _plan(rows, chunks, tokens), []
         for _ in range(COPIES):
             tables, rings = SlotTables(SLOTS, PAGES, DEVICE), _rings()
             tables.length.fill_(KNOWN)
-            for _ in range(ENTRIES):  # each call takes the next
+            for _ in range(ENTRIES):  # each call reads the next entry
                 rings.write(plan)
             buffers = StepBuffers(tables, LIMITS, HiddenShape(1, torch.float32))
             most = min(plan.num_tokens, SLOTS)
@@ -114,7 +114,7 @@ def _orders() -> Iterator[Row]:
         yield Row("begin_step", case, microseconds(calls), 4 * _words(plan, view, len(samples.rows)))
 
 
-def _answers() -> Iterator[Row]:
+def _accepts() -> Iterator[Row]:
     turned = torch.ones(1, dtype=torch.int64, device=DEVICE)
     for rows in ROWS:
         sets = [torch.arange(rows, device=DEVICE) for _ in range(COPIES)]
@@ -124,8 +124,8 @@ def _answers() -> Iterator[Row]:
         yield Row("accept", f"{rows} rows", microseconds(calls), rows * (8 + 5 * 4))
 
 
-def _starts() -> Iterator[Row]:
-    """Every row is cleared whole; a token of the prompt is a mark read and a flag set."""
+def _start_counts() -> Iterator[Row]:
+    """Bytes: every count row is cleared; for each prompt token a mark is read and a flag is set."""
     params = SamplingParams(repetition_penalty=1.1)
     for slots, tokens in STARTS:
         calls = []
@@ -149,8 +149,8 @@ def _counts(rows: int) -> Counts:
 
 
 def _penalties(rows: int, logits: list[Tensor]) -> Iterator[Row]:
-    """All flags of a row are read; count and logit, this both ways, of known tokens alone. "none": no row
-    has penalties."""
+    """Bytes: all flags of a row; for tokens that occurred, the count, and the logit read and written. "none":
+    no row has penalties."""
     tables, live = SlotTables(SLOTS, 1, DEVICE), scalar(rows, DEVICE)
     for penalty, value in ((tables.repetition, 1.1), (tables.frequency, 0.5), (tables.presence, 0.5)):
         penalty.fill_(value)
@@ -171,8 +171,8 @@ def _penalties(rows: int, logits: list[Tensor]) -> Iterator[Row]:
 
 
 def _masks(rows: int, logits: list[Tensor]) -> Iterator[Row]:
-    """A grammar allows one token: bits are read, and all other logits both ways. Also with the masks on the
-    device, to see what the bus costs, and with a grammar for none of the rows."""
+    """Each mask allows one token; all other logits are read and written. Also with masks in device memory, to
+    see the cost of PCIe, and without a grammar on any row."""
     live, words = scalar(rows, DEVICE), -(-VOCAB // 32)
     which, bits = torch.arange(rows, dtype=torch.int32), torch.zeros(rows, words, dtype=torch.int32)
     bits[:, 0] = 1
@@ -187,10 +187,10 @@ def _masks(rows: int, logits: list[Tensor]) -> Iterator[Row]:
 
 
 def ends() -> Iterator[Row]:
-    """Order, answer, counts of new slots; penalties and masks."""
-    yield from _orders()
-    yield from _answers()
-    yield from _starts()
+    """Ring entry, accepted tokens, counts of new slots, penalties and masks."""
+    yield from _begin_steps()
+    yield from _accepts()
+    yield from _start_counts()
     for rows in ROWS:
         logits = [torch.randn(rows, VOCAB, device=DEVICE) for _ in range(COPIES)]
         yield from _penalties(rows, logits)

@@ -1,8 +1,8 @@
-"""A layer's routed experts, whole and by their two products: `python -m bench.kernels.experts`.
+"""Times of an MoE layer and of its two GEMMs: `python -m bench.kernels.experts`.
 
-Written to bench/results/experts.json. Bursts of a few milliseconds with a pause before each: what the kernels
-do at full clock. A step of thousands of tokens holds an H200 at its power limit, a sixth below that;
-`bench.step --only prefill --trace` shows it there.
+Written to bench/results/experts.json. Bursts of a few milliseconds with a pause before each show the kernels
+at full clock. Steps of thousands of tokens run an H200 at its power limit, a sixth slower; measure these with
+`bench.step --only prefill --trace`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 
 
 def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: float = 0.0) -> Iterator[Row]:
-    """The whole from logits to sum, each product and both, by the configs of `folder` or the rule, over
-    several routings, `pause` seconds before each."""
+    """Times of the layer from router logits to the sum, of each GEMM and of both, with the configs of
+    `folder` or the rule, over several routings, with `pause` seconds before each."""
     device = torch.device("cuda")
     hopper = torch.cuda.get_device_capability(device) == HOPPER
     bench, name = Bench(size, device), torch.cuda.get_device_name(0)
@@ -64,20 +64,20 @@ def times(size: MoeSize, tokens: Sequence[int], folder: Path = FOLDER, pause: fl
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print and keep."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--width", type=int, default=768, help="an expert's intermediate size on a rank")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--name", default="experts")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     found: dict[str, dict[str, float]] = {}
-    for line in times(MoeSize(width=asked.width), asked.tokens, pause=1.0):
+    for line in times(MoeSize(width=args.width), args.tokens, pause=1.0):
         print(line.line(), flush=True)
         figures = {"us": line.us, "of_bandwidth": line.bytes / BANDWIDTH * 1e6 / line.us}
         figures["of_flops"] = line.flops / FLOPS * 1e6 / line.us
         part = {f"{line.name.strip()}_{key}": round(value, 3) for key, value in figures.items()}
         found.setdefault(line.case, {}).update(part)
-        save(asked.name, {"device": torch.cuda.get_device_name(0), "width": asked.width, "tokens": found})
+        save(args.name, {"device": torch.cuda.get_device_name(0), "width": args.width, "tokens": found})
     return 0
 
 

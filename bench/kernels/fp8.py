@@ -1,10 +1,10 @@
-"""Products and experts in FP8 beside bfloat16: `python -m bench.kernels.fp8`.
+"""Times of GEMMs and MoE layers in FP8 and bfloat16: `python -m bench.kernels.fp8`.
 
-Written to bench/results/fp8.json: microseconds of Qwen3-8B's four products and of Qwen3-30B-A3B's experts, in
-bfloat16, scaled by rows and by blocks, what quantises the rows included; over several matrices, together past
-the L2 cache. `share` is of the device's peak: of the time that the weights take to come or, at many rows,
-that the products take, at twice bfloat16's rate in e4m3. gate_up and the experts include silu. `--cuts NAME`
-times ways to cut a product instead, without keeping them.
+Written to bench/results/fp8.json: microseconds of Qwen3-8B's four GEMMs and of Qwen3-30B-A3B's MoE layer, in
+bfloat16 and in FP8 with scales by rows and by blocks, including the quantisation of activations; over several
+matrices that together exceed the L2 cache. `share` is the share of the peak: the time to read the weights or,
+at many rows, the time of the FLOPs at twice bfloat16's rate. gate_up and MoE include SiLU. `--cuts NAME`
+times tile configs of one GEMM instead and only prints them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MID_CUTS = [
         (128, 256, 3),
     )
 ]  # fmt: skip
-"""Of a product that is not gated each also in 2 and 4 parts; only those of 128 inputs can be by blocks."""
+"""Without a gate each also with split-K 2 and 4; only those with block_k 128 support scales by blocks."""
 
 
 def multiply(x: Tensor, matrix: Matrix, counters: Tensor, gated: bool, pdl: bool) -> Tensor:
@@ -69,7 +69,7 @@ def multiply(x: Tensor, matrix: Matrix, counters: Tensor, gated: bool, pdl: bool
 
 
 def matrices(name: str, kind: Fp8) -> list[Matrix]:
-    """As many of one of LINEARS as pass the L2 cache."""
+    """Copies of one of LINEARS that together exceed the L2 cache."""
     outputs, inputs, _ = LINEARS[name]
     weight = torch.randn(outputs, inputs, device="cuda") * inputs**-0.5
     copies = range(max(2, int(300e6 / weight.numel())))
@@ -80,13 +80,13 @@ def matrices(name: str, kind: Fp8) -> list[Matrix]:
 
 
 def share(us: float, weights: float, flops: float, kind: Fp8) -> float:
-    """Of the peak: `weights` is how many numbers of them come."""
+    """Share of the peak; `weights` is the number of weights that are read."""
     moved = weights * (1 if kind else 2)
     return round(1e6 * max(moved / BANDWIDTH, flops / (FLOPS * (2 if kind else 1))) / us, 3)
 
 
 Found = dict[str, dict[str, float]]
-"""By rows, then kind."""
+"""By rows, then by kind."""
 
 
 def products(name: str, pdl: bool) -> tuple[Found, Found]:
@@ -99,15 +99,15 @@ def products(name: str, pdl: bool) -> tuple[Found, Found]:
         for n in ROWS:
             x = torch.randn(n, inputs, device="cuda").bfloat16()
             us = microseconds([partial(multiply, x, each, counters, gated, pdl) for each in made], replays=5)
-            told = kind or "bfloat16"
-            took.setdefault(str(n), {})[told] = round(us, 1)
+            label = kind or "bfloat16"
+            took.setdefault(str(n), {})[label] = round(us, 1)
             size = outputs * inputs
-            shares.setdefault(str(n), {})[told] = share(us, size, 2.0 * n * size, kind)
+            shares.setdefault(str(n), {})[label] = share(us, size, 2.0 * n * size, kind)
     return took, shares
 
 
 def experts(pdl: bool) -> tuple[Found, Found]:
-    """The same for a layer of experts, at what is drawn: at few rows not all are hit."""
+    """The same for an MoE layer with random routing: at few rows only some experts are read."""
     size, device = MoeSize(), torch.device("cuda")
     took: Found = {}
     shares: Found = {}
@@ -133,15 +133,15 @@ def experts(pdl: bool) -> tuple[Found, Found]:
             )
             calls = [partial(run, x, torch.randn(n, size.experts, device=device)) for _ in range(4)]
             us = microseconds(calls, replays=7)
-            told = kind or "bfloat16"
-            took.setdefault(str(n), {})[told] = round(us, 1)
+            label = kind or "bfloat16"
+            took.setdefault(str(n), {})[label] = round(us, 1)
             hit = size.experts * (1 - (1 - size.top_k / size.experts) ** n)
-            shares.setdefault(str(n), {})[told] = share(us, hit * each, 2.0 * n * size.top_k * each, kind)
+            shares.setdefault(str(n), {})[label] = share(us, hit * each, 2.0 * n * size.top_k * each, kind)
     return took, shares
 
 
-def ways(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple[Any, Callable[..., Tensor]]]:
-    """How a product of `n` rows could be cut: the rule's cut first; each with what multiplies so."""
+def tile_configs(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple[Any, Callable[..., Tensor]]]:
+    """Tile configs for a GEMM of `n` rows, the rule's first, each with a function that runs it."""
     by_block, gated, counters = kind == "blocks", LINEARS[name][2], split_k_counters(weight.device)
     rule = skinny_fp8_config(n, weight, by_block, gated)
     if rule is None:
@@ -168,29 +168,29 @@ def ways(name: str, kind: Fp8, n: int, weight: Tensor) -> Iterator[tuple[Any, Ca
         yield cut, multiply
 
 
-def compile_way(name: str, kind: Fp8, n: int, at: int, pdl: bool) -> None:
-    """For the pool of `tune.compile_all`: one of the ways."""
+def compile_config(name: str, kind: Fp8, n: int, at: int, pdl: bool) -> None:
+    """For the pool of `tune.compile_all`: compile one of the configs."""
     outputs, inputs, _ = LINEARS[name]
     weight, x = (torch.empty(rows, inputs, dtype=FP8) for rows in (outputs, n))
     scale = torch.empty(scale_shape(kind, [outputs], inputs) or ())
     rows = torch.empty(n, *scale.shape[1:])
-    _, run = list(ways(name, kind, n, weight))[at]
+    _, run = list(tile_configs(name, kind, n, weight))[at]
     with compiling():
         run(x, rows, weight, scale, pdl=pdl)
 
 
 def tasks(name: str, pdl: bool) -> list[partial[None]]:
-    """All of them."""
+    """Compile tasks of all configs of a GEMM."""
     weight = torch.empty(LINEARS[name][:2], dtype=FP8)
     return [
-        partial(compile_way, name, kind, n, at, pdl)
+        partial(compile_config, name, kind, n, at, pdl)
         for kind, n in product(KINDS[1:], ROWS)
-        for at, _ in enumerate(ways(name, kind, n, weight))
+        for at, _ in enumerate(tile_configs(name, kind, n, weight))
     ]
 
 
 def cuts(name: str, pdl: bool) -> None:
-    """Print what each way to cut a product takes, the quickest first, of the product alone."""
+    """Print the time of each tile config of a GEMM, fastest first, without quantisation."""
     tune.compile_all(tasks(name, pdl))
     for kind in KINDS[1:]:
         made = matrices(name, kind)
@@ -198,10 +198,10 @@ def cuts(name: str, pdl: bool) -> None:
             x = torch.randn(n, made[0].weight.shape[1], device="cuda").bfloat16()
             numbers, rows = quantise_rows(x, group=BLOCK if kind == "blocks" else 0)
             found = []
-            for at, (cut, run) in enumerate(ways(name, kind, n, made[0].weight)):
+            for at, (cut, run) in enumerate(tile_configs(name, kind, n, made[0].weight)):
                 try:
                     us = microseconds([partial(run, numbers, rows, *each, pdl=pdl) for each in made], 5)
-                except OutOfResources as error:  # more shared memory than there is
+                except OutOfResources as error:  # too much shared memory
                     print(f"{name:12} {kind:6} {n:5} {tuple(cut)}: {error}")
                     continue
                 found.append((us, "rule" if at == 0 else "", tuple(cut)))
@@ -210,20 +210,20 @@ def cuts(name: str, pdl: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print and keep."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--name", default="fp8")
-    parser.add_argument("--cuts", choices=LINEARS, help="a product, whose ways to be cut are timed")
-    asked = parser.parse_args(argv)
+    parser.add_argument("--cuts", choices=LINEARS, help="GEMM whose tile configs are timed")
+    args = parser.parse_args(argv)
     pdl = torch.cuda.get_device_capability() == HOPPER
-    if asked.cuts:
-        cuts(asked.cuts, pdl)
+    if args.cuts:
+        cuts(args.cuts, pdl)
         return 0
-    told: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "us": {}, "share": {}}
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "us": {}, "share": {}}
     for name in [*(name for name in LINEARS if name.startswith("8B")), "30B-A3B experts"]:
-        told["us"][name], told["share"][name] = products(name, pdl) if name in LINEARS else experts(pdl)
-        print(name, told["us"][name], flush=True)
-        save(asked.name, told)
+        results["us"][name], results["share"][name] = products(name, pdl) if name in LINEARS else experts(pdl)
+        print(name, results["us"][name], flush=True)
+        save(args.name, results)
     return 0
 
 

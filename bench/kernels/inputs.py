@@ -1,4 +1,4 @@
-"""Random inputs of the kernels, as a step would hand them over. Shared by checks, timings and tests."""
+"""Random inputs of the kernels, as in a step. Shared by checks, timings and tests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LINEARS = {
     "8B gate_up": (24_576, 4096, True),
     "8B down": (4096, 12_288, False),
 }
-"""Outputs, inputs and whether gated, of the products of Qwen3-30B-A3B and Qwen3-8B."""
+"""Outputs, inputs and whether gated, of the GEMMs of Qwen3-30B-A3B and Qwen3-8B."""
 
 
 class MoeInputs(NamedTuple):
-    """A layer: x [T, hidden], logits [T, experts], w13 and w2 as `fused_moe_add_norm` takes them."""
+    """Inputs of an MoE layer: x [T, hidden], logits [T, experts], w13 and w2 of `fused_moe_add_norm`."""
 
     x: Tensor
     logits: Tensor
@@ -55,7 +55,8 @@ class Heads(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """A layer's pages and who owns them. k, v [tokens, kv_heads, dim] are views of one allocation."""
+    """KV pages of a layer, page table, slots of the rows, and lengths by slot. k, v [tokens, kv_heads, dim]
+    are views of one allocation."""
 
     k: Tensor
     v: Tensor
@@ -64,41 +65,42 @@ class Pages(NamedTuple):
     lengths: Tensor
 
     def layer(self, page_size: int, scale: float, cap: float = 0.0) -> pages_of.Pages:
-        """As kernels take them."""
+        """The argument of the kernels."""
         return pages_of.Pages(self.k, self.v, self.table, page_size, scale, cap)
 
 
 def moe_weights(size: MoeSize, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """w13 and w2, normal with deviation hidden**-0.5, so that outputs are of the inputs' size."""
+    """w13 and w2, normal with standard deviation width**-0.5, so that outputs have the magnitude of the
+    inputs."""
     shapes = ((size.experts, 2 * size.width, size.hidden), (size.experts, size.hidden, size.width))
     w13, w2 = (torch.empty(shape, dtype=dtype, device=device).normal_() for shape in shapes)
     return w13.mul_(size.hidden**-0.5), w2.mul_(size.width**-0.5)
 
 
 def moe_inputs(tokens: int, size: MoeSize, dtype: torch.dtype, device: torch.device) -> MoeInputs:
-    """Uniform routing: every expert is as likely."""
+    """Inputs with uniform routing: every expert is equally likely."""
     x = torch.randn(tokens, size.hidden, device=device).to(dtype)
     logits = torch.randn(tokens, size.experts, device=device)
     return MoeInputs(x, logits, *moe_weights(size, dtype, device))
 
 
 def linear(rows: int, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """x [rows, inputs], W [outputs, inputs] and b of a product whose results are of the inputs' size."""
+    """x [rows, inputs], W [outputs, inputs] and b; outputs have the magnitude of the inputs."""
     made = (torch.randn(rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5, torch.randn(outputs))
     return [each.to(device, dtype) for each in made]
 
 
 def distinct_experts(tokens: int, size: MoeSize) -> float:
-    """Experts hit at uniform routing, on average."""
+    """Expected number of distinct experts with uniform routing."""
     return size.experts * (1 - (1 - size.top_k / size.experts) ** tokens)
 
 
 def pages(
     lengths: list[int], page_size: int, heads: Heads, dtype: torch.dtype, device: torch.device
 ) -> Pages:
-    """Pages of rows with `lengths`, handed out in random order from page 1 on, slots in random order.
+    """Pages of rows with `lengths`, allocated in random order from page 1 on, slots in random order.
 
-    Page 0 and everything past a length is NaN: a kernel that lets it through is found out.
+    Page 0 and everything beyond a length is NaN, so that reads of it show in the output.
     """
     counts = [-(-length // page_size) for length in lengths]
     total, longest = sum(counts) + 1, max([*counts, 1])
@@ -122,8 +124,8 @@ def pages(
 
 
 class Chunks(NamedTuple):
-    """Chunks of a step, packed behind `lead` rows of decode: int32 slots and starts [C], firsts [C + 1].
-    `true` has (first row, start, tokens) of each as numbers; the last of the C is padding."""
+    """Prefill chunks of a step after `lead` decode rows: int32 slots and starts [C], firsts [C + 1]. `true`
+    has (first row, start, tokens) of each as Python numbers; the last of the C is padding."""
 
     slots: Tensor
     starts: Tensor
@@ -131,17 +133,17 @@ class Chunks(NamedTuple):
     true: list[tuple[int, int, int]]
 
     def step(self, count: int) -> prefill_plan.Chunks:
-        """As kernels take them, the first `count` true."""
+        """The argument of the kernels, with the first `count` chunks valid."""
         return prefill_plan.Chunks(*self[:3], scalar(count, self.slots.device))
 
 
 def chunks(sizes: list[tuple[int, int]], kept: Pages, lead: int, device: torch.device) -> Chunks:
-    """Of (start, tokens) pairs; chunk i belongs to row i of `kept`."""
+    """Chunks of (start, tokens) pairs; chunk i belongs to row i of `kept`."""
     true, first = [], lead
     for start, tokens in sizes:
         true.append((first, start, tokens))
         first += tokens
-    firsts = [at for at, _, _ in true] + [first, -1000]  # behind the true ones: arbitrary
+    firsts = [at for at, _, _ in true] + [first, -1000]  # after the valid ones: arbitrary
     slots = [*kept.slots[: len(sizes)].tolist(), 0]
     ints = ([*slots], [start for start, _ in sizes] + [0], firsts)
     tables = [torch.tensor(each, dtype=torch.int32, device=device) for each in ints]
@@ -149,7 +151,7 @@ def chunks(sizes: list[tuple[int, int]], kept: Pages, lead: int, device: torch.d
 
 
 def rope(tokens: int, rotary: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [tokens, 1, rotary] of random positions, sin negative in its first half."""
+    """cos and sin [tokens, 1, rotary] of random positions; the first half of sin is negated."""
     positions = torch.randint(0, 30_000, (tokens,), device=device)
     steps = torch.arange(0, rotary, 2, device=device) / rotary
     angles = positions[:, None] * 1e6**-steps
@@ -159,12 +161,12 @@ def rope(tokens: int, rotary: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def scalar(value: int, device: torch.device) -> Tensor:
-    """A device int32 [1]."""
+    """An int32 tensor [1] on `device`."""
     return torch.tensor([value], dtype=torch.int32, device=device)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """‖found - expected‖ / ‖expected‖ in float64; infinite where `found` is not finite."""
+    """‖found - expected‖ / ‖expected‖ in float64; infinite if `found` is not finite."""
     a, b = found.double(), expected.double()
     if not bool(a.isfinite().all()):
         return float("inf")
@@ -172,7 +174,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def moe_after(x: Tensor) -> tuple[Tensor, Tensor, float]:
-    """`after` of `fused_moe_add_norm` for `x` [T, hidden]: a residual of zeros, which the sum becomes."""
+    """`after` of `fused_moe_add_norm` for `x` [T, hidden]: a residual of zeros, to which the output is
+    added."""
     return torch.zeros_like(x), x.new_ones(x.shape[1]), 1e-6
 
 
@@ -185,7 +188,7 @@ def run_moe(
     scales: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
-    """The sum of the experts by `fused_moe_add_norm`: [T, hidden]; zeros in rows that it leaves alone."""
+    """The MoE output of `fused_moe_add_norm`: [T, hidden]; zeros in padding rows."""
     after = moe_after(x)
     experts = Experts(*weights, top_k, scales=scales)
     fused_moe_add_norm(x, logits, experts, config, after, **options)
@@ -193,8 +196,8 @@ def run_moe(
 
 
 def sampling_rows(slots: Tensor, positions: Tensor, live: int | None = None, **columns: Tensor) -> Rows:
-    """Rows of `slots` and `positions` integer [n], `live` of them true or all, whose tables hold `columns`
-    [any] from slot 0 on."""
+    """Rows of `slots` and `positions` integer [n], of which the first `live` (default: all) are valid, with
+    `columns` [any] in the tables from slot 0 on."""
     count, device = len(slots), slots.device
     tables = SlotTables(max(count, *(len(column) for column in columns.values())), 1, device)
     for name, column in columns.items():
@@ -203,7 +206,7 @@ def sampling_rows(slots: Tensor, positions: Tensor, live: int | None = None, **c
 
 
 def choose_tokens(logits: Tensor, rows: Rows, *, filtered: bool = False, pdl: bool = False) -> Tensor:
-    """int64 [n] of `choose`."""
+    """Token ids int64 [n] of `choose`."""
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     choose(logits, rows, tokens, filtered=filtered, pdl=pdl)
     return tokens

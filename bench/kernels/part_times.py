@@ -1,5 +1,5 @@
-"""Times of small kernels between a step's products: rotation, packed keys, parts of attention and of experts
-put together, numbers made FP8."""
+"""Times of small kernels between the GEMMs of a step: RoPE tables, KV packing, merging of attention parts,
+the MoE reduction, FP8 quantisation."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from gpu.kernels.moe.combine import moe_sum_add_norm
 from gpu.kernels.moe.route import Routing
 
 COPIES = 4
-"""Input sets: what one kernel reads here the kernel before has just written in a step, mostly to L2."""
+"""Input sets: few, because in a step the kernel before has just written the inputs, mostly to L2."""
 
 TOKENS = (32, 256, 512, 2048)
 HEADS = (Heads(), Heads(32, 8, 128))
-"""Of Qwen3-30B-A3B and Qwen3-8B."""
+"""Heads of Qwen3-30B-A3B and Qwen3-8B."""
 
 PACKED = {
     "1 x 2048": [(0, 2048)],
@@ -45,7 +45,7 @@ PACKED = {
     "1 x 2048 at 2048": [(2048, 2048)],
     "32 x 64": [(0, 64)] * 32,
 }
-"""(start, tokens) of chunks; those of the last are not worth it."""
+"""(start, tokens) of chunks; the last case is too small to be packed."""
 
 JOINED = {
     "16 at 2048": [(2048, 16)],
@@ -53,10 +53,10 @@ JOINED = {
     "256 at 8192": [(8192, 256)],
     "4 x 64 at 2048": [(2048, 64)] * 4,
 }
-"""Likewise: of graphs that cut their chunks' keys."""
+"""(start, tokens) of chunks whose keys are split over several programs."""
 
 QUANTISED = {"2048": (2048, 1), "4096": (4096, 1), "12288": (12_288, 1), "768, 8 a token": (768, 8)}
-"""Width and rows a token: inputs of the products of both models, and of the experts' second."""
+"""Width and rows per token: inputs of the GEMMs of both models, and of the second MoE GEMM."""
 
 
 def _randn(*shape: int) -> Tensor:
@@ -64,14 +64,14 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _chunks(sizes: list[tuple[int, int]], kept: inputs.Pages) -> Chunks:
-    """With the room that a graph has."""
+    """Chunks padded to the size that a graph has."""
     slots, starts, firsts, _ = inputs.chunks(sizes, kept, 0, DEVICE)
     slots, starts, firsts = (pad(each, (0, MAX_CHUNKS - len(slots))) for each in (slots, starts, firsts))
     return Chunks(slots, starts, firsts, inputs.scalar(len(sizes), DEVICE))
 
 
-def _rotations() -> Iterator[Row]:
-    """A position read; cosines and sines of a head written."""
+def _rope_tables() -> Iterator[Row]:
+    """Bytes: a position is read, cosines and sines of a head are written."""
     half = Heads().dim // 2
     turns = 1e6 ** (-torch.arange(half, device=DEVICE) / half)
     for rows in (1, *TOKENS):
@@ -80,8 +80,8 @@ def _rotations() -> Iterator[Row]:
         yield Row("rope_rows", f"{rows} x {2 * half}", microseconds(calls), rows * (4 + 2 * 2 * half * 2))
 
 
-def _packings() -> Iterator[Row]:
-    """Keys and values read from pages and written side by side, the zeros behind them too."""
+def _packing() -> Iterator[Row]:
+    """Bytes: keys and values are read from pages and written contiguously, with zeros as padding."""
     for (name, sizes), heads in product(PACKED.items(), HEADS):
         lengths, rows = [sum(size) for size in sizes], sum(tokens for _, tokens in sizes)
         room, pairs = KEYS_PER_TOKEN * rows, PAIRS_PER_KEY * heads.kv / heads.q
@@ -94,11 +94,13 @@ def _packings() -> Iterator[Row]:
             cache = kept.k, kept.v
             calls.append(partial(pack, cache, (side[0], side[1]), places, cut, kept.table, 16, PACK_TILE))
         keys = sum(length + -(-length // PACK_TILE) * PACK_TILE for length in lengths)
-        moved, said = (keys * 2 * heads.kv * heads.dim * 2, "") if int(places[0]) >= 0 else (0, "(all stay)")
-        yield Row("pack", f"{name}, {heads.kv} x {heads.dim}", microseconds(calls), moved, 0.0, said)
+        moved, note = (
+            (keys * 2 * heads.kv * heads.dim * 2, "") if int(places[0]) >= 0 else (0, "(not packed)")
+        )
+        yield Row("pack", f"{name}, {heads.kv} x {heads.dim}", microseconds(calls), moved, 0.0, note)
 
 
-def _join_bytes(items: torch.Tensor, config: PrefillConfig, heads: Heads) -> float:
+def _merge_bytes(items: torch.Tensor, config: PrefillConfig, heads: Heads) -> float:
     """float32 results and a log-sum-exp of each query from each part that its block has, then one result.
     How many parts that are is `prefill_plan.read_entry`."""
     group = heads.q // heads.kv
@@ -110,7 +112,7 @@ def _join_bytes(items: torch.Tensor, config: PrefillConfig, heads: Heads) -> flo
     return heads.kv * (read * (heads.dim + 1) * 4 + made * heads.dim * 2)
 
 
-def _joins() -> Iterator[Row]:
+def _merging() -> Iterator[Row]:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for (name, sizes), heads in product(JOINED.items(), HEADS):
         rows, group = sum(tokens for _, tokens in sizes), heads.q // heads.kv
@@ -126,12 +128,12 @@ def _joins() -> Iterator[Row]:
             out = torch.empty(rows, heads.q * heads.dim, dtype=DTYPE, device=DEVICE)
             _, shape = kernel_args(_randn(rows, heads.q, heads.dim), kept.layer(16, 0.1))
             calls.append(partial(merge_blocks, plan, space, config, out, shape))
-        moved = _join_bytes(plan, config, heads)
+        moved = _merge_bytes(plan, config, heads)
         yield Row("merge_blocks", f"{name}, {heads.q}/{heads.kv}/{heads.dim}", microseconds(calls), moved)
 
 
-def _sums() -> Iterator[Row]:
-    """Experts' outputs and their weights and numbers read, the residual both ways, its norm written."""
+def _moe_reduction() -> Iterator[Row]:
+    """Bytes: expert outputs, weights and ids are read, the residual read and written, its norm written."""
     size = MoeSize()
     for rows in TOKENS:
         calls = []
@@ -144,7 +146,7 @@ def _sums() -> Iterator[Row]:
         yield Row("moe_sum_add_norm", f"{rows} x {size.top_k} x {size.hidden}", microseconds(calls), moved)
 
 
-def _numbers() -> Iterator[Row]:
+def _quantisation() -> Iterator[Row]:
     for (name, (width, per)), group, tokens in product(QUANTISED.items(), (0, BLOCK), (32, 512, 2048)):
         rows = tokens * per
         calls = [partial(quantise_rows, _randn(rows, width), group=group) for _ in range(COPIES)]
@@ -154,9 +156,9 @@ def _numbers() -> Iterator[Row]:
 
 
 def parts() -> Iterator[Row]:
-    """Rotation, packing, joining, experts' sum, FP8."""
-    yield from _rotations()
-    yield from _packings()
-    yield from _joins()
-    yield from _sums()
-    yield from _numbers()
+    """RoPE tables, KV packing, merging of attention parts, MoE reduction, FP8 quantisation."""
+    yield from _rope_tables()
+    yield from _packing()
+    yield from _merging()
+    yield from _moe_reduction()
+    yield from _quantisation()

@@ -1,12 +1,13 @@
-"""cuBLASLt's algorithms against cuBLAS's own choice: `python -m bench.kernels.products --out FILE`.
+"""Searches cuBLASLt algorithms faster than cuBLAS's default: `python -m bench.kernels.products --out FILE`.
 
-At thousands of rows a device is at its power limit, so a burst says little: every variant runs for a part
-of a second at a time, in turn with the others and with cuBLAS's own choice, three times over; the sum of
-the last two decides. What beats cuBLAS by 0.5% is written as `gpu.kernels.gemm.cublaslt` reads it.
+At thousands of rows the device is at its power limit, so bursts are not representative: every variant runs
+for a part of a second, interleaved with the others and with cuBLAS's default, three times; the sum of the
+last two decides. A variant that is 0.5% faster than cuBLAS is written to FILE, for
+`gpu.kernels.gemm.cublaslt`.
 
-At the row counts of captured steps up to 512 (`--few`) bursts are what counts, over weights that L2 does not
-hold; there it must beat cuBLAS by 3%, twice. All times go to bench/results/, and FILE keeps the choices for
-row counts that were not searched.
+At the row counts of captured steps up to 512 (`--few`) bursts are measured, over weights that exceed L2;
+there a variant must be 3% faster, twice. All times go to bench/results/; choices in FILE for other row counts
+are kept.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ from gpu.kernels.gemm.skinny import MOST_ROWS
 from gpu.step.shapes import decode_sizes, mixed_sizes
 
 ALONE, CLUSTERS = 2, (3, 5)
-"""Programs by themselves, and 2x1 and 1x2; at thousands of rows clusters of four were never the best."""
+"""No cluster, and clusters of 2x1 and 1x2; at thousands of rows clusters of four were never the fastest."""
 
 ROUNDS, KEPT = 3, 6
 
 CALLS = 8
-"""Products in a graph."""
+"""GEMMs in a graph."""
 
 LARGE = 1 << 23
-"""Elements of a weight worth a choice."""
+"""Minimum elements of a weight to search for."""
 
 WEIGHTS = {name: (n, k) for name, (n, k, _) in LINEARS.items() if n * k >= LARGE}
-"""Outputs and inputs of what is searched."""
+"""Outputs and inputs of the searched GEMMs."""
 
 Entries = dict[str, dict[str, int]]
-"""What `gpu.kernels.gemm.cublaslt` reads: a choice's fields by the name of its sizes."""
+"""Format of `gpu.kernels.gemm.cublaslt`: the fields of a choice by the name of its sizes."""
 
 
 class Variant(NamedTuple):
-    """`choice` None: cuBLAS's own. `seconds` a call, by round."""
+    """`choice` None: cuBLAS's default. `seconds` per call, by round."""
 
     choice: Choice | None
     replay: Callable[[], object]
@@ -69,7 +70,7 @@ class Variant(NamedTuple):
 
 
 def timed(replay: Callable[[], object], times: int) -> float:
-    """Seconds of so many replays in a row."""
+    """Seconds of `times` replays."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(times):
@@ -79,7 +80,7 @@ def timed(replay: Callable[[], object], times: int) -> float:
 
 
 def choose(product: Product, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> list[Variant]:
-    """Variants, the best under load first."""
+    """Variants, the fastest under load first."""
     tiles = {product.read(algorithm, TILE) for algorithm in product.proposed()}
     variants = [Variant(None, capture([partial(F.linear, x, weight)] * CALLS).graph.replay, [])]
     for choice in (Choice(tile, c, s) for tile in sorted(tiles) for c in CLUSTERS for s in (0, 1)):
@@ -99,11 +100,12 @@ FEW = sorted({n for n in decode_sizes(512) + mixed_sizes(512) if n > MOST_ROWS})
 """Row counts of captured steps that `skinny_gemm` leaves to cuBLAS."""
 
 BEST, GAIN = 6, 0.97
-"""Proposals whose other clusters and splits are tried, and what of cuBLAS's own time a choice may take."""
+"""Proposals whose other clusters and splits are tried, and the maximum ratio to cuBLAS's time."""
 
 
 def quickest(product: Product, rows: int, weights: list[torch.Tensor]) -> tuple[float, float, Choice | None]:
-    """us by cuBLAS's own choice and by the best other, and which that is; None where it is no better."""
+    """Microseconds of cuBLAS's default and of the best other choice, and that choice; None if it is not
+    faster."""
     x = torch.randn(rows, weights[0].shape[1], device=weights[0].device).bfloat16()
     times: dict[Choice, float] = {}
 
@@ -137,12 +139,12 @@ def quickest(product: Product, rows: int, weights: list[torch.Tensor]) -> tuple[
 
 
 def random_weight(outputs: int, inputs: int, device: torch.device) -> torch.Tensor:
-    """As dummy weights are."""
+    """A weight as of `--load-format dummy`."""
     return (torch.randn(outputs, inputs, device=device) * 0.02).bfloat16()
 
 
 def few(counts: Sequence[int], many: Products, device: torch.device) -> tuple[Entries, list[dict[str, Any]]]:
-    """Choices for these row counts, and the times of every product."""
+    """Choices for these row counts, and the times of every GEMM."""
     found: Entries = {}
     times: list[dict[str, Any]] = []
     for name, (outputs, inputs) in WEIGHTS.items():
@@ -158,7 +160,7 @@ def few(counts: Sequence[int], many: Products, device: torch.device) -> tuple[En
 
 
 def thousands(rows: int, seconds: float, many: Products, device: torch.device) -> Entries:
-    """Choices for many rows, measured with `rows`."""
+    """Choices for thousands of rows, measured with `rows`."""
     found: Entries = {}
     for name, (outputs, inputs) in WEIGHTS.items():
         x = torch.randn(rows, inputs, device=device).bfloat16()
@@ -174,7 +176,7 @@ def thousands(rows: int, seconds: float, many: Products, device: torch.device) -
 
 
 def write(path: Path, found: Entries, searched: Collection[int]) -> None:
-    """One entry a line; those of other row counts stay."""
+    """Write one entry per line; those of other row counts are kept."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept = {name: entry for name, entry in kept.items() if sizes_of(name)[0] not in searched}
     every = kept | found
@@ -186,9 +188,11 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--seconds", type=float, default=0.25, help="of a variant at a time")
-    parser.add_argument("--few", type=int, nargs="*", help=f"these row counts instead; none: {FEW}")
-    parser.add_argument("--name", default="products", help="of the times of few rows, under bench/results")
+    parser.add_argument("--seconds", type=float, default=0.25, help="duration of a variant in each round")
+    parser.add_argument(
+        "--few", type=int, nargs="*", help=f"search these row counts instead; without values: {FEW}"
+    )
+    parser.add_argument("--name", default="products", help="result file of --few under bench/results")
     parser.add_argument("--out", type=Path, required=True, help="file for configs/kernels")
     args = parser.parse_args()
     device = torch.device("cuda")

@@ -1,7 +1,7 @@
-"""The plain-torch meaning of every kernel: used by tests and checks alone.
+"""Plain-torch references of all kernels, for tests and checks.
 
-Same arguments as the launchers, device sizes as Python numbers, float32 inside, rows that a kernel
-leaves alone given as zeros.
+Same arguments as the launchers, device sizes as Python numbers, float32 inside, zeros in rows that a kernel
+does not write.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def moe(
     scales: tuple[Tensor, Tensor] | None = None,
     coarse: bool = False,
 ) -> Tensor:
-    """The weighted sum of the best experts' gated MLPs, [T, hidden]; rounds where the kernels do. `scales`
-    are those of e4m3 weights, whose inputs are quantised too where `coarse`."""
+    """The weighted sum of the top-k experts' gated MLPs, [T, hidden]; rounds where the kernels do. `scales`:
+    of e4m3 weights; with `coarse` activations are quantised too."""
     if scales is not None:
         w13, w2 = restore(w13, scales[0]), restore(w2, scales[1])
 
     by_group = scales is not None and scales[0].dim() == w13.dim()
 
-    def given(rows: Tensor) -> Tensor:
+    def activations(rows: Tensor) -> Tensor:
         if not coarse:
             return rows.float()
         return restore(*(quantise_groups(rows) if by_group else quantise(rows)))
@@ -89,9 +89,9 @@ def moe(
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(experts.flatten().tolist())):
         rows, j = (experts == expert).nonzero(as_tuple=True)
-        both = given(x[rows]) @ w13[expert].float().T
+        both = activations(x[rows]) @ w13[expert].float().T
         hidden = (F.silu(both[:, :width]) * both[:, width:]).to(x.dtype)
-        part = (given(hidden) @ w2[expert].float().T).to(x.dtype).float()
+        part = (activations(hidden) @ w2[expert].float().T).to(x.dtype).float()
         out.index_add_(0, rows, part * weights[rows, j, None])
     return out.to(x.dtype)
 
@@ -122,8 +122,8 @@ def decode_attention(
             continue
         start = max(skip, length - window if window else 0)
         at = torch.arange(start, length, device=q.device)
-        where = pages[row].long()[at // page_size] * page_size + at % page_size
-        k, v = (side[where].float().repeat_interleave(group, 1) for side in (k_all, v_all))
+        cells = pages[row].long()[at // page_size] * page_size + at % page_size
+        k, v = (side[cells].float().repeat_interleave(group, 1) for side in (k_all, v_all))
         scores = torch.einsum("hd,khd->hk", q[row].float(), k) * scale
         if cap:
             scores = cap * torch.tanh(scores / cap)
@@ -144,15 +144,15 @@ def prefill_attention(
     window: int = 0,
 ) -> Tensor:
     """Causal attention of chunks, each (row of its first token, that token's position, tokens): float32
-    [n, heads, dim], 0 in rows of no chunk. `q` [n, heads, dim], `cache` as there, `pages` [chunks, pages].
+    [n, heads, dim], 0 in other rows. `q` [n, heads, dim], `cache` as above, `pages` [chunks, pages].
     """
     k_all, v_all = cache
     group = q.shape[1] // k_all.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for own, (first, start, count) in zip(pages, chunks, strict=True):
         at = torch.arange(start + count, device=q.device)
-        where = own.long()[at // page_size] * page_size + at % page_size
-        k, v = (side[where].float().repeat_interleave(group, 1) for side in (k_all, v_all))
+        cells = own.long()[at // page_size] * page_size + at % page_size
+        k, v = (side[cells].float().repeat_interleave(group, 1) for side in (k_all, v_all))
         for row in range(0, count, 512):  # bounds the scores to 512 queries
             rows = slice(first + row, first + min(row + 512, count))
             scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scale
@@ -165,7 +165,7 @@ def prefill_attention(
 
 
 def merge_state(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results [rows, heads, dim] over disjoint keys as one, and its base-2 log-sum-exp."""
+    """Merge two attention results [rows, heads, dim] over disjoint keys, and their base-2 log-sum-exps."""
     both = torch.stack([lse, other_lse]).double()
     total = torch.logsumexp(both * 0.6931471805599453, 0) * 1.4426950408889634
     share = torch.exp2(both - total).nan_to_num(0.0)
@@ -174,7 +174,8 @@ def merge_state(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> t
 
 
 def race(logits: Tensor, bits: Tensor, temperatures: Tensor) -> Tensor:
-    """Scores float64 [n, vocab] whose argmax is the token: logit / t + gumbel, the logit where t is 0.
+    """Gumbel-max scores float64 [n, vocab] whose argmax is the token: logit / t + gumbel, the logit if t is
+    0.
 
     `bits` as of `gpu.sample.noise.bits`, `temperatures` [n].
     """
@@ -186,7 +187,7 @@ def race(logits: Tensor, bits: Tensor, temperatures: Tensor) -> Tensor:
 
 
 def survivors(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Which tokens of a row [vocab] top_k, then top_p, then min_p leave, bool [vocab]: by sorting."""
+    """Tokens of a row [vocab] that remain after top_k, then top_p, then min_p, bool [vocab]; by sorting."""
     order = logits.sort(descending=True, stable=True).indices
     weights = ((logits - logits.max()).double() / temperature).exp()[order]
     rank = torch.arange(len(order), device=logits.device)

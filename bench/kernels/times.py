@@ -31,8 +31,8 @@ from gpu.kernels.moe.few_rows import FewRowsConfig, few_rows_moe
 from gpu.kernels.moe.tuned import MoeShape, rule
 
 COPIES = 8
-"""Input sets of the small kernels: at decode sizes their data sits in L2 in a real step too, so no more
-are needed than hide reuse of one buffer's lines."""
+"""Input sets of the small kernels: enough to avoid reuse of one buffer's lines; at decode sizes the data is
+in L2 in a real step too."""
 
 
 def _randn(*shape: int) -> Tensor:
@@ -52,11 +52,13 @@ def elementwise() -> Iterator[Row]:
         heads = Heads()
         width = (heads.q + 2 * heads.kv) * heads.dim
         fused = [_randn(rows, width) for _ in range(COPIES)]
-        turn = inputs.rope(rows, heads.dim, DTYPE, DEVICE)
+        rope = inputs.rope(rows, heads.dim, DTYPE, DEVICE)
         norms = _randn(heads.dim), _randn(heads.dim), 1e-6
         cache = torch.zeros(65_536, 2, heads.kv, heads.dim, device=DEVICE, dtype=DTYPE)
-        where, sides = torch.randperm(65_536, device=DEVICE)[:rows], (cache[:, 0], cache[:, 1])
-        us = microseconds([partial(qkv.norm_rope_store, f, sides, where, turn, norms) for f in fused])
+        kv_slot_mapping, sides = torch.randperm(65_536, device=DEVICE)[:rows], (cache[:, 0], cache[:, 1])
+        us = microseconds(
+            [partial(qkv.norm_rope_store, f, sides, kv_slot_mapping, rope, norms) for f in fused]
+        )
         yield Row("norm_rope_store", f"{rows} rows 32/4/128", us, rows * width * 2 * 2)
 
 
@@ -79,18 +81,18 @@ def _decode_row(
     name: str, heads: Heads, page: int, lengths: list[int], config: decode.DecodeConfig, goal: str
 ) -> Row:
     moved = 2 * sum(lengths) * heads.kv * heads.dim * 2
-    # Enough sets that together they pass the 50 MB of L2 several times over.
+    # Enough sets to exceed the 50 MB of L2 several times.
     sets = max(1, min(8, int(200e6 / moved)))
     us = microseconds(_decode_calls(heads, page, lengths, config, sets))
-    said = f"t{config.tile} w{config.warps} s{config.stages} p{config.programs} l{config.least}"
+    described = f"t{config.tile} w{config.warps} s{config.stages} p{config.programs} l{config.least}"
     shape = f"{len(lengths)} x ~{sum(lengths) // len(lengths)}"
     return Row(
-        name, f"{shape} {heads.q}/{heads.kv}/{heads.dim} page {page}", us, moved, 0.0, f"{said} {goal}"
+        name, f"{shape} {heads.q}/{heads.kv}/{heads.dim} page {page}", us, moved, 0.0, f"{described} {goal}"
     )
 
 
 def attention() -> Iterator[Row]:
-    """Decode attention: the default cut at many sizes, other cuts at three."""
+    """Decode attention: the default config at many sizes, other configs at three."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     base = decode.decode_config(128, 4, processors)
     goal = "(goal 3.9 TB/s, 91%)"
@@ -120,7 +122,7 @@ def attention() -> Iterator[Row]:
 CUTS = (
     (64, 4, 7, 2), (64, 4, 5, 3), (64, 4, 2, 2), (128, 4, 3, 1), (32, 4, 7, 3), (32, 2, 5, 4), (32, 2, 5, 5),
 )  # fmt: skip
-"""(tile, warps, stages, programs a multiprocessor) of decode attention that are compared."""
+"""(tile, warps, stages, programs per 4 SMs) of decode attention to compare."""
 
 
 PREFIX_CUTS = tuple(
@@ -128,7 +130,7 @@ PREFIX_CUTS = tuple(
     for queries, tile, stages, parts in product((64, 128), (32, 64, 128), (3, 5), (2, 4, 8))
     if tile * stages <= 384
 )
-"""Fields of `PrefixConfig` that are compared: a warpgroup per 64 queries."""
+"""Fields of `PrefixConfig` to compare: a warpgroup per 64 queries."""
 
 
 def compile_decode(cut: tuple[int, int, int, int]) -> None:
@@ -142,7 +144,7 @@ def compile_decode(cut: tuple[int, int, int, int]) -> None:
 
 
 def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
-    """Likewise: the prefix at one of PREFIX_CUTS."""
+    """The same for prefix attention at one of PREFIX_CUTS."""
     heads, common = Heads(), torch.empty(1, dtype=torch.int32)
     kept, q = _blank(heads, 128), torch.empty(128, heads.q, heads.dim, dtype=DTYPE)
     with compiling():
@@ -151,7 +153,7 @@ def compile_prefix(cut: tuple[int, int, int, int, int]) -> None:
 
 
 def compile_small(config: FewRowsConfig) -> None:
-    """Likewise: the few-rows path at one of SMALL."""
+    """The same for the few-rows MoE path at one of SMALL."""
     w13, w2 = torch.empty(128, 1536, 2048, dtype=DTYPE), torch.empty(128, 2048, 768, dtype=DTYPE)
     with compiling():
         x, logits = torch.empty(2, 2048, dtype=DTYPE), torch.empty(2, 128)
@@ -159,7 +161,7 @@ def compile_small(config: FewRowsConfig) -> None:
 
 
 def compile_tasks() -> list[partial[None]]:
-    """What this file compares in many cuts, for `tune.compile_all`."""
+    """Compile tasks of all configs compared here, for `tune.compile_all`."""
     return [
         *(partial(compile_decode, cut) for cut in CUTS),
         *(partial(compile_chunks, cut) for cut in CHUNK_CUTS),
@@ -175,7 +177,7 @@ def _blank(heads: Heads, rows: int) -> inputs.Pages:
 
 
 def shared_prefix() -> Iterator[Row]:
-    """128 rows over a common prefix of 2,048, by several cuts."""
+    """128 rows with a shared prefix of 2,048 tokens, by several configs."""
     heads, rows, common = Heads(), 128, 2048
     kept = inputs.pages([common] * rows, 16, heads, DTYPE, DEVICE)
     q, shared = _randn(rows, heads.q, heads.dim), inputs.scalar(common, DEVICE)
@@ -194,26 +196,28 @@ def shared_prefix() -> Iterator[Row]:
 
 
 def sampling() -> Iterator[Row]:
-    """Greedy and drawn."""
+    """Greedy and random sampling."""
     for rows in (1, 32, 256, 512):
         logits = torch.randn(rows, 151_936, device=DEVICE) * 4
         ints = torch.arange(rows, device=DEVICE)
-        for name, heat in (("greedy", 0.0), ("drawn", 0.8)):
-            heats = torch.full((rows,), heat, device=DEVICE)
-            drawn = inputs.sampling_rows(ints, ints, temperature=heats, seed=ints)
+        for name, temperature in (("greedy", 0.0), ("drawn", 0.8)):
+            temperatures = torch.full((rows,), temperature, device=DEVICE)
+            drawn = inputs.sampling_rows(ints, ints, temperature=temperatures, seed=ints)
             us = microseconds([partial(inputs.choose_tokens, logits, drawn)])
             yield Row("sample", f"{rows} x 151936 {name}", us, rows * 151_936 * 4)
-        heats = torch.full((rows,), 0.8, device=DEVICE)
+        temperatures = torch.full((rows,), 0.8, device=DEVICE)
         for name, k, p in (("top_p 0.9", 0, 0.9), ("top_k 50", 50, 1.0), ("both", 50, 0.9)):
             top_k = torch.full((rows,), k, dtype=torch.int32, device=DEVICE)
             top_p = torch.full((rows,), p, device=DEVICE)
-            cut = inputs.sampling_rows(ints, ints, temperature=heats, seed=ints, top_k=top_k, top_p=top_p)
+            cut = inputs.sampling_rows(
+                ints, ints, temperature=temperatures, seed=ints, top_k=top_k, top_p=top_p
+            )
             us = microseconds([partial(inputs.choose_tokens, logits, cut, filtered=True)])
             yield Row("sample", f"{rows} x 151936 {name}", us, 2 * rows * 151_936 * 4)
 
 
 class _Product:
-    """Calls of one product behind the norm that precedes it in a step, each with weights of its own."""
+    """Calls of one GEMM with the norm that precedes it in a step, each with its own weights."""
 
     def __init__(self, outputs: int, size: int, both: bool, rows: int) -> None:
         self.both = both
@@ -243,8 +247,8 @@ class _Product:
 
 
 def linears() -> Iterator[Row]:
-    """Products of few rows, with their norm: by cuBLAS, and the best of LINEAR_CUTS. A norm alone is
-    1.4 µs; weights that are asked for before it has ended come in its shadow."""
+    """GEMMs of few rows, with their norm: by cuBLAS, and the best of LINEAR_CUTS. A norm alone takes
+    1.4 µs; weights that are prefetched before it ends overlap with it."""
     for (name, (outputs, size, both)), rows in product(LINEARS.items(), (1, 2, 4, 8)):
         case, moved = f"{name} x {rows}", 2.0 * outputs * size
         one = _Product(outputs, size, both, rows)
@@ -253,13 +257,14 @@ def linears() -> Iterator[Row]:
         rule_cut, found = gemv_config(rows, one.weights[0], both), []
         for cut in LINEAR_CUTS:
             us = microseconds([partial(one.small, cut, at) for at in range(one.sets)])
-            said = f"{cut.columns}/{cut.warps}{' rule' * (cut == rule_cut)}"
-            found.append(Row("norm, gemv", case, us, moved, 0.0, said))
+            described = f"{cut.columns}/{cut.warps}{' rule' * (cut == rule_cut)}"
+            found.append(Row("norm, gemv", case, us, moved, 0.0, described))
         yield from sorted(found, key=lambda row: row.us)[:2]
 
 
 def some_linears() -> Iterator[Row]:
-    """Likewise of some rows; without a rule by the one of fewer rows, to see whether that still holds."""
+    """The same for 4 to 64 rows with `skinny_gemm`; where the rule has no config, with the config for 32
+    rows, to check the rule."""
     for (name, (outputs, size, both)), rows in product(LINEARS.items(), (4, 8, 16, 24, 32, 48, 64)):
         case, moved = f"{name} x {rows}", 2.0 * outputs * size
         one = _Product(outputs, size, both, rows)
@@ -279,7 +284,7 @@ LINEAR_CUTS = tuple(GemvConfig(*cut) for cut in ((1, 4), (1, 8), (2, 4), (2, 8),
 
 
 def routing() -> Iterator[Row]:
-    """Router softmax, top-k and sort, of several layers one behind the other."""
+    """Router softmax, top-k and sort, of several consecutive layers."""
     for tokens, pdl in product((1, 16, 32, 64, 256, 512, 2048, 8192), (False, True)):
         steps = [_randn(tokens, 128) for _ in range(4)]
         tall = 64 if tokens > 256 else 16
@@ -288,7 +293,7 @@ def routing() -> Iterator[Row]:
 
 
 def small() -> Iterator[Row]:
-    """The few-rows path at several cuts, with and without dependent launch."""
+    """The few-rows MoE path at several configs, with and without dependent launch."""
     size = MoeSize()
     bench = tune.Bench(size, DEVICE)
     experts = Experts(bench.w13, bench.w2, size.top_k)
@@ -319,7 +324,7 @@ SMALL = tuple(
 
 
 def ceilings() -> Iterator[Row]:
-    """What this card moves and multiplies, to set the others beside."""
+    """Measured memory bandwidth and matmul throughput of this card, for comparison."""
     a, b = (torch.empty(2**31, dtype=torch.int16, device=DEVICE).random_() for _ in range(2))
     yield Row("copy", "4 GiB to 4 GiB", microseconds([partial(b.copy_, a)], 7, 2), 2.0**34)
     x, y = _randn(8192, 8192), _randn(8192, 8192)

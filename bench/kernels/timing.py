@@ -1,6 +1,6 @@
-"""Time on the device: medians over replays of a CUDA graph, so that launching costs nothing.
+"""Times on the device: medians over replays of a CUDA graph, without launch overhead.
 
-Give several calls over different data where one call's data fits the L2 cache: they are captured one
+If the data of one call fits into the L2 cache, pass several calls with different data: they are captured one
 after the other, and the time is per call.
 """
 
@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import torch
 
 BANDWIDTH = 4.3e12
-"""Bytes per second that a large copy on an H200 moves, read and written."""
+"""Bytes per second of a large copy on an H200, read and written."""
 
 FLOPS = 790e12
-"""bf16 operations per second of an 8192³ product on an H200, random data."""
+"""bf16 operations per second of an 8192³ matmul on an H200, random data."""
 
 
 RESERVED = 64 << 30
-"""Bytes held by torch's allocator above which a finished graph's memory goes back to the device."""
+"""Bytes reserved by torch's allocator above which its cache is emptied after each graph."""
 
 
 class Row(NamedTuple):
-    """One line of the table. `bytes` and `flops` are what the operation must move and do at least."""
+    """One line of the table. `bytes` and `flops` are the minimum that the operation must move and compute."""
 
     name: str
     case: str
@@ -36,11 +36,11 @@ class Row(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The least time by either peak, µs."""
+        """The minimum time by both peaks, µs."""
         return 1e6 * max(self.bytes / BANDWIDTH, self.flops / FLOPS)
 
     def line(self) -> str:
-        """For print: time, rate, share of the nearer peak."""
+        """A line to print: time, rate, share of the limiting peak."""
         by_flops = self.flops / FLOPS > self.bytes / BANDWIDTH
         rate = (
             f"{self.flops / self.us / 1e6:7.0f} TFLOP/s"
@@ -63,14 +63,14 @@ def _event() -> Any:
 
 
 class Captured(NamedTuple):
-    """A graph, and what its calls returned: memory that each replay fills anew."""
+    """A graph and the outputs of its calls, which each replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
     results: list[Any]
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> Captured:
-    """The calls in one graph, after one warm run of each."""
+    """Capture the calls in one graph, after one warm-up of each."""
     stream = _stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -96,7 +96,7 @@ def microseconds(calls: Sequence[Callable[[], Any]], replays: int = 15, least: i
         mark.record()
     torch.cuda.synchronize()
     if torch.cuda.memory_reserved() > RESERVED:
-        del graph  # its memory is given back with it, but only to the allocator
+        del graph  # returns its memory to the allocator, which keeps it
         torch.cuda.empty_cache()
     spans: list[float] = [a.elapsed_time(b) for a, b in pairwise(marks)]
     return statistics.median(spans) * 1e3 / (rounds * len(calls))

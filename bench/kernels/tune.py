@@ -1,8 +1,9 @@
-"""Search tile sizes of the expert GEMMs: `python -m bench.kernels.tune --out DIR [--width 384]`.
+"""Tunes tile sizes of the MoE GEMMs: `python -m bench.kernels.tune --out DIR [--width 384]`.
 
-For every token count, each candidate height of a tile is tried with each candidate of both GEMMs, timed
-apart on the same routing; the height whose best two add up to least wins. Then the rule and the few-rows
-path are timed against it, whole. Variants are compiled beforehand by a pool of processes into Triton's cache.
+For every token count, all candidates of both GEMMs are timed separately at each tile height on the same
+routing; the height with the smallest sum of the two best wins. Then the whole layer is timed with this
+config, with the rule's and with the few-rows path. A pool of processes compiles the variants into Triton's
+cache beforehand.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SHARED = 227 * 1024
-"""Bytes of shared memory a program can have on Hopper."""
+"""Maximum bytes of shared memory per program on Hopper."""
 
 ROUTINGS = 3
-"""Different routings per timing; at one row their experts together are larger than the L2 cache."""
+"""Different routings per timing; even at one row their experts together exceed the L2 cache."""
 
 
 class Variant(NamedTuple):
@@ -52,7 +53,7 @@ class Variant(NamedTuple):
 
 
 def heights(tokens: int, size: MoeSize) -> tuple[int, ...]:
-    """Tile heights worth trying at so many rows per expert."""
+    """Tile heights to try, by the average number of rows per expert."""
     average = tokens * size.top_k / size.experts
     for limit, found in ((3, (16,)), (10, (16, 32)), (40, (32, 64)), (100, (64, TALL))):
         if average <= limit:
@@ -68,10 +69,10 @@ def _fits(variant: Variant) -> bool:
 
 
 def candidates(up: bool, block_m: int, quick: bool) -> Iterator[Variant]:
-    """Ways to cut one GEMM at a tile height. Narrow tiles stream weights; tall ones feed wgmma.
+    """Tile configs of one GEMM at a tile height. Low tiles stream weights; tall ones are for wgmma.
 
-    Left out: rows on the left in low tiles, which the search on an H200 did not choose while it still tried
-    them; and tiles of 128 rows, which took 6 to 19% longer than tall ones from 2,048 tokens on.
+    Left out, because slower on an H200: activations as the left operand in low tiles; and tiles of 128 rows,
+    which took 6 to 19% longer than tall ones from 2,048 tokens on.
     """
     every: list[TileConfig]
     if block_m <= 32:
@@ -87,7 +88,7 @@ def candidates(up: bool, block_m: int, quick: bool) -> Iterator[Variant]:
 
 
 class Bench:
-    """Data for one shape on the GPU. Owner: the tuner."""
+    """Weights and inputs of one shape on the GPU."""
 
     def __init__(self, size: MoeSize, device: torch.device) -> None:
         self.size = size
@@ -95,7 +96,7 @@ class Bench:
         self.w13, self.w2 = moe_weights(size, torch.bfloat16, device)
 
     def inputs(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Rows and logits of several steps."""
+        """Activations and router logits of several steps."""
         return [
             (
                 torch.randn(tokens, self.size.hidden, device=self.device).bfloat16(),
@@ -105,7 +106,7 @@ class Bench:
         ]
 
     def gemm(self, variant: Variant, steps: list[tuple[Tensor, Tensor]]) -> float:
-        """µs of one GEMM; infinite where it does not fit the device."""
+        """µs of one GEMM; infinite if it fails to compile."""
         cut = [route(logits, self.size.top_k, variant.block_m)[1] for _, logits in steps]
         hidden = torch.randn(len(cut[0].pairs), self.size.width, device=self.device).bfloat16()
 
@@ -118,7 +119,7 @@ class Bench:
         try:
             return microseconds(calls, replays=7, least=6)
         except (TritonError, RuntimeError) as failure:
-            torch.cuda.synchronize()  # raises again where the device, not the compiler, is at fault
+            torch.cuda.synchronize()  # raises again if the error is of the device, not of the compiler
             print(f"dropped {variant}: {str(failure)[:80]}", flush=True)
             return float("inf")
 
@@ -130,7 +131,7 @@ class Bench:
 
 
 def compile_variant(size: MoeSize, variant: Variant) -> None:
-    """In a process of the pool: one variant into Triton's cache, on data that is never touched."""
+    """Compile one variant into Triton's cache, in a process of the pool."""
     tokens, k = 16, size.top_k
     total = max_blocks(tokens, size.experts, k, variant.block_m)
     tiles = Tiles(torch.empty(tokens * k, dtype=torch.int32), torch.empty(4, total, dtype=torch.int32))
@@ -146,15 +147,15 @@ def compile_variant(size: MoeSize, variant: Variant) -> None:
 
 
 def variants(width: int, tokens: Sequence[int], quick: bool) -> list[tuple[MoeSize, Variant]]:
-    """All that a search of one width will time: arguments of `compile_variant`."""
+    """Arguments of `compile_variant` for all variants of one width."""
     size = MoeSize(width=width)
     tall = {(up, m) for n in tokens for m in heights(n, size) for up in (True, False)}
     return [(size, v) for up, m in sorted(tall) for v in candidates(up, m, quick)]
 
 
 def compile_all(tasks: Sequence[partial[None]], seconds: float = 180.0) -> None:
-    """Run the tasks in a pool of processes, for so long at most. What is missing then is compiled when
-    it is timed; what cannot be compiled fails there again, and is dropped."""
+    """Run the tasks in a pool of processes, for at most `seconds`. Missing variants are compiled when they
+    are timed; those that fail to compile fail there again and are dropped."""
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     workers = max(len(os.sched_getaffinity(0)) - 1, 1)
@@ -170,9 +171,9 @@ def compile_all(tasks: Sequence[partial[None]], seconds: float = 180.0) -> None:
     )
 
 
-def search(bench: Bench, tokens: int, ruled: MoeConfig, quick: bool) -> tuple[MoeConfig, float, float]:
-    """The best config of one token count and its µs from logits to sum, and those of the rule's, which
-    wins where it is faster as a whole on the same steps: that is not what the GEMMs were chosen by."""
+def search(bench: Bench, tokens: int, rule_config: MoeConfig, quick: bool) -> tuple[MoeConfig, float, float]:
+    """The best config for a token count, the µs of the layer with it, and the µs with the rule's config. The
+    rule's config wins if the whole layer is faster with it: the search timed the GEMMs separately."""
     steps = bench.inputs(tokens)
     best: tuple[float, MoeConfig] | None = None
     for block_m in heights(tokens, bench.size):
@@ -183,8 +184,8 @@ def search(bench: Bench, tokens: int, ruled: MoeConfig, quick: bool) -> tuple[Mo
         if best is None or timed[0][0] + timed[1][0] < best[0]:
             best = timed[0][0] + timed[1][0], config
     assert best is not None
-    plain = bench.whole(ruled, steps)
-    found = [(plain, ruled), (bench.whole(best[1], steps), best[1])]
+    plain = bench.whole(rule_config, steps)
+    found = [(plain, rule_config), (bench.whole(best[1], steps), best[1])]
     if tokens <= 8:
         small = best[1]._replace(small=True)
         found.append((bench.whole(small, steps), small))
@@ -193,7 +194,7 @@ def search(bench: Bench, tokens: int, ruled: MoeConfig, quick: bool) -> tuple[Mo
 
 
 def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe_add_norm") -> Row:
-    """A line of the table: weights of the distinct experts, activations in and out, operations."""
+    """A line of the table, with the bytes of the distinct experts and activations, and the FLOPs."""
     expert = 3 * size.hidden * size.width
     moved = 2 * (distinct_experts(tokens, size) * expert + 2 * tokens * size.hidden)
     flops = 2.0 * tokens * size.top_k * expert
@@ -208,8 +209,7 @@ def row(tokens: int, size: MoeSize, us: float, name: str = "fused_moe_add_norm")
 def tune(
     width: int, tokens: Sequence[int], out: Path, seconds: float, quick: bool
 ) -> tuple[dict[int, MoeConfig], list[Row]]:
-    """Search, write the file after every token count, return configs and lines. Stops in time. What
-    `compile_all` has not compiled before is compiled on the way."""
+    """Tune for at most `seconds`, write the file after every token count, return configs and lines."""
     size, began = MoeSize(width=width), time.monotonic()
     bench = Bench(size, torch.device("cuda"))
     name = torch.cuda.get_device_name(0)
@@ -229,7 +229,7 @@ def tune(
 
 
 def describe(config: MoeConfig) -> str:
-    """A config on a line."""
+    """A config on one line."""
     if config.small:
         return "small"
     sides = (
@@ -243,7 +243,7 @@ def describe(config: MoeConfig) -> str:
 
 
 def write(path: Path, found: dict[int, MoeConfig]) -> None:
-    """One entry a line, so that a change of one token count is a change of one line."""
+    """Write one entry per line, for small diffs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {
         n: {"small": c.small, "block_m": c.block_m, "up": c.up._asdict(), "down": c.down._asdict()}
@@ -254,17 +254,17 @@ def write(path: Path, found: dict[int, MoeConfig]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Tune one width."""
+    """Tune one expert width."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--width", type=int, default=768, help="an expert's intermediate size on a rank")
     parser.add_argument("--out", type=Path, default=Path("configs/kernels"))
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--quick", action="store_true", help="a third of the candidates")
-    asked = parser.parse_args(argv)
-    tasks = variants(asked.width, asked.tokens, asked.quick)
+    args = parser.parse_args(argv)
+    tasks = variants(args.width, args.tokens, args.quick)
     compile_all([partial(compile_variant, *task) for task in tasks])
-    tune(asked.width, asked.tokens, asked.out, asked.seconds, asked.quick)
+    tune(args.width, args.tokens, args.out, args.seconds, args.quick)
     return 0
 
 

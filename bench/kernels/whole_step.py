@@ -1,9 +1,9 @@
-"""Every kernel of a captured step, compiled for sm_90 without a GPU: `python -m bench.kernels.whole_step`.
+"""Compiles every kernel of a captured step for sm_90 without a GPU: `python -m bench.kernels.whole_step`.
 
-`bench.kernels.compile` compiles kernels at sizes of its own choosing. Here the runner itself launches them,
-on plain tensors of a model cut to a layer, so that argument types, alignments and constants are those that
-serving has: what fails to compile there, or compiles anew from step to step, is seen here. With --jobs the
-kernels go into Triton's cache side by side, and a server on the same host starts with a warm one.
+Unlike in `bench.kernels.compile` the runner launches the kernels, on CPU tensors of a model with one layer,
+so that argument types, alignments and constants are those of serving. This shows compile errors, and kernels
+that are compiled again from step to step. --jobs compiles in parallel into Triton's cache, which a server on
+the same host then uses.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ PAGES = 64
 DEVICE = CudaFacts("", "NVIDIA H200", HOPPER, 132)
 
 FP8_KINDS: dict[str, Fp8] = {"none": "", "fp8": "rows", "fp8-blocks": "blocks"}
-"""By what --quantization says."""
+"""By --quantization."""
 
 
-class Share:
-    """A launcher that runs every `of`-th piece of work, from `first` on, and nothing else."""
+class PartLauncher:
+    """A launcher that runs every `of`-th piece of work, from `first` on."""
 
     def __init__(self, first: int = 0, of: int = 1) -> None:
         self._next, self._of = -first, of
@@ -77,7 +77,7 @@ def _cublas_gemm(x: Tensor, weight: Tensor, *others: object) -> Tensor:
 
 
 def _cublas_fp8_gemm(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -> Tensor:
-    """Behind its quantised rows."""
+    """The GEMM after quantisation."""
     dtype = others[-1]
     assert isinstance(dtype, torch.dtype)
     return torch.empty(len(x), len(weight), dtype=dtype)
@@ -88,8 +88,8 @@ def _to_float32(self: Linear, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _no_products() -> Iterator[None]:
-    """Matrix products by a library cost time here and say nothing."""
+def _no_library_gemms() -> Iterator[None]:
+    """Skip GEMMs of libraries, which are not compiled here."""
     with (
         mock.patch.object(Linear, "seal", lambda self: None),  # a GPU's weights are not packed
         mock.patch.object(Linear, "to_float32", _to_float32),
@@ -100,7 +100,7 @@ def _no_products() -> Iterator[None]:
 
 
 class Steps(NamedTuple):
-    """What a server would be started with."""
+    """Sizes and options of the server."""
 
     rows: int
     tokens: int
@@ -108,19 +108,19 @@ class Steps(NamedTuple):
     pdl: bool
     cascade_rows: int
     kv: torch.dtype | None = None
-    """Of the pages, where not the model's."""
+    """Dtype of the KV pages; None: the model's."""
 
 
 def cut(model: Path, layers: int, dtype: str, fp8: Fp8) -> ModelSpec:
-    """The first layers of the model of a directory with a config.json."""
+    """A spec with the first layers of a model; `model` is a directory with a config.json."""
     spec = spec_of(model)
     windows = frozenset(layer for layer in spec.window_layers if layer < layers)
     dtype = dtype or spec.dtype
     return msgspec.structs.replace(spec, layers=layers, window_layers=windows, dtype=dtype, fp8=fp8)
 
 
-def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
-    """Launch the share's part of what such a server captures, and what it launches beside; within
+def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
+    """Launch the launcher's part of the graphs that such a server captures, and its other kernels; within
     `compiling()`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     rows, tokens, page, pdl, cascade_rows, kept = steps
@@ -140,26 +140,26 @@ def launch_all(spec: ModelSpec, steps: Steps, share: Share) -> None:
 
     chunks = min(rows, MAX_CHUNKS)
     padded = PaddedSizes(rows, tokens, chunks)
-    machine = Machine(CPU, padded, lambda: share, attention, ops, begin_step, triton_kernels, pdl)
+    machine = Machine(CPU, padded, lambda: launcher, attention, ops, begin_step, triton_kernels, pdl)
     shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, rows, HiddenShape(spec.hidden, dtype))
     runner = ModelRunner(shape, machine, shape.entries(CPU))
-    with device_thread(CPU), _no_products(), mock.patch("gpu.weights.load.fill_dummy"):
+    with device_thread(CPU), _no_library_gemms(), mock.patch("gpu.weights.load.fill_dummy"):
         runner.use_model(load_model(spec, None, dtype, CPU))
         heads = (spec.kv_heads, spec.head_dim)
         runner.use_pool(KvPool(spec.layers, PAGES, page, heads, kept or dtype, CPU))
         runner.prepare()
 
 
-def compile_share(spec: ModelSpec, steps: Steps, first: int, of: int) -> dict[str, str]:
-    """A line for each kernel of a share, by the kernel's hash."""
+def compile_part(spec: ModelSpec, steps: Steps, first: int, of: int) -> dict[str, str]:
+    """A line for each kernel of a part, by the hash of the kernel."""
     with compiling() as found:
-        launch_all(spec, steps, Share(first, of))
+        launch_all(spec, steps, PartLauncher(first, of))
     kernels = {kernel.hash: kernel for kernel in found}
     return {name: report(spec.architecture[:16], kernel) for name, kernel in kernels.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile the steps of one or more models; says what was made of each kernel."""
+    """Compile the steps of models and print a line for each kernel."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("models", nargs="+", type=Path, help="directories with a config.json")
     parser.add_argument("--rows", type=int, default=512)
@@ -172,17 +172,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
-    asked = parser.parse_args(argv)
-    kept = torch.float8_e4m3fn if asked.kv_dtype == "fp8" else None
-    steps = Steps(asked.rows, asked.tokens, asked.page, not asked.no_pdl, asked.cascade_rows, kept)
-    with ProcessPoolExecutor(asked.jobs, multiprocessing.get_context("spawn")) as pool:
-        for model in asked.models:
+    args = parser.parse_args(argv)
+    kept = torch.float8_e4m3fn if args.kv_dtype == "fp8" else None
+    steps = Steps(args.rows, args.tokens, args.page, not args.no_pdl, args.cascade_rows, kept)
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        for model in args.models:
             began = time.monotonic()
-            spec = cut(model, asked.layers, asked.dtype, FP8_KINDS[asked.quantization])
-            work = partial(compile_share, spec, steps, of=asked.jobs)
-            every = {
-                name: line for found in pool.map(work, range(asked.jobs)) for name, line in found.items()
-            }
+            spec = cut(model, args.layers, args.dtype, FP8_KINDS[args.quantization])
+            work = partial(compile_part, spec, steps, of=args.jobs)
+            every = {name: line for found in pool.map(work, range(args.jobs)) for name, line in found.items()}
             for line, count in sorted(Counter(every.values()).items()):
                 print(f"{line}  x {count}" if count > 1 else line)
             print(f"{model}: {len(every)} kernels in {time.monotonic() - began:.1f} s", flush=True)

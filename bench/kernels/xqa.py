@@ -1,4 +1,4 @@
-"""FlashInfer's decode that needs no plan, XQA, beside ours: `python -m bench.kernels.xqa`.
+"""Decode attention: FlashInfer's XQA against Loom's kernel: `python -m bench.kernels.xqa`.
 
 Written to bench/results/decode-xqa.json, the figure behind `gpu.attention.selector.BEST`. Both read the same
 pages, in graphs; `apart` is the largest difference of their outputs. The two last cases hold as many keys,
@@ -33,17 +33,16 @@ CASES = {
 """Rows and their keys."""
 
 SCRATCH = 256 << 20
-"""Bytes for XQA's parts of rows, more than it asks for at any of these."""
+"""Bytes of XQA's workspace, more than any of these cases needs."""
 
 
 def xqa_call(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
-    """A call of XQA over `kept`, by the kernel that it takes for bfloat16 itself; returns its output
-    [n, heads, dim]."""
+    """A call of XQA over `kept`, with its default kernel for bfloat16; returns the output [n, heads, dim]."""
     from flashinfer.xqa import xqa
 
     rows = len(q)
     k, v = (part.view(-1, PAGE, heads.kv, heads.dim) for part in (kept.k, kept.v))
-    # It takes pages in the order of rows; ours are found by slot.
+    # XQA expects the page table in the order of rows; Loom's is indexed by slot.
     table = kept.table[kept.slots].contiguous()
     lengths = kept.lengths[kept.slots].to(torch.int32).view(torch.uint32)[:, None]
     out = torch.empty_like(q)
@@ -58,7 +57,7 @@ def xqa_call(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
 
 
 def ours(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
-    """Likewise by `paged_decode`."""
+    """The same with `paged_decode`."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     config = decode_config(heads.dim, heads.kv, processors, len(q), group=heads.q // heads.kv)
     plan = plan_decode(kept.slots, kept.lengths[kept.slots], config)
@@ -67,10 +66,10 @@ def ours(kept: Pages, q: torch.Tensor, heads: Heads) -> Any:
 
 
 def measure(heads: Heads, lengths: list[int]) -> dict[str, float]:
-    """Microseconds of both, terabytes a second, and how far apart their outputs are."""
+    """Microseconds and terabytes per second of both, and the largest difference of their outputs."""
     device = torch.device("cuda")
     moved = 2 * sum(lengths) * heads.kv * heads.dim * 2
-    sets = max(1, min(4, int(200e6 / moved)))  # together past the L2 cache
+    sets = max(1, min(4, int(200e6 / moved)))  # together larger than the L2 cache
     kept = [inputs.pages(lengths, PAGE, heads, torch.bfloat16, device) for _ in range(sets)]
     q = torch.randn(len(lengths), heads.q, heads.dim, device=device).to(torch.bfloat16)
     found: dict[str, float] = {}
@@ -86,16 +85,16 @@ def measure(heads: Heads, lengths: list[int]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print and keep."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--name", default="decode-xqa")
-    asked = parser.parse_args(argv)
-    told: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "bandwidth": BANDWIDTH}
+    args = parser.parse_args(argv)
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "bandwidth": BANDWIDTH}
     for heads in (Heads(), Heads(32, 8, 128)):
-        by_case = told[f"{heads.q} heads, {heads.kv} of keys"] = {}
+        by_case = results[f"{heads.q} heads, {heads.kv} of keys"] = {}
         for case, lengths in CASES.items():
             by_case[case] = measure(heads, lengths)
-            save(asked.name, told)
+            save(args.name, results)
     return 0
 
 
