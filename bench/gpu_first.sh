@@ -110,11 +110,11 @@ from tests.rigs.configurations import REAL_CONFIGURATIONS
 def line(*names):
     print(*(f"'tests/e2e/{name}'" for name in names))
 
-names = [f"test_real_model.py::test_float32_says_what_a_cpu_says[{name}]" for name in REAL_CONFIGURATIONS]
+names = [f"test_real_model.py::test_float32_matches_the_cpu[{name}]" for name in REAL_CONFIGURATIONS]
 line("test_failure.py::test_a_step_that_fails[cuda]")
 line(*names[0::2])
 line(*names[1::2])
-line(*(f"test_real_model.py::test_bfloat16_makes_sense[{name}]" for name in ("triton", "flashinfer")))
+line(*(f"test_real_model.py::test_bfloat16_answers_are_plausible[{name}]" for name in ("triton", "flashinfer")))
 EOF
   cut -c 1-160 "$LOGS/pytest.txt"
 }

@@ -1,1 +1,1 @@
-"""Client libraries as their users call them, against the real HTTP server. Extras `clients`, `litellm`."""
+"""Client libraries against the real HTTP server. Extras `clients`, `litellm`."""

@@ -1,4 +1,4 @@
-"""Servers with an engine that only talks."""
+"""HTTP servers with a fake engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.rigs.server import Server, Start, starting
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts servers; all of them are gone after the test."""
+    """Starts servers; all of them are stopped after the test."""
     async with starting(tmp_path) as start:
         yield start
 

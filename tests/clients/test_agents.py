@@ -1,4 +1,4 @@
-"""Frameworks for agents in Python: openai-agents, pydantic-ai and smolagents."""
+"""Agent frameworks for Python: openai-agents, pydantic-ai and smolagents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from core.errors import Unavailable
 from tests.rigs.server import Server, know, refuse
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # their own, of pydantic and of httpx
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of pydantic and httpx
 
 HELLO = ["Hello", " there", "."]
-SAID = "Hello wörld 😀!"
+TEXT = "Hello wörld 😀!"
 CALL = ["Sure. ", '<tool_call>\n{"name": "add", "arg', 'uments": {"a"', ": 1}}\n</tool_call>"]
 
 
@@ -30,7 +30,7 @@ def add(a: int) -> str:
     """Adds one.
 
     Args:
-        a: What it is added to.
+        a: A number.
     """
     return f"sum {a + 1}"
 
@@ -86,9 +86,9 @@ async def test_pydantic_ai(pydantic_agent: Any, server: Server) -> None:
     assert (await pydantic_agent.run("hi")).output == "two"
     assert str(server.engine.runs[-1].job.prompt).endswith("tool: sum 2\nassistant: ")
     refuse(server, Unavailable("The server is starting."))
-    with pytest.raises(errors.ModelHTTPError) as refused:
+    with pytest.raises(errors.ModelHTTPError) as rejected:
         await pydantic_agent.run("hi")
-    assert refused.value.status_code == 503
+    assert rejected.value.status_code == 503
 
 
 # -- smolagents ------------------------------------------------------------------------------------
@@ -101,13 +101,13 @@ async def test_smolagents(server: Server) -> None:
         model_id="org/tiny", api_base=server.url + "/v1", api_key="none", client_kwargs={"max_retries": 0}
     )
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    assert (await asyncio.to_thread(model.generate, messages)).content == SAID
+    assert (await asyncio.to_thread(model.generate, messages)).content == TEXT
     pieces = await asyncio.to_thread(lambda: list(model.generate_stream(messages)))
-    assert "".join(piece.content or "" for piece in pieces) == SAID and len(pieces) > 1
+    assert "".join(piece.content or "" for piece in pieces) == TEXT and len(pieces) > 1
     final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "two"}}\n</tool_call>'
     server.engine.scripts = [CALL, [final]]
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("tests.rigs.engine.CONTEXT", 100_000)  # its own prompt is long
+    monkey.setattr("tests.rigs.engine.CONTEXT", 100_000)  # smolagents' system prompt is long
     try:
         agent = smolagents.ToolCallingAgent(tools=[smolagents.tool(add)], model=model, verbosity_level=0)
         assert await asyncio.to_thread(agent.run, "hi") == "two"

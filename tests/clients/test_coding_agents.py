@@ -1,6 +1,7 @@
-"""Claude Code and Codex: each runs as a process against a server steered from here.
+"""Claude Code and Codex, each as a process against a server with a scripted engine.
 
-Needs `npm install` in `tests/clients/node`. Nothing of the user's is read: both get a home of their own.
+Needs `npm install` in `tests/clients/node`. Both run with a temporary HOME, so that no settings of the user
+apply.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from tests.rigs.server import Server, know
 from tests.rigs.wait import PATIENCE
 
 BIN = Path(__file__).parent / "node" / "node_modules" / ".bin"
-ROOM = 2_000_000
-"""Context in tokens, of a byte each: what they say before the first word of the user's is long."""
-SAID = ["Hello", " there", "."]
+CONTEXT_LENGTH = 2_000_000
+"""Context length in tokens of one byte: the system prompts of the agents are long."""
+TEXT = ["Hello", " there", "."]
 
 
 @pytest.fixture
 def wide(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A model that calls tools and has room for the prompts of agents."""
-    monkeypatch.setattr("tests.rigs.engine.CONTEXT", ROOM)
+    """A model with tool calls and a context length for the prompts of agents."""
+    monkeypatch.setattr("tests.rigs.engine.CONTEXT", CONTEXT_LENGTH)
     know(server)
     loaded = server.service.loaded
-    card = msgspec.structs.replace(loaded.card, context_length=ROOM)
+    card = msgspec.structs.replace(loaded.card, context_length=CONTEXT_LENGTH)
     server.service.ready(msgspec.structs.replace(loaded, card=card))
     yield server
 
@@ -43,7 +44,7 @@ def call(name: str, **arguments: Any) -> list[str]:
 async def run(program: str, *arguments: str, home: Path, **environment: str) -> tuple[int, str, str]:
     """Exit code, output and errors."""
     if not (BIN / program).exists():
-        pytest.skip(f"needs npm install in tests/clients/node: {program} is not there")
+        pytest.skip(f"needs npm install in tests/clients/node: {program} is not installed")
     kept = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -83,16 +84,16 @@ async def claude(server: Server, home: Path, *arguments: str, form: str = "json"
 
 
 async def test_claude_code_chats(wide: Server, tmp_path: Path) -> None:
-    wide.engine.scripts = [SAID] * 4
+    wide.engine.scripts = [TEXT] * 4
     code, out, err = await claude(wide, tmp_path, "hi")
     assert code == 0, (out, err)
-    told = json.loads(out)
-    assert (told["result"], told["is_error"]) == ("Hello there.", False)
-    assert told["usage"]["output_tokens"] >= 3
+    result = json.loads(out)
+    assert (result["result"], result["is_error"]) == ("Hello there.", False)
+    assert result["usage"]["output_tokens"] >= 3
 
 
 async def test_claude_code_streams(wide: Server, tmp_path: Path) -> None:
-    wide.engine.scripts = [SAID] * 4
+    wide.engine.scripts = [TEXT] * 4
     code, out, err = await claude(
         wide, tmp_path, "--verbose", "--include-partial-messages", "hi", form="stream-json"
     )
@@ -100,22 +101,22 @@ async def test_claude_code_streams(wide: Server, tmp_path: Path) -> None:
     events = [json.loads(line) for line in out.splitlines()]
     inner = [event["event"] for event in events if event["type"] == "stream_event"]
     deltas = [event["delta"]["text"] for event in inner if event["type"] == "content_block_delta"]
-    assert deltas == SAID
+    assert deltas == TEXT
 
 
 async def test_claude_code_uses_a_tool(wide: Server, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("the word is lighthouse")
     reads = call("Read", file_path=str(tmp_path / "note.txt"))
-    wide.engine.scripts = [reads, SAID, SAID, SAID]
+    wide.engine.scripts = [reads, TEXT, TEXT, TEXT]
     code, out, err = await claude(wide, tmp_path, "--allowedTools", "Read", "--", "hi")
     assert code == 0, (out, err)
     assert json.loads(out)["num_turns"] == 2
     assert "the word is lighthouse" in str(wide.engine.runs[1].job.prompt)
 
 
-async def test_claude_code_tells_an_error(server: Server, tmp_path: Path) -> None:
+async def test_claude_code_reports_an_error(server: Server, tmp_path: Path) -> None:
     know(server)
-    code, out, err = await claude(server, tmp_path, "hi")  # 512 tokens: its own prompt is longer
+    code, out, err = await claude(server, tmp_path, "hi")  # context length 512: its system prompt is longer
     assert code != 0 and json.loads(out)["is_error"] is True, (out, err)
     assert "too long" in out
 
@@ -142,8 +143,8 @@ def items(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [item for item in done if item["type"] == kind]
 
 
-async def test_codex_chats_in_a_stream(wide: Server, tmp_path: Path) -> None:
-    wide.engine.scripts = [SAID] * 4
+async def test_codex_streams(wide: Server, tmp_path: Path) -> None:
+    wide.engine.scripts = [TEXT] * 4
     code, events, err = await codex(wide, tmp_path, "hi")
     assert code == 0, (events, err)
     assert [item["text"] for item in items(events, "agent_message")] == ["Hello there."]
@@ -151,14 +152,14 @@ async def test_codex_chats_in_a_stream(wide: Server, tmp_path: Path) -> None:
 
 async def test_codex_uses_a_tool(wide: Server, tmp_path: Path) -> None:
     runs = call("exec_command", cmd="echo light''house")
-    wide.engine.scripts = [runs, SAID, SAID]
+    wide.engine.scripts = [runs, TEXT, TEXT]
     code, events, err = await codex(wide, tmp_path, "hi")
     assert code == 0, (events, err)
     assert "lighthouse" in str(wide.engine.runs[1].job.prompt)
     assert [item["text"] for item in items(events, "agent_message")] == ["Hello there."]
 
 
-async def test_codex_tells_an_error(wide: Server, tmp_path: Path) -> None:
+async def test_codex_reports_an_error(wide: Server, tmp_path: Path) -> None:
     wide.engine.fail_at = 1
     code, events, err = await codex(wide, tmp_path, "hi")
     assert code != 0 and any("device was lost" in json.dumps(event) for event in events), (events, err)

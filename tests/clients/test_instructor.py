@@ -1,4 +1,4 @@
-"""instructor: answers as objects, and its second try when one does not validate."""
+"""instructor: structured answers, and its retry when one does not validate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.rigs.server import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own, of pydantic
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of pydantic
 
 WHO = [{"role": "user", "content": "who?"}]
 
@@ -35,9 +35,7 @@ async def test_parse(instructor: Any, person: Any, server: Server) -> None:
     assert "age" in str(server.engine.runs[0].job.grammar)
 
 
-async def test_what_does_not_validate_is_asked_for_again(
-    instructor: Any, person: Any, server: Server
-) -> None:
+async def test_an_invalid_answer_is_retried(instructor: Any, person: Any, server: Server) -> None:
     server.engine.scripts = [['{"name": "Ada", "age": -1}'], ['{"name": "Ada", "age": 36}']]
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         ada = await instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA).chat.completions.create(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.rigs.server import Server, know
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own, of pydantic
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of pydantic
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def test_stream(chat: Any) -> None:
 async def test_structured_output(chat: Any, server: Server) -> None:
     schema = {
         "title": "Person",
-        "description": "Somebody.",
+        "description": "A person.",
         "type": "object",
         "properties": {"name": {"type": "string"}},
         "required": ["name"],
@@ -49,7 +49,7 @@ async def test_structured_output(chat: Any, server: Server) -> None:
     assert "name" in str(server.engine.runs[0].job.grammar)
 
 
-async def test_a_cached_share_is_told(chat: Any, server: Server) -> None:
+async def test_cached_tokens_are_reported(chat: Any, server: Server) -> None:
     server.engine.cached = 3
     answer = await chat.ainvoke("hi")
     assert answer.usage_metadata["input_token_details"]["cache_read"] == 3
@@ -71,7 +71,7 @@ async def test_tools(chat: Any, server: Server) -> None:
     assert str(server.engine.runs[2].job.prompt).endswith("tool: two\nassistant: ")
 
 
-async def test_a_failure_in_a_stream_is_one(chat: Any, server: Server) -> None:
+async def test_a_failure_in_a_stream_raises(chat: Any, server: Server) -> None:
     server.engine.fail_at = 2
     with pytest.raises(openai.APIError, match="device was lost"):
         async for _ in chat.astream("hi"):

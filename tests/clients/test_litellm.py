@@ -1,4 +1,4 @@
-"""LiteLLM, which sends explicit nulls and tells errors apart by their words."""
+"""LiteLLM, which sends explicit nulls and classifies errors by their message."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from core.errors import Overloaded
 from tests.rigs.server import Server
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # its own, of pydantic and of unclosed sessions
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of pydantic and about unclosed sessions
 
 HI = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
 async def litellm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the network for one
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise it downloads one
     module = pytest.importorskip("litellm", reason="needs litellm")
     yield module
     await module.close_litellm_async_clients()
@@ -26,8 +26,8 @@ async def litellm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
 
 
 @pytest.fixture(params=["openai", "hosted_vllm"])
-def ask(litellm: Any, server: Server, request: pytest.FixtureRequest) -> Any:
-    """`acompletion` of the server's model, by both of its ways to a server like ours."""
+def complete(litellm: Any, server: Server, request: pytest.FixtureRequest) -> Any:
+    """`acompletion` of the server's model, with both providers that fit this server."""
     return partial(
         litellm.acompletion,
         model=f"{request.param}/org/tiny",
@@ -39,33 +39,33 @@ def ask(litellm: Any, server: Server, request: pytest.FixtureRequest) -> Any:
     )
 
 
-async def test_chat(ask: Any) -> None:
-    answer = await ask(temperature=0.5, stop=None, tools=None)
+async def test_chat(complete: Any) -> None:
+    answer = await complete(temperature=0.5, stop=None, tools=None)
     assert answer.choices[0].message.content == "Hello wörld 😀!"
     assert answer.usage.completion_tokens == 5
 
 
-async def test_stream(ask: Any) -> None:
-    chunks = [chunk async for chunk in await ask(stream=True, stream_options={"include_usage": True})]
+async def test_stream(complete: Any) -> None:
+    chunks = [chunk async for chunk in await complete(stream=True, stream_options={"include_usage": True})]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello wörld 😀!"
     assert [c.usage.completion_tokens for c in chunks if getattr(c, "usage", None)] == [5]
 
 
-async def test_too_long_is_known_as_that(ask: Any, litellm: Any) -> None:
+async def test_a_too_long_prompt_has_its_own_error(complete: Any, litellm: Any) -> None:
     with pytest.raises(litellm.ContextWindowExceededError):
-        await ask(messages=[{"role": "user", "content": "x" * 2000}])
+        await complete(messages=[{"role": "user", "content": "x" * 2000}])
 
 
-async def test_errors_have_their_classes(ask: Any, litellm: Any, server: Server) -> None:
+async def test_errors_have_their_own_classes(complete: Any, litellm: Any, server: Server) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature"):
-        await ask(temperature=-1)
+        await complete(temperature=-1)
     server.engine.refusal = Overloaded("full", 0.01)
     with pytest.raises(litellm.RateLimitError):
-        await ask()
+        await complete()
 
 
-async def test_a_failure_in_a_stream_is_one(ask: Any, litellm: Any, server: Server) -> None:
+async def test_a_failure_in_a_stream_raises(complete: Any, litellm: Any, server: Server) -> None:
     server.engine.fail_at = 2
     with pytest.raises(litellm.exceptions.MidStreamFallbackError, match="device was lost"):
-        async for _ in await ask(stream=True):
+        async for _ in await complete(stream=True):
             pass

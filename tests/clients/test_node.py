@@ -1,5 +1,4 @@
-"""openai and the AI SDK for Node: each case of `node/cases.mjs` is one run against a server steered from
-here.
+"""openai and the AI SDK for Node: each case of `node/cases.mjs` runs against a server with a scripted engine.
 
 Needs `node`, and `npm install` in `tests/clients/node`.
 """
@@ -37,7 +36,7 @@ CALL = ["Sure. ", '<tool_call>\n{"name": "add", "arg', 'uments": {"a"', ": 1}}\n
 
 @asynccontextmanager
 async def running(case: str, url: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A case, which has to end well."""
+    """Run a case, which must exit with 0."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         str(NODE), "cases.mjs", case, url, cwd=HERE, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT
@@ -45,12 +44,12 @@ async def running(case: str, url: str) -> AsyncIterator[asyncio.subprocess.Proce
     try:
         yield process
         async with asyncio.timeout(PATIENCE):
-            told, _ = await process.communicate()
+            output, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == 0, told.decode()
+    assert process.returncode == 0, output.decode()
 
 
 async def run(case: str, url: str) -> None:
@@ -95,19 +94,19 @@ async def test_errors(server: Server) -> None:
     await run("errors", server.url)
 
 
-async def test_a_refusal_is_tried_again(server: Server) -> None:
-    full, away = Overloaded("full", 0.01), Unavailable("starting")
-    coming = refuse(server, full)
+async def test_429_and_503_are_retried(server: Server) -> None:
+    full, starting = Overloaded("full", 0.01), Unavailable("starting")
+    errors = refuse(server, full)
     begin = server.engine.start
 
     async def start(*arguments: object) -> object:
-        made = await begin(*arguments)
-        coming.extend([away, away])  # for the next one
-        return made
+        run = await begin(*arguments)
+        errors.extend([starting, starting])  # for the next request
+        return run
 
     server.engine.start = start
     await run("retries", server.url)
-    assert not coming and len(server.engine.runs) == 1
+    assert not errors and len(server.engine.runs) == 1
 
 
 async def test_a_failure_mid_stream(server: Server) -> None:
@@ -115,7 +114,7 @@ async def test_a_failure_mid_stream(server: Server) -> None:
     await run("broken", server.url)
 
 
-async def test_an_aborted_stream_frees_its_row(server: Server) -> None:
+async def test_a_disconnected_stream_is_aborted(server: Server) -> None:
     server.engine.manual = True
     async with running("abort", server.url) as process:
         async with asyncio.timeout(PATIENCE):

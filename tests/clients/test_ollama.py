@@ -1,4 +1,4 @@
-"""ollama for Python. What goes over the wire is in `tests/app/test_http_ollama.py`."""
+"""ollama for Python. The wire format is tested in `tests/app/test_http_ollama.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rigs.server import Server, know
 from tests.rigs.tools import WEATHER
 from tests.rigs.wait import until
 
-SAID = "Hello wörld 😀!"
+TEXT = "Hello wörld 😀!"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 CALL = [
     "<think>hm</think>",
@@ -37,36 +37,36 @@ async def client(ollama: Any, server: Server) -> AsyncIterator[Any]:
 
 async def test_chat_and_stream(client: Any) -> None:
     answer = await client.chat("org/tiny", messages=HI, options=SHORT)
-    assert (answer.message.content, answer.done, answer.eval_count) == (SAID, True, 5)
+    assert (answer.message.content, answer.done, answer.eval_count) == (TEXT, True, 5)
     parts = [
         part async for part in await client.chat("org/tiny:latest", messages=HI, options=SHORT, stream=True)
     ]
-    assert "".join(part.message.content for part in parts) == SAID
+    assert "".join(part.message.content for part in parts) == TEXT
     assert parts[-1].done and parts[-1].done_reason == "length"
 
 
 async def test_thinking_and_tools(client: Any, server: Server) -> None:
     know(server, "hermes", "think")
     server.engine.scripts = [CALL, CALL, ["Fine."]]
-    asked = {"messages": HI, "tools": [WEATHER], "think": True}
-    answer = await client.chat("org/tiny", **asked)
-    parts = [part async for part in await client.chat("org/tiny", stream=True, **asked)]
+    request = {"messages": HI, "tools": [WEATHER], "think": True}
+    answer = await client.chat("org/tiny", **request)
+    parts = [part async for part in await client.chat("org/tiny", stream=True, **request)]
     calls = [call for part in parts for call in part.message.tool_calls or ()]
     for (call,) in (answer.message.tool_calls, calls):
         assert (call.function.name, call.function.arguments) == ("weather", {"city": "Paris"})
     assert answer.message.thinking == "".join(part.message.thinking or "" for part in parts) == "hm"
-    told = {"role": "tool", "tool_name": "weather", "content": "sun"}
-    answer = await client.chat("org/tiny", messages=[*HI, answer.message, told])
+    result = {"role": "tool", "tool_name": "weather", "content": "sun"}
+    answer = await client.chat("org/tiny", messages=[*HI, answer.message, result])
     assert answer.message.content == "Fine." and "tool: sun" in server.engine.runs[-1].job.prompt
 
 
 async def test_generate_with_a_schema(client: Any, server: Server) -> None:
     answer = await client.generate("org/tiny", prompt="a", format={"type": "object"}, options=SHORT)
-    assert answer.response == SAID
+    assert answer.response == TEXT
     assert server.engine.runs[-1].job.grammar.kind == "json_schema"
 
 
-async def test_what_there_is(client: Any) -> None:
+async def test_list_and_show(client: Any) -> None:
     (model,) = (await client.list()).models
     shown = await client.show(model.model)
     assert model.model == "org/tiny" and shown.capabilities == ["completion"]
@@ -82,7 +82,7 @@ async def test_errors(client: Any, ollama: Any, server: Server) -> None:
             pass
 
 
-async def test_a_client_that_goes_away_ends_the_run(client: Any, server: Server) -> None:
+async def test_a_disconnected_stream_is_aborted(client: Any, server: Server) -> None:
     server.engine.manual = True
     stream = await client.chat("org/tiny", messages=HI, stream=True)
     first = asyncio.ensure_future(anext(stream))

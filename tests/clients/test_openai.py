@@ -1,6 +1,6 @@
-"""openai for Python, as its users use it: answers as objects, tools in streams, second tries.
+"""openai for Python: structured answers, tools in streams, retries.
 
-Its plain calls are in `tests/app/test_http_openai.py`, batches in `tests/app/test_batch_http.py`.
+Plain calls are tested in `tests/app/test_http_openai.py`, batches in `tests/app/test_batch_http.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.rigs.wait import PATIENCE, until
 
 MODEL = "org/tiny"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-SAID = "Hello wörld 😀!"
+TEXT = "Hello wörld 😀!"
 CALL = ["Sure. ", '<tool_call>\n{"name": "Add", "arg', 'uments": {"a"', ": 1}}\n</tool_call>"]
 
 
@@ -44,7 +44,7 @@ async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-# -- answers as objects --------------------------------------------------------------------------------
+# -- structured answers --------------------------------------------------------------------------------
 
 
 async def test_parse(client: openai.AsyncOpenAI, server: Server) -> None:
@@ -63,7 +63,7 @@ async def test_parse_in_a_stream(client: openai.AsyncOpenAI, server: Server) -> 
     assert {"chunk", "content.delta", "content.done"} <= set(kinds)
 
 
-async def test_a_cut_answer_is_known_as_that(client: openai.AsyncOpenAI, server: Server) -> None:
+async def test_a_truncated_answer_raises(client: openai.AsyncOpenAI, server: Server) -> None:
     server.engine.scripts = [['{"name": "Ada", ', '"age": 36}']]
     with pytest.raises(openai.LengthFinishReasonError):
         await client.chat.completions.parse(
@@ -85,7 +85,7 @@ async def test_parse_of_a_response(client: openai.AsyncOpenAI, server: Server) -
 
 
 async def test_tools_in_a_stream(client: openai.AsyncOpenAI, server: Server) -> None:
-    """The client puts the arguments together, and reads them as what the tool takes."""
+    """The client concatenates the arguments and parses them."""
     know(server)
     server.engine.scripts = [CALL]
     tools = [openai.pydantic_function_tool(Add)]
@@ -97,43 +97,43 @@ async def test_tools_in_a_stream(client: openai.AsyncOpenAI, server: Server) -> 
     assert [call.function.parsed_arguments for call in choice.message.tool_calls] == [Add(a=1)]
 
 
-async def test_tools_go_round(client: openai.AsyncOpenAI, server: Server) -> None:
+async def test_a_tool_result_is_sent_back(client: openai.AsyncOpenAI, server: Server) -> None:
     know(server)
     server.engine.scripts = [CALL, ["2"]]
     tools = [openai.pydantic_function_tool(Add)]
     first = (await client.chat.completions.create(model=MODEL, messages=HI, tools=tools)).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "two"}
-    again = [*HI, first.model_dump(), result]  # with all its nulls, as users do
+    again = [*HI, first.model_dump(), result]  # with all its nulls
     answer = await client.chat.completions.create(model=MODEL, messages=again, tools=tools)
     assert answer.choices[0].message.content == "2"
     assert str(server.engine.runs[1].job.prompt).endswith("tool: two\nassistant: ")
 
 
-# -- errors, and second tries ----------------------------------------------------------------------------
+# -- errors and retries ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", 0.01), Unavailable("starting")])
-async def test_a_refusal_is_tried_again(server: Server, error: Exception) -> None:
-    coming = refuse(server, error)
+async def test_429_and_503_are_retried(server: Server, error: Exception) -> None:
+    errors = refuse(server, error)
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=1) as client:
         answer = await client.chat.completions.create(model=MODEL, messages=HI)
-        assert answer.choices[0].message.content == SAID
-        assert not coming
-        coming.append(error)
-        with pytest.raises(openai.APIStatusError) as refused:
+        assert answer.choices[0].message.content == TEXT
+        assert not errors
+        errors.append(error)
+        with pytest.raises(openai.APIStatusError) as rejected:
             once = client.with_options(max_retries=0)
             await once.chat.completions.create(model=MODEL, messages=HI, stream=True)
-    assert int(refused.value.response.headers["retry-after-ms"]) > 0
-    assert not coming
+    assert int(rejected.value.response.headers["retry-after-ms"]) > 0
+    assert not errors
 
 
-async def test_what_cannot_succeed_is_not_tried_again(server: Server) -> None:
-    coming = refuse(server, RuntimeError("a bug"), RuntimeError("a bug"))
+async def test_an_internal_error_is_not_retried(server: Server) -> None:
+    errors = refuse(server, RuntimeError("a bug"), RuntimeError("a bug"))
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=1) as client:
         with pytest.raises(openai.InternalServerError) as failed:
             await client.chat.completions.create(model=MODEL, messages=HI)
     assert "bug" not in failed.value.message
-    assert len(coming) == 1
+    assert len(errors) == 1
 
 
 async def test_a_request_has_an_id(client: openai.AsyncOpenAI) -> None:
@@ -143,14 +143,14 @@ async def test_a_request_has_an_id(client: openai.AsyncOpenAI) -> None:
     assert named.request_id == "mine"
 
 
-async def test_a_stream_that_is_left_frees_its_row(client: openai.AsyncOpenAI, server: Server) -> None:
+async def test_a_disconnected_stream_is_aborted(client: openai.AsyncOpenAI, server: Server) -> None:
     server.engine.manual = True
-    for n, ask in enumerate((_chat, _responses)):
-        asked = asyncio.create_task(ask(client))
+    for n, create in enumerate((_chat, _responses)):
+        task = asyncio.create_task(create(client))
         await until(lambda n=n: len(server.engine.runs) > n)
         run = server.engine.runs[n]
         run.push(0, Piece("x", [1]))
-        async with await asked as stream:
+        async with await task as stream:
             await anext(aiter(stream))
         await until(lambda run=run: run.aborted)
 
@@ -163,21 +163,21 @@ def _responses(client: openai.AsyncOpenAI) -> Any:
     return client.responses.create(model=MODEL, input="hi", stream=True, store=False)
 
 
-async def test_a_time_limit_of_the_client_frees_the_row(client: openai.AsyncOpenAI, server: Server) -> None:
+async def test_a_timeout_of_the_client_aborts_the_request(client: openai.AsyncOpenAI, server: Server) -> None:
     server.engine.manual = True
     with pytest.raises(openai.APITimeoutError):
         await client.chat.completions.create(
             model=MODEL,
             messages=HI,
-            timeout=openai.Timeout(PATIENCE, read=0.2),  # once the request is out
+            timeout=openai.Timeout(PATIENCE, read=0.2),  # after the request is sent
         )
     await until(lambda: server.engine.runs[0].aborted)
 
 
 async def test_the_blocking_client(server: Server) -> None:
-    def ask() -> str:
+    def complete() -> str:
         with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
             stream = client.chat.completions.create(model=MODEL, messages=HI, stream=True)
             return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
-    assert await asyncio.to_thread(ask) == SAID
+    assert await asyncio.to_thread(complete) == TEXT

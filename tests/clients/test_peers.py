@@ -1,13 +1,13 @@
-"""The peers' own tools, unmodified, against `python -m app` with the default model.
+"""Benchmark and evaluation tools, unmodified, against `python -m app` with the default model.
 
-Each runs where it is found: on PATH, or in one of the virtual environments that LOOM_PEERS names
-(directories with a colon between them; they conflict with one another, so one for each is usual).
+Each is run if it is found on PATH or in one of the virtual environments of LOOM_PEERS (directories separated
+by colons; usually one for each tool, because their dependencies conflict).
 
     python -m venv ~/peers/lm-eval && ~/peers/lm-eval/bin/pip install 'lm-eval[api]' transformers
     LOOM_PEERS=~/peers/lm-eval pytest -m slow tests/clients/test_peers.py
 
-`vllm` and `sglang` need no GPU for their benches: install torch for CPUs, them with `--no-deps`, and what
-they then say that they miss.
+The benchmarks of `vllm` and `sglang` need no GPU: install torch for CPUs, them with `--no-deps`, and the
+packages that they then report as missing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.slow
 
 MODEL = "SmolLM2-135M-Instruct"
 LIMIT = 600
-"""Seconds for one tool, most of them its imports."""
+"""Timeout of one tool in seconds; imports take most of it."""
 KEY = "sk-" + "0123456789abcdef" * 2
-"""LiteLLM's proxy starts with no weaker one."""
+"""LiteLLM's proxy rejects weaker keys."""
 
 HOMES = [Path(home).expanduser() for home in os.environ.get("LOOM_PEERS", "").split(":") if home]
 
@@ -63,7 +63,7 @@ TASKS = {
 
 
 def tool(name: str) -> str:
-    """The path of an executable; skips where it is not installed."""
+    """The path of an executable; skips the test if it is not installed."""
     path = os.pathsep.join([*(str(home / "bin") for home in HOMES), os.environ.get("PATH", "")])
     found = shutil.which(name, path=path)
     if found is None:
@@ -72,7 +72,7 @@ def tool(name: str) -> str:
 
 
 def python_with(package: str) -> str:
-    """The interpreter of a virtual environment that has a package; skips where none has."""
+    """The interpreter of a virtual environment with `package`; skips the test if there is none."""
     for home in HOMES:
         if list(home.glob(f"lib/python*/site-packages/{package}")):
             return str(home / "bin" / "python")
@@ -80,7 +80,7 @@ def python_with(package: str) -> str:
 
 
 def run(*command: str, cwd: Path, offline: bool = True) -> str:
-    """What a tool says. `offline`: it asks no hub."""
+    """Run a tool and return its output. `offline`: without access to the Hugging Face hub."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -107,7 +107,7 @@ def fetch(url: str, body: object = None, key: str = "none") -> bytes:
 
 
 def wait(url: str, alive: subprocess.Popen[str]) -> None:
-    """Until it answers."""
+    """Wait until `url` answers."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         assert alive.poll() is None
@@ -133,29 +133,29 @@ def tokenizer(url: str) -> str:
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang-oai", "sglang-oai-chat", "vllm"])
 def test_sglang_bench_serving(url: str, tmp_path: Path, backend: str) -> None:
-    """Model and tokenizer are taken from the server; the cache is flushed first."""
+    """The tool gets model and tokenizer from the server, and flushes the cache first."""
     python = python_with("sglang")
     lengths = ("--random-input-len", "32", "--random-output-len", "16", "--random-range-ratio", "1")
     traffic = ("--dataset-name", "random-ids", "--num-prompts", "6", "--max-concurrency", "3", *lengths)
-    server = ("--backend", backend, "--base-url", url, "--flush-cache", "--output-file", "told.jsonl")
+    server = ("--backend", backend, "--base-url", url, "--flush-cache", "--output-file", "result.jsonl")
     run(python, "-m", "sglang.bench_serving", *server, *traffic, cwd=tmp_path)
-    told = json.loads((tmp_path / "told.jsonl").read_text())
-    assert (told["completed"], told["total_output_tokens"]) == (6, 96)
+    result = json.loads((tmp_path / "result.jsonl").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (6, 96)
 
 
 @pytest.mark.parametrize("backend", ["vllm", "openai-chat"])
 def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str) -> None:
-    """Nothing is named: model and tokenizer are taken from the server's `/v1/models`."""
+    """Without --model: the tool gets model and tokenizer from the server's `/v1/models`."""
     path = "/v1/chat/completions" if backend == "openai-chat" else "/v1/completions"
     lengths = ("--random-input-len", "24", "--random-output-len", "12", "--ignore-eos")
     traffic = ("--dataset-name", "random", "--num-prompts", "5", "--max-concurrency", "2", *lengths)
-    result = ("--save-result", "--result-dir", ".", "--result-filename", "told.json", "--profile")
+    result = ("--save-result", "--result-dir", ".", "--result-filename", "result.json", "--profile")
     run(
         tool("vllm"), "bench", "serve", "--backend", backend, "--endpoint", path, "--base-url", url,
         *traffic, *result, cwd=tmp_path,
     )  # fmt: skip
-    told = read(tmp_path / "told.json")
-    assert (told["completed"], told["failed"], told["total_output_tokens"]) == (5, 0, 60)
+    result = read(tmp_path / "result.json")
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (5, 0, 60)
 
 
 def test_guidellm(url: str, tokenizer: str, tmp_path: Path) -> None:
@@ -166,20 +166,20 @@ def test_guidellm(url: str, tokenizer: str, tmp_path: Path) -> None:
         "--constraint", "kind=max_requests,count=4",
         "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
         "--tokenizer", f"kind=hf_auto,model={tokenizer}",
-        "--output", "kind=json,path=told.json",
+        "--output", "kind=json,path=result.json",
         "--disable-progress",
         cwd=tmp_path,
     )  # fmt: skip
-    totals = read(tmp_path / "told.json")["benchmarks"][0]["metrics"]["request_totals"]
+    totals = read(tmp_path / "result.json")["benchmarks"][0]["metrics"]["request_totals"]
     assert (totals["errored"], totals["incomplete"]) == (0, 0)
-    # Of two streams it may stop before the last answer is counted: 3 of 4 was seen once.
+    # With two streams it may stop before it counts the last answer.
     assert totals["successful"] == totals["total"] >= 3
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["its tokenizer", "the server's"])
 def test_lm_eval(url: str, tokenizer: str, tmp_path: Path, local: bool) -> None:
-    """Log-likelihoods of choices and of whole texts, and generation. Without a tokenizer of its own it
-    finds the server's by `/tokenizer_info`."""
+    """Log-likelihoods of choices and of whole texts, and generation. Without a local tokenizer the tool uses
+    the server's (`/tokenizer_info`)."""
     data = tmp_path / "questions.jsonl"
     data.write_text("\n".join(json.dumps(question) for question in QUESTIONS))
     for name, (kind, fields, metric) in TASKS.items():
@@ -189,15 +189,15 @@ def test_lm_eval(url: str, tokenizer: str, tmp_path: Path, local: bool) -> None:
         (tmp_path / f"{name}.yaml").write_text(text)
     arguments = f"model={MODEL},base_url={url}/v1/completions,num_concurrent=2"
     arguments += f",tokenizer_backend=huggingface,tokenizer={tokenizer}" if local else ""
-    said = run(
+    output = run(
         tool("lm_eval"), "--model", "local-completions", "--model_args", arguments,
         "--include_path", str(tmp_path), "--tasks", ",".join(TASKS),
-        "--batch_size", "2" if local else "1", "--output_path", "told",
+        "--batch_size", "2" if local else "1", "--output_path", "result",
         cwd=tmp_path,
     )  # fmt: skip
-    assert ("remote tokenizer from" in said) is not local
-    (told,) = (tmp_path / "told").rglob("results_*.json")
-    results = read(told)["results"]
+    assert ("remote tokenizer from" in output) is not local
+    (result,) = (tmp_path / "result").rglob("results_*.json")
+    results = read(result)["results"]
     assert results["loom_choice"]["acc,none"] == 1.0
     assert 500 < results["loom_roll"]["word_perplexity,none"] < 2000
 
@@ -207,16 +207,16 @@ def test_aiperf(url: str, tokenizer: str, tmp_path: Path) -> None:
         tool("aiperf"), "profile", "-m", MODEL, "--url", url, "--tokenizer", tokenizer,
         "--endpoint-type", "chat", "--streaming", "--concurrency", "2", "--request-count", "4",
         "--synthetic-input-tokens-mean", "16", "--output-tokens-mean", "8", "--ui", "none",
-        "--output-artifact-dir", "told",
-        cwd=tmp_path, offline=False,  # it takes no directory for a tokenizer when it is told to be offline
+        "--output-artifact-dir", "result",
+        cwd=tmp_path, offline=False,  # offline it does not accept a directory as tokenizer
     )  # fmt: skip
-    (told,) = (tmp_path / "told").rglob("profile_export_aiperf.json")
-    results = read(told)
+    (result,) = (tmp_path / "result").rglob("profile_export_aiperf.json")
+    results = read(result)
     assert (results["completed_request_count"]["avg"], results["error_summary"]) == (4, [])
 
 
 def test_litellm_proxy(url: str, tmp_path: Path) -> None:
-    """Chat, a stream, Anthropic's messages and responses through it."""
+    """Chat, a stream, Anthropic's messages and responses through the proxy."""
     with proxy(url, tmp_path) as base:
         hi = {"model": "sea", "messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 3}
         chat = json.loads(fetch(f"{base}/v1/chat/completions", hi, KEY))
@@ -231,7 +231,7 @@ def test_litellm_proxy(url: str, tmp_path: Path) -> None:
 
 @contextmanager
 def proxy(url: str, directory: Path) -> Iterator[str]:
-    """LiteLLM's, with the server as its one model."""
+    """LiteLLM's proxy, with the server as its only model."""
     command = tool("litellm")
     settings = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"}
     config = directory / "proxy.yaml"

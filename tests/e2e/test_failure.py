@@ -1,4 +1,4 @@
-"""A device that fails in the middle: every stream ends with the reason, health says so, the process ends."""
+"""A device failure during a step: every stream ends with an error, health reports it, the process exits."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from tests.rigs.process import Process, read_events, serving
 from tests.rigs.wait import PATIENCE
 
 WITHIN = 1.0
-"""Seconds until health must tell."""
+"""Seconds until health must report the failure."""
 
 BODY = {"prompt": "x" * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
 async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], list[Any], float]:
-    """The events of a neighbour and of the request that breaks the device, and how long health took to
-    say so after the neighbour's stream had ended."""
+    """The events of another stream and of the request that breaks the device, and the seconds until health
+    reported it after the streams had ended."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE)) as session:
         await server.ready(session)
         url = f"{server.url}/v1/completions"
-        async with session.post(url, json=BODY) as neighbour:
-            assert neighbour.status == 200
-            await neighbour.content.readuntil(b"\n\n")
+        async with session.post(url, json=BODY) as other:
+            assert other.status == 200
+            await other.content.readuntil(b"\n\n")
             broken = {**BODY, "custom_logit_processor": fault}
             async with session.post(url, json=broken) as breaking:
-                ends = await asyncio.gather(read_events(neighbour), read_events(breaking))
+                ends = await asyncio.gather(read_events(other), read_events(breaking))
             begun = time.monotonic()
             try:
                 async with session.get(f"{server.url}/health") as health:
                     assert health.status == 503, await health.text()
                     assert "failed" in await health.text()
             except aiohttp.ClientConnectionError:
-                pass  # it has ended already
+                pass  # the process has exited already
             return ends[0], ends[1], time.monotonic() - begun
 
 
@@ -47,11 +47,11 @@ async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], lis
 async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
     more = ["--device", device, "--logit-processor", "fault=tests.rigs.processors:fault"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
-        neighbour, breaking, told = await failing(server)
+        other, breaking, delay = await failing(server)
         assert server.wait() != 0
         log = server.log()
-    assert told < WITHIN
-    for events in (neighbour, breaking):
+    assert delay < WITHIN
+    for events in (other, breaking):
         error = events[-2]["error"]
         assert events[-1] == "[DONE]"
         assert error["type"] == "server_error" and error["message"], error
@@ -61,11 +61,11 @@ async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
 async def test_a_device_that_hangs(tmp_path: Path) -> None:
     more = ["--logit-processor", "hang=tests.rigs.processors:hang", "--watchdog-timeout", "1"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
-        neighbour, breaking, told = await failing(server, "hang")
+        other, breaking, delay = await failing(server, "hang")
         assert server.wait() == HUNG
         log = server.log()
-    assert told < WITHIN
-    for events in (neighbour, breaking):
+    assert delay < WITHIN
+    for events in (other, breaking):
         assert events[-1] == "[DONE]"
         assert "--watchdog-timeout" in events[-2]["error"]["message"]
     assert "loom-launch" in log or "in hang" in log, "the stacks of all threads"

@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def generate(
     model: Path, source: Path, output: Path, *more: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The process, and the records of the output by custom_id."""
+    """Run `generate`. Returns the process, and the records of the output by custom_id."""
     ended = run_to_end("generate", "--input", str(source), "--output", str(output), *flags(model), *more)
     return ended, records(output)
 
@@ -67,8 +67,8 @@ def test_lines_of_every_kind_and_a_second_run(model: Path, tmp_path: Path) -> No
     assert "3 lines answered, 4 failed" in ended.stderr
     assert "Traceback" not in ended.stderr
 
-    # More lines, one that is mended, and a torn last record: answers stay as they are, what is missing or has
-    # failed is run again, and a file written for another model is taken.
+    # One line added, one fixed, and an incomplete last record: answers are kept, missing and failed lines run
+    # again, and a line with another model name is accepted.
     first = output.read_bytes().splitlines(keepends=True)
     good = [line for line in first if json.loads(line)["error"] is None and b'"status_code":200' in line]
     assert len(good) == 3
@@ -85,7 +85,7 @@ def test_lines_of_every_kind_and_a_second_run(model: Path, tmp_path: Path) -> No
     assert not output.with_name("out.jsonl.retry").exists()
 
 
-def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes(model: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [batch_line(f"l{i}", prompt=f"{i}", max_tokens=40, ignore_eos=True) for i in range(30)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -126,7 +126,7 @@ def test_an_interrupted_run_goes_on(model: Path, tmp_path: Path) -> None:
         (["--input", "x", "--output", "y", "--concurrency", "-1"], "--concurrency"),
     ],
 )
-def test_a_wrong_command_is_one_clear_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_a_wrong_command_is_one_line_of_error(arguments: list[str], words: str, tmp_path: Path) -> None:
     ended = run_to_end("generate", *arguments)
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]

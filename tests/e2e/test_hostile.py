@@ -1,5 +1,5 @@
-"""Hostile clients against a real server. `bench.chaos` has more of them; here is what needs other settings,
-or looks at answers closely."""
+"""Hostile clients against a real server. `bench.chaos` has more; these tests need other settings or check
+the answers in detail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 def quiet(model: Path) -> list[str]:
-    """Nobody reads the server's log here, and a full pipe would stop it."""
+    """Flags without info logs: the test does not read the server's stderr, and a full pipe would block it."""
     return [*flags(model), "--log-level", "warning"]
 
 
@@ -68,31 +68,31 @@ async def figures(session: aiohttp.ClientSession, server: Process) -> dict[str, 
     return {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-async def at_rest(session: aiohttp.ClientSession, server: Process) -> dict[str, float]:
-    """The figures once nothing runs; every page must be free or cached then."""
+async def wait_idle(session: aiohttp.ClientSession, server: Process) -> dict[str, float]:
+    """Wait until nothing runs; every page must be free or cached then. Returns the metrics."""
     async with asyncio.timeout(PATIENCE):
         while True:
             now = await figures(session, server)
             if not now["loom_requests_running"] and not now["loom_requests_waiting"]:
                 break
-            await asyncio.sleep(0.05)  # asked without a pause, it shares a core with what it waits for
+            await asyncio.sleep(0.05)  # polling without a pause would take CPU time from the server
     assert now["loom_cache_pages_free"] + now["loom_cache_pages_cached"] == now["loom_cache_pages"]
     assert now["loom_cache_pages_protected"] == 0
     return now
 
 
-ROOMY: list[str] = []
-TIGHT = ["--kv-tokens", "320", "--conservativeness", "0.01"]
+LARGE_POOL: list[str] = []
+SMALL_POOL = ["--kv-tokens", "320", "--conservativeness", "0.01"]
 SETTINGS = [
-    ROOMY,
-    TIGHT,
-    [*TIGHT, "--overlap-depth", "2", "--page-size", "1", "--no-radix-cache"],
+    LARGE_POOL,
+    SMALL_POOL,
+    [*SMALL_POOL, "--overlap-depth", "2", "--page-size", "1", "--no-radix-cache"],
     ["--overlap-depth", "0", "--step-tokens", "16"],
     ["--prefill-first", "--max-running", "3"],
 ]
 
 
-async def test_the_same_tokens_in_every_setting_alone_and_in_a_crowd(
+async def test_tokens_do_not_depend_on_settings_or_concurrency(
     model: Path, session: aiohttp.ClientSession
 ) -> None:
     bodies: list[dict[str, Any]] = [
@@ -106,14 +106,14 @@ async def test_the_same_tokens_in_every_setting_alone_and_in_a_crowd(
         with serving(*quiet(model), *setting) as server:
             await server.ready(session)
             expected = expected or [await tokens(session, server, body) for body in bodies]
-            crowd = await asyncio.gather(*(tokens(session, server, body) for body in bodies))
-            assert crowd == expected, setting
-            now = await at_rest(session, server)
-            assert (now["loom_retractions_total"] > 0) == (setting[:4] == TIGHT), setting
+            concurrent = await asyncio.gather(*(tokens(session, server, body) for body in bodies))
+            assert concurrent == expected, setting
+            now = await wait_idle(session, server)
+            assert (now["loom_retractions_total"] > 0) == (setting[:4] == SMALL_POOL), setting
 
 
 WIDE = [[1]] * 100_001
-COSTLY: list[tuple[str, dict[str, Any], str]] = [
+EXPENSIVE: list[tuple[str, dict[str, Any], str]] = [
     ("/tokenize", {"prompt": ["a"] * 2049}, "prompt"),
     ("/detokenize", {"tokens": [[1]] * 2049}, "tokens"),
     (TEXT, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
@@ -127,15 +127,15 @@ COSTLY: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_bodies_that_would_hold_the_loop_are_refused(
+async def test_bodies_that_would_block_the_event_loop_are_rejected(
     server: Process, session: aiohttp.ClientSession
 ) -> None:
-    for path, body, param in COSTLY:
+    for path, body, param in EXPENSIVE:
         status, answer = await send(session, server, path, body)
         assert (status, json.loads(answer)["error"]["param"]) == (400, param)
 
 
-async def test_cumulative_events_do_not_grow_with_the_square_of_the_output(
+async def test_cumulative_events_are_not_quadratic_in_the_output(
     server: Process, session: aiohttp.ClientSession
 ) -> None:
     sampling = {"max_new_tokens": 800, "ignore_eos": True, "temperature": 0}
@@ -143,13 +143,13 @@ async def test_cumulative_events_do_not_grow_with_the_square_of_the_output(
     status, stream = await send(session, server, NATIVE, {**body, "stream": True})
     events = [line for line in stream.split(b"\n\n") if line.startswith(b"data: {")]
     assert status == 200 and len(json.loads(events[-1][6:])["output_ids"]) == 800
-    assert len(stream) < 40 * len(events[-1])  # 400 times the last event before
+    assert len(stream) < 40 * len(events[-1])  # 400 times the last event if quadratic
 
 
 async def test_the_cache_can_be_flushed_after_the_last_answer(
     server: Process, session: aiohttp.ClientSession
 ) -> None:
-    """Also when the request left a planned step behind, as one that ends with a stop does."""
+    """Also after a request that ends with a stop token, which leaves a planned step in flight."""
     [ids] = await tokens(session, server, {**GOOD, "temperature": 1, "seed": 1})
     for _ in range(10):
         await tokens(session, server, {**GOOD, "temperature": 1, "seed": 1, "stop_token_ids": [ids[3]]})

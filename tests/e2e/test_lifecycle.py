@@ -1,4 +1,4 @@
-"""Start, work, drain and end of a real server process."""
+"""Start, requests, drain and exit of a real server process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def wait_for(session: aiohttp.ClientSession, server: Process, name: str, v
         (["--page-size", "3"], "power of two"),
     ],
 )
-def test_a_bad_start_ends_with_one_clear_line_and_code_2(arguments: list[str], words: str) -> None:
+def test_wrong_arguments_are_one_line_of_error_and_exit_status_2(arguments: list[str], words: str) -> None:
     ended = run_to_end(*arguments, "--offline")
     assert ended.returncode == 2
     last = ended.stderr.strip().splitlines()[-1]
@@ -60,7 +60,7 @@ def test_a_bad_start_ends_with_one_clear_line_and_code_2(arguments: list[str], w
     assert "Traceback" not in ended.stderr
 
 
-def test_an_occupied_port_is_named(model: Path) -> None:
+def test_the_error_of_an_occupied_port_names_it(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -71,7 +71,7 @@ def test_an_occupied_port_is_named(model: Path) -> None:
     assert "--port" in ended.stderr
 
 
-def test_checkpoints_that_cannot_be_served_say_why(tmp_path: Path) -> None:
+def test_the_error_of_an_unsupported_checkpoint_has_the_reason(tmp_path: Path) -> None:
     dummy = dummy_model(tmp_path)
     config = json.loads((dummy / "config.json").read_text())
     (dummy / "config.json").write_text(json.dumps({**config, "architectures": ["MysteryForCausalLM"]}))
@@ -83,7 +83,7 @@ def test_checkpoints_that_cannot_be_served_say_why(tmp_path: Path) -> None:
     assert "memory" in huge.stderr.splitlines()[-1]
 
 
-async def test_a_life_of_requests_clients_that_leave_and_a_drain(
+async def test_requests_a_disconnecting_client_and_a_drain(
     model: Path, session: aiohttp.ClientSession
 ) -> None:
     with serving(*flags(model), "--drain-timeout", "60") as server:
@@ -94,14 +94,14 @@ async def test_a_life_of_requests_clients_that_leave_and_a_drain(
             chat = await answer.json()
         assert chat["usage"]["completion_tokens"] == 8
 
-        # A client that leaves in the middle of a stream frees its pages.
+        # The request of a client that disconnects during its stream is aborted.
         gone = await session.post(f"{server.url}/v1/completions", json=LONG)
         await gone.content.readany()
         await wait_for(session, server, "loom_requests_running", 1)
         gone.close()
         await wait_for(session, server, "loom_requests_running", 0)
 
-        # What runs when the signal comes is finished; nothing new is taken.
+        # After SIGTERM running requests finish, and new ones are rejected.
         running = await session.post(f"{server.url}/v1/completions", json=LONG)
         await running.content.readany()
         server.signal(signal.SIGTERM)
@@ -110,9 +110,9 @@ async def test_a_life_of_requests_clients_that_leave_and_a_drain(
                 async with session.get(f"{server.url}/health") as health:
                     if health.status == 503:
                         break
-        async with session.post(f"{server.url}/v1/completions", json=LONG) as refused:
-            assert refused.status == 503
-            assert "retry-after" in refused.headers
+        async with session.post(f"{server.url}/v1/completions", json=LONG) as rejected:
+            assert rejected.status == 503
+            assert "retry-after" in rejected.headers
         events = await read_events(running)
         assert events[-1] == "[DONE]"
         assert events[-2]["choices"][0]["finish_reason"] == "length"

@@ -1,9 +1,9 @@
-"""A model that was trained answers on a GPU as it does on a CPU, however its steps are cut.
+"""A trained model gives the same answers on a GPU as on a CPU, in every configuration.
 
-LOOM_TEST_MODEL names another model than the default one.
+LOOM_TEST_MODEL: a model instead of the default one.
 
-The numerics rule: float32 answers are equal up to the first token whose two best were nearer to each other
-than the arithmetic's error; from there on they are two texts.
+float32 answers must be equal up to the first token whose two best candidates differ by less than the rounding
+error; after it the texts may differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 MODEL = os.environ.get("LOOM_TEST_MODEL", "")
 NEAR = 2e-3
-"""Between the log-probabilities of two tokens: float32 sums in another order."""
+"""Difference of log-probabilities that rounding may cause: float32 sums in another order."""
 
 QUESTIONS = [
     "What is the capital of France? Answer with one word.",
@@ -32,7 +32,7 @@ QUESTIONS = [
 ]
 
 
-def told(device: str, dtype: str, **settings: Any) -> list[Output]:
+def generate(device: str, dtype: str, **settings: Any) -> list[Output]:
     fixed = {"kv_tokens": 8192, "max_running": 16} | settings
     with LLM(MODEL, device=device, dtype=dtype, context_length=512, **fixed) as llm:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -41,12 +41,12 @@ def told(device: str, dtype: str, **settings: Any) -> list[Output]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Output]:
-    return told("cpu", "float32")
+    return generate("cpu", "float32")
 
 
 @pytest.mark.parametrize("name", REAL_CONFIGURATIONS)
-def test_float32_says_what_a_cpu_says(name: str, expected: list[Output]) -> None:
-    for got, want in zip(told("cuda", "float32", **REAL_CONFIGURATIONS[name]), expected, strict=True):
+def test_float32_matches_the_cpu(name: str, expected: list[Output]) -> None:
+    for got, want in zip(generate("cuda", "float32", **REAL_CONFIGURATIONS[name]), expected, strict=True):
         same_text(got, want)
 
 
@@ -63,8 +63,8 @@ def same_text(got: Output, want: Output) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
-def test_bfloat16_makes_sense(backend: str) -> None:
-    answers = told("cuda", "bfloat16", attention_backend=backend)
+def test_bfloat16_answers_are_plausible(backend: str) -> None:
+    answers = generate("cuda", "bfloat16", attention_backend=backend)
     assert "Paris" in answers[0].text
     assert answers[3].text == answers[0].text
     assert all(len(answer.text.split()) >= 5 for answer in (answers[1], answers[2], answers[4]))

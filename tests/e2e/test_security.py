@@ -1,4 +1,4 @@
-"""What `SECURITY.md` says of a whole process."""
+"""Claims of `SECURITY.md` about the server process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import aiohttp
 from bench.chaos.tiny import dummy_model, flags
 from tests.rigs.process import serving
 
-LISTENS = "0A"
+TCP_LISTEN = "0A"
 
 
 def listening(pid: int) -> list[int]:
-    """Ports on which a process and its children listen, over any address."""
+    """Ports on which a process and its children listen, on any address."""
     sockets: set[str] = set()
     for child in (pid, *children(pid)):
         for link in Path(f"/proc/{child}/fd").iterdir():
@@ -24,7 +24,7 @@ def listening(pid: int) -> list[int]:
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
-            if words[3] == LISTENS and words[9] in sockets:
+            if words[3] == TCP_LISTEN and words[9] in sockets:
                 ports.append(int(words[1].rpartition(":")[2], 16))
     return ports
 
@@ -38,7 +38,7 @@ async def test_one_port_listens(tmp_path: Path) -> None:
     with serving(*flags(dummy_model(tmp_path / "model"))) as server:
         async with aiohttp.ClientSession() as session:
             await server.ready(session)
-            # Its helper process too, which starts with the first constraint.
+            # A constraint starts the helper process, which must not listen either.
             body = {"prompt": "a", "max_tokens": 4, "regex": "[a-z]{0,400}(b|c){2,300}"}
             async with session.post(f"{server.url}/v1/completions", json=body) as answer:
                 assert answer.status in (200, 400)

@@ -1,5 +1,5 @@
-"""Constrained output through every layer: text that parses, the same at every depth, and neighbours
-that do not notice."""
+"""Structured output through every layer: valid, independent of overlap depth and preemption, without an
+effect on other requests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def running(live: Live) -> AsyncIterator[Live]:
 
 
 async def texts(live: Live, jobs: list[Job]) -> dict[str, list[str]]:
-    """All jobs at once; a choice that did not end by itself says so instead of its text."""
+    """Run all jobs; the texts of their choices, or the finish reason of those that did not stop."""
     out: dict[str, list[str]] = {job.id: [""] * job.n for job in jobs}
 
     def sink(id: str, index: int, piece: Piece) -> None:
@@ -109,8 +109,8 @@ def jobs() -> list[Job]:
     return made + free
 
 
-async def test_depth_and_retraction_leave_the_text_as_it_is(model: Path) -> None:
-    """The smallest pool holds three of twelve requests: most are retracted at least once."""
+async def test_text_does_not_depend_on_overlap_depth_or_preemption(model: Path) -> None:
+    """The smallest pool holds three of twelve requests: most are preempted at least once."""
     seen = {}
     for name, depth, kv_tokens in (("0", 0, 16384), ("1", 1, 16384), ("2", 2, 16384), ("small", 1, 224)):
         settings = config(model, kv_tokens, depth)
@@ -145,24 +145,24 @@ async def live(model: Path) -> AsyncIterator[Live]:
         yield opened
 
 
-async def test_choices_of_one_request_are_constrained_each(live: Live) -> None:
+async def test_each_choice_of_a_request_is_constrained(live: Live) -> None:
     out = await texts(live, [job("many", "regex", PHONE, n=6)])
     assert all(re.fullmatch(PHONE, text) for text in out["many"])
     assert len(set(out["many"])) > 1
 
 
-async def test_the_end_of_a_grammar_is_the_end_whatever_is_asked(live: Live) -> None:
-    least = SamplingParams(min_tokens=100)
+async def test_a_grammar_end_overrides_ignore_eos_and_min_tokens(live: Live) -> None:
+    min_tokens = SamplingParams(min_tokens=100)
     out = await texts(
         live,
         [
             job("eos", "choice", '["yes"]', ignore_eos=True),
-            job("min", "choice", '["yes"]', sampling=least),
+            job("min", "choice", '["yes"]', sampling=min_tokens),
             job("both", "regex", "[a-z]*", ignore_eos=True, max_tokens=30),
         ],
     )
     assert out["eos"] == out["min"] == ["yes"]
-    assert out["both"] == ["length: None"], "the end is put off for as long as there is anything else"
+    assert out["both"] == ["length: None"], "EOS is chosen only when no other token is allowed"
 
 
 # -- over HTTP -------------------------------------------------------------------------------------
@@ -187,26 +187,29 @@ async def chat(session: aiohttp.ClientSession, **fields: Any) -> tuple[int, dict
         return answer.status, await answer.json()
 
 
-async def test_answers_keep_what_was_promised(session: aiohttp.ClientSession) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
-    asked: list[tuple[str, dict[str, Any]]] = [
-        ("json_schema", {"response_format": wanted}),
+async def test_answers_match_their_constraints(session: aiohttp.ClientSession) -> None:
+    response_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True},
+    }
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("json_schema", {"response_format": response_format}),
         ("regex", {"regex": PHONE}),
         ("regex", {"structured_outputs": {"regex": PHONE}, "temperature": 0}),
         ("choice", {"guided_choice": ["yes", "no", "perhaps"]}),
         ("ebnf", {"ebnf": 'root ::= "(" root ")" | "x"{1,3}'}),
         ("structural_tag", {"response_format": TAG}),
     ]
-    answers = await asyncio.gather(*(chat(session, **fields) for _, fields in asked))
-    for (kind, _), (status, body) in zip(asked, answers, strict=True):
+    answers = await asyncio.gather(*(chat(session, **fields) for _, fields in requests))
+    for (kind, _), (status, body) in zip(requests, answers, strict=True):
         assert status == 200, body
         (choice,) = body["choices"]
         assert choice["finish_reason"] == "stop", body
         check(kind, choice["message"]["content"])
 
 
-async def test_streams_concatenate_to_the_same(session: aiohttp.ClientSession) -> None:
-    # Room for all the white space that a model without training may choose.
+async def test_streamed_text_is_cumulative_and_valid(session: aiohttp.ClientSession) -> None:
+    # Enough tokens for the white space that random weights may generate.
     sampling = {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 600}
     body = {"text": "hello", "stream": True, "sampling_params": sampling}
     async with session.post("/generate", json=body) as answer:
@@ -218,21 +221,21 @@ async def test_streams_concatenate_to_the_same(session: aiohttp.ClientSession) -
     check("json_schema", last)
 
 
-async def test_every_model_makes_the_calls_that_are_asked_for(session: aiohttp.ClientSession) -> None:
-    """This one's template knows no tools, and its weights are random. Cut off, it is half a call."""
+async def test_a_required_tool_call_works_with_every_model(session: aiohttp.ClientSession) -> None:
+    """This model has random weights and a template without tools. A truncated answer has a partial call."""
     schema = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
-        asked = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
-        status, body = await chat(session, **asked)
+        fields = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        status, body = await chat(session, **fields)
         assert status == 200, body
         (whole,) = body["choices"]
         (call,) = whole["message"]["tool_calls"]
         assert (call["function"]["name"], whole["finish_reason"]) == ("weather", "tool_calls")
         assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
         for length in range(1, body["usage"]["completion_tokens"]):
-            status, cut = await chat(session, **asked, max_tokens=length)
+            status, cut = await chat(session, **fields, max_tokens=length)
             (half,) = cut["choices"]
             assert half["finish_reason"] == "length" and not half["message"]["content"], cut
             for call in half["message"].get("tool_calls", ()):
@@ -241,7 +244,7 @@ async def test_every_model_makes_the_calls_that_are_asked_for(session: aiohttp.C
                 )
 
 
-async def test_refusals_name_field_and_keyword(session: aiohttp.ClientSession) -> None:
+async def test_errors_name_field_and_keyword(session: aiohttp.ClientSession) -> None:
     bad = {"type": "object", "properties": {"a": {"not": {}}}}
     status, body = await chat(
         session, response_format={"type": "json_schema", "json_schema": {"schema": bad}}
@@ -252,10 +255,10 @@ async def test_refusals_name_field_and_keyword(session: aiohttp.ClientSession) -
     assert (status, body["error"]["param"]) == (400, "regex")
 
 
-async def test_a_grammar_that_breaks_while_decoding_ends_its_own_request(
+async def test_a_grammar_that_fails_while_decoding_ends_only_its_request(
     session: aiohttp.ClientSession,
 ) -> None:
-    """Small enough to compile, ambiguous enough to pass the parser's limits after a token."""
+    """Small enough to compile, ambiguous enough to exceed the parser's limits after a token."""
     doubling = "".join(f'r{i}: r{i + 1} r{i + 1} | "x"\n' for i in range(300))
     broken, fine = await asyncio.gather(
         chat(session, ebnf=f'start: r0\n{doubling}r300: "y"', ignore_eos=True), chat(session, regex=PHONE)
@@ -266,20 +269,22 @@ async def test_a_grammar_that_breaks_while_decoding_ends_its_own_request(
     check("regex", fine[1]["choices"][0]["message"]["content"])
 
 
-async def test_streams_go_on_beside_a_grammar_that_never_compiles(session: aiohttp.ClientSession) -> None:
-    """The stream must deliver while the other request is being given its five seconds."""
+async def test_streams_continue_beside_a_grammar_that_does_not_compile(
+    session: aiohttp.ClientSession,
+) -> None:
+    """Requests must be answered during the five seconds of the other one's compile timeout."""
     # Each pattern is held against every other one: minutes, on any machine.
     wide = {"type": "object", "patternProperties": {f"^p{i}$": {"type": "string"} for i in range(3_000)}}
     hostile = asyncio.ensure_future(
         chat(session, response_format={"type": "json_schema", "json_schema": {"schema": wide}})
     )
-    spoken = 0
+    answered = 0
     while not hostile.done():
         body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "regex": "[a-z]*"}
         async with session.post("/v1/completions", json=body) as answer:
             assert answer.status == 200
-            spoken += 1
+            answered += 1
     status, body = hostile.result()
     assert status == 400
     assert "5 s" in body["error"]["message"]
-    assert spoken > 5
+    assert answered > 5

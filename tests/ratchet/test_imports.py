@@ -1,4 +1,4 @@
-"""Who may import whom."""
+"""Allowed imports between packages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.rigs.tree import ROOMS, files, limits, module, name
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_it_may(room: str) -> None:
+def test_a_package_imports_only_what_is_allowed(room: str) -> None:
     allowed = {room, *sys.stdlib_module_names, *limits()["imports"][room]}
-    strangers = [
+    forbidden = [
         f"{name(path)}: {target}"
         for path in files(room)
         for target, _ in tree.imports(path)
         if target.split(".")[0] not in allowed and name(path) != limits()["imports"]["composition_root"]
     ]
-    assert strangers == []
+    assert forbidden == []
 
 
 def test_core_touches_no_files_sockets_or_clocks() -> None:
-    """Only `env.py` reads the outside and only `clock.py` the time."""
+    """Only `env.py` reads environment and files, and only `clock.py` the time."""
     outside = {"os", "socket", "time", "asyncio", "subprocess", "pathlib", "logging"}
     found = {
         f"{name(path)}: {target}"
@@ -50,9 +50,9 @@ def test_deferred_imports_are_the_listed_ones() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_packages_of_a_room_form_no_cycle(room: str) -> None:
-    """Units are the folders of a room, at any depth, and the modules beside them; deferred and typing-only
-    imports count."""
+def test_subpackages_form_no_cycle(room: str) -> None:
+    """Checked between the subpackages of a package, at any depth, and its top-level modules; deferred and
+    typing-only imports count."""
     modules = {module(path): path for path in files(room)}
     unit_of = {name: unit(room, name, path) for name, path in modules.items()}
     edges: dict[str, set[str]] = {each: set() for each in unit_of.values()}
@@ -69,7 +69,7 @@ def test_packages_of_a_room_form_no_cycle(room: str) -> None:
 
 
 def unit(room: str, name: str, path: Path) -> str:
-    """The folder of a module; the module itself where it lies in no folder of its room."""
+    """The subpackage of a module; the module itself if it is at the top level."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     return name if package == room else package
 
@@ -86,7 +86,7 @@ def test_nothing_imports_bench_or_tests() -> None:
 
 
 def test_no_file_imports_a_test_or_a_conftest() -> None:
-    """What tests share lies in `tests/rigs`."""
+    """Code shared by tests is in `tests/rigs`."""
     found = []
     for path in (*files("tests"), *files("bench")):
         for node in ast.walk(tree.parse(path)):
@@ -117,7 +117,7 @@ def test_core_runs_without_torch() -> None:
 
 
 def test_the_command_line_needs_no_heavy_library() -> None:
-    """Time varies by machine; what costs it does not."""
+    """Checks imports instead of time, which varies by machine."""
     run(
         "import sys, app.cli\n"
         "app.cli.make_parser().format_help()\n"
@@ -126,5 +126,5 @@ def test_the_command_line_needs_no_heavy_library() -> None:
     )
 
 
-def test_http_never_brings_torch() -> None:
+def test_http_does_not_import_torch() -> None:
     run("import sys, app.api.routes, app.engine.submit\nassert 'torch' not in sys.modules")

@@ -1,4 +1,4 @@
-"""What `SECURITY.md` promises of the sources, and that the tests it names are there."""
+"""Claims of `SECURITY.md` about the sources, and that the tests it names exist."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def names_of(path: str) -> set[str]:
     return {function.name for function in tree.functions(parsed)}
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_every_named_test_exists() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SECURITY.read_text())
     assert len(named) > 25
     assert [f"{path}::{test}" for path, test in named if test not in names_of(path)] == []
 
 
-def test_every_class_of_faults_is_answered() -> None:
+def test_every_vulnerability_class_names_a_test() -> None:
     """Each row of the table ends with a test's name."""
     table = SECURITY.read_text().partition("| class | advisories |")[2].splitlines()
     rows = [line for line in table[2:] if line.startswith("| ")]
@@ -31,7 +31,7 @@ def test_every_class_of_faults_is_answered() -> None:
 
 
 def test_nothing_runs_what_it_reads() -> None:
-    """No module that runs what a file or a socket says, and no call that does."""
+    """No module or call that executes data from files or sockets."""
     modules = {
         "pickle",
         "marshal",
@@ -58,14 +58,14 @@ def test_nothing_runs_what_it_reads() -> None:
         for node in ast.walk(tree.parse(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in calls
     ]
-    # Between the server and its helper: bytes alone, `send` and `recv` would pickle.
+    # Between the server and its helper: bytes only, because `send` and `recv` would pickle.
     assert found == ["app/helper/wire.py: multiprocessing.connection"]
     assert tree.count(r"onnection\.(?:send|recv)\(", "app/helper") == 0
     assert tree.count(r"torch\.load\(|trust_remote_code=True|shell=True|allow_pickle=True", *ROOMS) == 0
 
 
 def test_nothing_is_fetched_for_clients() -> None:
-    """What reaches other hosts belongs to the start: a model, by pip or from the hub."""
+    """Other hosts are contacted only to fetch the model at start."""
     clients = ("urllib.request", "http.client", "requests", "httpx", "huggingface_hub", "ftplib", "smtplib")
     found = {
         f"{name(path)}: {target}"

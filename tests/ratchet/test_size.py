@@ -1,4 +1,4 @@
-"""How large a thing may grow."""
+"""Limits on the size of files, functions and classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sizes(path: Path) -> None:
             ("branches", tree.branches(function)),
             ("parameters", tree.parameters(function)),
         ):
-            if value > limit[what] and not (what == "parameters" and _takes_a_record(function)):
+            if value > limit[what] and not (what == "parameters" and _is_decorated(function)):
                 over.append(f"{function.name}: {value} {what}")
     for cls in tree.classes(parsed):
         for what, value in (("class", tree.length(cls)), ("attributes", tree.attributes(cls))):
@@ -40,22 +40,22 @@ def test_sizes(path: Path) -> None:
     assert over == []
 
 
-def _takes_a_record(function: tree.Function) -> bool:
-    return bool(function.decorator_list)  # a jitted kernel has no other way to take its arguments
+def _is_decorated(function: tree.Function) -> bool:
+    return bool(function.decorator_list)  # a jitted kernel cannot take a record
 
 
 @pytest.mark.parametrize("path", ALL, ids=name)
 def test_everything_public_is_documented(path: Path) -> None:
-    """Modules, public classes and public functions; a method of a documented class may be plain."""
+    """Modules, public classes and public functions; methods need no docstring."""
     import ast
 
     parsed = tree.parse(path)
-    silent = [] if ast.get_docstring(parsed) else ["module"]
+    undocumented = [] if ast.get_docstring(parsed) else ["module"]
     for node in parsed.body:
         public = isinstance(node, tree.Function | ast.ClassDef) and not node.name.startswith("_")
         if public and not ast.get_docstring(node):
-            silent.append(node.name)
-    assert silent == []
+            undocumented.append(node.name)
+    assert undocumented == []
 
 
 def test_tight_limits_name_files_that_exist() -> None:

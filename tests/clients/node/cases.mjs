@@ -1,5 +1,5 @@
-// One case a run: `node cases.mjs NAME BASE_URL`. Exits with 0 when what the client saw is right.
-// The server's side is steered and checked by ../test_node.py.
+// Runs one case: `node cases.mjs NAME BASE_URL`. Exits with 0 if the client received the expected answers.
+// ../test_node.py scripts and checks the server.
 import assert from "node:assert/strict";
 import OpenAI, { toFile } from "openai";
 import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
@@ -11,7 +11,7 @@ import { APICallError, Output, generateText, stepCountIs, streamText, tool } fro
 const [name, url] = process.argv.slice(2);
 const model = "org/tiny";
 const messages = [{ role: "user", content: "hi" }];
-const said = "Hello wörld 😀!";
+const fullText = "Hello wörld 😀!";
 const Person = z.object({ name: z.string(), age: z.number().int() });
 const Add = z.object({ a: z.number() });
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
@@ -26,7 +26,7 @@ const chat = (more = {}, options = {}) => client.chat.completions.create({ model
 const cases = {
   async chat() {
     const answer = await chat({ logprobs: true, top_logprobs: 2 });
-    assert.equal(answer.choices[0].message.content, said);
+    assert.equal(answer.choices[0].message.content, fullText);
     assert.equal(answer.choices[0].logprobs.content[0].top_logprobs.length, 2);
     assert.equal(answer.usage.completion_tokens, 5);
     assert.match(answer._request_id, /^req_/);
@@ -42,24 +42,24 @@ const cases = {
       text += chunk.choices[0]?.delta.content ?? "";
       usage = chunk.usage ?? usage;
     }
-    assert.equal(text, said);
+    assert.equal(text, fullText);
     assert.equal(usage.completion_tokens, 5);
     const helper = client.chat.completions.stream({ model, messages });
-    assert.equal(await helper.finalContent(), said);
+    assert.equal(await helper.finalContent(), fullText);
     const completion = await client.completions.create({ model, prompt: "a", max_tokens: 2 });
     assert.equal(completion.choices[0].text, "Hello");
   },
 
   async responses() {
     const answer = await client.responses.create({ model, input: "hi", store: false });
-    assert.equal(answer.output_text, said);
+    assert.equal(answer.output_text, fullText);
     const kinds = [];
     const helper = client.responses.stream({ model, input: "hi" });
     for await (const event of helper) kinds.push(event.type);
     const final = await helper.finalResponse();
-    assert.equal(final.output_text, said);
+    assert.equal(final.output_text, fullText);
     assert.equal(kinds[0], "response.created");
-    assert.equal((await client.responses.retrieve(final.id)).output_text, said);
+    assert.equal((await client.responses.retrieve(final.id)).output_text, fullText);
   },
 
   async parse() {
@@ -73,7 +73,7 @@ const cases = {
     assert.deepEqual(response.output_parsed, { name: "Ada", age: 36 });
   },
 
-  // Calls the tool itself, with arguments put together from a stream, and sends what came of it.
+  // The client runs the tool with arguments from a stream, and sends its result.
   async tools() {
     const called = [];
     const add = zodFunction({ name: "add", parameters: Add, function: ({ a }) => (called.push(a), "two") });
@@ -82,7 +82,7 @@ const cases = {
     assert.deepEqual(called, [1]);
   },
 
-  // Vercel's AI SDK, by both of its providers.
+  // Vercel's AI SDK, with its providers.
   async aiSdk() {
     for (const one of aiModels) {
       const prompt = "hi";
@@ -96,8 +96,8 @@ const cases = {
       assert.deepEqual([called, answer.text], [[1], "2"]);
       const object = await generateText({ model: one, prompt, output: Output.object({ schema: Person }) });
       assert.deepEqual(object.output, { name: "Ada", age: 36 });
-      const refused = (e) => APICallError.isInstance(e) && e.statusCode === 400 && /temperature/.test(e.message);
-      await assert.rejects(generateText({ model: one, prompt, temperature: -1, maxRetries: 0 }), refused);
+      const rejected = (e) => APICallError.isInstance(e) && e.statusCode === 400 && /temperature/.test(e.message);
+      await assert.rejects(generateText({ model: one, prompt, temperature: -1, maxRetries: 0 }), rejected);
     }
   },
 
@@ -119,7 +119,7 @@ const cases = {
   },
 
   async retries() {
-    assert.equal((await chat({}, { maxRetries: 1 })).choices[0].message.content, said);
+    assert.equal((await chat({}, { maxRetries: 1 })).choices[0].message.content, fullText);
     await assert.rejects(chat({}, { maxRetries: 1 }), (e) => e instanceof OpenAI.InternalServerError);
   },
 
@@ -138,7 +138,7 @@ const cases = {
       assert.equal(chunk.choices[0].delta.content, "x");
       stream.controller.abort();
     }
-    // Until the server has seen it: the end of this process would close the connection, too.
+    // Wait until the server has seen the abort: the end of this process would also close the connection.
     await new Promise((resolve) => process.stdin.once("data", resolve));
     process.stdin.destroy();
   },
