@@ -19,6 +19,10 @@ PIECE = 64 * 1024
 """Bytes of a long answer encoded and written per turn of the loop: 0.3 ms for numbers."""
 SLICE = 64
 """Items of a list encoded in one call: 64 positions with 20 alternatives each take 0.2 ms."""
+NUMBERS = 8192
+"""Numbers of an array encoded in one call: 0.3 ms."""
+FREED = 1024
+"""Items of a list freed in one turn of the loop: some 0.3 ms."""
 TRIPLES = PIECE // 4 * 3
 """Bytes that become `PIECE` of base64: a multiple of three, so that encoded pieces can be joined."""
 
@@ -36,14 +40,45 @@ async def long_response(request: web.Request, value: object) -> web.StreamRespon
     first = next(made)
     if len(first) < PIECE:  # that was everything
         return web.Response(body=first, content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    await response.prepare(request)
-    for piece in chain((first,), made):
-        async with patience(request):
-            await response.write(piece)
-        await asyncio.sleep(0)  # `write` does not suspend while the client keeps up
-    await response.write_eof()
-    return response
+    try:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for piece in chain((first,), made):
+            async with patience(request):
+                await response.write(piece)
+            await asyncio.sleep(0)  # `write` does not suspend while the client keeps up
+        await response.write_eof()
+        return response
+    finally:
+        free_soon(value)
+
+
+def free_soon(value: object) -> None:
+    """Empty the long lists in `value`, which nobody uses any more, over several turns of the loop. Freed at
+    once, the log-probabilities of 128 answers with 900 tokens each held the GIL for 22 ms."""
+    loop, steps = asyncio.get_running_loop(), _emptied(value)
+
+    def step() -> None:
+        if next(steps, False):
+            loop.call_soon(step)
+
+    loop.call_soon(step)
+
+
+def _emptied(value: object) -> Iterator[bool]:
+    """Removes `FREED` items with each step, of inner lists first."""
+    if not _is_long(value):
+        return
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _emptied(each)
+    elif isinstance(value, list):
+        if any(map(_is_long, value[:SLICE])):
+            for each in value:
+                yield from _emptied(each)
+        while value:
+            del value[-FREED:]
+            yield True
 
 
 def pieces(value: object) -> Iterator[bytes]:
@@ -79,7 +114,11 @@ def _parts(value: object) -> Iterator[bytes]:
             mark = b","
         yield b"}"
     elif isinstance(value, np.ndarray) and (not len(value) or value.ndim == 1):
-        yield msgspec.json.encode(value.tolist())
+        mark = b"["
+        for at in range(0, len(value), NUMBERS):
+            yield mark + msgspec.json.encode(value[at : at + NUMBERS].tolist())[1:-1]
+            mark = b","
+        yield b"]" if len(value) else b"[]"
     else:
         assert isinstance(value, list | np.ndarray)
         yield from _listed(value)

@@ -226,8 +226,16 @@ async def test_lists_of_ids_are_counted_before_they_are_read(server: Server, nam
     assert "got 1000" in answer["error"]["message"]
 
 
-async def test_many_messages_are_gone_through_off_the_loop(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a":"' + "b" * 999 + '"}'}}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [HI * (MANY + 1), [*HI, {"role": "assistant", "tool_calls": CALLS * 50}]],
+    ids=["many", "calls"],
+)
+async def test_long_conversations_are_gone_through_off_the_loop(
+    server: Server, monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, Any]]
 ) -> None:
     threads: set[int] = set()
     check = app.api.openai.chat.check_messages
@@ -235,7 +243,7 @@ async def test_many_messages_are_gone_through_off_the_loop(
         "app.api.openai.chat.check_messages",
         lambda sent: (threads.add(threading.get_ident()), check(sent))[1],
     )
-    body = {"messages": HI * (MANY + 1), "max_tokens": 1, "truncate_prompt_tokens": 10}
+    body = {"messages": messages, "max_tokens": 1, "truncate_prompt_tokens": 10}
     assert (await server.post(CHAT, body))[0] == 200
     assert threads and threading.get_ident() not in threads
 

@@ -15,6 +15,7 @@ from app.api.request.messages import (
     check_messages,
     chosen_template,
     generation_prompt,
+    message_count,
     short_ids,
     template_arguments,
 )
@@ -112,7 +113,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
 async def _render(
     body: ChatBody, loaded: Loaded, tools: Tools, template: ChatTemplate | RequestTemplate
 ) -> str:
-    messages = await aside(len(body.messages or ()), lambda: check_messages(body.messages))
+    messages = await aside(message_count(body.messages), lambda: check_messages(body.messages))
     if loaded.tools is not None and loaded.tools.short_ids:
         messages = short_ids(messages)
     add, continued = generation_prompt(body.add_generation_prompt, body.continue_final_message)

@@ -22,7 +22,7 @@ from app.api.pooling.common import (
     unit,
 )
 from app.api.request.hidden import check_numbers
-from app.api.request.messages import check_messages, generation_prompt, template_arguments
+from app.api.request.messages import check_messages, generation_prompt, message_count, template_arguments
 from app.api.request.routing import Routes
 from app.api.request.sampling import available
 from app.api.request.schema import Int
@@ -137,7 +137,7 @@ async def encoded_inputs(body: EmbeddingBody, loaded: Loaded) -> list[Input]:
 async def _rendered(body: EmbeddingBody, loaded: Loaded) -> str:
     add, continued = generation_prompt(body.add_generation_prompt is True, body.continue_final_message)
     return await loaded.template.render_async(
-        await aside(len(body.messages or ()), lambda: check_messages(body.messages)),
+        await aside(message_count(body.messages), lambda: check_messages(body.messages)),
         add_generation_prompt=add,
         continue_final_message=continued,
         **template_arguments(body.chat_template_kwargs),
