@@ -3,48 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from app.api.openai.chat import chat_answer
 from app.api.openai.completions import completion_answer
-from app.api.pooling.classify import CLASSIFY, classify_answer
-from app.api.pooling.embeddings import EMBEDDING, embeddings_answer
+from app.api.pooling.classify import ClassifyBody, classify_answer
+from app.api.pooling.embeddings import EmbeddingBody, embeddings_answer
 from app.api.request.sampling import check_model
-from app.api.request.schema import CHAT, COMPLETION
+from app.api.request.schema import ChatBody, CompletionBody
 from app.batch.work import Answers
 from app.http.body import decode
 from app.service import Loaded
 
-
-class _Endpoint(NamedTuple):
-    decoder: msgspec.json.Decoder[Any]
-    answer: Callable[[Any, Loaded], Awaitable[dict[str, Any]]]
-
-
-_ENDPOINTS = {
-    "/v1/chat/completions": _Endpoint(CHAT, chat_answer),
-    "/v1/completions": _Endpoint(COMPLETION, completion_answer),
-    "/v1/embeddings": _Endpoint(EMBEDDING, embeddings_answer),
-    "/v1/classify": _Endpoint(CLASSIFY, classify_answer),
+_BODIES: Mapping[str, type[msgspec.Struct]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/v1/classify": ClassifyBody,
 }
-_BY_TYPE = {endpoint.decoder.type: endpoint for endpoint in _ENDPOINTS.values()}
+_ANSWERS: Mapping[type[msgspec.Struct], Callable[[Any, Loaded], Awaitable[dict[str, Any]]]] = {
+    ChatBody: chat_answer,
+    CompletionBody: completion_answer,
+    EmbeddingBody: embeddings_answer,
+    ClassifyBody: classify_answer,
+}
 
 
 async def answer(body: Any, loaded: Loaded) -> dict[str, Any]:
     """What the endpoint of a decoded body answers, with vectors as arrays. `stream` is ignored. Raises
     `core.errors`."""
     check_model(loaded, body.model)
-    return await _BY_TYPE[type(body)].answer(body, loaded)
+    return await _ANSWERS[type(body)](body, loaded)
 
 
-async def _answer_json(endpoint: _Endpoint, body: bytes, loaded: Loaded) -> dict[str, Any]:
+async def _answer_json(kind: type[msgspec.Struct], body: bytes, loaded: Loaded) -> dict[str, Any]:
     """The same for a body as it comes, vectors as JSON."""
-    found = await answer(await decode(endpoint.decoder, body, loaded.bodies), loaded)
+    found = await answer(await decode(kind, body, loaded.bodies), loaded)
     for each in found.get("data", ()):
         if isinstance(each.get("embedding"), np.ndarray):
             each["embedding"] = msgspec.Raw(msgspec.json.encode(each["embedding"].tolist()))
@@ -52,5 +51,5 @@ async def _answer_json(endpoint: _Endpoint, body: bytes, loaded: Loaded) -> dict
     return found
 
 
-ANSWERS: Answers = {url: partial(_answer_json, endpoint) for url, endpoint in _ENDPOINTS.items()}
+ANSWERS: Answers = {url: partial(_answer_json, kind) for url, kind in _BODIES.items()}
 """By endpoint."""

@@ -97,9 +97,9 @@ def document(routes: Sequence[Route], keyed: bool, prefix: str = "") -> Schema:
 
 def _structs(facts: Sequence[Facts]) -> dict[str, Schema]:
     """Bodies and errors by name. A field that a body must have is neither absent nor null."""
-    bodies = dict.fromkeys(each["body"].type for each in facts if "body" in each)
+    bodies = dict.fromkeys(each["body"] for each in facts if "body" in each)
     _, schemas = msgspec.json.schema_components([*bodies, *ERRORS], ref_template=_REF + "{name}")
-    needed = {each["body"].type.__name__: each["needed"].split() for each in facts if "needed" in each}
+    needed = {each["body"].__name__: each["needed"].split() for each in facts if "needed" in each}
     for struct, names in needed.items():
         schema = schemas[struct]
         schema["required"] = names
@@ -122,7 +122,7 @@ def _operation(path: str, route: Route) -> Schema:
     if parameters:
         operation["parameters"] = parameters
     if "body" in facts:
-        content: Schema = {"schema": {"$ref": _REF + facts["body"].type.__name__}}
+        content: Schema = {"schema": {"$ref": _REF + facts["body"].__name__}}
         if (example := _example(facts)) is not None:
             content["example"] = example
         required = not facts.get("optional", False)
@@ -142,7 +142,7 @@ def _example(facts: Facts) -> Schema | None:
     names = example.split()
     if any(name not in _SAMPLES for name in names):
         return None
-    fields = facts["body"].type.__struct_fields__
+    fields = facts["body"].__struct_fields__
     lengths = [name for name in ("max_output_tokens", "max_tokens") if name in fields]
     return {name: _SAMPLES[name] for name in names} | dict.fromkeys(lengths[:1], 16)
 
@@ -173,7 +173,7 @@ def _statuses(path: str, facts: Facts) -> set[int]:
     streams = "body" in facts and (facts.get("streams") or facts.get("lines"))
     if streams or facts.get("runs"):
         statuses.update((404, 429))
-    if "{" in path or ("body" in facts and "model" in facts["body"].type.__struct_fields__):
+    if "{" in path or ("body" in facts and "model" in facts["body"].__struct_fields__):
         statuses.add(404)
     return statuses
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -77,9 +78,7 @@ def _too_large(limit: int) -> BodyTooLarge:
     return BodyTooLarge(f"The request body is larger than {limit} bytes, the most this server takes.")
 
 
-async def decoded(
-    request: web.Request, decoder: msgspec.json.Decoder[T], empty: bytes = b"", again: bool = False
-) -> T:
+async def decoded(request: web.Request, kind: type[T], empty: bytes = b"", again: bool = False) -> T:
     """The body of a request as a Struct. An empty body is decoded as `empty`; `again` keeps the body for
     another handler that decodes it too. Raises as `received` and `decode` do."""
     async with received(request) as raw:
@@ -87,16 +86,15 @@ async def decoded(
             request[BODY] = raw
         body = raw or empty
         if _small(body):
-            return _decoded_here(decoder, body)
-        return await decode(decoder, body, request.app[SERVICE].loaded.bodies)
+            return _decoded_here(kind, body)
+        return await decode(kind, body, request.app[SERVICE].loaded.bodies)
 
 
-async def decode(decoder: msgspec.json.Decoder[T], body: bytes, bodies: Helper) -> T:
+async def decode(kind: type[T], body: bytes, bodies: Helper) -> T:
     """The body as a Struct. Raises `RequestError` with the JSON path of the error, or with the limit that was
     exceeded. Large ones are decoded in the helper process: msgspec holds the GIL, a thread would not help."""
     if _small(body):
-        return _decoded_here(decoder, body)
-    kind: type[T] = decoder.type
+        return _decoded_here(kind, body)
     task = Task(
         f"{BodyWorker.__module__}:{BodyWorker.__name__}", f"{kind.__module__}:{kind.__name__}".encode()
     )
@@ -122,11 +120,14 @@ def _small(body: bytes) -> bool:
     return len(body) <= INLINE and slow_numbers(body) <= FEW_SLOW
 
 
-def _decoded_here(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+def _decoded_here(kind: type[T], body: bytes) -> T:
     """On the loop: 32 KB take at most 1 ms."""
-    found = decode_json(decoder, body)
-    warn_of_near_fields(decoder.type, body)
+    found: T = decode_json(_decoder(kind), body)
+    warn_of_near_fields(kind, body)
     return found
+
+
+_decoder: Callable[[Any], msgspec.json.Decoder[Any]] = cache(msgspec.json.Decoder)
 
 
 def check_depth(value: object, param: str) -> None:

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
 from app.api.anthropic.events import DIALECT
 from app.api.anthropic.input import chat_messages
-from app.api.anthropic.schema import MESSAGES
+from app.api.anthropic.schema import MessagesBody
 from app.engine.job import Piece
 from app.http.burst import Burst
 from app.http.keys import BURST
@@ -322,7 +323,7 @@ async def test_what_claude_code_sends(server: Server) -> None:
     assert prompt(server) == (
         "system: You are.\nBe brief.\nuser: one\ntwo\nassistant: \ntool: a\ntool: \nuser: doc\nassistant: "
     )
-    turn = chat_messages(MESSAGES.decode(json.dumps(sent)))[2]
+    turn = chat_messages(msgspec.convert(sent, MessagesBody))[2]
     assert turn["reasoning_content"] == "hm"
     assert [call["function"]["arguments"] for call in turn["tool_calls"]] == [{}, {"a": 1}]
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from app.api.anthropic.cache import kept
-from app.api.anthropic.schema import MESSAGES
+from app.api.anthropic.schema import MessagesBody
 from app.engine.job import Keep
 from app.service import Loaded
 from app.text.tokenizer import Tokenizer
@@ -191,7 +191,7 @@ async def test_unmarked_nothing_is_created(real: Real) -> None:
 
 def places(body: dict[str, Any], prompt: str) -> dict[float, str | None]:
     """By seconds, the text that is kept."""
-    keep = kept(MESSAGES.decode(msgspec.json.encode(request(**body))), prompt)
+    keep = kept(msgspec.convert(request(**body), MessagesBody), prompt)
     return {
         seconds: None if at is None else prompt[:at] for at, seconds in (() if keep is None else keep.marks)
     }
@@ -265,7 +265,7 @@ def test_texts_that_a_template_changed_are_not_all_looked_for() -> None:
 
 def test_the_user_is_whose_share_it_is() -> None:
     body = request(cache_control=MARK, metadata={"user_id": "u" * 999})
-    keep = kept(MESSAGES.decode(msgspec.json.encode(body)), "p")
+    keep = kept(msgspec.convert(body, MessagesBody), "p")
     assert keep is not None
     assert keep.owner == "u" * 256
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from app.api.pooling.score import SCORE, WINDOW, _scores, score_answer
+from app.api.pooling.score import WINDOW, ScoreBody, _scores, score_answer
 from app.offline import LLM
 from bench.chaos.tiny import dummy_model
 from core.errors import RequestError
@@ -153,7 +153,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def score(llm: LLM, **fields: Any) -> dict[str, Any]:
-    body = SCORE.decode(msgspec.json.encode(fields))
+    body = msgspec.convert(fields, ScoreBody)
     return llm._wait(score_answer(body, llm._live.loaded))
 
 

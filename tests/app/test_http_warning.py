@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.api.request.schema import COMPLETION
+from app.api.request.schema import CompletionBody
 from app.engine.job import Job, Sink
 from app.helper.process import HelpersBySize
 from app.http.body import decode
@@ -99,10 +99,10 @@ async def test_many_unknown_fields_cost_no_more_than_a_few() -> None:
     bodies = HelpersBySize()
     body = msgspec.json.encode({"prompt": "x", **{f"max_token{at}": 1 for at in range(500)}})
     with warnings() as said:
-        await decode(COMPLETION, body, bodies)
+        await decode(CompletionBody, body, bodies)
     assert len(said) == MAX_UNKNOWN
     with warnings() as said:
-        await decode(COMPLETION, body + b" " * MAX_BODY, bodies)
+        await decode(CompletionBody, body + b" " * MAX_BODY, bodies)
     assert said == []
     bodies.close()
 

@@ -12,18 +12,17 @@ import numpy as np
 from aiohttp import web
 
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, available, job_id
-from app.api.request.schema import ABORT, ABORT_MANY
+from app.api.request.sampling import MAX_CHOICES, available, current, job_id
+from app.api.request.schema import AbortBody, AbortManyBody
 from app.engine.job import Job
 from app.engine.submit import Submitter
-from app.http.body import decoded
 from app.http.delivery import Collector, running
 from app.http.errors import fault
 from app.http.keys import SERVICE
 from app.http.prometheus import CONTENT_TYPE, exposition
 from app.http.reply import json_response
 from app.http.tenant import tenant
-from app.service import Phase
+from app.service import Loaded, Phase
 from core.errors import NotFound, RequestError, Unavailable
 from core.request import SamplingParams
 from core.stats import SchedulerStatistics
@@ -46,17 +45,17 @@ VERSION = version()
 
 
 @ROUTES.add("GET /", "HEAD /", has="name health openapi")
-async def root(request: web.Request) -> web.StreamResponse:
+async def root(request: web.Request) -> object:
     """The server's name and where it describes itself: Claude Code and Ollama clients look here first."""
-    return json_response({"name": "loom", "health": "/health", "openapi": "/openapi.json"})
+    return {"name": "loom", "health": "/health", "openapi": "/openapi.json"}
 
 
 @ROUTES.add("GET /health", "HEAD /health", "GET /ping", has="status")
-async def health(request: web.Request) -> web.StreamResponse:
+async def health(request: web.Request) -> object:
     """The state of the server. It does not ask the engine, so that it answers at any load."""
     state = request.app[SERVICE].health
     if state.phase is Phase.READY:
-        return json_response({"status": "ok"})
+        return {"status": "ok"}
     described = {
         "status": state.phase.value,
         "stage": state.stage,
@@ -69,7 +68,7 @@ async def health(request: web.Request) -> web.StreamResponse:
 
 
 @ROUTES.add("GET /health_generate", has="status", errors=(429,))
-async def health_generate(request: web.Request) -> web.StreamResponse:
+async def health_generate(request: web.Request) -> object:
     """Run one token through the whole engine."""
     loaded = available(request.app[SERVICE], None)
     job = Job(
@@ -86,11 +85,11 @@ async def health_generate(request: web.Request) -> web.StreamResponse:
                 await collector.collect()
     except TimeoutError:
         raise Unavailable(f"One token took more than {HEALTH_SECONDS:g} s.") from None
-    return json_response({"status": "ok"})
+    return {"status": "ok"}
 
 
 @ROUTES.add("GET /server_info", "GET /get_server_info", has="version status model_card internal_states")
-async def server_info(request: web.Request) -> web.StreamResponse:
+async def server_info(request: web.Request) -> object:
     """Settings and statistics. SGLang's bench reads `internal_states` and `max_total_num_tokens`, the size of
     the KV pool."""
     service = request.app[SERVICE]
@@ -98,17 +97,15 @@ async def server_info(request: web.Request) -> web.StreamResponse:
     pool = statistics.scheduler.cache
     card = msgspec.to_builtins(service.loaded.card)
     del card["path"]
-    return json_response(
-        {
-            **service.settings,
-            "version": VERSION,
-            "status": service.health.phase.value,
-            "started_at": service.started_at,
-            "model_card": card,
-            "max_total_num_tokens": pool.total * pool.page_size,
-            "internal_states": [msgspec.to_builtins(statistics)],
-        }
-    )
+    return {
+        **service.settings,
+        "version": VERSION,
+        "status": service.health.phase.value,
+        "started_at": service.started_at,
+        "model_card": card,
+        "max_total_num_tokens": pool.total * pool.page_size,
+        "internal_states": [msgspec.to_builtins(statistics)],
+    }
 
 
 @ROUTES.add("GET /metrics", media=CONTENT_TYPE.partition(";")[0])
@@ -129,14 +126,14 @@ def _used(now: SchedulerStatistics) -> int:
 
 
 @ROUTES.add("GET /load", has="server_load")
-async def load(request: web.Request) -> web.StreamResponse:
+async def load(request: web.Request) -> object:
     """Requests that run or wait, after vLLM."""
     now = _scheduler(request)
-    return json_response({"server_load": now.running + now.waiting})
+    return {"server_load": now.running + now.waiting}
 
 
 @ROUTES.add("GET /get_load", lists=True)
-async def get_load(request: web.Request) -> web.StreamResponse:
+async def get_load(request: web.Request) -> object:
     """Requests and tokens that run or wait, after older SGLang: a list with one entry per replica."""
     now = _scheduler(request)
     entry = {
@@ -145,11 +142,11 @@ async def get_load(request: web.Request) -> web.StreamResponse:
         "num_waiting_reqs": now.waiting,
         "num_tokens": _used(now) + now.waiting_tokens,
     }
-    return json_response([entry])
+    return [entry]
 
 
 @ROUTES.add("GET /v1/loads", has="timestamp dp_rank_count loads")
-async def loads(request: web.Request) -> web.StreamResponse:
+async def loads(request: web.Request) -> object:
     """Requests and tokens, waiting and running, after SGLang."""
     now = _scheduler(request)
     size = now.cache.total * now.cache.page_size
@@ -162,62 +159,62 @@ async def loads(request: web.Request) -> web.StreamResponse:
         "max_total_num_tokens": size,
         "token_usage": round(_used(now) / size, 4) if size else 0.0,
     }
-    return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})
+    return {"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]}
 
 
 @ROUTES.add("GET /version", has="version")
-async def show_version(request: web.Request) -> web.StreamResponse:
+async def show_version(request: web.Request) -> object:
     """The version of the server."""
-    return json_response({"version": VERSION})
+    return {"version": VERSION}
 
 
 @ROUTES.add("GET /flush_cache", "POST /flush_cache", "POST /reset_prefix_cache", has="success message")
-async def flush_cache(request: web.Request) -> web.StreamResponse:
+async def flush_cache(request: web.Request) -> object:
     """Empty the prefix cache, unless requests run."""
     if not request.app[SERVICE].loaded.engine.flush():
         raise RequestError("The cache is in use: requests are running or waiting.", code="cache_in_use")
-    return json_response({"success": True, "message": "Cache flushed."})
+    return {"success": True, "message": "Cache flushed."}
 
 
 @ROUTES.add("GET /debug/requests/{id}", has="id")
-async def timeline(request: web.Request) -> web.StreamResponse:
+async def timeline(request: web.Request) -> object:
     """Timings of a recent request."""
     id = request.match_info["id"]
     found = request.app[SERVICE].loaded.engine.timeline(id, tenant())
     if found is None:
         raise NotFound(f"No recent request has the id '{id[:200]}'.", "id", "request_not_found")
-    return json_response(found)
+    return found
 
 
-@ROUTES.add("POST /abort_request", body=ABORT, example="abort_all", has="success aborted", errors=(404,))
-async def abort_request(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    AbortBody, "/abort_request", example="abort_all", has="success aborted", errors=(404,), model=current
+)
+async def abort_request(request: web.Request, body: AbortBody, loaded: Loaded) -> object:
     """Abort one request by id, or all of them."""
-    body = await decoded(request, ABORT)
-    engine = request.app[SERVICE].loaded.engine
+    engine = loaded.engine
     if body.abort_all:
-        return json_response({"success": True, "aborted": engine.abort_all(tenant=tenant())})
+        return {"success": True, "aborted": engine.abort_all(tenant=tenant())}
     if not body.rid:
         raise RequestError("Give 'rid', or 'abort_all': true.", "rid")
     aborted = _abort(engine, job_id(body.rid, ""))
     if not aborted:
         raise NotFound(f"There is no request with the id '{body.rid[:200]}'.", "rid", "request_not_found")
-    return json_response({"success": True, "aborted": aborted})
+    return {"success": True, "aborted": aborted}
 
 
-@ROUTES.add("POST /abort_requests", body=ABORT_MANY, needed="request_ids", has="success aborted")
-async def abort_requests(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(AbortManyBody, "/abort_requests", needed="request_ids", has="success aborted", model=current)
+async def abort_requests(request: web.Request, body: AbortManyBody, loaded: Loaded) -> object:
     """Abort requests by their ids, after vLLM; unknown ids are ignored."""
-    ids = (await decoded(request, ABORT_MANY)).request_ids
-    engine = request.app[SERVICE].loaded.engine
+    ids = body.request_ids
     if ids is None:
         raise RequestError("'request_ids' is missing.", "request_ids")
     if len(ids) > MAX_CHOICES:
         raise RequestError(f"'request_ids' takes at most {MAX_CHOICES} ids, got {len(ids)}.", "request_ids")
     aborted = 0
     for id in ids:
-        aborted += _abort(engine, job_id(id, "", "request_ids"))
+        aborted += _abort(loaded.engine, job_id(id, "", "request_ids"))
         await asyncio.sleep(0)  # an unknown id costs 0.8 ms
-    return json_response({"success": True, "aborted": aborted})
+    return {"success": True, "aborted": aborted}
 
 
 def _abort(engine: Submitter, id: str) -> int:

@@ -19,7 +19,6 @@ from app.http import middleware
 from app.http.body import decoded
 from app.http.errors import HttpError
 from app.http.keys import SERVE, SERVICE
-from app.http.reply import json_response
 from core.command import TAGS, Tag
 from core.errors import RequestError, Unavailable
 
@@ -61,18 +60,13 @@ class WeightsBody(msgspec.Struct):
     model_path: str | None = None
 
 
-PAUSE, TAGGED = msgspec.json.Decoder(PauseBody), msgspec.json.Decoder(TagsBody)
-LOGGING, SLOW = msgspec.json.Decoder(LoggingBody), msgspec.json.Decoder(SlowBody)
-WEIGHTS = msgspec.json.Decoder(WeightsBody)
-
-
 def _route(*targets: str, **facts: Unpack[Facts]) -> Callable[[Act], Handler]:
     """A control route: 403 unless they are on. A missing body counts as an empty object."""
     facts |= {"optional": True, "has": "success", "errors": (403,)}
 
     def decorate(act: Act) -> Handler:
         @functools.wraps(act)
-        async def handler(request: web.Request) -> web.StreamResponse:
+        async def handler(request: web.Request) -> object:
             operator = request.app[SERVICE].loaded.operator
             if not request.app[SERVE].control_routes:
                 raise HttpError(
@@ -80,17 +74,17 @@ def _route(*targets: str, **facts: Unpack[Facts]) -> Callable[[Act], Handler]:
                 )
             if operator is None:
                 raise Unavailable("This server has no engine of its own to control.")
-            return json_response({"success": True, **await act(operator, request)})
+            return {"success": True, **await act(operator, request)}
 
         return ROUTES.add(*targets, **facts)(handler)
 
     return decorate
 
 
-@_route("POST /pause_generation", "POST /pause", body=PAUSE)
+@_route("POST /pause_generation", "POST /pause", body=PauseBody)
 async def pause(operator: Operator, request: web.Request) -> Answer:
     """Stop planning steps."""
-    asked = (await decoded(request, PAUSE, b"{}")).mode or "keep"
+    asked = (await decoded(request, PauseBody, b"{}")).mode or "keep"
     mode: PauseMode = "keep" if asked == "in_place" else asked
     await operator.pause(mode)
     return {"message": "Paused."}
@@ -103,10 +97,10 @@ async def resume(operator: Operator, request: web.Request) -> Answer:
     return {"message": "Resumed."}
 
 
-@_route("POST /slow_down", body=SLOW)
+@_route("POST /slow_down", body=SlowBody)
 async def slow_down(operator: Operator, request: web.Request) -> Answer:
     """Leave time between steps."""
-    operator.slow_down((await decoded(request, SLOW, b"{}")).forward_sleep_time or 0.0)
+    operator.slow_down((await decoded(request, SlowBody, b"{}")).forward_sleep_time or 0.0)
     return {"message": "Done."}
 
 
@@ -123,24 +117,24 @@ async def stop_profile(operator: Operator, request: web.Request) -> Answer:
     return {"path": str(await operator.stop_profile())}
 
 
-@_route("POST /update_weights_from_disk", body=WEIGHTS)
+@_route("POST /update_weights_from_disk", body=WeightsBody)
 async def load_weights(operator: Operator, request: web.Request) -> Answer:
     """Replace the weights."""
-    path = (await decoded(request, WEIGHTS, b"{}")).model_path
+    path = (await decoded(request, WeightsBody, b"{}")).model_path
     if not path:
         raise RequestError("Give 'model_path', a checkpoint on the server's disk.", "model_path")
     await operator.load_weights(path)
     return {"message": "The weights were replaced."}
 
 
-@_route("POST /release_memory_occupation", "POST /sleep", body=TAGGED, query=TAGS_QUERY)
+@_route("POST /release_memory_occupation", "POST /sleep", body=TagsBody, query=TAGS_QUERY)
 async def sleep(operator: Operator, request: web.Request) -> Answer:
     """Release memory."""
     await operator.sleep(await _tags(request))
     return {"asleep": sorted(operator.asleep)}
 
 
-@_route("POST /resume_memory_occupation", "POST /wake_up", body=TAGGED, query=TAGS_QUERY)
+@_route("POST /resume_memory_occupation", "POST /wake_up", body=TagsBody, query=TAGS_QUERY)
 async def wake(operator: Operator, request: web.Request) -> Answer:
     """Allocate released memory again."""
     await operator.wake(await _tags(request))
@@ -149,7 +143,7 @@ async def wake(operator: Operator, request: web.Request) -> Answer:
 
 async def _tags(request: web.Request) -> tuple[Tag, ...]:
     named = request.query.getall("tags", [])
-    tags = (await decoded(request, TAGGED, b"{}")).tags
+    tags = (await decoded(request, TagsBody, b"{}")).tags
     if named:  # vLLM's /wake_up takes them from the query
         if unknown := [tag for tag in named if tag not in TAGS]:
             raise RequestError(f"'tags' takes {', '.join(TAGS)}, not {unknown[0][:100]!r}.", "tags")
@@ -165,10 +159,10 @@ async def freeze_gc(operator: Operator, request: web.Request) -> Answer:
     return {"message": "Existing objects are exempt from garbage collection."}
 
 
-@_route("POST /configure_logging", body=LOGGING)
+@_route("POST /configure_logging", body=LoggingBody)
 async def configure_logging(operator: Operator, request: web.Request) -> Answer:
     """Change what is logged."""
-    body = await decoded(request, LOGGING, b"{}")
+    body = await decoded(request, LoggingBody, b"{}")
     if body.log_level is not None:
         logging.getLogger().setLevel(body.log_level.upper())
     if body.log_requests is not None:
@@ -179,14 +173,14 @@ async def configure_logging(operator: Operator, request: web.Request) -> Answer:
 
 
 @ROUTES.add("GET /is_paused", has="is_paused")
-async def is_paused(request: web.Request) -> web.StreamResponse:
+async def is_paused(request: web.Request) -> object:
     """Whether the engine is paused."""
     operator = request.app[SERVICE].loaded.operator
-    return json_response({"is_paused": operator is not None and operator.paused})
+    return {"is_paused": operator is not None and operator.paused}
 
 
 @ROUTES.add("GET /is_sleeping", has="is_sleeping")
-async def is_sleeping(request: web.Request) -> web.StreamResponse:
+async def is_sleeping(request: web.Request) -> object:
     """Whether memory is released."""
     operator = request.app[SERVICE].loaded.operator
-    return json_response({"is_sleeping": operator is not None and bool(operator.asleep)})
+    return {"is_sleeping": operator is not None and bool(operator.asleep)}

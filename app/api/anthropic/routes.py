@@ -11,47 +11,42 @@ from aiohttp import web
 from app.api.anthropic.cache import kept
 from app.api.anthropic.events import DIALECT, MessageFrames, MessageOptions
 from app.api.anthropic.input import chat_messages
-from app.api.anthropic.schema import MESSAGES, NAMES, MessagesBody, chat_body
+from app.api.anthropic.schema import NAMES, MessagesBody, chat_body
 from app.api.openai.chat import chat_job
-from app.api.request.field_names import fields_named
 from app.api.request.routing import Routes
-from app.api.request.sampling import check_model, ready
+from app.api.request.sampling import current
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch, watched
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import ContextExceeded, RequestError, field_error
 
 ROUTES = Routes()
 
 
-@ROUTES.add("POST /v1/messages", body=MESSAGES, needed="messages", has="id type role content", streams=True)
-async def messages(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    MessagesBody, "/v1/messages", needed="messages", names=NAMES, has="id type role content", streams=True
+)
+async def messages(request: web.Request, body: MessagesBody, loaded: Loaded) -> web.StreamResponse:
     """Answer a conversation, after Anthropic."""
-    body = await decoded(request, MESSAGES)
-    loaded = ready(request.app[SERVICE], body.model)
     if body.max_tokens is None:
         raise field_error("max_tokens", "is missing")
     try:
-        with fields_named(NAMES):
-            job, watch = await _job(body, loaded)
-            options = MessageOptions(
-                id=job.id,
-                model=loaded.card.name,
-                context=loaded.card.context_length,
-                mute=job.max_tokens == 0,
-            )
-            spec = AnswerSpec(
-                engine=watched(loaded.engine, loaded.tokenizer, watch),
-                jobs=[job],
-                frames=partial(MessageFrames, options),
-                dialect=DIALECT,
-            )
-            return await answer(request, spec, body.stream is True)
+        job, watch = await _job(body, loaded)
+        options = MessageOptions(
+            id=job.id,
+            model=loaded.card.name,
+            context=loaded.card.context_length,
+            mute=job.max_tokens == 0,
+        )
+        spec = AnswerSpec(
+            engine=watched(loaded.engine, loaded.tokenizer, watch),
+            jobs=[job],
+            frames=partial(MessageFrames, options),
+            dialect=DIALECT,
+        )
+        return await answer(request, spec, body.stream is True)
     except ContextExceeded as error:
         raise too_long(error) from error
 
@@ -62,17 +57,20 @@ def too_long(error: ContextExceeded) -> RequestError:
     return RequestError(f"prompt is too long: {error.prompt} tokens > {most} maximum", "messages", error.code)
 
 
-@ROUTES.add("POST /v1/messages/count_tokens", body=MESSAGES, example="messages", has="input_tokens")
-async def count_tokens(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    MessagesBody,
+    "/v1/messages/count_tokens",
+    example="messages",
+    has="input_tokens",
+    model=current,
+    names=NAMES,
+)
+async def count_tokens(request: web.Request, body: MessagesBody, loaded: Loaded) -> object:
     """Tokens of the prompt that the same body would be run with."""
-    body = await decoded(request, MESSAGES)
-    loaded = request.app[SERVICE].loaded
-    check_model(loaded, body.model)
-    with fields_named(NAMES):
-        job, _ = await _job(msgspec.structs.replace(body, max_tokens=None), loaded)
+    job, _ = await _job(msgspec.structs.replace(body, max_tokens=None), loaded)
     assert isinstance(job.prompt, str)
     ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, "messages")
-    return json_response({"input_tokens": len(ids)})
+    return {"input_tokens": len(ids)}
 
 
 async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:

@@ -54,8 +54,6 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     custom_params: dict[str, Any] | None = None
 
 
-MESSAGES = msgspec.json.Decoder(MessagesBody)
-
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

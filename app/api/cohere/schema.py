@@ -50,8 +50,6 @@ class CohereBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-COHERE = msgspec.json.Decoder(CohereBody)
-
 _CHOICES = {"REQUIRED": "required", "NONE": "none"}
 
 

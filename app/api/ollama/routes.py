@@ -12,12 +12,11 @@ from aiohttp import web
 from app.api.admin.admin import VERSION
 from app.api.ollama.lines import Lines
 from app.api.ollama.schema import (
-    CHAT,
-    GENERATE,
     NAMES,
-    SHOW,
+    OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
+    OllamaShowBody,
     chat_body,
     check_whole,
     model_name,
@@ -26,20 +25,17 @@ from app.api.ollama.schema import (
 from app.api.openai.chat import chat_job
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
-from app.api.request.field_names import fields_named
 from app.api.request.routing import Routes
 from app.api.request.sampling import check_model, ready
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch, watched
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside
-from app.http.body import decoded
 from app.http.errors import Fault, OllamaError
 from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.http.sse import Dialect
 from app.parsers.reading import Reading
-from app.service import Loaded
+from app.service import Loaded, Service
 
 ROUTES = Routes()
 
@@ -51,43 +47,58 @@ def _error(fault: Fault, id: str) -> bytes:
 NEVER = "2318-01-01T00:00:00Z"
 """`expires_at` of a model that stays loaded: Ollama's clients parse a date, and have no word for none."""
 
+
+def _find(service: Service, name: str | None) -> Loaded:
+    return ready(service, model_name(name, service.loaded))
+
+
 LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
 
 
-@ROUTES.add("POST /api/chat", body=CHAT, example="messages", has="model created_at message done", lines=True)
-async def chat(request: web.Request) -> web.StreamResponse:
-    """Answer a conversation, after Ollama. Without messages nothing is run: the model is loaded."""
-    body = await decoded(request, CHAT)
-    return await _answered(request, body, bool(body.messages))
-
-
-@ROUTES.add(
-    "POST /api/generate", body=GENERATE, example="prompt", has="model created_at response done", lines=True
+@ROUTES.post(
+    OllamaChatBody,
+    "/api/chat",
+    example="messages",
+    has="model created_at message done",
+    lines=True,
+    model=_find,
+    names=NAMES,
 )
-async def generate(request: web.Request) -> web.StreamResponse:
+async def chat(request: web.Request, body: OllamaChatBody, loaded: Loaded) -> object:
+    """Answer a conversation, after Ollama. Without messages nothing is run: the model is loaded."""
+    return await _answered(request, body, loaded) if body.messages else _nothing_run(body, loaded)
+
+
+@ROUTES.post(
+    OllamaGenerateBody,
+    "/api/generate",
+    example="prompt",
+    has="model created_at response done",
+    lines=True,
+    model=_find,
+    names={**NAMES, "messages": "prompt"},
+)
+async def generate(request: web.Request, body: OllamaGenerateBody, loaded: Loaded) -> object:
     """Answer a prompt, after Ollama. Without one nothing is run: the model is loaded."""
-    body = await decoded(request, GENERATE)
     check_whole(body)
-    return await _answered(request, body, bool(body.prompt))
+    return await _answered(request, body, loaded) if body.prompt else _nothing_run(body, loaded)
 
 
 async def _answered(
-    request: web.Request, body: OllamaChatBody | OllamaGenerateBody, asks: bool
+    request: web.Request, body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded
 ) -> web.StreamResponse:
-    loaded = request.app[SERVICE].loaded
-    loaded = ready(request.app[SERVICE], model_name(body.model, loaded))
-    if not asks:
-        return json_response(Lines(body, loaded, ()).line([], end={"done_reason": "load"}))
-    names = NAMES if isinstance(body, OllamaChatBody) else {**NAMES, "messages": "prompt"}
-    with fields_named(names):
-        job, watch = await _job(body, loaded)
-        spec = AnswerSpec(
-            engine=watched(loaded.engine, loaded.tokenizer, watch),
-            jobs=[job],
-            frames=partial(Lines, body, loaded),
-            dialect=LINES,
-        )
-        return await answer(request, spec, body.stream is not False)
+    job, watch = await _job(body, loaded)
+    spec = AnswerSpec(
+        engine=watched(loaded.engine, loaded.tokenizer, watch),
+        jobs=[job],
+        frames=partial(Lines, body, loaded),
+        dialect=LINES,
+    )
+    return await answer(request, spec, body.stream is not False)
+
+
+def _nothing_run(body: OllamaBody, loaded: Loaded) -> object:
+    return Lines(body, loaded, ()).line([], end={"done_reason": "load"})
 
 
 async def _job(body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded) -> tuple[Job, Watch]:
@@ -112,14 +123,14 @@ def _details(loaded: Loaded) -> dict[str, object]:
     }
 
 
-def _listed(loaded: Loaded, **more: object) -> web.Response:
+def _listed(loaded: Loaded, **more: object) -> object:
     """The one model, by all its names."""
     told = {"size": loaded.card.size, "digest": "", "details": _details(loaded), **more}
-    return json_response({"models": [{"name": name, "model": name, **told} for name in loaded.card.names]})
+    return {"models": [{"name": name, "model": name, **told} for name in loaded.card.names]}
 
 
 @ROUTES.add("GET /api/tags", has="models")
-async def tags(request: web.Request) -> web.StreamResponse:
+async def tags(request: web.Request) -> object:
     """The list with the one model, after Ollama."""
     loaded = request.app[SERVICE].loaded
     made = datetime.fromtimestamp(loaded.card.created, UTC).isoformat()
@@ -127,7 +138,7 @@ async def tags(request: web.Request) -> web.StreamResponse:
 
 
 @ROUTES.add("GET /api/ps", has="models")
-async def running_models(request: web.Request) -> web.StreamResponse:
+async def running_models(request: web.Request) -> object:
     """The models in memory, after Ollama: the one model, which stays there."""
     loaded = request.app[SERVICE].loaded
     on_device = loaded.card.size if loaded.card.device != "cpu" else 0
@@ -135,33 +146,33 @@ async def running_models(request: web.Request) -> web.StreamResponse:
     return _listed(loaded, expires_at=NEVER, size_vram=on_device, context_length=context)
 
 
-@ROUTES.add("POST /api/show", body=SHOW, example="", has="details model_info capabilities")
-async def show(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    OllamaShowBody,
+    "/api/show",
+    example="",
+    has="details model_info capabilities",
+    model=lambda service, _: service.loaded,
+)
+async def show(request: web.Request, body: OllamaShowBody, loaded: Loaded) -> object:
     """What the model is and can do, after Ollama."""
-    body = await decoded(request, SHOW)
-    loaded = request.app[SERVICE].loaded
     check_model(loaded, model_name(body.model or body.name, loaded))
     card, details = loaded.card, _details(loaded)
     can = [("completion", True), ("tools", loaded.tools), ("thinking", loaded.reasoning)]
-    return json_response(
-        {
-            "modelfile": f"FROM {card.name}",
-            "parameters": f"num_ctx {card.context_length}",
-            "template": loaded.template.source,
-            "details": details,
-            "model_info": {
-                "general.architecture": details["family"],
-                f"{details['family']}.context_length": card.context_length,
-                f"{details['family']}.embedding_length": card.hidden_size,
-            },
-            "capabilities": [name for name, there in can if there]
-            if card.task == "generate"
-            else ["embedding"],
-        }
-    )
+    return {
+        "modelfile": f"FROM {card.name}",
+        "parameters": f"num_ctx {card.context_length}",
+        "template": loaded.template.source,
+        "details": details,
+        "model_info": {
+            "general.architecture": details["family"],
+            f"{details['family']}.context_length": card.context_length,
+            f"{details['family']}.embedding_length": card.hidden_size,
+        },
+        "capabilities": [name for name, there in can if there] if card.task == "generate" else ["embedding"],
+    }
 
 
 @ROUTES.add("GET /api/version", has="version")
-async def version(request: web.Request) -> web.StreamResponse:
+async def version(request: web.Request) -> object:
     """This server's version, where Ollama's clients look for one."""
-    return json_response({"version": VERSION})
+    return {"version": VERSION}

@@ -135,7 +135,3 @@ NAMES = {
     **{name: f"options.{name}" for name in OllamaOptions.__struct_fields__},
 }
 """Chat's names of fields and ours, as `fields_named` takes them."""
-
-CHAT = msgspec.json.Decoder(OllamaChatBody)
-GENERATE = msgspec.json.Decoder(OllamaGenerateBody)
-SHOW = msgspec.json.Decoder(OllamaShowBody)

@@ -9,7 +9,6 @@ from app.api.openai.files import BATCHES, page, page_limit
 from app.api.request.routing import AFTER, LISTED, Routes, limited
 from app.batch.store import Page
 from app.http.body import decoded
-from app.http.reply import json_response
 from app.http.tenant import tenant
 from core.errors import field_error
 
@@ -29,15 +28,12 @@ class BatchBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-BATCH = msgspec.json.Decoder(BatchBody)
-
-
 @ROUTES.add(
-    "POST /v1/batches", body=BATCH, needed="input_file_id endpoint", has="id object status", errors=(404,)
+    "POST /v1/batches", body=BatchBody, needed="input_file_id endpoint", has="id object status", errors=(404,)
 )
-async def create(request: web.Request) -> web.StreamResponse:
+async def create(request: web.Request) -> object:
     """Create a batch; its lines are checked when it runs, as OpenAI does."""
-    body = await decoded(request, BATCH)
+    body = await decoded(request, BatchBody)
     batches = request.app[BATCHES]
     if not body.input_file_id:
         raise field_error("input_file_id", "is missing")
@@ -45,29 +41,27 @@ async def create(request: web.Request) -> web.StreamResponse:
         raise field_error("endpoint", f"must be one of {', '.join(batches.endpoints)}")
     _check_metadata(body.metadata)
     window = body.completion_window or "24h"
-    return json_response(
-        await batches.create(tenant(), body.input_file_id, body.endpoint, window, body.metadata)
-    )
+    return await batches.create(tenant(), body.input_file_id, body.endpoint, window, body.metadata)
 
 
 @ROUTES.add("GET /v1/batches", has=LISTED, query={"after": AFTER, "limit": limited(100)})
-async def batches(request: web.Request) -> web.StreamResponse:
+async def batches(request: web.Request) -> object:
     """The list, newest first."""
     limit = page_limit(request.query.get("limit"), 20, 100)
     listed = await request.app[BATCHES].list(tenant(), Page(request.query.get("after"), limit + 1))
-    return json_response(page(listed, limit))
+    return page(listed, limit)
 
 
 @ROUTES.add("GET /v1/batches/{id}", has="id object status")
-async def batch(request: web.Request) -> web.StreamResponse:
+async def batch(request: web.Request) -> object:
     """One batch."""
-    return json_response(await request.app[BATCHES].get(tenant(), request.match_info["id"]))
+    return await request.app[BATCHES].get(tenant(), request.match_info["id"])
 
 
 @ROUTES.add("POST /v1/batches/{id}/cancel", has="id object status")
-async def cancel(request: web.Request) -> web.StreamResponse:
+async def cancel(request: web.Request) -> object:
     """Stop one; its results so far become files."""
-    return json_response(await request.app[BATCHES].cancel(tenant(), request.match_info["id"]))
+    return await request.app[BATCHES].cancel(tenant(), request.match_info["id"])
 
 
 def _check_metadata(metadata: dict[str, str] | None) -> None:

@@ -24,17 +24,14 @@ from app.api.request.reasoning import constrained, shown, thinking_budget, unthi
 from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import (
     choices,
-    ready,
     stream_interval,
 )
-from app.api.request.schema import CHAT, ChatBody, refuse_unsupported
+from app.api.request.schema import ChatBody, refuse_unsupported
 from app.api.request.tools import Tools, called_in, chosen_tools
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch, watched
 from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside
-from app.http.body import decoded
-from app.http.keys import SERVICE
 from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
 from app.parsers.registry import ToolFamily
@@ -47,11 +44,9 @@ from core.types import Ints
 ROUTES = Routes()
 
 
-@ROUTES.add("POST /v1/chat/completions", body=CHAT, needed="messages", has=CHOICES, streams=True)
-async def chat(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(ChatBody, "/v1/chat/completions", needed="messages", has=CHOICES, streams=True)
+async def chat(request: web.Request, body: ChatBody, loaded: Loaded) -> web.StreamResponse:
     """Answer a conversation."""
-    body = await decoded(request, CHAT)
-    loaded = ready(request.app[SERVICE], body.model)
     return await answer(request, await _spec(body, loaded), body.stream is True)
 
 

@@ -18,16 +18,13 @@ from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import (
     choices,
-    ready,
     stream_interval,
 )
-from app.api.request.schema import COMPLETION, CompletionBody, refuse_unsupported
+from app.api.request.schema import CompletionBody, refuse_unsupported
 from app.api.request.suffix import inserting
 from app.engine.job import Job, Piece, Run
 from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside, prompt_count
-from app.http.body import decoded
-from app.http.keys import SERVICE
 from app.service import Loaded
 from core.errors import field_error
 from core.types import Floats
@@ -98,11 +95,9 @@ class CompletionFrames(Chunks):
         return fields
 
 
-@ROUTES.add("POST /v1/completions", body=COMPLETION, example="prompt", has=CHOICES, streams=True)
-async def completions(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(CompletionBody, "/v1/completions", example="prompt", has=CHOICES, streams=True)
+async def completions(request: web.Request, body: CompletionBody, loaded: Loaded) -> web.StreamResponse:
     """Continue a text. Several prompts run side by side; choices are numbered prompt by prompt."""
-    body = await decoded(request, COMPLETION)
-    loaded = ready(request.app[SERVICE], body.model)
     return await answer(request, await _spec(body, loaded), body.stream is True)
 
 

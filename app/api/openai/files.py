@@ -21,7 +21,6 @@ from app.batch.records import Batch, FileRecord
 from app.batch.store import Disk, Page, Store
 from app.http.errors import HttpError
 from app.http.form import read_form
-from app.http.reply import json_response
 from app.http.tenant import tenant
 from core.errors import BodyTooLarge, RequestError, field_error
 
@@ -63,7 +62,7 @@ QUERY: Schema = {
 
 
 @ROUTES.add("POST /v1/files", form=UPLOAD, has=FILE)
-async def upload(request: web.Request) -> web.StreamResponse:
+async def upload(request: web.Request) -> object:
     """Take a file of purpose `batch`. Never held in memory: a chunk at most."""
     if not request.content_type.startswith("multipart/form-data"):
         raise HttpError(415, "Send the file as multipart/form-data, with a field 'purpose'.")
@@ -77,7 +76,7 @@ async def upload(request: web.Request) -> web.StreamResponse:
             raise HttpError(408, "The upload stalled.") from None
         except (ValueError, AssertionError, HttpProcessingError, web.RequestPayloadError) as error:
             raise RequestError(f"The form is malformed: {str(error)[:200]!r}.") from None
-        return json_response(await receipt.keep())
+        return await receipt.keep()
     finally:
         await receipt.close()
 
@@ -215,21 +214,21 @@ def _too_large() -> BodyTooLarge:
 
 
 @ROUTES.add("GET /v1/files", has=LISTED, query=QUERY)
-async def files(request: web.Request) -> web.StreamResponse:
+async def files(request: web.Request) -> object:
     """The list, newest first unless `order=asc`."""
     query = request.query
     purpose, after, newest = query.get("purpose"), query.get("after"), query.get("order") != "asc"
     limit = page_limit(query.get("limit"), 10_000, 10_000)
     store, asked, owner = request.app[BATCHES].store, Page(after, limit + 1, newest), tenant()
     listed = await store.run(lambda disk: disk.files(owner, purpose, asked))
-    return json_response(page(listed, limit))
+    return page(listed, limit)
 
 
 @ROUTES.add("GET /v1/files/{id}", has=FILE)
-async def file(request: web.Request) -> web.StreamResponse:
+async def file(request: web.Request) -> object:
     """One file's record."""
     id, owner = request.match_info["id"], tenant()
-    return json_response(await request.app[BATCHES].store.run(lambda disk: disk.file(owner, id)))
+    return await request.app[BATCHES].store.run(lambda disk: disk.file(owner, id))
 
 
 @ROUTES.add("GET /v1/files/{id}/content", media="application/octet-stream")
@@ -243,11 +242,11 @@ async def content(request: web.Request) -> web.StreamResponse:
 
 
 @ROUTES.add("DELETE /v1/files/{id}", has=DELETED)
-async def delete(request: web.Request) -> web.StreamResponse:
+async def delete(request: web.Request) -> object:
     """Remove a file, unless a batch still needs it."""
     id, owner = request.match_info["id"], tenant()
     await request.app[BATCHES].store.run(lambda disk: disk.delete_file(owner, id))
-    return json_response({"id": id, "object": "file", "deleted": True})
+    return {"id": id, "object": "file", "deleted": True}
 
 
 def page_limit(text: str | None, default: int, most: int) -> int:

@@ -23,13 +23,10 @@ class InvocationBody(msgspec.Struct, kw_only=True):
     prompt: Any = None
 
 
-INVOCATION = msgspec.json.Decoder(InvocationBody)
-
-
-@ROUTES.add("POST /invocations", body=INVOCATION, example="prompt", has=CHOICES, streams=True)
+@ROUTES.add("POST /invocations", body=InvocationBody, example="prompt", has=CHOICES, streams=True)
 async def invocations(request: web.Request) -> web.StreamResponse:
     """Chat or completions, by the field that has the prompt."""
-    body = await decoded(request, INVOCATION, again=True)
+    body = await decoded(request, InvocationBody, again=True)
     if body.messages is not None:
         return await chat(request)
     if body.prompt is not None:

@@ -9,7 +9,6 @@ from aiohttp import web
 from app.api.request.routing import Routes
 from app.api.request.sampling import check_model
 from app.http.keys import SERVE, SERVICE
-from app.http.reply import json_response
 
 ROUTES = Routes()
 
@@ -36,49 +35,47 @@ def _model(request: web.Request, name: str) -> dict[str, object]:
 
 
 @ROUTES.add("GET /v1/models", has="object data")
-async def models(request: web.Request) -> web.StreamResponse:
+async def models(request: web.Request) -> object:
     """The list with the one model, by all its names."""
     names = request.app[SERVICE].loaded.card.names
     answer: dict[str, object] = {"object": "list", "data": [_model(request, name) for name in names]}
     if _VERSION in request.headers:
         answer |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    return json_response(answer)
+    return answer
 
 
 @ROUTES.add("GET /v1/models/{id:.+}", has="id object created owned_by")
-async def model(request: web.Request) -> web.StreamResponse:
+async def model(request: web.Request) -> object:
     """One model by name."""
     loaded = request.app[SERVICE].loaded
     check_model(loaded, name := request.match_info["id"])
-    return json_response(_model(request, name if name in loaded.card.names else loaded.card.name))
+    return _model(request, name if name in loaded.card.names else loaded.card.name)
 
 
 @ROUTES.add("GET /model_info", "GET /get_model_info", has="model_path tokenizer_path served_model_name")
-async def model_info(request: web.Request) -> web.StreamResponse:
+async def model_info(request: web.Request) -> object:
     """Facts about the model under SGLang's names. Its benchmark loads the tokenizer from the path here. With
     an API key the name is given in place of the path, which clients should not learn."""
     card = request.app[SERVICE].loaded.card
     place = card.name if request.app[SERVE].api_key else card.path
-    return json_response(
-        {
-            "model_path": place,
-            "tokenizer_path": place,
-            "served_model_name": card.name,
-            "is_generation": card.task == "generate",
-            "architecture": card.architecture,
-            "max_context_length": card.context_length,
-            "vocab_size": card.vocab_size,
-            "dtype": card.dtype,
-        }
-    )
+    return {
+        "model_path": place,
+        "tokenizer_path": place,
+        "served_model_name": card.name,
+        "is_generation": card.task == "generate",
+        "architecture": card.architecture,
+        "max_context_length": card.context_length,
+        "vocab_size": card.vocab_size,
+        "dtype": card.dtype,
+    }
 
 
 @ROUTES.add("GET /tokenizer_info", has="tokenizer_class")
-async def tokenizer_info(request: web.Request) -> web.StreamResponse:
+async def tokenizer_info(request: web.Request) -> object:
     """The special tokens and the chat template, after vLLM; lm-eval needs no tokenizer of its own then."""
     loaded = request.app[SERVICE].loaded
     answer: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     answer |= loaded.tokenizer.special_tokens
     if loaded.template.source:
         answer["chat_template"] = loaded.template.source
-    return json_response(answer)
+    return answer

@@ -15,13 +15,11 @@ from app.api.request.messages import (
 )
 from app.api.request.prompts import check_ids, split_ids
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, check_count, check_model
-from app.api.request.schema import DETOKENIZE, TOKENIZE, TokenizeBody
+from app.api.request.sampling import MAX_CHOICES, check_count, current
+from app.api.request.schema import DetokenizeBody, TokenizeBody
 from app.api.request.tools import check_tools
 from app.http.aside import aside
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response, long_response
+from app.http.reply import long_response
 from app.service import Loaded
 from core.errors import RequestError, field_error
 from core.types import Ints
@@ -32,14 +30,16 @@ SLICE = 512
 """Tokens spelled in one turn of the loop: about 0.2 ms."""
 
 
-@ROUTES.add(
-    "POST /tokenize", "POST /v1/tokenize", body=TOKENIZE, example="prompt", has="tokens count max_model_len"
+@ROUTES.post(
+    TokenizeBody,
+    "/tokenize",
+    "/v1/tokenize",
+    example="prompt",
+    has="tokens count max_model_len",
+    model=current,
 )
-async def tokenize(request: web.Request) -> web.StreamResponse:
+async def tokenize(request: web.Request, body: TokenizeBody, loaded: Loaded) -> object:
     """A prompt, several, or messages; lists give lists."""
-    body = await decoded(request, TOKENIZE)
-    loaded = request.app[SERVICE].loaded
-    check_model(loaded, body.model)
     texts, add_special = await _texts(body, loaded)
     encoded = []
     for text in texts:
@@ -89,12 +89,11 @@ async def _texts(body: TokenizeBody, loaded: Loaded) -> tuple[list[str], bool]:
     return [text], body.add_special_tokens is True
 
 
-@ROUTES.add("POST /detokenize", "POST /v1/detokenize", body=DETOKENIZE, needed="tokens", has="text prompt")
-async def detokenize(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    DetokenizeBody, "/detokenize", "/v1/detokenize", needed="tokens", has="text prompt", model=current
+)
+async def detokenize(request: web.Request, body: DetokenizeBody, loaded: Loaded) -> object:
     """Ids to text, under the names of both SGLang (`text`) and vLLM (`prompt`)."""
-    body = await decoded(request, DETOKENIZE)
-    loaded = request.app[SERVICE].loaded
-    check_model(loaded, body.model)
     tokens = body.tokens
     if tokens is None:
         raise field_error("tokens", "is missing")
@@ -111,4 +110,4 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         texts.append(loaded.tokenizer.decode(ids, skip_special=skip))
         await asyncio.sleep(0)  # a text of the model's context takes about 1 ms; others run between
     text = texts[0] if single else texts
-    return json_response({"text": text, "prompt": text})
+    return {"text": text, "prompt": text}

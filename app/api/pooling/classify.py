@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 from aiohttp import web
 
@@ -19,9 +18,7 @@ from app.api.pooling.embeddings import (
 from app.api.request.routing import Routes
 from app.api.request.sampling import available
 from app.api.request.schema import Int, Text
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response, long_response
+from app.http.reply import long_response
 from app.service import Loaded
 from core.errors import RequestError
 
@@ -43,16 +40,12 @@ class EncodeBody(PoolBody, kw_only=True):
     input_ids: list[Int | list[Int]] | None = None
 
 
-CLASSIFY = msgspec.json.Decoder(ClassifyBody)
-ENCODE = msgspec.json.Decoder(EncodeBody)
-
-
-@ROUTES.add("POST /v1/classify", "POST /classify", body=CLASSIFY, example="input", has=VECTORS, runs=True)
-async def classify(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    ClassifyBody, "/v1/classify", "/classify", example="input", has=VECTORS, runs=True, model=available
+)
+async def classify(request: web.Request, body: ClassifyBody, loaded: Loaded) -> object:
     """The likeliest class of each input and the probabilities of all."""
-    body = await decoded(request, CLASSIFY)
-    loaded = available(request.app[SERVICE], body.model)
-    return json_response(await classify_answer(body, loaded))
+    return await classify_answer(body, loaded)
 
 
 async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, object]:
@@ -74,11 +67,12 @@ async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, objec
     return envelope(pooled, data, loaded)
 
 
-@ROUTES.add("POST /encode", body=ENCODE, example="text", has="embedding meta_info", lists=True, runs=True)
-async def encode_native(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    EncodeBody, "/encode", example="text", has="embedding meta_info", lists=True, runs=True, model=available
+)
+async def encode_native(request: web.Request, body: EncodeBody, loaded: Loaded) -> web.StreamResponse:
     """The vector of each text, or the logits of a classifier, after SGLang."""
-    body = await decoded(request, ENCODE)
-    return await long_response(request, await _encoded(body, available(request.app[SERVICE], body.model)))
+    return await long_response(request, await _encoded(body, loaded))
 
 
 async def _encoded(body: EncodeBody, loaded: Loaded) -> Any:

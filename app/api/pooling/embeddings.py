@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
 from aiohttp import web
 
 from app.api.pooling.common import (
@@ -27,8 +26,6 @@ from app.api.request.routing import Routes
 from app.api.request.sampling import available
 from app.api.request.schema import Int
 from app.http.aside import aside
-from app.http.body import decoded
-from app.http.keys import SERVICE
 from app.http.reply import long_response
 from app.service import Loaded
 from core.errors import RequestError
@@ -62,17 +59,11 @@ class PoolingBody(EmbeddingBody, kw_only=True):
     activation: bool | None = None
 
 
-EMBEDDING = msgspec.json.Decoder(EmbeddingBody)
-POOLING = msgspec.json.Decoder(PoolingBody)
-
-
-@ROUTES.add(
-    "POST /v1/embeddings", "POST /embeddings", body=EMBEDDING, example="input", has=VECTORS, runs=True
+@ROUTES.post(
+    EmbeddingBody, "/v1/embeddings", "/embeddings", example="input", has=VECTORS, runs=True, model=available
 )
-async def embeddings(request: web.Request) -> web.StreamResponse:
+async def embeddings(request: web.Request, body: EmbeddingBody, loaded: Loaded) -> web.StreamResponse:
     """A vector for each input, pooled as the checkpoint says, or its last hidden state."""
-    body = await decoded(request, EMBEDDING)
-    loaded = available(request.app[SERVICE], body.model)
     return await long_response(request, await embeddings_answer(body, loaded))
 
 
@@ -87,11 +78,9 @@ async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, ob
     return envelope(pooled, data, loaded)
 
 
-@ROUTES.add("POST /pooling", body=POOLING, example="input", has=VECTORS, runs=True)
-async def pooling(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(PoolingBody, "/pooling", example="input", has=VECTORS, runs=True, model=available)
+async def pooling(request: web.Request, body: PoolingBody, loaded: Loaded) -> web.StreamResponse:
     """For each input a vector, a vector for each token, or scores of classes."""
-    body = await decoded(request, POOLING)
-    loaded = available(request.app[SERVICE], body.model)
     card = loaded.card
     task = body.task or ("classify" if card.task == "classify" else "embed")
     check_format(body)

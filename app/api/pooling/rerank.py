@@ -18,9 +18,6 @@ from app.api.pooling.embeddings import envelope
 from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available
 from app.api.request.schema import Int, Text
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import RequestError
 
@@ -60,8 +57,6 @@ class PairBody(PoolBody, kw_only=True):
     activation: bool | None = None
 
 
-RERANK = msgspec.json.Decoder(RerankBody)
-
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 
 
@@ -72,19 +67,18 @@ class Pair(msgspec.Struct, frozen=True):
     params: tuple[str, str]
 
 
-@ROUTES.add(
-    "POST /v1/rerank",
-    "POST /rerank",
-    "POST /v2/rerank",
-    body=RERANK,
+@ROUTES.post(
+    RerankBody,
+    "/v1/rerank",
+    "/rerank",
+    "/v2/rerank",
     needed="query documents",
     has="id model results usage",
     runs=True,
+    model=available,
 )
-async def rerank(request: web.Request) -> web.StreamResponse:
+async def rerank(request: web.Request, body: RerankBody, loaded: Loaded) -> object:
     """Documents by relevance to the query, best first."""
-    body = await decoded(request, RERANK)
-    loaded = available(request.app[SERVICE], body.model)
     check_ranks(loaded)
     pairs = _pairs(body)
     scores, pooled = await scored(pairs, body, loaded, body.max_tokens_per_doc)
@@ -95,8 +89,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
         if body.return_documents is not False:
             result["document"] = {"text": pairs[i].texts[1]}
         results.append(result)
-    answer = {"id": pooled.id, "model": loaded.card.name, "results": results, "usage": pooled.usage()}
-    return json_response(answer)
+    return {"id": pooled.id, "model": loaded.card.name, "results": results, "usage": pooled.usage()}
 
 
 async def score_pairs(body: PairBody, loaded: Loaded) -> dict[str, object]:

@@ -19,12 +19,9 @@ from app.api.pooling.embeddings import VECTORS
 from app.api.pooling.rerank import SIDES, PairBody, score_pairs
 from app.api.request.prompts import Prompt, check_ids, split_prompts
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, available, job_id, priority, ready, root_key
+from app.api.request.sampling import MAX_CHOICES, available, job_id, priority, root_key
 from app.api.request.schema import Int
 from app.engine.job import Job, Run
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import ContextExceeded, EngineFailed, RequestError
 from core.request import SamplingParams
@@ -57,10 +54,6 @@ class GenerativeBody(msgspec.Struct, kw_only=True):
     request_id: str | None = None
 
 
-SCORE = msgspec.json.Decoder(ScoreBody)
-GENERATIVE = msgspec.json.Decoder(GenerativeBody)
-
-
 class Asked(msgspec.Struct, frozen=True):
     """A checked body: texts or ids, and the label tokens. Prompts are joined one at a time: a long query
     copied for every item would take gigabytes."""
@@ -87,22 +80,21 @@ class Scored(Counts):
     logprobs: list[float]
 
 
-@ROUTES.add(
-    "POST /v1/score",
-    "POST /score",
-    body=SCORE,
+@ROUTES.post(
+    ScoreBody,
+    "/v1/score",
+    "/score",
     example="query items label_token_ids",
     has="object model scores usage",
     runs=True,
+    model=available,
 )
-async def score(request: web.Request) -> web.StreamResponse:
+async def score(request: web.Request, body: ScoreBody, loaded: Loaded) -> object:
     """The probability of each label token after the query and each item."""
-    body = await decoded(request, SCORE)
-    loaded = available(request.app[SERVICE], body.model)
     if body.items is None and any(getattr(body, name) is not None for name in chain(*SIDES)):
-        return json_response(await score_pairs(body, loaded))
+        return await score_pairs(body, loaded)
     loaded.card.check_task("generate")
-    return json_response(await score_answer(body, loaded))
+    return await score_answer(body, loaded)
 
 
 async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
@@ -225,18 +217,16 @@ def _scores(logprobs: Sequence[float], softmax: bool) -> list[float]:
 # -- vLLM's form -------------------------------------------------------------------------------------
 
 
-@ROUTES.add(
-    "POST /generative_scoring", body=GENERATIVE, needed="query items label_token_ids", has=VECTORS, runs=True
+@ROUTES.post(
+    GenerativeBody, "/generative_scoring", needed="query items label_token_ids", has=VECTORS, runs=True
 )
-async def generative_scoring(request: web.Request) -> web.StreamResponse:
+async def generative_scoring(request: web.Request, body: GenerativeBody, loaded: Loaded) -> object:
     """The probability of the first label after the query and each item."""
-    body = await decoded(request, GENERATIVE)
-    loaded = ready(request.app[SERVICE], body.model)
     id = job_id(body.request_id, secrets.token_hex(16), "request_id")
     answer: Any = await score_answer(await _in_tokens(body, loaded), loaded)
     data = [{"index": i, "object": "score", "score": row[0]} for i, row in enumerate(answer["scores"])]
     head = {"id": f"generative-scoring-{id}", "object": "list", "created": int(time.time())}
-    return json_response({**head, "model": answer["model"], "data": data, "usage": answer["usage"]})
+    return {**head, "model": answer["model"], "data": data, "usage": answer["usage"]}
 
 
 async def _in_tokens(body: GenerativeBody, loaded: Loaded) -> ScoreBody:

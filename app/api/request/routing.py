@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, Unpack
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
+from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from app.api.request.field_names import fields_named
+from app.api.request.sampling import ready
+from app.http.body import decoded
+from app.http.keys import SERVICE
+from app.http.reply import json_response
+from app.service import Loaded, Service
+
+B = TypeVar("B", bound=msgspec.Struct)
 Schema = dict[str, Any]
+Answering = Callable[[web.Request], Awaitable[object]]
+"""Answers a request with a response, or with a value that is sent as JSON."""
+BodyAnswering = Callable[[web.Request, B, Loaded], Awaitable[object]]
+"""The same for a request with a JSON body: it gets the body and the model."""
 
 
 class Facts(TypedDict, total=False):
@@ -16,7 +30,8 @@ class Facts(TypedDict, total=False):
     path with an `{id}` and a body with a `model` may be answered with 404. Names of fields are separated by
     spaces."""
 
-    body: msgspec.json.Decoder[Any]
+    body: type[msgspec.Struct]
+    """The JSON body."""
     needed: str
     """Fields without which the body is refused. Its Struct has defaults, so that our error names them."""
     optional: bool
@@ -56,14 +71,44 @@ class Route(msgspec.Struct, frozen=True, eq=False):
 class Routes(list[Route]):
     """The routes of a module."""
 
-    def add(self, *targets: str, **facts: Unpack[Facts]) -> Callable[[Handler], Handler]:
+    def add(self, *targets: str, **facts: Unpack[Facts]) -> Callable[[Answering], Handler]:
         """Decorates the handler of one or more targets: `GET /path`."""
 
-        def decorate(handler: Handler) -> Handler:
+        def decorate(handler: Answering) -> Handler:
+            @functools.wraps(handler)
+            async def answered(request: web.Request) -> web.StreamResponse:
+                answer = await handler(request)
+                return answer if isinstance(answer, web.StreamResponse) else json_response(answer)
+
             for target in targets:
                 method, path = target.split()
-                self.append(Route(method, path, handler, facts))
-            return handler
+                self.append(Route(method, path, answered, facts))
+            return answered
+
+        return decorate
+
+    def post(
+        self,
+        kind: type[B],
+        *paths: str,
+        model: Callable[[Service, str | None], Loaded] = ready,
+        names: Mapping[str, str] | None = None,
+        **facts: Unpack[Facts],
+    ) -> Callable[[BodyAnswering[B]], Handler]:
+        """Decorates the handler of one or more paths that take a body of this `kind`. `model` finds the
+        model that the body names; `names` are of fields in errors, as `fields_named` takes them."""
+        facts["body"] = kind
+        targets = [f"POST {path}" for path in paths]
+
+        def decorate(handler: BodyAnswering[B]) -> Handler:
+            @functools.wraps(handler)
+            async def received(request: web.Request) -> object:
+                sent = await decoded(request, kind, b"{}" if facts.get("optional") else b"")
+                with fields_named(names or {}):
+                    loaded = model(request.app[SERVICE], getattr(sent, "model", None))
+                    return await handler(request, sent, loaded)
+
+            return self.add(*targets, **facts)(received)
 
         return decorate
 

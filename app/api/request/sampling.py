@@ -52,6 +52,12 @@ def available(service: Service, model: str | None) -> Loaded:
     return loaded
 
 
+def current(service: Service, model: str | None) -> Loaded:
+    """The same for a request that runs nothing: answered while the server drains too."""
+    check_model(service.loaded, model)
+    return service.loaded
+
+
 def check_model(loaded: Loaded, model: str | None) -> None:
     """Raise `NotFound` unless `model` is unset, one of the served names, or `SERVED`."""
     if model and model not in (*loaded.card.names, SERVED):

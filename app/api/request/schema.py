@@ -260,15 +260,6 @@ class AbortManyBody(msgspec.Struct, kw_only=True):
     request_ids: list[str] | None = None
 
 
-CHAT = msgspec.json.Decoder(ChatBody)
-COMPLETION = msgspec.json.Decoder(CompletionBody)
-NATIVE = msgspec.json.Decoder(NativeBody)
-TOKENIZE = msgspec.json.Decoder(TokenizeBody)
-DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
-ABORT = msgspec.json.Decoder(AbortBody)
-ABORT_MANY = msgspec.json.Decoder(AbortManyBody)
-
-
 _FIELDS: dict[str, str] = {
     "logit_processors": "logits processors cannot be sent with a request",
     "logits_processors": "logits processors cannot be sent with a request",

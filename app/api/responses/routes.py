@@ -11,19 +11,17 @@ import msgspec
 from aiohttp import web
 
 from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited
-from app.api.request.sampling import check_model, ready
+from app.api.request.sampling import current
 from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
 from app.api.responses.disk import Record, decode_items
 from app.api.responses.events import Doc, ResponseEvents, ending
-from app.api.responses.schema import RESPONSES as BODY
+from app.api.responses.schema import ResponsesBody
 from app.api.responses.turn import Turn, make_turn
 from app.engine.job import Piece, Run
 from app.engine.reasoning_budget import watched
 from app.http.answer import AnswerSpec, answer
-from app.http.body import decoded
 from app.http.delivery import Frames, running
 from app.http.errors import fault
-from app.http.keys import SERVICE
 from app.http.reply import json_response
 from app.http.sse import EventStream
 from app.http.tenant import tenant
@@ -71,11 +69,9 @@ class ResponseFrames(Frames[None]):
         return b"".join(events)
 
 
-@ROUTES.add("POST /v1/responses", body=BODY, example="input", has=RESPONSE, streams=True)
-async def create(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(ResponsesBody, "/v1/responses", example="input", has=RESPONSE, streams=True)
+async def create(request: web.Request, body: ResponsesBody, loaded: Loaded) -> object:
     """Answer at once, as a stream, or later."""
-    body = await decoded(request, BODY)
-    loaded = ready(request.app[SERVICE], body.model)
     responses = request.app[RESPONSES]
     turn = await make_turn(body, tenant(), responses.store, loaded)
     if body.background:
@@ -83,7 +79,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         return await live.follow(request, 0) if body.stream else json_response(live.doc)
     if body.stream:
         return await _stream(request, turn, loaded, responses)
-    return json_response(await _answer(turn, loaded, responses))
+    return await _answer(turn, loaded, responses)
 
 
 async def _answer(turn: Turn, loaded: Loaded, responses: Responses) -> Doc:
@@ -165,7 +161,7 @@ def _not_streamed() -> RequestError:
     has=LISTED,
     query={"after": AFTER, "order": {"type": "string", "enum": ["asc", "desc"]}, "limit": limited(MAX_PAGE)},
 )
-async def input_items(request: web.Request) -> web.StreamResponse:
+async def input_items(request: web.Request) -> object:
     """The request's own items, newest first unless asked otherwise; those before are with the
     responses before."""
     id, whose = request.match_info["id"], tenant()
@@ -187,7 +183,7 @@ async def input_items(request: web.Request) -> web.StreamResponse:
             raise field_error("after", f"names {after[:100]!r}, which is not here")
         items = items[places[0] + 1 :]
     limit = _number(request, "limit", 20, MAX_PAGE)
-    return json_response(_page(items, max(limit, 1)))
+    return _page(items, max(limit, 1))
 
 
 def _page(items: list[Any], limit: int) -> Doc:
@@ -211,31 +207,30 @@ def _number(request: web.Request, name: str, default: int, most: int) -> int:
 
 
 @ROUTES.add("DELETE /v1/responses/{id}", has=DELETED)
-async def delete(request: web.Request) -> web.StreamResponse:
+async def delete(request: web.Request) -> object:
     """Forget one; one that is being made is ended first."""
     id, whose = request.match_info["id"], tenant()
     responses = request.app[RESPONSES]
     if responses.live(whose, id) is not None:
         await responses.cancel(whose, id)
     await responses.store.delete(whose, id)
-    return json_response({"id": id, "object": "response", "deleted": True})
+    return {"id": id, "object": "response", "deleted": True}
 
 
 @ROUTES.add("POST /v1/responses/{id}/cancel", has=RESPONSE)
-async def cancel(request: web.Request) -> web.StreamResponse:
+async def cancel(request: web.Request) -> object:
     """End one that is made in the background."""
-    return json_response(await request.app[RESPONSES].cancel(tenant(), request.match_info["id"]))
+    return await request.app[RESPONSES].cancel(tenant(), request.match_info["id"])
 
 
-@ROUTES.add("POST /v1/responses/input_tokens", body=BODY, example="input", has="object input_tokens")
-async def input_tokens(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    ResponsesBody, "/v1/responses/input_tokens", example="input", has="object input_tokens", model=current
+)
+async def input_tokens(request: web.Request, body: ResponsesBody, loaded: Loaded) -> object:
     """Tokens of the prompt that the same body would be run with; nothing is run or kept."""
-    body = await decoded(request, BODY)
-    loaded = request.app[SERVICE].loaded
-    check_model(loaded, body.model)
     asked = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)
     turn = await make_turn(asked, tenant(), request.app[RESPONSES].store, loaded)
     prompt = turn.job.prompt
     if isinstance(prompt, str):
         prompt = await loaded.tokenizer.encode_async(prompt, turn.job.add_special_tokens, "input")
-    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
+    return {"object": "response.input_tokens", "input_tokens": len(prompt)}

@@ -56,8 +56,6 @@ class ResponsesBody(Generation, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-RESPONSES = msgspec.json.Decoder(ResponsesBody)
-
 LOGPROBS = "message.output_text.logprobs"
 THINKING = "reasoning.encrypted_content"
 """Members of `include` that are supported."""

@@ -25,7 +25,6 @@ from app.api.request.sampling import (
     job_id,
     priority,
     processor_fields,
-    ready,
     requested_fields,
     root_key,
     sampling_params,
@@ -33,14 +32,12 @@ from app.api.request.sampling import (
     text_options,
     wants_states,
 )
-from app.api.request.schema import NATIVE, NativeBody, NativeSampling, refuse_unsupported
+from app.api.request.schema import NativeBody, NativeSampling, refuse_unsupported
 from app.api.sglang.answer import NativeFrames
 from app.api.sglang.sessions import SESSIONS, encoded, taking_part
 from app.engine.job import Job
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
-from app.http.body import decoded
-from app.http.keys import SERVICE
 from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import RequestError, field_error
@@ -70,11 +67,9 @@ _NAMES = {
 """What the engine calls a field, and what this route does."""
 
 
-@ROUTES.add("POST /generate", body=NATIVE, example="text", has="text meta_info", lists=True, streams=True)
-async def generate(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(NativeBody, "/generate", example="text", has="text meta_info", lists=True, streams=True)
+async def generate(request: web.Request, body: NativeBody, loaded: Loaded) -> web.StreamResponse:
     """Continue a text, after SGLang. One prompt gives one object; lists or n > 1 give a list of them."""
-    body = await decoded(request, NATIVE)
-    loaded = ready(request.app[SERVICE], None)
     given = await input_embeds(body, loaded)
     count = prompt_count(body.input_ids) + prompt_count(body.text)
     jobs = await aside(count, lambda: native_jobs(body, loaded, given))

@@ -11,14 +11,12 @@ from aiohttp import web
 
 from app.aliases import VALUES
 from app.api.request.routing import Routes
-from app.api.request.sampling import check_count
+from app.api.request.sampling import check_count, current
 from app.api.request.tools import check_tools
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.parsers.base import Event, Message, assemble
 from app.parsers.reading import Reading
 from app.parsers.registry import REASONING, TOOLS
+from app.service import Loaded
 from core.errors import field_error
 
 ROUTES = Routes()
@@ -47,16 +45,12 @@ class ReasoningBody(msgspec.Struct, kw_only=True):
     reasoning_parser: str | None = None
 
 
-CALLS = msgspec.json.Decoder(CallsBody)
-THINKING = msgspec.json.Decoder(ReasoningBody)
-
-
-@ROUTES.add("POST /parse_function_call", body=CALLS, example="text tool_call_parser", has="normal_text calls")
-async def parse_calls(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(
+    CallsBody, "/parse_function_call", example="text tool_call_parser", has="normal_text calls", model=current
+)
+async def parse_calls(request: web.Request, body: CallsBody, loaded: Loaded) -> object:
     """The calls in a text, and what is left of it."""
-    body = await decoded(request, CALLS)
-    own = request.app[SERVICE].loaded.tools
-    family = _family(body.tool_call_parser, "tool_call_parser", TOOLS, VALUES["--tool-parser"], own)
+    family = _family(body.tool_call_parser, "tool_call_parser", TOOLS, VALUES["--tool-parser"], loaded.tools)
     tools = check_tools(body.tools)
     names = {tool.name: i for i, tool in enumerate(tools)}
     schemas = {tool.name: tool.schema for tool in tools}
@@ -69,21 +63,25 @@ async def parse_calls(request: web.Request) -> web.StreamResponse:
         }
         for call in read.calls
     ]
-    return json_response({"normal_text": read.content, "calls": calls})
+    return {"normal_text": read.content, "calls": calls}
 
 
-@ROUTES.add(
-    "POST /separate_reasoning", body=THINKING, example="text reasoning_parser", has="reasoning_text text"
+@ROUTES.post(
+    ReasoningBody,
+    "/separate_reasoning",
+    example="text reasoning_parser",
+    has="reasoning_text text",
+    model=current,
 )
-async def separate_reasoning(request: web.Request) -> web.StreamResponse:
+async def separate_reasoning(request: web.Request, body: ReasoningBody, loaded: Loaded) -> object:
     """The thinking in a text, and the answer after it."""
-    body = await decoded(request, THINKING)
-    own = request.app[SERVICE].loaded.reasoning
-    family = _family(body.reasoning_parser, "reasoning_parser", REASONING, VALUES["--reasoning-parser"], own)
+    family = _family(
+        body.reasoning_parser, "reasoning_parser", REASONING, VALUES["--reasoning-parser"], loaded.reasoning
+    )
     # Most templates open the thinking in the prompt: an end without a begin is one, too.
     inside = body.text is not None and family.begin not in body.text and family.end in body.text
     read = await _read(body.text, Reading(reasoning=family, inside=inside))
-    return json_response({"reasoning_text": read.reasoning, "text": read.content})
+    return {"reasoning_text": read.reasoning, "text": read.content}
 
 
 def _family(

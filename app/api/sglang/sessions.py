@@ -12,15 +12,12 @@ import numpy as np
 from aiohttp import web
 
 from app.api.request.routing import Routes
-from app.api.request.sampling import job_id, ready
+from app.api.request.sampling import job_id
 from app.api.request.schema import SessionParams
 from app.api.sglang.session_tree import Sessions
 from app.engine.failure import failure
 from app.engine.job import Generator, Job, Piece, Run, Sink
 from app.http.answer import AnswerSpec
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import field_error
@@ -45,26 +42,19 @@ class CloseBody(msgspec.Struct, kw_only=True):
     session_id: str | None = None
 
 
-OPEN, CLOSE = msgspec.json.Decoder(OpenBody), msgspec.json.Decoder(CloseBody)
-
-
-@ROUTES.add("POST /open_session", body=OPEN, optional=True, string=True, errors=(429,))
-async def open_session(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(OpenBody, "/open_session", optional=True, string=True, errors=(429,))
+async def open_session(request: web.Request, body: OpenBody, loaded: Loaded) -> object:
     """The id of a new session, as a JSON string."""
-    body = await decoded(request, OPEN, b"{}")
-    ready(request.app[SERVICE], None)
     name = job_id(body.session_id, "", "session_id")
-    return json_response(request.app[SESSIONS][tenant()].open(name or None, body.timeout))
+    return request.app[SESSIONS][tenant()].open(name or None, body.timeout)
 
 
-@ROUTES.add("POST /close_session", body=CLOSE, example="session_id", has="success")
-async def close_session(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(CloseBody, "/close_session", example="session_id", has="success")
+async def close_session(request: web.Request, body: CloseBody, loaded: Loaded) -> object:
     """Forget a session; one that is not there is no error, as in SGLang."""
-    body = await decoded(request, CLOSE)
-    ready(request.app[SERVICE], None)
     if not body.session_id:
         raise field_error("session_id", "is missing")
-    return json_response({"success": request.app[SESSIONS][tenant()].close(body.session_id)})
+    return {"success": request.app[SESSIONS][tenant()].close(body.session_id)}
 
 
 class Recorded(Generator):

@@ -12,11 +12,8 @@ from app.api.openai.chat import chat_answer
 from app.api.openai.common import envelope, request_id
 from app.api.request.field_names import fields_named
 from app.api.request.routing import CHOICES, Routes
-from app.api.request.sampling import MAX_CHOICES, check_count, ready
+from app.api.request.sampling import MAX_CHOICES, check_count
 from app.api.request.schema import ChatBody
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.service import Loaded
 from core.errors import field_error, unsupported
 
@@ -34,23 +31,20 @@ BatchChatBody = msgspec.defstruct(
     module=__name__,
     namespace={"__doc__": "Chat's fields, and messages of several conversations."},
 )
-BATCH = msgspec.json.Decoder(BatchChatBody)
 
 _OF_ONE = ("id", "object", "created", "model", "choices", "usage")
 
 
-@ROUTES.add(
-    "POST /v1/chat/completions/batch",
-    body=BATCH,
+@ROUTES.post(
+    BatchChatBody,
+    "/v1/chat/completions/batch",
     needed="messages",
     example={"messages": [[{"role": "user", "content": "Hello"}]] * 2, "max_tokens": 16},
     has=CHOICES,
     runs=True,
 )
-async def chat_batch(request: web.Request) -> web.StreamResponse:
+async def chat_batch(request: web.Request, body: Any, loaded: Loaded) -> object:
     """Answer every conversation; one that fails fails all."""
-    body: Any = await decoded(request, BATCH)
-    loaded = ready(request.app[SERVICE], body.model)
     _check(body)
     shared = ChatBody(**{field.name: getattr(body, field.name) for field in _SHARED})
     id = request_id(shared, "chatcmpl")
@@ -67,7 +61,7 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
     head = msgspec.structs.asdict(envelope(id, "chat.completion", loaded.card.name))
     used = _total([answer["usage"] for answer in answers])
     choices = [_choice(answer, i) for i, answer in enumerate(answers)]
-    return json_response({**head, "choices": choices, "usage": used})
+    return {**head, "choices": choices, "usage": used}
 
 
 def _check(body: Any) -> None:

@@ -17,12 +17,9 @@ from app.api.openai.stream import finish_fields, finished
 from app.api.request.logprobs import Namer, chat_token
 from app.api.request.prompts import check_ids
 from app.api.request.routing import CHOICES, Routes
-from app.api.request.sampling import MAX_CHOICES, ready
+from app.api.request.sampling import MAX_CHOICES
 from app.api.request.schema import ChatBody, CompletionBody, Int
 from app.engine.job import Piece
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.parsers.reading import Reading
 from app.service import Loaded
 from core.errors import field_error, unsupported
@@ -97,15 +94,9 @@ class DerenderBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
 
 
-DERENDER_CHAT = msgspec.json.Decoder(DerenderChatBody)
-DERENDER = msgspec.json.Decoder(DerenderBody)
-
-
-@ROUTES.add("POST /v1/chat/completions/derender", body=DERENDER_CHAT, needed="generate_response", has=CHOICES)
-async def derender_chat(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(DerenderChatBody, "/v1/chat/completions/derender", needed="generate_response", has=CHOICES)
+async def derender_chat(request: web.Request, body: DerenderChatBody, loaded: Loaded) -> object:
     """Tokens as the answer of a conversation: text, thinking and calls."""
-    body = await decoded(request, DERENDER_CHAT)
-    loaded = ready(request.app[SERVICE], body.model)
     made = body.generate_response
     _check(body.stream, [made], "generate_response", loaded)
     assert made is not None
@@ -126,14 +117,12 @@ async def derender_chat(request: web.Request) -> web.StreamResponse:
     head = envelope(made.request_id or "chatcmpl-derender", "chat.completion", loaded.card.name)
     prompt_tokens = len(tail) if body.prompt_tokens is None else body.prompt_tokens
     used = _usage([prompt_tokens], [made])
-    return json_response({**msgspec.structs.asdict(head), "choices": listed, "usage": used})
+    return {**msgspec.structs.asdict(head), "choices": listed, "usage": used}
 
 
-@ROUTES.add("POST /v1/completions/derender", body=DERENDER, needed="generate_responses", has=CHOICES)
-async def derender_completions(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(DerenderBody, "/v1/completions/derender", needed="generate_responses", has=CHOICES)
+async def derender_completions(request: web.Request, body: DerenderBody, loaded: Loaded) -> object:
     """Tokens as the answers of prompts, one generation each."""
-    body = await decoded(request, DERENDER)
-    loaded = ready(request.app[SERVICE], body.model)
     made = body.generate_responses or []
     _check(body.stream, made or [None], "generate_responses", loaded)
     tails, counts = _prompts(body, made)
@@ -149,7 +138,7 @@ async def derender_completions(request: web.Request) -> web.StreamResponse:
             await asyncio.sleep(0)
     head = envelope(made[0].request_id or "cmpl-derender", "text_completion", loaded.card.name)
     used = _usage(counts, made)
-    return json_response({**msgspec.structs.asdict(head), "choices": listed, "usage": used})
+    return {**msgspec.structs.asdict(head), "choices": listed, "usage": used}
 
 
 def _check(stream: bool | None, made: Sequence[Generated | None], param: str, loaded: Loaded) -> None:

@@ -15,18 +15,15 @@ from app.api.openai.common import includes_usage, request_id, spelling
 from app.api.openai.completions import completion_jobs
 from app.api.openai.stream import DATA, END, usage
 from app.api.request.beam import check_streamed
-from app.api.request.field_names import fields_named
 from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
 from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.routing import Routes
-from app.api.request.sampling import ready, stream_interval
+from app.api.request.sampling import stream_interval
 from app.api.request.schema import CompletionBody, Int, StreamOptions
 from app.engine.job import Job, Piece, Run
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
-from app.http.body import decoded
 from app.http.delivery import Frames
-from app.http.keys import SERVICE
 from app.http.reply import encode_long
 from app.service import Loaded
 from core.errors import RequestError, field_error
@@ -53,8 +50,6 @@ class InferenceBody(msgspec.Struct, kw_only=True):
     content_parts: Any = None
 
 
-INFERENCE = msgspec.json.Decoder(InferenceBody)
-
 _NAMES = {
     **{
         name: f"sampling_params.{name}"
@@ -66,32 +61,30 @@ _NAMES = {
 """Fields of completions and ours, as `fields_named` takes them."""
 
 
-@ROUTES.add(
-    "POST /inference/v1/generate",
-    body=INFERENCE,
+@ROUTES.post(
+    InferenceBody,
+    "/inference/v1/generate",
     needed="token_ids",
     has="request_id choices usage",
+    names=_NAMES,
     streams=True,
 )
-async def inference(request: web.Request) -> web.StreamResponse:
+async def inference(request: web.Request, body: InferenceBody, loaded: Loaded) -> web.StreamResponse:
     """Go on from tokens, with tokens."""
-    body = await decoded(request, INFERENCE)
-    loaded = ready(request.app[SERVICE], body.model)
     asked = _completion(body)
-    with fields_named(_NAMES):
-        id = request_id(asked, "gen")
-        (job,) = await aside(prompt_count(asked.prompt), lambda: completion_jobs(asked, id, loaded))
-        check_streamed(job, body.stream)
-        if (body.sampling_params or asked).max_tokens is None:
-            job = msgspec.structs.replace(job, max_tokens=None)
-        spec = AnswerSpec(
-            engine=bounded(loaded, thinking_budget(asked, loaded)),
-            jobs=[job],
-            frames=partial(TokenFrames, body, job, loaded),
-            every=stream_interval(asked),
-            tells_prompt=False,
-        )
-        return await answer(request, spec, body.stream is True)
+    id = request_id(asked, "gen")
+    (job,) = await aside(prompt_count(asked.prompt), lambda: completion_jobs(asked, id, loaded))
+    check_streamed(job, body.stream)
+    if (body.sampling_params or asked).max_tokens is None:
+        job = msgspec.structs.replace(job, max_tokens=None)
+    spec = AnswerSpec(
+        engine=bounded(loaded, thinking_budget(asked, loaded)),
+        jobs=[job],
+        frames=partial(TokenFrames, body, job, loaded),
+        every=stream_interval(asked),
+        tells_prompt=False,
+    )
+    return await answer(request, spec, body.stream is True)
 
 
 def _completion(body: InferenceBody) -> CompletionBody:

@@ -12,13 +12,9 @@ from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.constraint import CONSTRAINTS, structured_outputs
 from app.api.request.routing import Routes
-from app.api.request.sampling import ready
-from app.api.request.schema import CHAT, COMPLETION, ChatBody, CompletionBody, Generation
+from app.api.request.schema import ChatBody, CompletionBody, Generation
 from app.engine.job import Job
 from app.engine.submit import encoded
-from app.http.body import decoded
-from app.http.keys import SERVICE
-from app.http.reply import json_response
 from app.service import Loaded
 
 ROUTES = Routes()
@@ -33,25 +29,21 @@ _SAMPLING = tuple(
 """Fields of `/inference/v1/generate`, which continues from tokens."""
 
 
-@ROUTES.add("POST /v1/chat/completions/render", body=CHAT, example="messages", has="request_id token_ids")
-async def render_chat(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(ChatBody, "/v1/chat/completions/render", example="messages", has="request_id token_ids")
+async def render_chat(request: web.Request, body: ChatBody, loaded: Loaded) -> object:
     """The prompt of a conversation, as text and as tokens."""
-    body = await decoded(request, CHAT)
-    loaded = ready(request.app[SERVICE], body.model)
     job, _ = await chat_job(body, loaded)
-    return json_response(await rendered(job, body, loaded))
+    return await rendered(job, body, loaded)
 
 
-@ROUTES.add("POST /v1/completions/render", body=COMPLETION, example="prompt", lists=True)
-async def render_completions(request: web.Request) -> web.StreamResponse:
+@ROUTES.post(CompletionBody, "/v1/completions/render", example="prompt", lists=True)
+async def render_completions(request: web.Request, body: CompletionBody, loaded: Loaded) -> object:
     """The prompts of a body, each as tokens."""
-    body = await decoded(request, COMPLETION)
-    loaded = ready(request.app[SERVICE], body.model)
     prompts = []
     for job in completion_jobs(body, request_id(body, "cmpl"), loaded):
         prompts.append(await rendered(job, body, loaded))
         await asyncio.sleep(0)  # short texts are encoded at once: a long list would be one slice
-    return json_response(prompts)
+    return prompts
 
 
 async def rendered(job: Job, body: ChatBody | CompletionBody, loaded: Loaded) -> dict[str, object]:
