@@ -12,7 +12,7 @@ import numpy as np
 from aiohttp import web
 
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, available, current, job_id
+from app.api.request.sampling import MAX_CHOICES, available, check_count, current, job_id
 from app.api.request.schema import AbortBody, AbortManyBody
 from app.engine.job import Job
 from app.engine.submit import Submitter
@@ -23,7 +23,7 @@ from app.http.prometheus import CONTENT_TYPE, exposition
 from app.http.reply import json_response
 from app.http.tenant import tenant
 from app.service import Loaded, Phase
-from core.errors import NotFound, RequestError, Unavailable
+from core.errors import NotFound, RequestError, Unavailable, field_error
 from core.request import SamplingParams
 from core.stats import SchedulerStatistics
 
@@ -207,9 +207,8 @@ async def abort_requests(request: web.Request, body: AbortManyBody, loaded: Load
     """Abort requests by their ids, after vLLM; unknown ids are ignored."""
     ids = body.request_ids
     if ids is None:
-        raise RequestError("'request_ids' is missing.", "request_ids")
-    if len(ids) > MAX_CHOICES:
-        raise RequestError(f"'request_ids' takes at most {MAX_CHOICES} ids, got {len(ids)}.", "request_ids")
+        raise field_error("request_ids", "is missing")
+    check_count(len(ids), MAX_CHOICES, "ids", "request_ids")
     aborted = 0
     for id in ids:
         aborted += _abort(loaded.engine, job_id(id, "", "request_ids"))

@@ -8,28 +8,18 @@ from typing import Any
 import msgspec
 
 from app.api.anthropic.cache import prompt_usage
-from app.engine.job import Piece, Run
+from app.engine.job import Job, Piece, Run
 from app.http.delivery import Frames
 from app.http.errors import AnthropicError, Fault
 from app.http.sse import Dialect
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.typed import members
+from app.service import ModelCard
 from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
 Block = dict[str, Any]
-
-
-class MessageOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How one answer is told."""
-
-    id: str
-    model: str
-    context: int
-    """Tokens that the model takes, prompt and answer together."""
-    mute: bool = False
-    """No token is asked for: the answer has no block at all."""
 
 
 def _event(type_: str, **fields: object) -> bytes:
@@ -61,12 +51,12 @@ def stop_fields(finish: Finish, calls: int, full: bool) -> dict[str, object]:
     return {"stop_reason": reason, "stop_sequence": matched}
 
 
-def _shell(options: MessageOptions) -> dict[str, object]:
+def _shell(id: str, model: str) -> dict[str, object]:
     return {
-        "id": options.id,
+        "id": id,
         "type": "message",
         "role": "assistant",
-        "model": options.model,
+        "model": model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -76,10 +66,13 @@ def _shell(options: MessageOptions) -> dict[str, object]:
 class MessageFrames(Frames[dict[str, object]]):
     """`Frames` of one answer. Owner: event loop."""
 
-    __slots__ = ("_count", "_head", "_index", "_kind", "_options", "_run", "_started")
+    __slots__ = ("_card", "_count", "_empty", "_head", "_id", "_index", "_kind", "_run", "_started")
 
-    def __init__(self, options: MessageOptions, runs: Sequence[Run]) -> None:
-        self._options = options
+    def __init__(self, job: Job, card: ModelCard, runs: Sequence[Run]) -> None:
+        self._id = job.id
+        self._card = card
+        self._empty = job.max_tokens == 0
+        """No token was requested: the answer has no block."""
         self._run = runs[0]
         self._count = 0
         self._index = -1
@@ -105,7 +98,7 @@ class MessageFrames(Frames[dict[str, object]]):
         frames: list[bytes] = []
         if not self._started:
             self._start(frames)
-        if self._index < 0 and not self._options.mute:  # an answer has at least one block
+        if self._index < 0 and not self._empty:  # an answer has at least one block
             self._open("text", {"text": ""}, b"", frames)
         self._close(frames)
         used = whole_usage(self._run, self._count)
@@ -114,30 +107,30 @@ class MessageFrames(Frames[dict[str, object]]):
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
         """See `Frames.whole`."""
-        options, (piece,) = self._options, pieces
+        (piece,) = pieces
         self._count = len(piece.tokens)
         read = assemble(piece.parsed())
         blocks: list[Block] = []
         if read.reasoning:
-            blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": options.id})
-        if read.content or not (read.calls or read.reasoning or options.mute):
+            blocks.append({"type": "thinking", "thinking": read.reasoning, "signature": self._id})
+        if read.content or not (read.calls or read.reasoning or self._empty):
             blocks.append({"type": "text", "text": read.content})
         blocks += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": members(call.arguments)}
             for call in read.calls
         ]
         used = whole_usage(self._run, self._count)
-        return {**_shell(options), "content": blocks, **self._stop(piece), "usage": used}
+        return {**_shell(self._id, self._card.name), "content": blocks, **self._stop(piece), "usage": used}
 
     def _stop(self, piece: Piece) -> dict[str, object]:
         assert piece.finish is not None
-        full = len(self._run.prompt) + self._count >= self._options.context
+        full = len(self._run.prompt) + self._count >= self._card.context_length
         return stop_fields(piece.finish, piece.calls, full)
 
     def _start(self, frames: list[bytes]) -> None:
         self._started = True
         used = {**prompt_usage(self._run), "output_tokens": self._count}
-        frames.append(_event("message_start", message={**_shell(self._options), "usage": used}))
+        frames.append(_event("message_start", message={**_shell(self._id, self._card.name), "usage": used}))
 
     def _tell(self, event: Event, frames: list[bytes]) -> None:
         match event:
@@ -183,7 +176,7 @@ class MessageFrames(Frames[dict[str, object]]):
         if not self._kind:
             return
         if self._kind == "thinking":
-            signature = {"type": "signature_delta", "signature": self._options.id}
+            signature = {"type": "signature_delta", "signature": self._id}
             frames.append(_event("content_block_delta", index=self._index, delta=signature))
         self._kind = ""
         frames.append(_event("content_block_stop", index=self._index))

@@ -9,15 +9,15 @@ import msgspec
 from aiohttp import web
 
 from app.api.anthropic.cache import kept
-from app.api.anthropic.events import DIALECT, MessageFrames, MessageOptions
+from app.api.anthropic.events import DIALECT, MessageFrames
 from app.api.anthropic.input import chat_messages
 from app.api.anthropic.schema import NAMES, MessagesBody, chat_body
-from app.api.openai.chat import chat_job
+from app.api.openai.chat import chat_job, chat_spec
 from app.api.request.routing import Routes
 from app.api.request.sampling import current
 from app.engine.job import Job
-from app.engine.reasoning_budget import Watch, watched
-from app.http.answer import AnswerSpec, answer
+from app.engine.reasoning_budget import Watch
+from app.http.answer import answer
 from app.http.aside import aside
 from app.service import Loaded
 from core.errors import ContextExceeded, RequestError, field_error
@@ -34,18 +34,7 @@ async def messages(request: web.Request, body: MessagesBody, loaded: Loaded) -> 
         raise field_error("max_tokens", "is missing")
     try:
         job, watch = await _job(body, loaded)
-        options = MessageOptions(
-            id=job.id,
-            model=loaded.card.name,
-            context=loaded.card.context_length,
-            mute=job.max_tokens == 0,
-        )
-        spec = AnswerSpec(
-            engine=watched(loaded.engine, loaded.tokenizer, watch),
-            jobs=[job],
-            frames=partial(MessageFrames, options),
-            dialect=DIALECT,
-        )
+        spec = chat_spec(job, watch, loaded, partial(MessageFrames, job, loaded.card), dialect=DIALECT)
         return await answer(request, spec, body.stream is True)
     except ContextExceeded as error:
         raise too_long(error) from error

@@ -18,14 +18,6 @@ from core.types import Finish, FinishReason
 _encode = msgspec.json.Encoder().encode
 
 
-class ReplyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How one answer is told."""
-
-    id: str
-    namer: Namer | None = None
-    """Tokens are told with their log-probabilities."""
-
-
 def _event(type_: str, **fields: object) -> bytes:
     return b"data: %b\n\n" % _encode({"type": type_, **fields})
 
@@ -68,17 +60,20 @@ class ReplyFrames(Frames[dict[str, object]]):
         "_calls",
         "_count",
         "_head",
+        "_id",
         "_index",
         "_kind",
-        "_options",
+        "_namer",
         "_rows",
         "_run",
         "_started",
         "_tokens",
     )
 
-    def __init__(self, options: ReplyOptions, runs: Sequence[Run]) -> None:
-        self._options = options
+    def __init__(self, id: str, namer: Namer | None, runs: Sequence[Run]) -> None:
+        """`namer`: log-probabilities are requested."""
+        self._id = id
+        self._namer = namer
         self._run = runs[0]
         self._count = 0
         self._calls = 0
@@ -99,7 +94,7 @@ class ReplyFrames(Frames[dict[str, object]]):
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`. All events of a piece go out in one write."""
         self._count += len(piece.tokens)
-        if self._options.namer is not None:
+        if self._namer is not None:
             self._tokens += piece.tokens
             self._rows += piece.logprobs or ()
         frames: list[bytes] = []
@@ -120,12 +115,12 @@ class ReplyFrames(Frames[dict[str, object]]):
         self._close(frames)
         reason = finish_reason(piece.finish, piece.calls)
         ended = {"finish_reason": reason, "usage": usage(self._run, self._count)}
-        frames.append(_event("message-end", id=self._options.id, delta=ended))
+        frames.append(_event("message-end", id=self._id, delta=ended))
         return b"".join(frames)
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, object]:
         """See `Frames.whole`."""
-        options, (piece,) = self._options, pieces
+        namer, (piece,) = self._namer, pieces
         assert piece.finish is not None
         read = assemble(piece.parsed())
         blocks = []
@@ -139,15 +134,15 @@ class ReplyFrames(Frames[dict[str, object]]):
         if read.calls:
             said["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in read.calls]
         answer: dict[str, object] = {
-            "id": options.id,
+            "id": self._id,
             "finish_reason": finish_reason(piece.finish, piece.calls),
             "message": said,
             "usage": usage(self._run, len(piece.tokens)),
         }
-        if options.namer is not None:
+        if namer is not None:
             answer["logprobs"] = [
                 {
-                    "text": options.namer.text(entry.token),
+                    "text": namer.text(entry.token),
                     "token_ids": [entry.token],
                     "logprobs": [entry.value],
                 }
@@ -158,7 +153,7 @@ class ReplyFrames(Frames[dict[str, object]]):
     def _start(self, frames: list[bytes]) -> None:
         self._started = True
         delta = {"message": {"role": "assistant"}}
-        frames.append(_event("message-start", id=self._options.id, delta=delta))
+        frames.append(_event("message-start", id=self._id, delta=delta))
 
     def _tell(self, event: Event, frames: list[bytes]) -> None:
         match event:
@@ -186,7 +181,7 @@ class ReplyFrames(Frames[dict[str, object]]):
         frames.append(b"%b%b}}}%b}\n\n" % (self._head, _encode(text), told))
 
     def _logprobs(self) -> bytes:
-        namer = self._options.namer
+        namer = self._namer
         assert namer is not None
         values = [entry.value for entry in output_entries(self._tokens, self._rows)]
         item = {"text": namer.joined(self._tokens), "token_ids": self._tokens, "logprobs": values}

@@ -7,14 +7,13 @@ from functools import partial
 
 from aiohttp import web
 
-from app.api.cohere.events import DIALECT, ReplyFrames, ReplyOptions
+from app.api.cohere.events import DIALECT, ReplyFrames
 from app.api.cohere.schema import NAMES, CohereBody, chat_body
-from app.api.openai.chat import chat_job
+from app.api.openai.chat import chat_job, chat_spec
 from app.api.request.logprobs import Namer
 from app.api.request.routing import Routes
 from app.api.vllm.render import rendered
-from app.engine.reasoning_budget import watched
-from app.http.answer import AnswerSpec, answer
+from app.http.answer import answer
 from app.http.aside import aside
 from app.service import Loaded
 
@@ -34,13 +33,8 @@ async def chat(request: web.Request, body: CohereBody, loaded: Loaded) -> web.St
     """Answer a conversation, after Cohere."""
     asked = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
     job, watch = await chat_job(asked, loaded)
-    options = ReplyOptions(id=job.id, namer=Namer(loaded.tokenizer) if body.logprobs else None)
-    spec = AnswerSpec(
-        engine=watched(loaded.engine, loaded.tokenizer, watch),
-        jobs=[job],
-        frames=partial(ReplyFrames, options),
-        dialect=DIALECT,
-    )
+    namer = Namer(loaded.tokenizer) if body.logprobs else None
+    spec = chat_spec(job, watch, loaded, partial(ReplyFrames, job.id, namer), dialect=DIALECT)
     return await answer(request, spec, body.stream is True)
 
 

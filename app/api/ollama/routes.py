@@ -22,14 +22,14 @@ from app.api.ollama.schema import (
     model_name,
     raw_body,
 )
-from app.api.openai.chat import chat_job
+from app.api.openai.chat import chat_job, chat_spec
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.routing import Routes
 from app.api.request.sampling import check_model, ready
 from app.engine.job import Job
-from app.engine.reasoning_budget import Watch, watched
-from app.http.answer import AnswerSpec, answer
+from app.engine.reasoning_budget import Watch
+from app.http.answer import answer
 from app.http.aside import aside
 from app.http.errors import Fault, OllamaError
 from app.http.keys import SERVICE
@@ -88,12 +88,7 @@ async def _answered(
     request: web.Request, body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded
 ) -> web.StreamResponse:
     job, watch = await _job(body, loaded)
-    spec = AnswerSpec(
-        engine=watched(loaded.engine, loaded.tokenizer, watch),
-        jobs=[job],
-        frames=partial(Lines, body, loaded),
-        dialect=LINES,
-    )
+    spec = chat_spec(job, watch, loaded, partial(Lines, body, loaded), dialect=LINES)
     return await answer(request, spec, body.stream is not False)
 
 

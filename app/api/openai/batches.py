@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from app.api.openai.files import BATCHES, page, page_limit
-from app.api.request.routing import AFTER, LISTED, Routes, limited
+from app.api.openai.files import BATCHES, page_limit
+from app.api.request.routing import AFTER, LISTED, Routes, limited, page
 from app.batch.store import Page
 from app.http.body import decoded
 from app.http.tenant import tenant
@@ -49,7 +49,7 @@ async def batches(request: web.Request) -> object:
     """The list, newest first."""
     limit = page_limit(request.query.get("limit"), 20, 100)
     listed = await request.app[BATCHES].list(tenant(), Page(request.query.get("after"), limit + 1))
-    return page(listed, limit)
+    return page(listed, [each.id for each in listed], limit)
 
 
 @ROUTES.add("GET /v1/batches/{id}", has="id object status")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from app.api.openai.chat_stream import ChatFrames
-from app.api.openai.common import asked, base_job, request_id
+from app.api.openai.common import base_job, check_stream_fields, envelope, request_id
+from app.api.openai.stream import Asked
 from app.api.request.beam import check_beam
 from app.api.request.messages import (
     check_messages,
@@ -28,10 +30,12 @@ from app.api.request.sampling import (
 )
 from app.api.request.schema import ChatBody, refuse_unsupported
 from app.api.request.tools import Tools, called_in, chosen_tools
-from app.engine.job import Job
+from app.engine.job import Job, Run
 from app.engine.reasoning_budget import Watch, watched
 from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside
+from app.http.delivery import Frames
+from app.http.sse import OPENAI, Dialect
 from app.parsers.grammar import Wanted
 from app.parsers.reading import Reading
 from app.parsers.registry import ToolFamily
@@ -42,6 +46,7 @@ from core.errors import field_error
 from core.types import Ints
 
 ROUTES = Routes()
+T = TypeVar("T")
 
 
 @ROUTES.post(ChatBody, "/v1/chat/completions", needed="messages", has=CHOICES, streams=True)
@@ -59,13 +64,22 @@ async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, Any]:
 async def _spec(body: ChatBody, loaded: Loaded) -> AnswerSpec[dict[str, Any]]:
     job, watch = await chat_job(body, loaded)
     object = "chat.completion.chunk" if body.stream else "chat.completion"
-    request = asked(body, loaded, [job], job.id, object, body.logprobs is True)
-    return AnswerSpec(
-        engine=watched(loaded.engine, loaded.tokenizer, watch),
-        jobs=[job],
-        frames=partial(ChatFrames, request, watch.reading),
-        every=stream_interval(body),
-    )
+    check_stream_fields(body)
+    request = Asked(body=body, loaded=loaded, jobs=[job], envelope=envelope(job.id, object, loaded.card.name))
+    return chat_spec(job, watch, loaded, partial(ChatFrames, request, watch.reading), stream_interval(body))
+
+
+def chat_spec(
+    job: Job,
+    watch: Watch,
+    loaded: Loaded,
+    frames: Callable[[Sequence[Run]], Frames[T]],
+    every: int = 1,
+    dialect: Dialect = OPENAI,
+) -> AnswerSpec[T]:
+    """How a job of `chat_job` is run and answered, in any dialect."""
+    engine = watched(loaded.engine, loaded.tokenizer, watch)
+    return AnswerSpec(engine=engine, jobs=[job], frames=frames, every=every, dialect=dialect)
 
 
 async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:

@@ -111,11 +111,11 @@ class ChatFrames(Chunks):
 
     def logprobs(self, index: int, piece: Piece) -> object:
         """See `Chunks.logprobs`."""
-        return chat_logprobs(piece, self._asked.namer)
+        return chat_logprobs(piece, self._namer)
 
     def prompt_fields(self) -> dict[str, object]:
         """See `Chunks.prompt_fields`."""
-        body, run, namer, prompt = self._body, self._runs[0], self._asked.namer, self._asked.jobs[0].prompt
+        body, run, namer, prompt = self._body, self._runs[0], self._namer, self._asked.jobs[0].prompt
         fields: dict[str, object] = {}
         if body.return_token_ids or body.return_prompt_token_ids:
             fields["prompt_token_ids"] = run.prompt.tolist()

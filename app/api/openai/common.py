@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
 
-from app.api.openai.stream import Asked, Envelope, Options
+from app.api.openai.stream import Envelope
 from app.api.request.beam import beam_options
 from app.api.request.constraint import constraint_of
 from app.api.request.experts import experts_wanted
-from app.api.request.logprobs import Namer
 from app.api.request.sampling import (
     allowed_ids,
     bad_words,
@@ -22,7 +20,7 @@ from app.api.request.sampling import (
     text_options,
     truncation,
 )
-from app.api.request.schema import ChatBody, CompletionBody, Generation, StreamOptions
+from app.api.request.schema import ChatBody, CompletionBody, Generation
 from app.engine.job import Job
 from app.service import Loaded
 from core.errors import field_error
@@ -39,40 +37,10 @@ def envelope(id: str, object: str, model: str) -> Envelope:
     return Envelope(id=id, object=object, created=int(time.time()), model=model)
 
 
-def asked(
-    body: ChatBody | CompletionBody, loaded: Loaded, jobs: Sequence[Job], id: str, object: str, logprobs: bool
-) -> Asked:
-    """The request before it runs. Raises `RequestError` for what a stream does not tell."""
+def check_stream_fields(body: ChatBody | CompletionBody) -> None:
+    """Raise `RequestError` for what a stream does not tell."""
     if body.stream and body.return_meta_info:
-        param = "return_meta_info"
-        raise field_error(param, "is not available with 'stream'", "unsupported")
-    stream = body.stream_options
-    return Asked(
-        body=body,
-        loaded=loaded,
-        jobs=jobs,
-        envelope=envelope(id, object, loaded.card.name),
-        options=Options(
-            include_usage=includes_usage(stream, loaded),
-            continuous_usage=stream is not None and stream.continuous_usage_stats is True,
-            logprobs=logprobs,
-            token_ids=body.return_token_ids is True,
-            cached=body.return_cached_tokens_details is True,
-            routed=body.return_routed_experts is True,
-        ),
-        namer=spelling(body, loaded),
-    )
-
-
-def includes_usage(stream: StreamOptions | None, loaded: Loaded) -> bool:
-    """Whether a stream ends with its usage."""
-    return loaded.settings.force_include_usage or (stream is not None and stream.include_usage is True)
-
-
-def spelling(body: Generation, loaded: Loaded) -> Namer:
-    """How tokens are written in this request's log-probabilities."""
-    asked = body.return_tokens_as_token_ids
-    return Namer(loaded.tokenizer, loaded.settings.return_tokens_as_token_ids if asked is None else asked)
+        raise field_error("return_meta_info", "is not available with 'stream'", "unsupported")
 
 
 def _prompt_logprobs(body: Generation) -> int:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import asked, base_job, request_id
+from app.api.openai.common import base_job, check_stream_fields, envelope, request_id
 from app.api.openai.stream import Asked, Chunks
 from app.api.request.embeds import embedded, prompt_embeds
 from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
@@ -56,7 +56,7 @@ class CompletionFrames(Chunks):
         """The prompts as text, where they are told."""
         self._n = runs[0].choices
         skips = body.skip_special_tokens is not False
-        self._logprobs = [CompletionLogprobs(asked.namer, skips) for _ in self._begun]
+        self._logprobs = [CompletionLogprobs(self._namer, skips) for _ in self._begun]
         self._echoed = [not body.echo] * len(self._begun)
         """Whether the prompt's log-probabilities are told."""
 
@@ -91,7 +91,7 @@ class CompletionFrames(Chunks):
         if self._body.return_prompt_text:
             fields["prompt_text"] = self._echoes[which]
         if self._body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = vllm_prompt_logprobs(run, self._asked.namer)
+            fields["prompt_logprobs"] = vllm_prompt_logprobs(run, self._namer)
         return fields
 
 
@@ -111,7 +111,9 @@ async def _spec(body: CompletionBody, loaded: Loaded) -> AnswerSpec[dict[str, An
     id = request_id(body, "cmpl")
     embeds = await prompt_embeds(body, loaded)
     jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
-    request = asked(body, loaded, jobs, id, "text_completion", body.logprobs is not None)
+    check_stream_fields(body)
+    made = envelope(id, "text_completion", loaded.card.name)
+    request = Asked(body=body, loaded=loaded, jobs=jobs, envelope=made)
     return AnswerSpec(
         engine=bounded(loaded, thinking_budget(body, loaded)),
         jobs=jobs,

@@ -7,7 +7,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from functools import partial
 from typing import TypeVar
 
@@ -15,9 +15,9 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.multipart import MultipartReader
 
-from app.api.request.routing import AFTER, DELETED, LISTED, Routes, Schema, limited
+from app.api.request.routing import AFTER, DELETED, LISTED, Routes, Schema, limited, page
 from app.batch import Batches
-from app.batch.records import Batch, FileRecord
+from app.batch.records import FileRecord
 from app.batch.store import Disk, Page, Store
 from app.http.errors import HttpError
 from app.http.form import read_form
@@ -221,7 +221,7 @@ async def files(request: web.Request) -> object:
     limit = page_limit(query.get("limit"), 10_000, 10_000)
     store, asked, owner = request.app[BATCHES].store, Page(after, limit + 1, newest), tenant()
     listed = await store.run(lambda disk: disk.files(owner, purpose, asked))
-    return page(listed, limit)
+    return page(listed, [each.id for each in listed], limit)
 
 
 @ROUTES.add("GET /v1/files/{id}", has=FILE)
@@ -256,18 +256,6 @@ def page_limit(text: str | None, default: int, most: int) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
         raise field_error("limit", f"must be between 1 and {most}")
     return int(text[:9])
-
-
-def page(listed: Sequence[FileRecord] | Sequence[Batch], limit: int) -> dict[str, object]:
-    """OpenAI's list object; `listed` was looked up with one more than `limit`."""
-    shown = listed[:limit]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0].id if shown else None,
-        "last_id": shown[-1].id if shown else None,
-        "has_more": len(listed) > limit,
-    }
 
 
 BATCHES = web.AppKey("batches", Batches)

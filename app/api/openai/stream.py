@@ -16,7 +16,7 @@ import msgspec
 from app.api.request.experts import check_experts, experts
 from app.api.request.hidden import check_states, last_state
 from app.api.request.logprobs import Namer, output_entries, told_lists
-from app.api.request.schema import ChatBody, CompletionBody
+from app.api.request.schema import ChatBody, CompletionBody, Generation, StreamOptions
 from app.api.sglang.answer import meta_info
 from app.engine.job import Job, Piece, Run
 from app.http.delivery import Frames
@@ -41,19 +41,6 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     def open(self) -> bytes:
         """`{"id":...,"model":"..."`, the object left open."""
         return _encode(self)[:-1]
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asked to be told."""
-
-    include_usage: bool = False
-    continuous_usage: bool = False
-    logprobs: bool = False
-    token_ids: bool = False
-    cached: bool = False
-    """Where cached tokens came from, in SGLang's own object."""
-    routed: bool = False
-    """Which experts tokens were routed to, in the same object."""
 
 
 @lru_cache
@@ -114,8 +101,17 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     loaded: Loaded
     jobs: Sequence[Job]
     envelope: Envelope
-    options: Options
-    namer: Namer
+
+
+def includes_usage(stream: StreamOptions | None, loaded: Loaded) -> bool:
+    """Whether a stream ends with its usage."""
+    return loaded.settings.force_include_usage or (stream is not None and stream.include_usage is True)
+
+
+def spelling(body: Generation, loaded: Loaded) -> Namer:
+    """How tokens are written in this request's log-probabilities."""
+    as_ids = body.return_tokens_as_token_ids
+    return Namer(loaded.tokenizer, loaded.settings.return_tokens_as_token_ids if as_ids is None else as_ids)
 
 
 class Chunks(Frames[dict[str, Any]]):
@@ -124,7 +120,20 @@ class Chunks(Frames[dict[str, Any]]):
     What tells chat and completions apart is left to a subclass.
     """
 
-    __slots__ = ("_asked", "_begun", "_count", "_head", "_heads", "_rich", "_runs", "_tail")
+    __slots__ = (
+        "_asked",
+        "_begun",
+        "_continuous",
+        "_count",
+        "_head",
+        "_heads",
+        "_includes_usage",
+        "_namer",
+        "_rich",
+        "_runs",
+        "_tail",
+        "_tells_logprobs",
+    )
 
     opening = b""
     """What comes before the text of a plain chunk inside the choice, a JSON string, and ..."""
@@ -137,17 +146,22 @@ class Chunks(Frames[dict[str, Any]]):
         """Raises `RequestError` where prompts turn out too long for what is asked of each token."""
         check_states(runs, asked.jobs, asked.loaded)
         check_experts(runs, asked.jobs, asked.loaded)
-        options = asked.options
+        body, stream = asked.body, asked.body.stream_options
         self._asked = asked
         self._runs = runs
+        self._namer = spelling(body, asked.loaded)
+        self._includes_usage = includes_usage(stream, asked.loaded)
+        self._continuous = stream is not None and stream.continuous_usage_stats is True
         self._count = 0
         self._head = DATA + asked.envelope.open() + b',"choices":['
         choices = sum(run.choices for run in runs)
         self._begun = [False] * choices
         self._heads: list[bytes | None] = [None] * choices
         """What is before the text, once a choice has begun, unless more than its text is told."""
-        self._tail = _tail(self.closing, b',"usage":null' if options.include_usage else b"")
-        self._rich = options.logprobs or options.token_ids or options.continuous_usage
+        self._tail = _tail(self.closing, b',"usage":null' if self._includes_usage else b"")
+        self._tells_logprobs = asked.jobs[0].sampling.logprobs >= 0
+        self._rich = self._tells_logprobs or body.return_token_ids or self._continuous
+        """More than its text is told of each token."""
 
     # -- of one route ------------------------------------------------------------------------------
 
@@ -185,12 +199,12 @@ class Chunks(Frames[dict[str, Any]]):
         return b"".join((head, _encode(piece.text), self._tail)) if piece.text else None
 
     def _parsed_delta(self, index: int, piece: Piece) -> bytes | None:
-        options, begins = self._asked.options, not self._begun[index]
+        begins = not self._begun[index]
         parts = self.parts(index, piece, begins)
         if not parts:
             return None
         fields: dict[str, object] = {"logprobs": None, "finish_reason": None}
-        if options.logprobs:
+        if self._tells_logprobs:
             fields["logprobs"] = self.logprobs(index, piece)
         beside = b""
         if begins:
@@ -199,7 +213,7 @@ class Chunks(Frames[dict[str, Any]]):
             self._begun[index] = True
             if not self._rich:
                 self._heads[index] = b'%b{"index":%d,%b' % (self._head, index, self.opening)
-        if options.token_ids:
+        if self._asked.body.return_token_ids:
             fields["token_ids"] = piece.tokens
         first = self._chunk({"index": index, **parts[0], **fields}, beside)
         plain = {"logprobs": None, "finish_reason": None}
@@ -213,22 +227,22 @@ class Chunks(Frames[dict[str, Any]]):
 
     def rest(self) -> Iterator[bytes]:
         """See `Frames.rest`. Only for those who asked: others index `choices[0]` of every chunk."""
-        options, runs = self._asked.options, self._runs
-        if options.routed:
-            more = cached_details(runs) if options.cached else {}
+        body, runs = self._asked.body, self._runs
+        if body.return_routed_experts:
+            more = cached_details(runs) if body.return_cached_tokens_details else {}
             yield DATA + self._asked.envelope.open() + b',"choices":[],"sglext":'
             yield from pieces({**more, "routed_experts": experts(runs[0], 0, self._count) or b""})
             yield b"}" + END
-        elif options.cached:
+        elif body.return_cached_tokens_details:
             yield b'%b],"sglext":%b}%b' % (self._head, _encode(cached_details(runs)), END)
-        if options.include_usage:
+        if self._includes_usage:
             yield b'%b],"usage":%b}%b' % (self._head, self._usage(), END)
 
     def _chunk(self, choice: Mapping[str, object], beside: bytes = b"") -> bytes:
         """`beside` are encoded fields to stand beside the choices."""
-        if self._asked.options.continuous_usage:
+        if self._continuous:
             beside += b',"usage":' + self._usage()
-        elif self._asked.options.include_usage:
+        elif self._includes_usage:
             beside += b',"usage":null'
         told = encode_long(choice) if choice["logprobs"] is not None else _encode(choice)
         return b"%b%b]%b}%b" % (self._head, told, beside, END)
@@ -262,11 +276,11 @@ class Chunks(Frames[dict[str, Any]]):
         choice: dict[str, object] = {
             "index": index,
             **self.content(index, piece),
-            "logprobs": self.logprobs(index, piece) if asked.options.logprobs else None,
+            "logprobs": self.logprobs(index, piece) if self._tells_logprobs else None,
             **finished(piece.finish, piece.calls),
             **self.choice_fields(index),
         }
-        if asked.options.token_ids:
+        if asked.body.return_token_ids:
             choice["token_ids"] = piece.tokens
         if asked.body.return_meta_info:
             choice["meta_info"] = self._meta_info(run, own, piece)

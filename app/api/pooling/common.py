@@ -14,7 +14,7 @@ import numpy as np
 
 from app.api.request.hidden import joined
 from app.api.request.prompts import Prompt, check_prompt, split_prompts
-from app.api.request.sampling import MAX_CHOICES, job_id, priority, root_key
+from app.api.request.sampling import MAX_CHOICES, check_count, job_id, priority, root_key, truncation
 from app.api.request.schema import Int
 from app.engine.job import Job, Run
 from app.http.delivery import Collector, running
@@ -85,20 +85,6 @@ class Pooled(Counts):
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def most_tokens(body: PoolBody, loaded: Loaded) -> int | None:
-    """Tokens to which longer inputs are truncated; None: they are rejected."""
-    value = body.truncate_prompt_tokens
-    if body.truncation_side not in (None, "left", "right"):
-        raise RequestError("'truncation_side' must be 'left' or 'right'.", "truncation_side")
-    if value is None:
-        return None
-    if value == -1:
-        return loaded.card.context_length
-    if value < 1:
-        raise RequestError("'truncate_prompt_tokens' must be at least 1, or -1.", "truncate_prompt_tokens")
-    return value
-
-
 def cut(ids: Ints, most: int, special: frozenset[int], side: str | None = None) -> Ints:
     """The first `most` tokens (`left`: the last). Special tokens at both ends are kept: vectors are taken
     there."""
@@ -143,8 +129,7 @@ async def encode_all(
     if not value:
         raise RequestError(f"'{param}' must not be empty.", param)
     prompts, single = split_prompts(value, param)
-    if len(prompts) > MAX_CHOICES:
-        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} inputs, got {len(prompts)}.", param)
+    check_count(len(prompts), MAX_CHOICES, "inputs", param)
     inputs = [
         await encode(prompt, param if single else f"{param}[{i}]", body, loaded, add_special)
         for i, prompt in enumerate(prompts)
@@ -154,7 +139,7 @@ async def encode_all(
 
 def fitting(input: Input, body: PoolBody, loaded: Loaded) -> Input:
     """The input, truncated if the client wants that. Raises `ContextExceeded` if it is too long."""
-    most = most_tokens(body, loaded)
+    most = truncation(body, loaded.card.context_length)
     if most is not None:
         ids = cut(input.ids, most, loaded.tokenizer.special_ids, body.truncation_side)
         second = input.second

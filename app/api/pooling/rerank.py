@@ -16,7 +16,7 @@ from aiohttp import web
 from app.api.pooling.common import Input, PoolBody, Pooled, activated, cut, encode, fitting, run_pooled, unit
 from app.api.pooling.embeddings import envelope
 from app.api.request.routing import Routes
-from app.api.request.sampling import MAX_CHOICES, available
+from app.api.request.sampling import MAX_CHOICES, available, check_count
 from app.api.request.schema import Int, Text
 from app.service import Loaded
 from core.errors import RequestError
@@ -174,7 +174,7 @@ def _pairs(body: RerankBody) -> list[Pair]:
         raise RequestError("'query' is missing or empty.", "query")
     if not body.documents:
         raise RequestError("'documents' is missing or empty.", "documents")
-    _check_many(len(body.documents), "documents")
+    check_count(len(body.documents), MAX_CHOICES, "texts", "documents")
     if body.top_n is not None and body.top_n < 1:
         raise RequestError("'top_n' must be at least 1.", "top_n")
     instruction = body.instruction or body.instruct
@@ -211,10 +211,5 @@ def _texts(value: object, param: str) -> list[str]:
     texts = [text for text in listed if isinstance(text, str) and text]
     if not listed or len(texts) < len(listed):
         raise RequestError(f"'{param}' must be a text or a list of texts, none of them empty.", param)
-    _check_many(len(texts), param)
+    check_count(len(texts), MAX_CHOICES, "texts", param)
     return texts
-
-
-def _check_many(count: int, param: str) -> None:
-    if count > MAX_CHOICES:
-        raise RequestError(f"'{param}' takes at most {MAX_CHOICES} texts, got {count}.", param)

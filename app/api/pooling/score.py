@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -66,11 +66,7 @@ class Asked(msgspec.Struct, frozen=True):
 
     def prompt(self, index: int) -> Prompt:
         """The query with one item."""
-        query, item = self.query, self.items[index]
-        if isinstance(query, str):
-            assert isinstance(item, str)
-            return item + query if self.item_first else query + item
-        assert isinstance(item, list)
+        query, item = cast(list[int], self.query), cast(list[int], self.items[index])  # or both are texts
         return item + query if self.item_first else query + item
 
 

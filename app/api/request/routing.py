@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
@@ -117,6 +117,18 @@ CHOICES = "id object created model choices"
 DELETED = "id object deleted"
 LISTED = "object data first_id last_id has_more"
 AFTER: Schema = {"type": "string"}
+
+
+def page(listed: Sequence[object], ids: Sequence[object], limit: int) -> dict[str, object]:
+    """OpenAI's list object: the first `limit` of those `listed`, which are one more where there are more."""
+    shown = ids[:limit]
+    return {
+        "object": "list",
+        "data": listed[:limit],
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+        "has_more": len(listed) > limit,
+    }
 
 
 def limited(most: int) -> Schema:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -285,7 +286,14 @@ def job_id(sent: str | None, made: str, param: str = "rid") -> str:
     return sent or made
 
 
-def truncation(body: Generation, context_length: int) -> int | None:
+class Truncation(Protocol):
+    """The fields of a body that truncate its prompt."""
+
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
+
+
+def truncation(body: Truncation, context_length: int) -> int | None:
     """How many of the prompt's tokens to keep; -1 means what the model can hold."""
     if body.truncation_side not in (None, "left", "right"):
         raise field_error("truncation_side", "must be 'left' or 'right'")

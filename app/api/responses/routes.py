@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited
+from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited, page
 from app.api.request.sampling import current
 from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
 from app.api.responses.disk import Record, decode_items
@@ -183,18 +182,7 @@ async def input_items(request: web.Request) -> object:
             raise field_error("after", f"names {after[:100]!r}, which is not here")
         items = items[places[0] + 1 :]
     limit = _number(request, "limit", 20, MAX_PAGE)
-    return _page(items, max(limit, 1))
-
-
-def _page(items: list[Any], limit: int) -> Doc:
-    page = items[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0].get("id") if page else None,
-        "last_id": page[-1].get("id") if page else None,
-        "has_more": len(items) > limit,
-    }
+    return page(items, [item.get("id") for item in items], max(limit, 1))
 
 
 def _number(request: web.Request, name: str, default: int, most: int) -> int:

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import includes_usage, request_id, spelling
+from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
-from app.api.openai.stream import DATA, END, usage
+from app.api.openai.stream import DATA, END, includes_usage, spelling, usage
 from app.api.request.beam import check_streamed
 from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
 from app.api.request.reasoning import bounded, thinking_budget
