@@ -66,8 +66,6 @@ def _shell(id: str, model: str) -> dict[str, object]:
 class MessageFrames(Frames[dict[str, object]]):
     """`Frames` of one answer. Owner: event loop."""
 
-    __slots__ = ("_card", "_count", "_empty", "_head", "_id", "_index", "_kind", "_run", "_started")
-
     def __init__(self, job: Job, card: ModelCard, runs: Sequence[Run]) -> None:
         self._id = job.id
         self._card = card

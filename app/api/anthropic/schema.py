@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from app.api.request.reasoning import thinking_fields
 from app.api.request.schema import ChatBody, Int
 from app.http.errors import THREAD_UNSUPPORTED
 from app.service import Loaded
@@ -122,7 +123,7 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
     return _CHOICES[kind]
 
 
-def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str, Any] | None]:
+def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str, Any]]:
     """(limit of thinking tokens, template arguments). Clients send `thinking` to every model: it is ignored
     for a model without."""
     thinking = body.thinking
@@ -134,13 +135,10 @@ def _thinking(body: MessagesBody, loaded: Loaded) -> tuple[int | None, dict[str,
             raise field_error("thinking.budget_tokens", "must be at least 1")
         if body.max_tokens is not None and budget >= body.max_tokens:
             raise field_error("max_tokens", "must be greater than 'thinking.budget_tokens'")
-    if loaded.reasoning is None:
-        return None, None
-    if thinking is None:  # no thinking unless requested, where the template leaves the choice
+    if loaded.reasoning is not None and thinking is None:
+        # No thinking unless requested, where the template leaves the choice.
         return None, {"enable_thinking": False}
-    if thinking.type == "disabled":
-        return 0, {"enable_thinking": False}
-    return budget, {"enable_thinking": True}
+    return thinking_fields(thinking is not None and thinking.type != "disabled", budget, loaded)
 
 
 def _format(body: MessagesBody) -> Any:

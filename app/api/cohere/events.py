@@ -55,21 +55,6 @@ def _call(id: str, name: str, arguments: str) -> dict[str, object]:
 class ReplyFrames(Frames[dict[str, object]]):
     """`Frames` of one answer. Owner: event loop."""
 
-    __slots__ = (
-        "_blocks",
-        "_calls",
-        "_count",
-        "_head",
-        "_id",
-        "_index",
-        "_kind",
-        "_namer",
-        "_rows",
-        "_run",
-        "_started",
-        "_tokens",
-    )
-
     def __init__(self, id: str, namer: Namer | None, runs: Sequence[Run]) -> None:
         """`namer`: log-probabilities are requested."""
         self._id = id

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from app.api.request.messages import check_known_role, string_in
+from app.api.request.reasoning import thinking_fields
 from app.api.request.schema import ChatBody, Int
 from app.http.body import check_depth
 from app.service import Loaded
@@ -91,11 +92,7 @@ def _thinking(thinking: CohereThinking | None, loaded: Loaded) -> tuple[int | No
     budget = thinking.token_budget
     if budget is not None and budget < 1:
         raise field_error("thinking.token_budget", "must be at least 1")
-    if loaded.reasoning is None:
-        return None, {}
-    if thinking.type == "disabled":
-        return 0, {"enable_thinking": False}
-    return budget, {"enable_thinking": True}
+    return thinking_fields(thinking.type != "disabled", budget, loaded)
 
 
 def _format(format: dict[str, Any] | None) -> Any:

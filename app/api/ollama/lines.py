@@ -22,8 +22,6 @@ _encode = msgspec.json.Encoder().encode
 class Lines(Frames[dict[str, object]]):
     """`Frames` of one answer. Owner: event loop."""
 
-    __slots__ = ("_begun", "_calls", "_chat", "_count", "_first", "_model", "_run")
-
     def __init__(self, body: OllamaBody, loaded: Loaded, runs: Sequence[Run]) -> None:
         self._chat = isinstance(body, OllamaChatBody)
         self._model = body.model or loaded.card.name

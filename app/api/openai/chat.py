@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.chat_stream import ChatFrames
-from app.api.openai.common import base_job, check_stream_fields, envelope, request_id
+from app.api.openai.common import base_job, check_stream_fields, request_id
 from app.api.openai.stream import Asked
 from app.api.request.beam import check_beam
 from app.api.request.messages import (
@@ -65,7 +65,7 @@ async def _spec(body: ChatBody, loaded: Loaded) -> AnswerSpec[dict[str, Any]]:
     job, watch = await chat_job(body, loaded)
     object = "chat.completion.chunk" if body.stream else "chat.completion"
     check_stream_fields(body)
-    request = Asked(body=body, loaded=loaded, jobs=[job], envelope=envelope(job.id, object, loaded.card.name))
+    request = Asked(body=body, loaded=loaded, jobs=[job], id=job.id, object=object)
     return chat_spec(job, watch, loaded, partial(ChatFrames, request, watch.reading), stream_interval(body))
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import time
 
-from app.api.openai.stream import Envelope
 from app.api.request.beam import beam_options
 from app.api.request.constraint import constraint_of
 from app.api.request.experts import experts_wanted
@@ -30,11 +28,6 @@ def request_id(body: Generation, prefix: str) -> str:
     """The client's own id, or `prefix` and random digits."""
     param = "rid" if body.rid else "request_id"
     return job_id(body.rid or body.request_id, f"{prefix}-{secrets.token_hex(16)}", param)
-
-
-def envelope(id: str, object: str, model: str) -> Envelope:
-    """The envelope of an answer made now."""
-    return Envelope(id=id, object=object, created=int(time.time()), model=model)
 
 
 def check_stream_fields(body: ChatBody | CompletionBody) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from aiohttp import web
 
-from app.api.openai.common import base_job, check_stream_fields, envelope, request_id
+from app.api.openai.common import base_job, check_stream_fields, request_id
 from app.api.openai.stream import Asked, Chunks
 from app.api.request.embeds import embedded, prompt_embeds
 from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
@@ -112,8 +112,7 @@ async def _spec(body: CompletionBody, loaded: Loaded) -> AnswerSpec[dict[str, An
     embeds = await prompt_embeds(body, loaded)
     jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
     check_stream_fields(body)
-    made = envelope(id, "text_completion", loaded.card.name)
-    request = Asked(body=body, loaded=loaded, jobs=jobs, envelope=made)
+    request = Asked(body=body, loaded=loaded, jobs=jobs, id=id, object="text_completion")
     return AnswerSpec(
         engine=bounded(loaded, thinking_budget(body, loaded)),
         jobs=jobs,

@@ -6,6 +6,7 @@ against 0.75 µs for building and encoding the object with msgspec and 6.2 µs w
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -30,17 +31,9 @@ DATA = b"data: "
 END = b"\n\n"
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """What all chunks and the whole answer of one request share."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-
-    def open(self) -> bytes:
-        """`{"id":...,"model":"..."`, the object left open."""
-        return _encode(self)[:-1]
+def envelope(id: str, object: str, model: str) -> dict[str, object]:
+    """The first fields of an answer made now, and of each of its chunks."""
+    return {"id": id, "object": object, "created": int(time.time()), "model": model}
 
 
 @lru_cache
@@ -100,7 +93,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     body: ChatBody | CompletionBody
     loaded: Loaded
     jobs: Sequence[Job]
-    envelope: Envelope
+    id: str
+    object: str
+    """The answer's, or that of its chunks."""
 
 
 def includes_usage(stream: StreamOptions | None, loaded: Loaded) -> bool:
@@ -125,6 +120,7 @@ class Chunks(Frames[dict[str, Any]]):
         "_begun",
         "_continuous",
         "_count",
+        "_envelope",
         "_head",
         "_heads",
         "_includes_usage",
@@ -153,7 +149,8 @@ class Chunks(Frames[dict[str, Any]]):
         self._includes_usage = includes_usage(stream, asked.loaded)
         self._continuous = stream is not None and stream.continuous_usage_stats is True
         self._count = 0
-        self._head = DATA + asked.envelope.open() + b',"choices":['
+        self._envelope = envelope(asked.id, asked.object, asked.loaded.card.name)
+        self._head = DATA + _encode(self._envelope)[:-1] + b',"choices":['
         choices = sum(run.choices for run in runs)
         self._begun = [False] * choices
         self._heads: list[bytes | None] = [None] * choices
@@ -230,7 +227,7 @@ class Chunks(Frames[dict[str, Any]]):
         body, runs = self._asked.body, self._runs
         if body.return_routed_experts:
             more = cached_details(runs) if body.return_cached_tokens_details else {}
-            yield DATA + self._asked.envelope.open() + b',"choices":[],"sglext":'
+            yield self._head + b'],"sglext":'
             yield from pieces({**more, "routed_experts": experts(runs[0], 0, self._count) or b""})
             yield b"}" + END
         elif body.return_cached_tokens_details:
@@ -257,7 +254,7 @@ class Chunks(Frames[dict[str, Any]]):
         asked, runs = self._asked, self._runs
         tokens = sum(len(piece.tokens) for piece in pieces)
         answer: dict[str, object] = {
-            **msgspec.structs.asdict(asked.envelope),
+            **self._envelope,
             "choices": [self._choice(index, piece) for index, piece in enumerate(pieces)],
             "usage": usage(runs, tokens),
             **self.prompt_fields(),
@@ -290,7 +287,7 @@ class Chunks(Frames[dict[str, Any]]):
 
     def _meta_info(self, run: Run, own: int, piece: Piece) -> dict[str, object]:
         """SGLang's, of one choice."""
-        meta = meta_info(self._asked.envelope.id, run, len(piece.tokens), piece.finish)
+        meta = meta_info(self._asked.id, run, len(piece.tokens), piece.finish)
         if run.params.logprobs >= 0 and piece.logprobs is not None:
             entries = output_entries(piece.tokens, piece.logprobs)
             meta["output_token_logprobs"] = [[entry.value, entry.token, None] for entry in entries]

@@ -12,8 +12,8 @@ from app.api.pooling.embeddings import (
     VECTORS,
     EmbeddingBody,
     check_dimensions,
+    data_list,
     encoded_inputs,
-    envelope,
 )
 from app.api.request.routing import Routes
 from app.api.request.sampling import available
@@ -64,7 +64,7 @@ async def classify_answer(body: ClassifyBody, loaded: Loaded) -> dict[str, objec
                 "num_classes": len(scores),
             }
         )
-    return envelope(pooled, data, loaded)
+    return data_list(pooled, data, loaded)
 
 
 @ROUTES.post(

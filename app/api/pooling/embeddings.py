@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from aiohttp import web
 
+from app.api.openai.stream import envelope
 from app.api.pooling.common import (
     Input,
     PoolBody,
@@ -75,7 +75,7 @@ async def embeddings_answer(body: EmbeddingBody, loaded: Loaded) -> dict[str, ob
     pooled = await run_pooled(inputs, body, "embd", loaded)
     encoded = await encoded_vectors(body, await unit(pooled.vectors, loaded.card.pooling, body.dimensions))
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(encoded)]
-    return envelope(pooled, data, loaded)
+    return data_list(pooled, data, loaded)
 
 
 @ROUTES.post(PoolingBody, "/pooling", example="input", has=VECTORS, runs=True, model=available)
@@ -100,7 +100,7 @@ async def pooling(request: web.Request, body: PoolingBody, loaded: Loaded) -> we
         vectors = await unit(pooled.vectors, card.pooling, body.dimensions)
     encoded = await encoded_vectors(body, vectors)
     data = [{"object": "pooling", "index": i, "data": vector} for i, vector in enumerate(encoded)]
-    return await long_response(request, envelope(pooled, data, loaded))
+    return await long_response(request, data_list(pooled, data, loaded))
 
 
 def check_format(body: EmbeddingBody) -> None:
@@ -152,13 +152,6 @@ async def encoded_vectors(body: EmbeddingBody, vectors: list[Floats]) -> Sequenc
     return encoded
 
 
-def envelope(pooled: Pooled, data: list[dict[str, object]], loaded: Loaded) -> dict[str, object]:
+def data_list(pooled: Pooled, data: list[dict[str, object]], loaded: Loaded) -> dict[str, object]:
     """An answer with a list of vectors or scores."""
-    return {
-        "id": pooled.id,
-        "object": "list",
-        "created": int(time.time()),
-        "model": loaded.card.name,
-        "data": data,
-        "usage": pooled.usage(),
-    }
+    return {**envelope(pooled.id, "list", loaded.card.name), "data": data, "usage": pooled.usage()}

@@ -14,7 +14,7 @@ import numpy as np
 from aiohttp import web
 
 from app.api.pooling.common import Input, PoolBody, Pooled, activated, cut, encode, fitting, run_pooled, unit
-from app.api.pooling.embeddings import envelope
+from app.api.pooling.embeddings import data_list
 from app.api.request.routing import Routes
 from app.api.request.sampling import MAX_CHOICES, available, check_count
 from app.api.request.schema import Int, Text
@@ -99,7 +99,7 @@ async def score_pairs(body: PairBody, loaded: Loaded) -> dict[str, object]:
     data: list[dict[str, object]] = [
         {"object": "score", "index": i, "score": value} for i, value in enumerate(scores)
     ]
-    return envelope(pooled, data, loaded)
+    return data_list(pooled, data, loaded)
 
 
 def check_ranks(loaded: Loaded) -> None:

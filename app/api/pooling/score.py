@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, cast
@@ -14,6 +13,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from app.api.openai.stream import envelope
 from app.api.pooling.common import WINDOW, Counts, finished_runs
 from app.api.pooling.embeddings import VECTORS
 from app.api.pooling.rerank import SIDES, PairBody, score_pairs
@@ -221,8 +221,8 @@ async def generative_scoring(request: web.Request, body: GenerativeBody, loaded:
     id = job_id(body.request_id, secrets.token_hex(16), "request_id")
     answer: Any = await score_answer(await _in_tokens(body, loaded), loaded)
     data = [{"index": i, "object": "score", "score": row[0]} for i, row in enumerate(answer["scores"])]
-    head = {"id": f"generative-scoring-{id}", "object": "list", "created": int(time.time())}
-    return {**head, "model": answer["model"], "data": data, "usage": answer["usage"]}
+    head = envelope(f"generative-scoring-{id}", "list", loaded.card.name)
+    return {**head, "data": data, "usage": answer["usage"]}
 
 
 async def _in_tokens(body: GenerativeBody, loaded: Loaded) -> ScoreBody:

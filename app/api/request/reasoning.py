@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -34,6 +36,14 @@ def thinking_budget(body: ExtensionFields, loaded: Loaded, prefix: str = "") -> 
     if budget < 0:
         raise RequestError(f"'{prefix}{name}' must not be negative.", prefix + name)
     return budget
+
+
+def thinking_fields(wanted: bool, budget: int | None, loaded: Loaded) -> tuple[int | None, dict[str, Any]]:
+    """(limit of thinking tokens, template arguments) for a request that says whether the model is to think.
+    Empty for a model that never thinks."""
+    if loaded.reasoning is None:
+        return None, {}
+    return budget if wanted else 0, {"enable_thinking": wanted}
 
 
 def shown(prompt: str | Ints, loaded: Loaded) -> str:
@@ -73,8 +83,6 @@ def constrained(job: Job, prompt: str, wanted: Wanted, watch: Watch) -> tuple[Jo
 class Bounded:
     """A `Generator` over the engine: its jobs think for at most so many tokens, and a constraint holds for
     what follows the thinking, as in chat. Their text is told with its marks. Owner: event loop."""
-
-    __slots__ = ("_budget", "_loaded")
 
     def __init__(self, loaded: Loaded, budget: int) -> None:
         """The model must be one that thinks."""

@@ -35,8 +35,6 @@ DIALECT = Dialect(error=error_event)
 class Live:
     """One response in the making, and its events for whoever follows. Owner: event loop."""
 
-    __slots__ = ("_early", "_events", "_on_done", "done", "error", "followers", "log", "run", "turn")
-
     def __init__(self, turn: Turn, on_done: Callable[[Live], None]) -> None:
         self.turn = turn
         self.run: Run | None = None

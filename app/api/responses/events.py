@@ -39,8 +39,6 @@ _CALL = _Kind(prefix="fc", event="response.function_call_arguments", text="argum
 class _Open:
     """The item that text is added to. Owner: event loop."""
 
-    __slots__ = ("head", "item", "kind", "logprobs", "texts", "where")
-
     def __init__(self, kind: _Kind, item: Doc, index: int) -> None:
         self.kind = kind
         self.item = item
@@ -71,8 +69,6 @@ class ResponseEvents:
 
     Every frame is one event; its sequence number is its place among all of them. Owner: event loop.
     """
-
-    __slots__ = ("_count", "_open", "_options", "_run", "_tokens", "_unspoken", "doc", "output")
 
     def __init__(self, options: ResponseOptions, run: Run) -> None:
         self._options = options

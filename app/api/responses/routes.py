@@ -37,8 +37,6 @@ MAX_PAGE = 100
 class ResponseFrames(Frames[None]):
     """`Frames` of one streamed response. Owner: event loop."""
 
-    __slots__ = ("_events", "_keep")
-
     def __init__(self, turn: Turn, keep: Callable[[Doc], object], runs: Sequence[Run]) -> None:
         """`keep` is called with the response once it has ended."""
         self._events = ResponseEvents(turn.options, runs[0])

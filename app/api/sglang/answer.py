@@ -59,21 +59,6 @@ class NativeFrames(Frames[Any]):
     events together are bounded by `GROWTH` times the last, beyond `SMALL` for each token.
     """
 
-    __slots__ = (
-        "_body",
-        "_ends",
-        "_jobs",
-        "_logprobs",
-        "_n",
-        "_namer",
-        "_runs",
-        "_single",
-        "_sizes",
-        "_texts",
-        "_tokens",
-        "_wanted",
-    )
-
     def __init__(
         self, body: NativeBody, loaded: Loaded, jobs: Sequence[Job], single: bool, runs: Sequence[Run]
     ) -> None:

@@ -60,8 +60,6 @@ async def close_session(request: web.Request, body: CloseBody, loaded: Loaded) -
 class Recorded(Generator):
     """A `Generator` whose complete answer becomes a turn of a session. Owner: event loop."""
 
-    __slots__ = ("_end", "_engine")
-
     def __init__(self, engine: Generator, end: Callable[[list[int]], None]) -> None:
         """`end` gets the tokens of the answer."""
         self._engine = engine

@@ -9,7 +9,8 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.chat import chat_answer
-from app.api.openai.common import envelope, request_id
+from app.api.openai.common import request_id
+from app.api.openai.stream import envelope
 from app.api.request.field_names import fields_named
 from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import MAX_CHOICES, check_count
@@ -58,7 +59,7 @@ async def chat_batch(request: web.Request, body: Any, loaded: Loaded) -> object:
     finally:
         for task in tasks:
             task.cancel()
-    head = msgspec.structs.asdict(envelope(id, "chat.completion", loaded.card.name))
+    head = envelope(id, "chat.completion", loaded.card.name)
     used = _total([answer["usage"] for answer in answers])
     choices = [_choice(answer, i) for i, answer in enumerate(answers)]
     return {**head, "choices": choices, "usage": used}

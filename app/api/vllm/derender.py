@@ -12,8 +12,7 @@ from aiohttp import web
 
 from app.api.openai.chat import chat_job
 from app.api.openai.chat_stream import message_fields
-from app.api.openai.common import envelope
-from app.api.openai.stream import finish_fields, finished
+from app.api.openai.stream import envelope, finish_fields, finished
 from app.api.request.logprobs import Namer, chat_token
 from app.api.request.prompts import check_ids
 from app.api.request.routing import CHOICES, Routes
@@ -117,7 +116,7 @@ async def derender_chat(request: web.Request, body: DerenderChatBody, loaded: Lo
     head = envelope(made.request_id or "chatcmpl-derender", "chat.completion", loaded.card.name)
     prompt_tokens = len(tail) if body.prompt_tokens is None else body.prompt_tokens
     used = _usage([prompt_tokens], [made])
-    return {**msgspec.structs.asdict(head), "choices": listed, "usage": used}
+    return {**head, "choices": listed, "usage": used}
 
 
 @ROUTES.post(DerenderBody, "/v1/completions/derender", needed="generate_responses", has=CHOICES)
@@ -138,7 +137,7 @@ async def derender_completions(request: web.Request, body: DerenderBody, loaded:
             await asyncio.sleep(0)
     head = envelope(made[0].request_id or "cmpl-derender", "text_completion", loaded.card.name)
     used = _usage(counts, made)
-    return {**msgspec.structs.asdict(head), "choices": listed, "usage": used}
+    return {**head, "choices": listed, "usage": used}
 
 
 def _check(stream: bool | None, made: Sequence[Generated | None], param: str, loaded: Loaded) -> None:

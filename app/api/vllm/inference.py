@@ -113,8 +113,6 @@ def _completion(body: InferenceBody) -> CompletionBody:
 class TokenFrames(Frames[dict[str, object]]):
     """`Frames` of this route. Owner: event loop."""
 
-    __slots__ = ("_body", "_count", "_first", "_job", "_model", "_namer", "_runs", "_text", "_usage")
-
     def __init__(self, body: InferenceBody, job: Job, loaded: Loaded, runs: Sequence[Run]) -> None:
         self._job = job
         self._runs = runs
