@@ -112,7 +112,8 @@ def _structs(facts: Sequence[Facts]) -> dict[str, Schema]:
 def _operation(path: str, route: Route) -> Schema:
     facts = route.facts
     operation: Schema = {
-        "summary": _first_sentence(route.handler.__doc__ or ""),
+        # The first sentence.
+        "summary": re.split(r"(?<=\.) ", " ".join((route.handler.__doc__ or "").split()))[0],
         "operationId": route.method.lower() + re.sub(r"\W+", "_", path),
         "responses": _responses(path, route),
     }
@@ -196,7 +197,3 @@ def _contents(facts: Facts) -> Schema:
     if facts.get("lines"):
         contents["application/x-ndjson"] = {"schema": {"type": "string"}}
     return contents
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]

@@ -188,7 +188,8 @@ class Delivery:
         if self._holding or stream is None or stream.congested:
             self._hold(index, piece)
         else:
-            self._emit(index, piece, stream.post)
+            assert self._frames is not None
+            self._write(_events(self._frames, index, piece), stream.post)
 
     async def run(
         self, stream: EventStream, frames: Frames[Any], patient: bool = False, weight: int = 0
@@ -249,10 +250,6 @@ class Delivery:
             count = self._weight + len(piece.logprobs or ())
             self._write(await aside(count, partial(_events, frames, index, piece)), stream.write)
         self._holding = bool(self._held) or self._weight > MANY
-
-    def _emit(self, index: int, piece: Piece, write: Write) -> None:
-        assert self._frames is not None
-        self._write(_events(self._frames, index, piece), write)
 
     def _write(self, events: Events, write: Write) -> None:
         event, end, error = events

@@ -39,18 +39,14 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "loom_cache_queried_tokens_total": ("vllm:prefix_cache_queries_total",),
     "loom_cache_hit_tokens_total": ("vllm:prefix_cache_hits_total",),
     "loom_cache_hit_ratio": ("sglang:cache_hit_rate",),
-    "loom_time_to_first_token_seconds": (
-        "vllm:time_to_first_token_seconds",
-        "sglang:time_to_first_token_seconds",
-    ),
-    "loom_inter_token_latency_seconds": (
-        "vllm:inter_token_latency_seconds",
-        "sglang:inter_token_latency_seconds",
-    ),
-    "loom_e2e_request_latency_seconds": (
-        "vllm:e2e_request_latency_seconds",
-        "sglang:e2e_request_latency_seconds",
-    ),
+    **{
+        f"loom_{name}": (f"vllm:{name}", f"sglang:{name}")
+        for name in (
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "e2e_request_latency_seconds",
+        )
+    },
     "loom_queue_time_seconds": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
 }
 """Further names of metrics."""

@@ -70,11 +70,7 @@ async def patience(request: web.Request) -> AsyncIterator[None]:
         raise ConnectionResetError("the client does not read") from None
 
 
-def _data_error(fault: Fault, id: str) -> bytes:
-    return b"data: %b\n\n" % fault.body()
-
-
-OPENAI = Dialect(error=_data_error, done=DONE)
+OPENAI = Dialect(error=lambda fault, id: b"data: %b\n\n" % fault.body(), done=DONE)
 
 
 class EventStream:

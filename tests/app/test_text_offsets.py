@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.api.request.logprobs import Namer, Offsets
+from app.api.request.logprobs import Offsets
 from app.engine.job import Piece
 from core.types import Finish, FinishReason
 from tests.rigs.server import Server
@@ -38,7 +38,7 @@ def piece(text: str, tokens: list[int], finish: Finish | None = None) -> Piece:
 
 
 def test_offsets_go_on_behind_the_echo_and_from_piece_to_piece() -> None:
-    offsets = Offsets(Namer(ByteTokenizer()), skip_special=True)
+    offsets = Offsets(ByteTokenizer(), skip_special=True)
     assert offsets.echoed([BOS, 97, 98], "ab") == [0, 0, 1]
     assert offsets.made(piece("c", [99, 0xC3])) == [2, 3]  # "ö" in two halves
     assert offsets.made(piece("ö", [0xB6, EOS, 100])) == [3, 4, 4]
@@ -46,11 +46,11 @@ def test_offsets_go_on_behind_the_echo_and_from_piece_to_piece() -> None:
 
 
 def test_what_a_stop_cut_off_begins_at_the_end_of_the_text() -> None:
-    offsets = Offsets(Namer(ByteTokenizer()), skip_special=True)
+    offsets = Offsets(ByteTokenizer(), skip_special=True)
     end = Finish(FinishReason.STOP, "cd")
     assert offsets.made(piece("ab", [*b"abcd"], end)) == [0, 1, 2, 2]
 
 
 def test_a_blank_that_the_text_lost_takes_no_room() -> None:
-    offsets = Offsets(Namer(ByteTokenizer()), skip_special=True)
+    offsets = Offsets(ByteTokenizer(), skip_special=True)
     assert offsets.echoed([BOS, 32, 97, 98], "ab") == [0, 0, 0, 1]

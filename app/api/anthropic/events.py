@@ -10,7 +10,7 @@ import msgspec
 from app.api.anthropic.cache import prompt_usage
 from app.engine.job import Job, Piece, Run
 from app.http.delivery import Frames
-from app.http.errors import AnthropicError, Fault
+from app.http.errors import AnthropicError
 from app.http.sse import Dialect
 from app.parsers.base import CallArguments, CallBroken, CallStart, Content, Event, Reasoning, assemble
 from app.parsers.typed import members
@@ -26,11 +26,10 @@ def _event(type_: str, **fields: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (type_.encode(), _encode({"type": type_, **fields}))
 
 
-def _error(fault: Fault, request_id: str) -> bytes:
-    return b"event: error\ndata: %b\n\n" % fault.body(AnthropicError, request_id)
-
-
-DIALECT = Dialect(error=_error, keep_alive=_event("ping"))
+DIALECT = Dialect(
+    error=lambda fault, id: b"event: error\ndata: %b\n\n" % fault.body(AnthropicError, id),
+    keep_alive=_event("ping"),
+)
 
 
 def whole_usage(run: Run, tokens: int) -> dict[str, object]:

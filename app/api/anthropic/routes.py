@@ -13,6 +13,7 @@ from app.api.anthropic.events import DIALECT, MessageFrames
 from app.api.anthropic.input import chat_messages
 from app.api.anthropic.schema import NAMES, MessagesBody, chat_body
 from app.api.openai.chat import chat_job, chat_spec
+from app.api.request.prompts import prompt_ids
 from app.api.request.routing import Routes
 from app.api.request.sampling import current
 from app.engine.job import Job
@@ -57,9 +58,7 @@ def too_long(error: ContextExceeded) -> RequestError:
 async def count_tokens(request: web.Request, body: MessagesBody, loaded: Loaded) -> object:
     """Tokens of the prompt that the same body would be run with."""
     job, _ = await _job(msgspec.structs.replace(body, max_tokens=None), loaded)
-    assert isinstance(job.prompt, str)
-    ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, "messages")
-    return {"input_tokens": len(ids)}
+    return {"input_tokens": len(await prompt_ids(job, loaded))}
 
 
 async def _job(body: MessagesBody, loaded: Loaded) -> tuple[Job, Watch]:

@@ -61,7 +61,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded) -> ChatBody:
     """The same request as chat takes it; `id` is what it can be aborted by."""
     _check_whole(body)
-    choice = body.tool_choice or {}
+    choice, last = body.tool_choice or {}, messages[-1]
+    prefilled = last["role"] == "assistant" and not last.get("tool_calls")
     budget, arguments = _thinking(body, loaded)
     return ChatBody(
         rid=id,
@@ -82,7 +83,7 @@ def chat_body(body: MessagesBody, messages: list[Block], id: str, loaded: Loaded
         custom_logit_processor=body.custom_logit_processor,
         custom_params=body.custom_params,
         # A final assistant message is continued.
-        continue_final_message=True if _prefilled(messages) else None,
+        continue_final_message=True if prefilled else None,
     )
 
 
@@ -95,10 +96,6 @@ def _check_whole(body: MessagesBody) -> None:
         raise RequestError(message, "thread", THREAD_UNSUPPORTED)
     if body.compaction is not None:
         raise field_error("compaction", "is not supported", "unsupported")
-
-
-def _prefilled(messages: list[Block]) -> bool:
-    return messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def functions(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

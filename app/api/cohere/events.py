@@ -169,7 +169,11 @@ class ReplyFrames(Frames[dict[str, object]]):
         namer = self._namer
         assert namer is not None
         values = [entry.value for entry in output_entries(self._tokens, self._rows)]
-        item = {"text": namer.joined(self._tokens), "token_ids": self._tokens, "logprobs": values}
+        item = {
+            "text": namer.tokenizer.decode(self._tokens, False),
+            "token_ids": self._tokens,
+            "logprobs": values,
+        }
         self._tokens, self._rows = [], []
         return b',"logprobs":%b' % _encode(item)
 

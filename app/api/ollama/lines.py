@@ -72,7 +72,7 @@ class Lines(Frames[dict[str, object]]):
             said["response"] = text
         return {
             "model": self._model,
-            "created_at": _now(),
+            "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
             **said,
             "done": end is not None,
             **(end or {}),
@@ -120,7 +120,3 @@ class Lines(Frames[dict[str, object]]):
             "eval_count": self._count,
             "eval_duration": now - first,
         }
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -31,17 +31,13 @@ from app.engine.job import Job
 from app.engine.reasoning_budget import Watch
 from app.http.answer import answer
 from app.http.aside import aside
-from app.http.errors import Fault, OllamaError
+from app.http.errors import OllamaError
 from app.http.keys import SERVICE
 from app.http.sse import Dialect
 from app.parsers.reading import Reading
 from app.service import Loaded, Service
 
 ROUTES = Routes()
-
-
-def _error(fault: Fault, id: str) -> bytes:
-    return fault.body(OllamaError) + b"\n"
 
 
 NEVER = "2318-01-01T00:00:00Z"
@@ -52,7 +48,9 @@ def _find(service: Service, name: str | None) -> Loaded:
     return ready(service, model_name(name, service.loaded))
 
 
-LINES = Dialect(error=_error, keep_alive=b"", media="application/x-ndjson")
+LINES = Dialect(
+    error=lambda fault, id: fault.body(OllamaError) + b"\n", keep_alive=b"", media="application/x-ndjson"
+)
 
 
 @ROUTES.post(

@@ -115,12 +115,13 @@ class ChatFrames(Chunks):
 
     def prompt_fields(self) -> dict[str, object]:
         """See `Chunks.prompt_fields`."""
-        body, run, namer, prompt = self._body, self._runs[0], self._namer, self._asked.jobs[0].prompt
+        body, run, prompt = self._body, self._runs[0], self._asked.jobs[0].prompt
         fields: dict[str, object] = {}
         if body.return_token_ids or body.return_prompt_token_ids:
             fields["prompt_token_ids"] = run.prompt.tolist()
         if body.return_prompt_text:
-            fields["prompt_text"] = prompt if isinstance(prompt, str) else namer.joined(run.prompt.tolist())
+            decode = self._asked.loaded.tokenizer.decode
+            fields["prompt_text"] = prompt if isinstance(prompt, str) else decode(run.prompt.tolist(), False)
         if body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = vllm_prompt_logprobs(run, namer)
+            fields["prompt_logprobs"] = vllm_prompt_logprobs(run, self._namer)
         return fields

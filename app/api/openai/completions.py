@@ -148,7 +148,9 @@ def completion_jobs(
     for param, prompt in _named("prompt", prompts):
         checked = check_prompt(prompt, vocab_size, param)
         jobs.append(msgspec.structs.replace(base, prompt=checked, prompt_param=param))
-    return jobs if len(jobs) == 1 else _numbered(jobs)
+    if len(jobs) == 1:
+        return jobs
+    return [msgspec.structs.replace(job, id=f"{id}-{i}") for i, job in enumerate(jobs)]
 
 
 def _logprobs(body: CompletionBody) -> int:
@@ -164,10 +166,6 @@ def _named(param: str, prompts: Sequence[P]) -> list[tuple[str, P]]:
     if len(prompts) == 1:
         return [(param, prompts[0])]
     return [(f"{param}[{i}]", prompt) for i, prompt in enumerate(prompts)]
-
-
-def _numbered(jobs: Sequence[Job]) -> list[Job]:
-    return [msgspec.structs.replace(job, id=f"{job.id}-{i}") for i, job in enumerate(jobs)]
 
 
 def _max_tokens(body: CompletionBody) -> int:

@@ -22,27 +22,13 @@ FLOOR = -9999.0
 class Namer:
     """Tokens as text, or as `token_id:17` for clients that must distinguish tokens of equal text."""
 
-    __slots__ = ("_as_ids", "_tokenizer")
-
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._as_ids = as_ids
 
     def text(self, token: int) -> str:
         """Never raises for an id inside the vocabulary."""
-        return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
-
-    def joined(self, tokens: Sequence[int]) -> str:
-        """The text of all of them, special ones too."""
-        return self._tokenizer.decode(tokens, False)
-
-    def special(self, token: int) -> bool:
-        """Whether it is left out of texts by default."""
-        return token in self._tokenizer.special_ids
-
-    def raw(self, token: int) -> bytes:
-        """The exact bytes, which a text cannot show for a part of a character."""
-        return self._tokenizer.token_bytes(token)
+        return f"token_id:{token}" if self._as_ids else self.tokenizer.token_text(token)
 
 
 class Entry(NamedTuple):
@@ -119,17 +105,15 @@ def token_logprobs(piece: Piece, namer: Namer) -> list[dict[str, object]]:
 
 def chat_token(token: int, value: float | None, namer: Namer) -> dict[str, object]:
     """A token and its log-probability, as chat spells them."""
-    return {"token": namer.text(token), "logprob": value, "bytes": list(namer.raw(token))}
+    return {"token": namer.text(token), "logprob": value, "bytes": list(namer.tokenizer.token_bytes(token))}
 
 
 class Offsets:
     """Where in a choice's text its tokens begin, in characters: those that the text leaves out take no room,
     and a token that has a part of a character begins where that does. Owner: event loop."""
 
-    __slots__ = ("_at", "_decoder", "_namer", "_sent", "_skips")
-
-    def __init__(self, namer: Namer, skip_special: bool) -> None:
-        self._namer = namer
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
         self._skips = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at = 0
@@ -142,10 +126,10 @@ class Offsets:
         found = []
         for token in tokens:
             found.append(min(self._at, len(text)))
-            decoded = self._decoder.decode(self._namer.raw(token))
+            decoded = self._decoder.decode(self._tokenizer.token_bytes(token))
             if text.startswith(decoded, self._at):
                 self._at += len(decoded)
-            elif not self._namer.special(token):
+            elif token not in self._tokenizer.special_ids:
                 self._at += len(decoded) - (
                     self._at == 0 and decoded.startswith(" ") and not text.startswith(" ")
                 )
@@ -157,8 +141,8 @@ class Offsets:
         found = []
         for token in piece.tokens:
             found.append(self._at)
-            if not (self._skips and self._namer.special(token)):
-                self._at += len(self._decoder.decode(self._namer.raw(token)))
+            if not (self._skips and token in self._tokenizer.special_ids):
+                self._at += len(self._decoder.decode(self._tokenizer.token_bytes(token)))
         self._sent += len(piece.text)
         return found if piece.finish is None else [min(at, self._sent) for at in found]
 
@@ -166,11 +150,9 @@ class Offsets:
 class CompletionLogprobs:
     """`choices[].logprobs` of completions; offsets go on from chunk to chunk. Owner: event loop."""
 
-    __slots__ = ("_namer", "_offsets")
-
     def __init__(self, namer: Namer, skip_special: bool) -> None:
         self._namer = namer
-        self._offsets = Offsets(namer, skip_special)
+        self._offsets = Offsets(namer.tokenizer, skip_special)
 
     def of(self, piece: Piece, prompt: Sequence[Entry] = (), echo: str = "") -> dict[str, object]:
         """The parallel lists of OpenAI's old format, read by lm-eval: of the piece's tokens, after those of

@@ -7,6 +7,8 @@ from typing import cast
 
 import numpy as np
 
+from app.engine.job import Job
+from app.service import Loaded
 from core.errors import field_error
 from core.types import Ints
 
@@ -42,6 +44,13 @@ def check_prompt(prompt: Prompt, vocab_size: int, param: str) -> str | Ints:
     if not prompt:
         raise field_error(param, "must not be empty")
     return prompt if isinstance(prompt, str) else check_ids(prompt, vocab_size, param)
+
+
+async def prompt_ids(job: Job, loaded: Loaded) -> Ints:
+    """The prompt of a job without a suffix as token ids, int32 [n]."""
+    if not isinstance(job.prompt, str):
+        return job.prompt
+    return await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, job.prompt_param)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> Ints:

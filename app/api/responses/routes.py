@@ -9,6 +9,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from app.api.request.prompts import prompt_ids
 from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited, page
 from app.api.request.sampling import current
 from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
@@ -216,7 +217,5 @@ async def input_tokens(request: web.Request, body: ResponsesBody, loaded: Loaded
     """Tokens of the prompt that the same body would be run with; nothing is run or kept."""
     asked = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)
     turn = await make_turn(asked, tenant(), request.app[RESPONSES].store, loaded)
-    prompt = turn.job.prompt
-    if isinstance(prompt, str):
-        prompt = await loaded.tokenizer.encode_async(prompt, turn.job.add_special_tokens, "input")
-    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+    ids = await prompt_ids(turn.job, loaded)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}

@@ -15,7 +15,7 @@ from app.api.request.constraint import constraint_of
 from app.api.request.embeds import Given, embedded, input_embeds
 from app.api.request.experts import experts_wanted
 from app.api.request.field_names import fields_named
-from app.api.request.prompts import Prompt, check_prompt, split_prompts
+from app.api.request.prompts import Prompt, check_prompt, prompt_ids, split_prompts
 from app.api.request.reasoning import bounded, thinking_budget
 from app.api.request.routing import Routes
 from app.api.request.sampling import (
@@ -34,7 +34,7 @@ from app.api.request.sampling import (
 )
 from app.api.request.schema import NativeBody, NativeSampling, refuse_unsupported
 from app.api.sglang.answer import NativeFrames
-from app.api.sglang.sessions import SESSIONS, encoded, taking_part
+from app.api.sglang.sessions import SESSIONS, taking_part
 from app.engine.job import Job
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
@@ -86,8 +86,8 @@ async def generate(request: web.Request, body: NativeBody, loaded: Loaded) -> we
             return await answer(request, spec, body.stream is True)
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
-        job = await encoded(jobs[0], loaded)
-        with taking_part(request.app[SESSIONS][tenant()], body.session_params, spec, job, loaded) as spec:
+        ids = await prompt_ids(jobs[0], loaded)  # a session adds to tokens, not to text
+        with taking_part(request.app[SESSIONS][tenant()], body.session_params, spec, ids, loaded) as spec:
             return await answer(request, spec, body.stream is True)
 
 

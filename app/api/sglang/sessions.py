@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 from aiohttp import web
 
 from app.api.request.routing import Routes
@@ -21,7 +20,7 @@ from app.http.answer import AnswerSpec
 from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import field_error
-from core.types import FinishReason
+from core.types import FinishReason, Ints
 
 ROUTES = Routes()
 
@@ -79,21 +78,15 @@ class Recorded(Generator):
         return await self._engine.start(job, watched)
 
 
-async def encoded(job: Job, loaded: Loaded) -> Job:
-    """The job with its prompt as ids: a session adds to tokens, not to text."""
-    if not isinstance(job.prompt, str):
-        return job
-    ids = await loaded.tokenizer.encode_async(job.prompt, job.add_special_tokens, job.prompt_param)
-    return msgspec.structs.replace(job, prompt=ids)
-
-
 @contextmanager
 def taking_part(
-    sessions: Sessions, params: SessionParams, spec: AnswerSpec[Any], job: Job, loaded: Loaded
+    sessions: Sessions, params: SessionParams, spec: AnswerSpec[Any], ids: Ints, loaded: Loaded
 ) -> Iterator[AnswerSpec[Any]]:
-    """`spec` with the job behind the turn that it continues. A turn that does not complete is forgotten."""
+    """`spec` whose one job, with the prompt `ids`, comes after the turn that it continues. A turn that does
+    not complete is removed."""
+    (job,) = spec.jobs
     bos = loaded.tokenizer.encode("", True)  # whatever a text begins with
-    prompt = sessions.begin(params, job.id, np.asarray(job.prompt), int(bos[0]) if len(bos) else None)
+    prompt = sessions.begin(params, job.id, ids, int(bos[0]) if len(bos) else None)
     id = params.id or ""
     engine = Recorded(spec.engine, partial(sessions.end, id, job.id))
     try:
