@@ -26,7 +26,7 @@ from app.batch import Batches, Store
 from app.http.burst import Burst
 from app.http.intake import MAX_HELD, Intake
 from app.http.keys import BURST, INTAKE, SERVE, SERVICE
-from app.http.middleware import decorate, expect, make_edge
+from app.http.middleware import decorate, expect, make_middleware
 from app.http.tenant import Keys
 from app.service import Service
 from core.clock import monotonic
@@ -65,7 +65,7 @@ TABLE: tuple[Route, ...] = (
 def make_app(service: Service, serve: ServeConfig) -> web.Application:
     """The application, for `app.http.server.Runner`."""
     keys = Keys(serve.api_key)
-    app = web.Application(middlewares=[make_edge(keys)])
+    app = web.Application(middlewares=[make_middleware(keys)])
     app[SERVICE] = service
     app[SERVE] = serve
     app[BURST] = Burst()

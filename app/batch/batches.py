@@ -16,7 +16,7 @@ from app.batch.capacity import BackgroundCapacity
 from app.batch.records import Batch
 from app.batch.store import Disk, Page, Store
 from app.batch.work import Answers, Work
-from app.http.tenant import acting_for
+from app.http.tenant import as_tenant
 from app.service import Service
 from core.errors import LoomError, RequestError
 
@@ -136,7 +136,7 @@ class Batches:
                     self._work = Work(owner, batch, self.store, self._answers, service, capacity)
                     # It may have been cancelled on disk before it became `_work`.
                     if (await self.store.run(partial(Disk.batch, owner=owner, id=batch.id))).active:
-                        with acting_for(owner):
+                        with as_tenant(owner):
                             await self._attempt(self._work)
                     self._work = None
             except (OSError, sqlite3.Error, LoomError) as error:

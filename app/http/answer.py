@@ -1,4 +1,4 @@
-"""One way from a request's jobs to its answer, for every route that generates."""
+"""From a request's jobs to its answer, for every route that generates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 
 from app.engine.job import Generator, Job, Run
 from app.http.aside import aside
-from app.http.delivery import Collector, Delivery, Frames, prompt_weight, running, spaced
+from app.http.delivery import Collector, Delivery, Frames, interval_sink, prompt_weight, running
 from app.http.reply import long_response
 from app.http.sse import OPENAI, Dialect, EventStream
 
@@ -19,17 +19,17 @@ T = TypeVar("T")
 
 
 class AnswerSpec(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What to run for one request, and who puts the answer into words."""
+    """What to run for one request, and the frames that make the answer."""
 
     engine: Generator
     jobs: Sequence[Job]
     frames: Callable[[Sequence[Run]], Frames[T]]
     """Called when all jobs are queued. Raises `RequestError` for limits that depend on prompt lengths."""
     every: int = 1
-    """Tokens that an event of a stream tells at least."""
+    """Minimum tokens in an event of a stream."""
     dialect: Dialect = OPENAI
-    tells_prompt: bool = True
-    """Events tell the prompt's log-probabilities, where they are asked for."""
+    prompt_logprobs: bool = True
+    """Events have the prompt's log-probabilities, if they are requested."""
 
     @property
     def choices(self) -> int:
@@ -42,10 +42,10 @@ async def answer(request: web.Request, spec: AnswerSpec[Any], stream: bool) -> w
     if not stream:
         return await long_response(request, await whole_answer(spec))
     delivery = Delivery(spec.choices)
-    sink = spaced(delivery.take, spec.every)
+    sink = interval_sink(delivery.take, spec.every)
     async with running(spec.engine, spec.jobs, sink) as runs:
         frames = spec.frames(runs)
-        weight = prompt_weight(runs) if spec.tells_prompt else 0
+        weight = prompt_weight(runs) if spec.prompt_logprobs else 0
         # Prompt log-probabilities are complete once choice 0 has begun, not before.
         patient = weight > 0 and spec.jobs[0].n > 1
         async with EventStream(request, dialect=spec.dialect) as events:
@@ -54,7 +54,7 @@ async def answer(request: web.Request, spec: AnswerSpec[Any], stream: bool) -> w
 
 
 async def whole_answer(spec: AnswerSpec[T]) -> T:
-    """The whole answer, for whoever asks: a request, a line of a batch, `app.offline`."""
+    """The whole answer, for requests, batches and `app.offline`."""
     collector = Collector(spec.choices)
     async with running(spec.engine, spec.jobs, collector.take) as runs:
         frames = spec.frames(runs)

@@ -111,7 +111,7 @@ async def decode(kind: type[T], body: bytes, bodies: Helper) -> T:
 
 
 def _forgotten(work: asyncio.Future[bytes]) -> None:
-    """Retrieve the exception that nobody waits for."""
+    """Retrieve the exception: no task awaits it any more."""
     if not work.cancelled():
         work.exception()
 

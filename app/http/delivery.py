@@ -101,9 +101,9 @@ class Collector:
                 raise Aborted
 
 
-class Spaced:
-    """A sink before another: after a choice's first piece, only as many tokens as `every` go on
-    together. Owner: event loop."""
+class IntervalSink:
+    """A sink in front of another: after a choice's first piece, it passes on at least `every` tokens at a
+    time. Owner: event loop."""
 
     __slots__ = ("_begun", "_every", "_held", "_sink")
 
@@ -125,9 +125,9 @@ class Spaced:
         self._sink(index, piece)
 
 
-def spaced(sink: Sink, every: int) -> Sink:
-    """`sink` itself where every token is told."""
-    return sink if every == 1 else Spaced(sink, every).take
+def interval_sink(sink: Sink, every: int) -> Sink:
+    """`sink` itself if every token has its event."""
+    return sink if every == 1 else IntervalSink(sink, every).take
 
 
 class Frames(ABC, Generic[T]):
@@ -142,7 +142,7 @@ class Frames(ABC, Generic[T]):
 
     @abstractmethod
     def delta(self, index: int, piece: Piece) -> bytes | None:
-        """The event of new text and tokens; None when there is nothing to tell yet."""
+        """The event of new text and tokens; None when there is nothing to send yet."""
 
     @abstractmethod
     def finish(self, index: int, piece: Piece) -> bytes:
@@ -195,7 +195,7 @@ class Delivery:
         self, stream: EventStream, frames: Frames[Any], patient: bool = False, weight: int = 0
     ) -> None:
         """Write from the head until every choice has ended, then the rest. Raises what made one fail, unless
-        the frames tell it themselves.
+        the frames report it themselves.
 
         `patient` waits for the end of all choices before the first event. `weight` counts the prompt tokens
         whose log-probabilities some events carry: where they are many, no event is made in the engine's
@@ -215,9 +215,9 @@ class Delivery:
                 else:
                     await stream.wait()
             if self._error is not None:
-                if (told := frames.failed(self._error)) is None:
+                if (event := frames.failed(self._error)) is None:
                     raise self._error
-                stream.write(told)
+                stream.write(event)
                 return
             for part in frames.rest():
                 await stream.drained()
@@ -275,7 +275,7 @@ class Events(NamedTuple):
 
 
 def _events(frames: Frames[Any], index: int, piece: Piece) -> Events:
-    """A choice that failed tells what was produced before."""
+    """A choice that failed sends what was produced before."""
     try:
         if piece.finish is None:
             return Events(frames.delta(index, piece))
@@ -288,7 +288,7 @@ def _events(frames: Frames[Any], index: int, piece: Piece) -> Events:
 
 
 def prompt_weight(runs: Sequence[Run]) -> int:
-    """Prompt tokens whose log-probabilities are told, of all `runs`."""
+    """Prompt tokens whose log-probabilities are returned, of all `runs`."""
     return sum(len(run.prompt) for run in runs if run.params.prompt_logprobs >= 0)
 
 

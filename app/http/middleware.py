@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from app.http.errors import AnthropicError, CohereError, Error, ErrorShape, HttpError, OllamaError, fault
 from app.http.keys import REQUEST_ID, WARNINGS
 from app.http.reply import error_response
-from app.http.tenant import Keys, acting_for
+from app.http.tenant import Keys, as_tenant
 from app.warning import HEADER, header_value, warnings
 from core.errors import LoomError
 
@@ -71,7 +71,7 @@ def _admit(request: web.Request, keys: Keys) -> str:
     return found or ""
 
 
-def make_edge(keys: Keys) -> Middleware:
+def make_middleware(keys: Keys) -> Middleware:
     """The only middleware: turns everything but a disconnect into an answer."""
 
     @web.middleware
@@ -105,7 +105,7 @@ async def _answer(request: web.Request, handler: Handler, keys: Keys) -> web.Str
     try:
         if request.method == "OPTIONS":
             return _preflight(request)
-        with acting_for(_admit(request, keys)):
+        with as_tenant(_admit(request, keys)):
             return await handler(request)
     except LoomError as error:
         return _error(request, error)
@@ -150,12 +150,14 @@ def _translate(request: web.Request, error: web.HTTPException) -> HttpError:
 
 
 def _preflight(request: web.Request) -> web.Response:
-    asked = request.headers.get("Access-Control-Request-Headers", "")
+    requested = request.headers.get("Access-Control-Request-Headers", "")
     return web.Response(
         status=204,
         headers={
             "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
-            "Access-Control-Allow-Headers": asked if _HEADER_NAMES.fullmatch(asked) else ALLOWED_HEADERS,
+            "Access-Control-Allow-Headers": requested
+            if _HEADER_NAMES.fullmatch(requested)
+            else ALLOWED_HEADERS,
             "Access-Control-Max-Age": "86400",
         },
     )

@@ -13,7 +13,7 @@ import numpy as np
 from aiohttp import web
 
 from app.http.errors import Fault
-from app.http.sse import patience
+from app.http.sse import write_timeout
 
 PIECE = 64 * 1024
 """Bytes of a long answer encoded and written per turn of the loop: 0.3 ms for numbers."""
@@ -44,7 +44,7 @@ async def long_response(request: web.Request, value: object) -> web.StreamRespon
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         for piece in chain((first,), made):
-            async with patience(request):
+            async with write_timeout(request):
                 await response.write(piece)
             await asyncio.sleep(0)  # `write` does not suspend while the client keeps up
         await response.write_eof()

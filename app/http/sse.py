@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a family of clients wants to see besides the events."""
+    """What an API's streams have besides their events."""
 
     error: Callable[[Fault, str], bytes]
     """The event of a failure, for the request with that id."""
@@ -58,7 +58,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def patience(request: web.Request) -> AsyncIterator[None]:
+async def write_timeout(request: web.Request) -> AsyncIterator[None]:
     """For waiting until the reader makes room. Raises `ConnectionResetError` when it takes longer than
     `STALL`."""
     try:
@@ -78,7 +78,7 @@ class EventStream:
 
     Entering sends the headers. Leaving sends the dialect's end (`[DONE]`), after an error event when
     the block raised: the status line is long gone, so a failure must travel inside the stream. A
-    client that is gone raises `ConnectionResetError` and is told nothing.
+    client that is gone raises `ConnectionResetError`; nothing is written.
 
     Owner: event loop.
     """
@@ -137,7 +137,7 @@ class EventStream:
         return True
 
     def post(self, event: bytes) -> None:
-        """`write`, but once this turn of the loop is over: what all streams are told is made first and
+        """`write`, but once this turn of the loop is over: the events of all streams are made first and
         sent then. What the write leaves `congested` shows after it."""
         self._burst.add(self._send, event)
 
@@ -189,7 +189,7 @@ class EventStream:
 
         Raises `ConnectionResetError` when it goes away or takes longer than `STALL`.
         """
-        async with patience(self._request):
+        async with write_timeout(self._request):
             await self._request.writer.drain()
         self._check_there()
         self.congested = False

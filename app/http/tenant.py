@@ -18,7 +18,7 @@ def tenant() -> str:
 
 
 @contextmanager
-def acting_for(name: str) -> Iterator[None]:
+def as_tenant(name: str) -> Iterator[None]:
     """Set the tenant within this context and in tasks started there."""
     token = _tenant.set(name)
     try:
@@ -32,9 +32,6 @@ class Keys:
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = [_digest(key) for key in dict.fromkeys(keys) if key]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
 
     @property
     def tenants(self) -> list[str]:

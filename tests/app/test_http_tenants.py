@@ -232,4 +232,4 @@ def test_keys() -> None:
     assert [keys.tenant(key) for key in ("", "on", "one ", "\udcff")] == [None] * 4
     assert Keys(["two"]).tenant("two") == keys.tenant("two")  # whatever the others are, and after a restart
     none = Keys([])
-    assert not none and none.tenants == [""] and none.tenant("anything") == ""
+    assert none.tenants == [""] and none.tenant("anything") == ""

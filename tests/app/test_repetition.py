@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from app.engine.job import Piece, TextOptions
-from app.http.delivery import Spaced
+from app.http.delivery import IntervalSink
 from app.text.repetition import Repetition, RepetitionScanner
 from app.text.tokenizer import Tokenizer
 from core.types import Finish, FinishReason
@@ -62,7 +62,7 @@ async def test_the_engine_ends_the_request() -> None:
 class TestSpaced:
     def pieces(self, every: int, tokens: int, finish: bool = True) -> list[Piece]:
         seen: list[Piece] = []
-        sink = Spaced(lambda index, piece: seen.append(piece), every)
+        sink = IntervalSink(lambda index, piece: seen.append(piece), every)
         for i in range(tokens):
             end = Finish(FinishReason.LENGTH) if finish and i == tokens - 1 else None
             sink.take(0, Piece(str(i), [i], None, end))

@@ -84,8 +84,8 @@ def _route(*targets: str, **facts: Unpack[Facts]) -> Callable[[Act], Handler]:
 @_route("POST /pause_generation", "POST /pause", body=PauseBody)
 async def pause(operator: Operator, request: web.Request) -> Answer:
     """Stop planning steps."""
-    asked = (await decoded(request, PauseBody, b"{}")).mode or "keep"
-    mode: PauseMode = "keep" if asked == "in_place" else asked
+    sent = (await decoded(request, PauseBody, b"{}")).mode or "keep"
+    mode: PauseMode = "keep" if sent == "in_place" else sent
     await operator.pause(mode)
     return {"message": "Paused."}
 

@@ -28,7 +28,7 @@ _TOOLS, _SYSTEM, _MESSAGES, _ALL = range(4)
 
 
 _Mark = tuple[_Place, float]
-"""And the seconds that it asks for."""
+"""And its TTL in seconds."""
 
 
 def kept(body: MessagesBody, prompt: str) -> Keep | None:

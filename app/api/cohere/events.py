@@ -62,9 +62,9 @@ class ReplyFrames(Frames[dict[str, object]]):
         self._run = runs[0]
         self._count = 0
         self._calls = 0
-        """Those that turned out malformed left out."""
+        """Without malformed ones."""
         self._blocks = 0
-        """Blocks of text or thinking so far. Calls are counted for themselves."""
+        """Blocks of text or thinking so far. Calls are numbered apart."""
         self._kind = ""
         """Of what is open: `text`, `thinking`, `call`; empty between two."""
         self._index = 0
@@ -74,7 +74,7 @@ class ReplyFrames(Frames[dict[str, object]]):
         self._started = False
         self._tokens: list[int] = []
         self._rows: list[RowLogprobs] = []
-        """Log-probabilities that the next delta of a block tells, and whose they are."""
+        """Log-probabilities that the next delta of a block sends, and their tokens."""
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
         """See `Frames.delta`. All events of a piece go out in one write."""
@@ -162,8 +162,8 @@ class ReplyFrames(Frames[dict[str, object]]):
             return
         if self._kind != kind:
             self._open_block(kind, frames)
-        told = self._logprobs() if self._tokens else b""
-        frames.append(b"%b%b}}}%b}\n\n" % (self._head, _encode(text), told))
+        logprobs = self._logprobs() if self._tokens else b""
+        frames.append(b"%b%b}}}%b}\n\n" % (self._head, _encode(text), logprobs))
 
     def _logprobs(self) -> bytes:
         namer = self._namer

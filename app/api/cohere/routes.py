@@ -31,8 +31,8 @@ ROUTES = Routes()
 )
 async def chat(request: web.Request, body: CohereBody, loaded: Loaded) -> web.StreamResponse:
     """Answer a conversation, after Cohere."""
-    asked = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
-    job, watch = await chat_job(asked, loaded)
+    chat_request = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
+    job, watch = await chat_job(chat_request, loaded)
     namer = Namer(loaded.tokenizer) if body.logprobs else None
     spec = chat_spec(job, watch, loaded, partial(ReplyFrames, job.id, namer), dialect=DIALECT)
     return await answer(request, spec, body.stream is True)
@@ -43,6 +43,6 @@ async def chat(request: web.Request, body: CohereBody, loaded: Loaded) -> web.St
 )
 async def render(request: web.Request, body: CohereBody, loaded: Loaded) -> object:
     """The prompt of a conversation after Cohere, as text and as tokens."""
-    asked = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
-    job, _ = await chat_job(asked, loaded)
-    return await rendered(job, asked, loaded)
+    chat_request = await aside(len(body.messages or ()), lambda: chat_body(body, loaded))
+    job, _ = await chat_job(chat_request, loaded)
+    return await rendered(job, chat_request, loaded)

@@ -27,7 +27,7 @@ class Lines(Frames[dict[str, object]]):
         self._model = body.model or loaded.card.name
         self._run = runs[0] if runs else None
         self._calls: list[list[str]] = []
-        """Name and arguments so far of those that are not told yet: a call is told whole."""
+        """Name and arguments so far of calls that were not sent yet: a call is sent once it is complete."""
         self._count = 0
         self._begun = time.perf_counter_ns()
         self._first = 0
@@ -59,7 +59,7 @@ class Lines(Frames[dict[str, object]]):
     def line(
         self, events: Iterable[Event], last: bool = False, end: dict[str, object] | None = None
     ) -> dict[str, object]:
-        """One line; calls are told once the next begins, or none can. `end`: of the last line."""
+        """One line. A call is sent once the next begins or the text ends. `end`: fields of the last line."""
         text, thinking, calls = self._read(events)
         if last or end is not None:
             calls += self._take_calls()
@@ -107,7 +107,7 @@ class Lines(Frames[dict[str, object]]):
         return calls
 
     def _end(self, finish: Finish) -> dict[str, object]:
-        """Durations in nanoseconds; whole answers do not know when they began to speak."""
+        """Durations in nanoseconds; a whole answer has no time of the first token."""
         assert self._run is not None
         now = time.perf_counter_ns()
         first = self._first or now

@@ -96,9 +96,9 @@ def _nothing_run(body: OllamaBody, loaded: Loaded) -> object:
 
 async def _job(body: OllamaChatBody | OllamaGenerateBody, loaded: Loaded) -> tuple[Job, Watch]:
     if isinstance(body, OllamaGenerateBody) and body.raw:
-        asked = raw_body(body)
-        (job,) = completion_jobs(asked, request_id(asked, "ollama"), loaded)
-        return msgspec.structs.replace(job, max_tokens=asked.max_tokens), Watch(reading=Reading())
+        completion = raw_body(body)
+        (job,) = completion_jobs(completion, request_id(completion, "ollama"), loaded)
+        return msgspec.structs.replace(job, max_tokens=completion.max_tokens), Watch(reading=Reading())
     count = len(body.messages or ()) if isinstance(body, OllamaChatBody) else 1
     job, watch = await chat_job(await aside(count, lambda: chat_body(body)), loaded)
     return msgspec.structs.replace(job, cut_to_fit=True), watch
@@ -118,8 +118,8 @@ def _details(loaded: Loaded) -> dict[str, object]:
 
 def _listed(loaded: Loaded, **more: object) -> object:
     """The one model, by all its names."""
-    told = {"size": loaded.card.size, "digest": "", "details": _details(loaded), **more}
-    return {"models": [{"name": name, "model": name, **told} for name in loaded.card.names]}
+    shared = {"size": loaded.card.size, "digest": "", "details": _details(loaded), **more}
+    return {"models": [{"name": name, "model": name, **shared} for name in loaded.card.names]}
 
 
 @ROUTES.add("GET /api/tags", has="models")

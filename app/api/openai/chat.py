@@ -11,7 +11,7 @@ from aiohttp import web
 
 from app.api.openai.chat_stream import ChatFrames
 from app.api.openai.common import base_job, check_stream_fields, request_id
-from app.api.openai.stream import Asked
+from app.api.openai.stream import GenerationRequest
 from app.api.request.beam import check_beam
 from app.api.request.messages import (
     check_messages,
@@ -22,7 +22,7 @@ from app.api.request.messages import (
     template_arguments,
 )
 from app.api.request.prompts import check_ids
-from app.api.request.reasoning import constrained, shown, thinking_budget, unthinking
+from app.api.request.reasoning import constrained, shown, thinking_budget, without_thinking
 from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import (
     choices,
@@ -56,7 +56,7 @@ async def chat(request: web.Request, body: ChatBody, loaded: Loaded) -> web.Stre
 
 
 async def chat_answer(body: ChatBody, loaded: Loaded) -> dict[str, Any]:
-    """The whole answer, for whoever asks: a line of a batch, `app.offline`."""
+    """The whole answer, for batches and `app.offline`."""
     loaded.card.check_task("generate")
     return await whole_answer(await _spec(body, loaded))
 
@@ -65,7 +65,7 @@ async def _spec(body: ChatBody, loaded: Loaded) -> AnswerSpec[dict[str, Any]]:
     job, watch = await chat_job(body, loaded)
     object = "chat.completion.chunk" if body.stream else "chat.completion"
     check_stream_fields(body)
-    request = Asked(body=body, loaded=loaded, jobs=[job], id=job.id, object=object)
+    request = GenerationRequest(body=body, loaded=loaded, jobs=[job], id=job.id, object=object)
     return chat_spec(job, watch, loaded, partial(ChatFrames, request, watch.reading), stream_interval(body))
 
 
@@ -83,8 +83,8 @@ def chat_spec(
 
 
 async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
-    """Everything checked that can be checked without tokens, the prompt rendered, and how to read
-    what comes back."""
+    """The job with its rendered prompt, and how to parse the answer. Raises `RequestError` for everything
+    that can be checked without tokens."""
     budget = thinking_budget(body, loaded)
     refuse_unsupported(body, takes=("use_beam_search", "chat_template"))
     tools = chosen_tools(body)
@@ -104,7 +104,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
         prompt = await _render(body, loaded, tools, template)
         family = called_in(family, template.shows_tools, tools.shown)
     if budget == 0 and loaded.reasoning is not None:
-        prompt = await unthinking(prompt, loaded.reasoning, loaded)
+        prompt = await without_thinking(prompt, loaded.reasoning, loaded)
     job = msgspec.structs.replace(
         job,
         prompt=prompt,

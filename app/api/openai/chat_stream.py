@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from app.api.openai.stream import Asked, Chunks
+from app.api.openai.stream import Chunks, GenerationRequest
 from app.api.request.logprobs import chat_logprobs, vllm_prompt_logprobs
 from app.api.request.schema import ChatBody
 from app.engine.job import Piece, Run
@@ -80,14 +80,14 @@ class ChatFrames(Chunks):
     closing = b"}"
     empty: ClassVar[Mapping[str, object]] = {"delta": {}}
 
-    def __init__(self, asked: Asked, reading: Reading, runs: Sequence[Run]) -> None:
-        super().__init__(asked, runs)
-        assert isinstance(asked.body, ChatBody)
-        self._body = asked.body
+    def __init__(self, request: GenerationRequest, reading: Reading, runs: Sequence[Run]) -> None:
+        super().__init__(request, runs)
+        assert isinstance(request.body, ChatBody)
+        self._body = request.body
         self._reading = reading
-        last = (asked.body.messages or [{}])[-1]
+        last = (request.body.messages or [{}])[-1]
         content = last.get("content")
-        echoed = asked.body.echo and last.get("role") == "assistant" and isinstance(content, str)
+        echoed = request.body.echo and last.get("role") == "assistant" and isinstance(content, str)
         self._echo = content if echoed else ""
         """The answer's beginning, which the client has written itself."""
 
@@ -115,12 +115,12 @@ class ChatFrames(Chunks):
 
     def prompt_fields(self) -> dict[str, object]:
         """See `Chunks.prompt_fields`."""
-        body, run, prompt = self._body, self._runs[0], self._asked.jobs[0].prompt
+        body, run, prompt = self._body, self._runs[0], self._request.jobs[0].prompt
         fields: dict[str, object] = {}
         if body.return_token_ids or body.return_prompt_token_ids:
             fields["prompt_token_ids"] = run.prompt.tolist()
         if body.return_prompt_text:
-            decode = self._asked.loaded.tokenizer.decode
+            decode = self._request.loaded.tokenizer.decode
             fields["prompt_text"] = prompt if isinstance(prompt, str) else decode(run.prompt.tolist(), False)
         if body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = vllm_prompt_logprobs(run, self._namer)

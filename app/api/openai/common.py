@@ -1,4 +1,4 @@
-"""What the two OpenAI routes do alike."""
+"""What chat and completions share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 
 from app.api.request.beam import beam_options
 from app.api.request.constraint import constraint_of
-from app.api.request.experts import experts_wanted
+from app.api.request.experts import experts_start
 from app.api.request.sampling import (
     allowed_ids,
     bad_words,
@@ -31,7 +31,7 @@ def request_id(body: Generation, prefix: str) -> str:
 
 
 def check_stream_fields(body: ChatBody | CompletionBody) -> None:
-    """Raise `RequestError` for what a stream does not tell."""
+    """Raise `RequestError` for fields that a stream does not support."""
     if body.stream and body.return_meta_info:
         raise field_error("return_meta_info", "is not available with 'stream'", "unsupported")
 
@@ -69,7 +69,7 @@ def base_job(
             min_tokens=body.min_tokens or 0,
             logprobs=logprobs,
             prompt_logprobs=max(_prompt_logprobs(body), prompt_logprobs),
-            experts_from=experts_wanted(body, card),
+            experts_from=experts_start(body, card),
         ),
         text=text_options(body),
         max_tokens=max_tokens,

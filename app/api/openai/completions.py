@@ -10,18 +10,18 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.common import base_job, check_stream_fields, request_id
-from app.api.openai.stream import Asked, Chunks
+from app.api.openai.stream import Chunks, GenerationRequest
 from app.api.request.embeds import embedded, prompt_embeds
 from app.api.request.logprobs import CompletionLogprobs, prompt_entries, vllm_prompt_logprobs
 from app.api.request.prompts import check_prompt, split_prompts
-from app.api.request.reasoning import bounded, thinking_budget
+from app.api.request.reasoning import limited_thinking, thinking_budget
 from app.api.request.routing import CHOICES, Routes
 from app.api.request.sampling import (
     choices,
     stream_interval,
 )
 from app.api.request.schema import CompletionBody, refuse_unsupported
-from app.api.request.suffix import inserting
+from app.api.request.suffix import with_suffix
 from app.engine.job import Job, Piece, Run
 from app.http.answer import AnswerSpec, answer, whole_answer
 from app.http.aside import aside, prompt_count
@@ -34,7 +34,7 @@ ROUTES = Routes()
 P = TypeVar("P")
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's, and everybody's after it."""
+"""OpenAI's, which other servers copied."""
 
 _TAKES = ("use_beam_search", "suffix")
 
@@ -47,23 +47,23 @@ class CompletionFrames(Chunks):
     opening = b'"text":'
     empty: ClassVar[Mapping[str, object]] = {"text": ""}
 
-    def __init__(self, asked: Asked, runs: Sequence[Run]) -> None:
-        super().__init__(asked, runs)
-        body = asked.body
+    def __init__(self, request: GenerationRequest, runs: Sequence[Run]) -> None:
+        super().__init__(request, runs)
+        body = request.body
         assert isinstance(body, CompletionBody)
         self._body = body
-        self._echoes = _echoes(body, asked.jobs, runs, asked.loaded)
-        """The prompts as text, where they are told."""
+        self._echoes = _echoes(body, request.jobs, runs, request.loaded)
+        """The prompts as text, if they are returned."""
         self._n = runs[0].choices
         skips = body.skip_special_tokens is not False
         self._logprobs = [CompletionLogprobs(self._namer, skips) for _ in self._begun]
         self._echoed = [not body.echo] * len(self._begun)
-        """Whether the prompt's log-probabilities are told."""
+        """Whether the prompt's log-probabilities have been sent."""
 
     def parts(self, index: int, piece: Piece, begins: bool) -> list[dict[str, object]]:
         """See `Chunks.parts`."""
         text = self._echo(index) + piece.text if begins else piece.text
-        # Nothing generated, as with max_tokens 0: the end says it all.
+        # Nothing generated, as with max_tokens 0: the last chunk is enough.
         return [{"text": text}] if text or (piece.tokens and (begins or self._rich)) else []
 
     def content(self, index: int, piece: Piece) -> dict[str, object]:
@@ -84,7 +84,7 @@ class CompletionFrames(Chunks):
     def choice_fields(self, index: int) -> dict[str, object]:
         """See `Chunks.choice_fields`: choices are of several prompts."""
         which = index // self._n
-        run, job = self._runs[which], self._asked.jobs[which]
+        run, job = self._runs[which], self._request.jobs[which]
         fields: dict[str, object] = {}
         if self._body.return_token_ids or self._body.return_prompt_token_ids:
             fields["prompt_token_ids"] = run.prompt.tolist() if job.embeds is None else None
@@ -102,7 +102,7 @@ async def completions(request: web.Request, body: CompletionBody, loaded: Loaded
 
 
 async def completion_answer(body: CompletionBody, loaded: Loaded) -> dict[str, Any]:
-    """The whole answer, for whoever asks: a line of a batch, `app.offline`."""
+    """The whole answer, for batches and `app.offline`."""
     loaded.card.check_task("generate")
     return await whole_answer(await _spec(body, loaded))
 
@@ -112,9 +112,9 @@ async def _spec(body: CompletionBody, loaded: Loaded) -> AnswerSpec[dict[str, An
     embeds = await prompt_embeds(body, loaded)
     jobs = await aside(prompt_count(body.prompt), lambda: completion_jobs(body, id, loaded, embeds))
     check_stream_fields(body)
-    request = Asked(body=body, loaded=loaded, jobs=jobs, id=id, object="text_completion")
+    request = GenerationRequest(body=body, loaded=loaded, jobs=jobs, id=id, object="text_completion")
     return AnswerSpec(
-        engine=bounded(loaded, thinking_budget(body, loaded)),
+        engine=limited_thinking(loaded, thinking_budget(body, loaded)),
         jobs=jobs,
         frames=partial(CompletionFrames, request),
         every=stream_interval(body),
@@ -143,7 +143,7 @@ def completion_jobs(
         prompt_logprobs=logprobs if body.echo else -1,
     )
     base = msgspec.structs.replace(base, add_special_tokens=body.add_special_tokens is not False)
-    base = inserting(base, body, prompts, loaded)
+    base = with_suffix(base, body, prompts, loaded)
     jobs = [embedded(base, rows, param) for param, rows in _named("prompt_embeds", embeds)]
     for param, prompt in _named("prompt", prompts):
         checked = check_prompt(prompt, vocab_size, param)

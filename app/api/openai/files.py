@@ -219,8 +219,8 @@ async def files(request: web.Request) -> object:
     query = request.query
     purpose, after, newest = query.get("purpose"), query.get("after"), query.get("order") != "asc"
     limit = page_limit(query.get("limit"), 10_000, 10_000)
-    store, asked, owner = request.app[BATCHES].store, Page(after, limit + 1, newest), tenant()
-    listed = await store.run(lambda disk: disk.files(owner, purpose, asked))
+    store, wanted, owner = request.app[BATCHES].store, Page(after, limit + 1, newest), tenant()
+    listed = await store.run(lambda disk: disk.files(owner, purpose, wanted))
     return page(listed, [each.id for each in listed], limit)
 
 

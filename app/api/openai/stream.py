@@ -16,7 +16,7 @@ import msgspec
 
 from app.api.request.experts import check_experts, experts
 from app.api.request.hidden import check_states, last_state
-from app.api.request.logprobs import Namer, output_entries, told_lists
+from app.api.request.logprobs import Namer, output_entries, token_details
 from app.api.request.schema import ChatBody, CompletionBody, Generation, StreamOptions
 from app.api.sglang.answer import meta_info
 from app.engine.job import Job, Piece, Run
@@ -87,7 +87,7 @@ def finished(finish: Finish, calls: int) -> dict[str, object]:
     return fields
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request of either route, before it runs."""
 
     body: ChatBody | CompletionBody
@@ -112,11 +112,10 @@ def spelling(body: Generation, loaded: Loaded) -> Namer:
 class Chunks(Frames[dict[str, Any]]):
     """The answer of either OpenAI route: chunks of a stream, or all of it. Owner: event loop.
 
-    What tells chat and completions apart is left to a subclass.
+    Subclasses have what differs between chat and completions.
     """
 
     __slots__ = (
-        "_asked",
         "_begun",
         "_continuous",
         "_count",
@@ -124,11 +123,12 @@ class Chunks(Frames[dict[str, Any]]):
         "_head",
         "_heads",
         "_includes_usage",
+        "_logprobs_requested",
         "_namer",
+        "_request",
         "_rich",
         "_runs",
         "_tail",
-        "_tells_logprobs",
     )
 
     opening = b""
@@ -138,34 +138,34 @@ class Chunks(Frames[dict[str, Any]]):
     empty: ClassVar[Mapping[str, object]] = {}
     """The same of a chunk without text."""
 
-    def __init__(self, asked: Asked, runs: Sequence[Run]) -> None:
-        """Raises `RequestError` where prompts turn out too long for what is asked of each token."""
-        check_states(runs, asked.jobs, asked.loaded)
-        check_experts(runs, asked.jobs, asked.loaded)
-        body, stream = asked.body, asked.body.stream_options
-        self._asked = asked
+    def __init__(self, request: GenerationRequest, runs: Sequence[Run]) -> None:
+        """Raises `RequestError` where prompts are too long for what is requested of each token."""
+        check_states(runs, request.jobs, request.loaded)
+        check_experts(runs, request.jobs, request.loaded)
+        body, stream = request.body, request.body.stream_options
+        self._request = request
         self._runs = runs
-        self._namer = spelling(body, asked.loaded)
-        self._includes_usage = includes_usage(stream, asked.loaded)
+        self._namer = spelling(body, request.loaded)
+        self._includes_usage = includes_usage(stream, request.loaded)
         self._continuous = stream is not None and stream.continuous_usage_stats is True
         self._count = 0
-        self._envelope = envelope(asked.id, asked.object, asked.loaded.card.name)
+        self._envelope = envelope(request.id, request.object, request.loaded.card.name)
         self._head = DATA + _encode(self._envelope)[:-1] + b',"choices":['
         choices = sum(run.choices for run in runs)
         self._begun = [False] * choices
         self._heads: list[bytes | None] = [None] * choices
-        """What is before the text, once a choice has begun, unless more than its text is told."""
+        """What is before the text, once a choice has begun, unless its chunks have more than text."""
         self._tail = _tail(self.closing, b',"usage":null' if self._includes_usage else b"")
-        self._tells_logprobs = asked.jobs[0].sampling.logprobs >= 0
-        self._rich = self._tells_logprobs or body.return_token_ids or self._continuous
-        """More than its text is told of each token."""
+        self._logprobs_requested = request.jobs[0].sampling.logprobs >= 0
+        self._rich = self._logprobs_requested or body.return_token_ids or self._continuous
+        """Chunks have more than text."""
 
     # -- of one route ------------------------------------------------------------------------------
 
     @abstractmethod
     def parts(self, index: int, piece: Piece, begins: bool) -> list[dict[str, object]]:
         """New text as that part of a choice which differs by route, one for each chunk. None for tokens
-        whose text is still uncertain, unless something is told of each token, or the choice `begins`:
+        whose text is still uncertain, unless chunks have more than text, or the choice `begins`:
         clients measure the time to first token by its first chunk."""
 
     @abstractmethod
@@ -201,7 +201,7 @@ class Chunks(Frames[dict[str, Any]]):
         if not parts:
             return None
         fields: dict[str, object] = {"logprobs": None, "finish_reason": None}
-        if self._tells_logprobs:
+        if self._logprobs_requested:
             fields["logprobs"] = self.logprobs(index, piece)
         beside = b""
         if begins:
@@ -210,7 +210,7 @@ class Chunks(Frames[dict[str, Any]]):
             self._begun[index] = True
             if not self._rich:
                 self._heads[index] = b'%b{"index":%d,%b' % (self._head, index, self.opening)
-        if self._asked.body.return_token_ids:
+        if self._request.body.return_token_ids:
             fields["token_ids"] = piece.tokens
         first = self._chunk({"index": index, **parts[0], **fields}, beside)
         plain = {"logprobs": None, "finish_reason": None}
@@ -223,8 +223,8 @@ class Chunks(Frames[dict[str, Any]]):
         return self._chunk({"index": index, **self.empty, "logprobs": None, **ended})
 
     def rest(self) -> Iterator[bytes]:
-        """See `Frames.rest`. Only for those who asked: others index `choices[0]` of every chunk."""
-        body, runs = self._asked.body, self._runs
+        """See `Frames.rest`. Only on request: other clients index `choices[0]` of every chunk."""
+        body, runs = self._request.body, self._runs
         if body.return_routed_experts:
             more = cached_details(runs) if body.return_cached_tokens_details else {}
             yield self._head + b'],"sglext":'
@@ -241,8 +241,8 @@ class Chunks(Frames[dict[str, Any]]):
             beside += b',"usage":' + self._usage()
         elif self._includes_usage:
             beside += b',"usage":null'
-        told = encode_long(choice) if choice["logprobs"] is not None else _encode(choice)
-        return b"%b%b]%b}%b" % (self._head, told, beside, END)
+        encoded = encode_long(choice) if choice["logprobs"] is not None else _encode(choice)
+        return b"%b%b]%b}%b" % (self._head, encoded, beside, END)
 
     def _usage(self) -> bytes:
         return _encode(usage(self._runs, self._count))
@@ -251,7 +251,7 @@ class Chunks(Frames[dict[str, Any]]):
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """See `Frames.whole`."""
-        asked, runs = self._asked, self._runs
+        request, runs = self._request, self._runs
         tokens = sum(len(piece.tokens) for piece in pieces)
         answer: dict[str, object] = {
             **self._envelope,
@@ -259,7 +259,7 @@ class Chunks(Frames[dict[str, Any]]):
             "usage": usage(runs, tokens),
             **self.prompt_fields(),
         }
-        body = asked.body
+        body = request.body
         sglext = cached_details(runs) if body.return_cached_tokens_details else {}
         if body.return_routed_experts and not body.return_meta_info:
             sglext["routed_experts"] = experts(runs[0], 0, len(pieces[0].tokens))
@@ -267,19 +267,19 @@ class Chunks(Frames[dict[str, Any]]):
 
     def _choice(self, index: int, piece: Piece) -> dict[str, object]:
         assert piece.finish is not None
-        asked = self._asked
-        which, own = divmod(index, asked.jobs[0].n)
-        run, job = self._runs[which], asked.jobs[which]
+        request = self._request
+        which, own = divmod(index, request.jobs[0].n)
+        run, job = self._runs[which], request.jobs[which]
         choice: dict[str, object] = {
             "index": index,
             **self.content(index, piece),
-            "logprobs": self.logprobs(index, piece) if self._tells_logprobs else None,
+            "logprobs": self.logprobs(index, piece) if self._logprobs_requested else None,
             **finished(piece.finish, piece.calls),
             **self.choice_fields(index),
         }
-        if asked.body.return_token_ids:
+        if request.body.return_token_ids:
             choice["token_ids"] = piece.tokens
-        if asked.body.return_meta_info:
+        if request.body.return_meta_info:
             choice["meta_info"] = self._meta_info(run, own, piece)
         if job.sampling.hidden != "none":
             choice["hidden_states"] = last_state(run, own, len(piece.tokens))
@@ -287,11 +287,11 @@ class Chunks(Frames[dict[str, Any]]):
 
     def _meta_info(self, run: Run, own: int, piece: Piece) -> dict[str, object]:
         """SGLang's, of one choice."""
-        meta = meta_info(self._asked.id, run, len(piece.tokens), piece.finish)
+        meta = meta_info(self._request.id, run, len(piece.tokens), piece.finish)
         if run.params.logprobs >= 0 and piece.logprobs is not None:
             entries = output_entries(piece.tokens, piece.logprobs)
             meta["output_token_logprobs"] = [[entry.value, entry.token, None] for entry in entries]
-        meta |= told_lists(run.params, piece.logprobs or ())
-        if self._asked.body.return_routed_experts:
+        meta |= token_details(run.params, piece.logprobs or ())
+        if self._request.body.return_routed_experts:
             meta["routed_experts"] = experts(run, own, len(piece.tokens))
         return meta

@@ -54,7 +54,7 @@ class GenerativeBody(msgspec.Struct, kw_only=True):
     request_id: str | None = None
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ScoreRequest(msgspec.Struct, frozen=True):
     """A checked body: texts or ids, and the label tokens. Prompts are joined one at a time: a long query
     copied for every item would take gigabytes."""
 
@@ -99,12 +99,12 @@ async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
     A label is scored as the last token of a prompt that generates nothing: shared prefixes are computed once
     thanks to the radix tree, and the number of labels is not limited by a top-k.
     """
-    asked = _check(body, loaded.card.vocab_size)
+    scoring = _check(body, loaded.card.vocab_size)
     scored = Scored([])
-    step = max(1, WINDOW // len(asked.labels))
-    for start in range(0, len(asked.items), step):
-        await _score(asked, range(start, min(start + step, len(asked.items))), loaded, scored)
-    width = len(asked.labels)
+    step = max(1, WINDOW // len(scoring.labels))
+    for start in range(0, len(scoring.items), step):
+        await _score(scoring, range(start, min(start + step, len(scoring.items))), loaded, scored)
+    width = len(scoring.labels)
     rows = [scored.logprobs[at : at + width] for at in range(0, len(scored.logprobs), width)]
     return {
         "object": "scoring",
@@ -114,7 +114,7 @@ async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
     }
 
 
-def _check(body: ScoreBody, vocab_size: int) -> Asked:
+def _check(body: ScoreBody, vocab_size: int) -> ScoreRequest:
     """Check everything that needs no tokenization."""
     for name in ("query", "items", "label_token_ids"):
         if getattr(body, name) is None or (name != "query" and not getattr(body, name)):
@@ -135,7 +135,7 @@ def _check(body: ScoreBody, vocab_size: int) -> Asked:
         priority=priority(body.priority),
         root=root_key(body.cache_salt, body.extra_key),
     )
-    return Asked(body.query, items, body.item_first is True, labels, base)
+    return ScoreRequest(body.query, items, body.item_first is True, labels, base)
 
 
 def _check_items(query: Prompt, items: Sequence[Prompt], vocab_size: int) -> None:
@@ -152,17 +152,17 @@ def _check_items(query: Prompt, items: Sequence[Prompt], vocab_size: int) -> Non
             raise RequestError(f"'query' and '{param}' must not both be empty.", param)
 
 
-async def _score(asked: Asked, items: range, loaded: Loaded, scored: Scored) -> None:
+async def _score(scoring: ScoreRequest, items: range, loaded: Loaded, scored: Scored) -> None:
     """Add the log-probabilities of every label after `items`."""
     encoded: list[Ints] = []
     for i in items:
-        ids = await _encode(asked.prompt(i), f"items[{i}]", loaded)
+        ids = await _encode(scoring.prompt(i), f"items[{i}]", loaded)
         encoded.append(ids)
         await asyncio.sleep(0)  # short texts do not suspend: a long list would hold the loop
         scored.prompt_tokens += len(ids)
-    async for run in finished_runs(_jobs(asked, items, encoded), loaded):
+    async for run in finished_runs(_jobs(scoring, items, encoded), loaded):
         # Only an item's first label counts: the others find the pages of the first.
-        if len(scored.logprobs) % len(asked.labels) == 0:
+        if len(scored.logprobs) % len(scoring.labels) == 0:
             scored.cached_tokens += min(run.cached, len(run.prompt) - 1)
         scored.logprobs.append(_last_logprob(run))
 
@@ -177,14 +177,14 @@ async def _encode(prompt: Prompt, param: str, loaded: Loaded) -> Ints:
     return ids
 
 
-def _jobs(asked: Asked, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
+def _jobs(scoring: ScoreRequest, items: range, encoded: Sequence[Ints]) -> Iterator[Job]:
     """One for each item and label, made lazily."""
     for i, ids in zip(items, encoded, strict=True):
         wanted = SamplingParams(temperature=0.0, prompt_logprobs=0, prompt_logprobs_start=len(ids))
-        for j, label in enumerate(asked.labels):
+        for j, label in enumerate(scoring.labels):
             yield msgspec.structs.replace(
-                asked.base,
-                id=f"{asked.base.id}-{i}-{j}",
+                scoring.base,
+                id=f"{scoring.base.id}-{i}-{j}",
                 prompt=np.append(ids, np.int32(label)),
                 sampling=wanted,
                 prompt_param=f"items[{i}]",

@@ -64,6 +64,6 @@ def check_beam(job: Job) -> None:
 
 
 def check_streamed(job: Job, stream: bool | None) -> None:
-    """The same for `stream`, on routes whose bodies have that field elsewhere."""
+    """The same for `stream`, on routes that have this field outside of the sampling parameters."""
     if job.beam is not None and stream:
         raise unsupported("stream", _STREAM, "use_beam_search")

@@ -35,7 +35,7 @@ PLACEHOLDER = 0
 """The token id that stands for an embedding; vLLM's."""
 
 
-class Given(NamedTuple):
+class EmbeddedPrompts(NamedTuple):
     """Prompts as embeddings, float32 [tokens, hidden] each, and whether it is one and not a list."""
 
     prompts: list[Floats]
@@ -107,7 +107,7 @@ async def _floats(tensor: Dense, first: int, last: int, param: str) -> Floats:
 # -- native ----------------------------------------------------------------------------------------
 
 
-async def input_embeds(body: NativeBody, loaded: Loaded) -> Given | None:
+async def input_embeds(body: NativeBody, loaded: Loaded) -> EmbeddedPrompts | None:
     """The prompts that come as rows of numbers; None where the field is unset. Raises `RequestError` for
     what is none, and for fields that need tokens."""
     raw, param = bytes(body.input_embeds), "input_embeds"
@@ -123,8 +123,8 @@ async def input_embeds(body: NativeBody, loaded: Loaded) -> Given | None:
     if bytes(_items(items[0], f"{param}[0]")[0]).startswith(b"["):
         check_count(len(items), MAX_CHOICES, "prompts", param)
         lists = [(_items(each, f"{param}[{i}]"), f"{param}[{i}]") for i, each in enumerate(items)]
-        return Given([await _rows(rows, loaded, name) for rows, name in lists], False)
-    return Given([await _rows(items, loaded, param)], True)
+        return EmbeddedPrompts([await _rows(rows, loaded, name) for rows, name in lists], False)
+    return EmbeddedPrompts([await _rows(items, loaded, param)], True)
 
 
 def _check_counts(raw: bytes, columns: int, param: str) -> None:

@@ -4,9 +4,9 @@
 
 `tokens` are those of prompt and output from `routed_experts_start_len` on, but the last, which the model
 never read; `layers` are all there are, with zeros in those without experts; the experts of a token are in
-the order of their weights. `/generate` tells them in `meta_info.routed_experts`, chat and completions in
+the order of their weights. `/generate` returns them in `meta_info.routed_experts`, chat and completions in
 `sglext.routed_experts` of the whole answer (of its first choice), or with `return_meta_info` in each
-choice's; a stream tells them once, when all has ended.
+choice's; a stream sends them once, at its end.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_CHOSEN = 2**24
 """Of an answer: 85 MiB of base64, which are 43,000 tokens of 48 layers with 8 experts each."""
 
 
-def experts_wanted(body: ExtensionFields, card: ModelCard, prefix: str = "") -> int:
-    """First position whose experts are told, -1 where none are asked for. Whether the prompt is as long is
-    the engine's to say. Raises `RequestError` where the model has no experts."""
+def experts_start(body: ExtensionFields, card: ModelCard, prefix: str = "") -> int:
+    """First position whose experts are returned, -1 if none are requested. The engine checks that the prompt
+    is as long. Raises `RequestError` if the model has no experts."""
     if not body.return_routed_experts:
         return -1
     if not any(card.routed):
@@ -60,7 +60,7 @@ def check_experts(runs: Sequence[Run], jobs: Sequence[Job], loaded: Loaded) -> N
 
 
 def experts(run: Run, choice: int, tokens: int) -> bytes | None:
-    """Of a complete choice of so many `tokens`; None where nobody asked."""
+    """Of a complete choice with this many output tokens; None if not requested."""
     params = run.params
     if params.experts_from < 0:
         return None

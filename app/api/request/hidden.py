@@ -1,4 +1,4 @@
-"""`return_hidden_states`, after SGLang: what the model knew at each token, behind its last norm."""
+"""`return_hidden_states`, after SGLang: the output of the model's last norm for each token."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def last_state(run: Run, choice: int, tokens: int) -> list[float] | None:
 
 
 def _rows(run: Run, choice: int, tokens: int) -> Floats:
-    """float32 [prompt + tokens - 1, hidden]: a stop string leaves states of tokens behind it. Fewer where
-    it was ended before."""
+    """float32 [prompt + tokens - 1, hidden]: without those of tokens after a stop string.
+    Fewer if it ended before."""
     if not run.hidden(choice):
         return np.zeros((0, 0), np.float32)
     return joined(run, choice)[: len(run.prompt) + max(tokens - 1, 0)]

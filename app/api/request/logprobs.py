@@ -72,7 +72,7 @@ def prompt_entries(run: Run, start: int = 0) -> list[Entry]:
     return entries
 
 
-def told_lists(params: SamplingParams, rows: Sequence[RowLogprobs]) -> dict[str, list[object]]:
+def token_details(params: SamplingParams, rows: Sequence[RowLogprobs]) -> dict[str, list[object]]:
     """Values per token besides log-probabilities, by their names in SGLang's `meta_info`: the entropy of
     the distribution that the model made, in nats, as `return_entropy` asks (SGLang has the field, and fills
     it in builds made for it, from the same logits that its log-probabilities come from); the tokens that the
@@ -148,7 +148,7 @@ class Offsets:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of completions; offsets go on from chunk to chunk. Owner: event loop."""
+    """`choices[].logprobs` of completions; offsets continue from chunk to chunk. Owner: event loop."""
 
     def __init__(self, namer: Namer, skip_special: bool) -> None:
         self._namer = namer

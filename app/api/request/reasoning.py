@@ -1,4 +1,4 @@
-"""A bound on thinking: what it is called, and how the routes keep it that tell text as it is."""
+"""The limit of thinking tokens: its fields, and how routes that do not parse the text apply it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def shown(prompt: str | Ints, loaded: Loaded) -> str:
     return prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt[-SEEN:].tolist(), False)
 
 
-async def unthinking(prompt: str | Ints, family: ReasoningFamily, loaded: Loaded) -> str | Ints:
-    """The prompt with the thinking ended before it has begun."""
+async def without_thinking(prompt: str | Ints, family: ReasoningFamily, loaded: Loaded) -> str | Ints:
+    """The prompt with an empty thinking, which is closed."""
     text = shown(prompt, loaded)
     skipped = family.skipped(text)
     if isinstance(prompt, str):
@@ -65,7 +65,7 @@ async def unthinking(prompt: str | Ints, family: ReasoningFamily, loaded: Loaded
 
 
 def constrained(job: Job, prompt: str, wanted: Wanted, watch: Watch) -> tuple[Job, Watch]:
-    """The job with one grammar for all that was asked, and the watch with the one for after a cut.
+    """The job with one grammar for all constraints, and the watch with the one for after a cut.
     `prompt`: the job's, as text."""
     reading = watch.reading
     family = reading.reasoning
@@ -80,9 +80,9 @@ def constrained(job: Job, prompt: str, wanted: Wanted, watch: Watch) -> tuple[Jo
     return job, msgspec.structs.replace(watch, after=after)
 
 
-class Bounded:
+class ThinkingLimit:
     """A `Generator` over the engine: its jobs think for at most so many tokens, and a constraint holds for
-    what follows the thinking, as in chat. Their text is told with its marks. Owner: event loop."""
+    what follows the thinking, as in chat. The text keeps its marks. Owner: event loop."""
 
     def __init__(self, loaded: Loaded, budget: int) -> None:
         """The model must be one that thinks."""
@@ -94,7 +94,7 @@ class Bounded:
         loaded, family = self._loaded, self._loaded.reasoning
         assert family is not None
         if self._budget == 0:
-            prompt = await unthinking(job.prompt, family, loaded)
+            prompt = await without_thinking(job.prompt, family, loaded)
             return await loaded.engine.start(msgspec.structs.replace(job, prompt=prompt), sink)
         text = shown(job.prompt, loaded)
         reading = Reading(reasoning=family, inside=family.opened(text))
@@ -103,6 +103,6 @@ class Bounded:
         return await Watcher(loaded.engine, loaded.tokenizer, watch).start(job, sink)
 
 
-def bounded(loaded: Loaded, budget: int | None) -> Generator:
-    """The engine, with a bound on thinking where one is asked for."""
-    return loaded.engine if budget is None else Bounded(loaded, budget)
+def limited_thinking(loaded: Loaded, budget: int | None) -> Generator:
+    """The engine, with a limit of thinking tokens if one is requested."""
+    return loaded.engine if budget is None else ThinkingLimit(loaded, budget)

@@ -138,7 +138,7 @@ def requested_fields(body: ExtensionFields) -> dict[str, bool]:
 
 
 def wants_states(body: ExtensionFields) -> bool:
-    """`return_hidden_states`. Raises `RequestError` where they are asked for in a stream of chunks."""
+    """`return_hidden_states`. Raises `RequestError` if they are requested in a stream of chunks."""
     wanted = body.return_hidden_states
     if not (any(wanted) if isinstance(wanted, list) else wanted):
         return False

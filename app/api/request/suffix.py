@@ -20,7 +20,7 @@ _BESIDE = {
 }
 
 
-def inserting(job: Job, body: CompletionBody, prompts: Sequence[object], loaded: Loaded) -> Job:
+def with_suffix(job: Job, body: CompletionBody, prompts: Sequence[object], loaded: Loaded) -> Job:
     """The job with its suffix, where the body has one, and the tokens that end such a text as stop ids.
     Raises `RequestError` where the model or the rest of the body cannot have it."""
     if not body.suffix:

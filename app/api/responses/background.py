@@ -1,4 +1,4 @@
-"""Responses that are made in the background, and everybody who follows one of them."""
+"""Background responses, and the clients that stream them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MAX_LIVE = 1024
 """Background responses at once: each holds its own output, and a stream's events, in memory."""
 
 BURST = 256
-"""Events in one write to somebody who catches up."""
+"""Events in one write to a client that catches up."""
 
 DIALECT = Dialect(error=error_event)
 
 
 class Live:
-    """One response in the making, and its events for whoever follows. Owner: event loop."""
+    """One running response, and its events for the clients that stream it. Owner: event loop."""
 
     def __init__(self, turn: Turn, on_done: Callable[[Live], None]) -> None:
         self.turn = turn
@@ -89,7 +89,7 @@ class Live:
                 stream.wake()
 
     def give_up(self) -> None:
-        """The engine is gone and says no last word."""
+        """End with an error: the engine has stopped and sends no last piece."""
         if self._events is not None:
             self.take(
                 0, Piece("", [], None, Finish(FinishReason.ABORT, message="The server is shutting down."))
@@ -131,7 +131,7 @@ class Live:
 
 
 class Responses:
-    """The store, and what is on its way there. Owner: event loop."""
+    """Stored responses, and the running ones in the background. Owner: event loop."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -143,7 +143,7 @@ class Responses:
 
     async def start(self, turn: Turn, loaded: Loaded) -> Live:
         """Run a turn in the background. Raises what the engine refuses it with, and `Unavailable`
-        and `DiskFull` when it cannot be stored: then nobody could fetch it."""
+        and `DiskFull` when it cannot be stored, and so could not be fetched."""
         if not turn.kept:
             raise RequestError("This server keeps no responses, so none can run in the background.", "store")
         if len(self._live) >= MAX_LIVE:
@@ -188,7 +188,7 @@ class Responses:
         return doc
 
     async def close(self) -> None:
-        """End what still runs and let go of the store."""
+        """End running responses and close the store."""
         for live in list(self._live.values()):
             live.give_up()
             if live.run is not None:

@@ -59,7 +59,7 @@ Item = dict[str, Any]
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """One response. `doc` is the object that clients see and `input` its own input items (`encode_items`),
-    both JSON; `events` the frames of its stream, for those who come back to it."""
+    both JSON; `events` the frames of its stream, for clients that read it again."""
 
     id: str
     owner: str

@@ -1,4 +1,4 @@
-"""A response as it comes into being: its items, and the events that tell of them."""
+"""A response while it is generated: its output items and events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Doc = dict[str, Any]
 
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """One type of output item, whose text comes piece by piece."""
+    """One type of output item, whose text is streamed."""
 
     prefix: str
     event: str
@@ -52,14 +52,14 @@ class _Open:
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How one response is told."""
+    """How one response is reported."""
 
     head: Doc
-    """The response without what is known only later."""
+    """The fields of the response that are known from the start."""
     namer: Namer | None = None
-    """Spells log-probabilities; None when nobody asked for any."""
+    """Names tokens in log-probabilities; None if they are not requested."""
     streamed: bool = False
-    """Somebody reads the events."""
+    """A client reads the events."""
     keeps_thinking: bool = False
     """The client takes the thinking with it, to send it back."""
 
@@ -76,7 +76,7 @@ class ResponseEvents:
         self._open: _Open | None = None
         self._count = 0
         self._tokens = 0
-        self._unspoken: list[Any] = []
+        self._pending_logprobs: list[Any] = []
         """Log-probabilities of tokens whose text is still held back."""
         self.output: list[Doc] = []
         self.doc: Doc = self._document("in_progress")
@@ -88,13 +88,16 @@ class ResponseEvents:
         return [self._event(f"response.{word}", response=self.doc) for word in ("created", "in_progress")]
 
     def take(self, piece: Piece) -> list[bytes]:
-        """More of the text. A `finish` in it is only told by `end`."""
+        """More of the text. A `finish` in it is reported by `end`."""
         self._tokens += len(piece.tokens)
         if self._options.namer is not None and piece.logprobs is not None:
-            self._unspoken += token_logprobs(piece, self._options.namer)
+            self._pending_logprobs += token_logprobs(piece, self._options.namer)
         frames: list[bytes] = []
         for event in piece.parsed():
-            logprobs, self._unspoken = self._unspoken, []  # only those of the answer's text are told
+            logprobs, self._pending_logprobs = (
+                self._pending_logprobs,
+                [],
+            )  # only those of the answer's text are sent
             self._tell(event, frames, logprobs)
         return frames
 
@@ -129,7 +132,7 @@ class ResponseEvents:
                 self._close(frames, "incomplete")
             case CallBroken(_, raw, rest):
                 self._close(frames, "incomplete")
-                if not self._options.streamed:  # nobody has seen it: it never was a call
+                if not self._options.streamed:  # no client has seen it: it counts as text
                     self.output.pop()
                     rest = raw
                 self._text(_MESSAGE, rest, frames, [])
@@ -163,12 +166,12 @@ class ResponseEvents:
         if opened is None:
             return
         opened.texts.append(text)
-        told = b""
+        suffix = b""
         if opened.kind is _MESSAGE:
             opened.logprobs += logprobs
-            told = b',"logprobs":' + (_encode(logprobs) if logprobs else b"[]")
+            suffix = b',"logprobs":' + (_encode(logprobs) if logprobs else b"[]")
         frames.append(
-            b'%b%b,"delta":%b,"sequence_number":%d}\n\n' % (opened.head, told, _encode(text), self._count)
+            b'%b%b,"delta":%b,"sequence_number":%d}\n\n' % (opened.head, suffix, _encode(text), self._count)
         )
         self._count += 1
 
@@ -239,7 +242,7 @@ def _part(kind: _Kind, text: str, logprobs: list[Any]) -> Doc:
 
 
 def ending(doc: Doc, number: int) -> bytes:
-    """The last event of a response whose own events are gone, for who comes back to it."""
+    """The last event of a stored response whose own events were lost."""
     status = doc["status"]
     event = f"response.{status if status in ('completed', 'failed') else 'incomplete'}"
     body = _encode({"type": event, "response": doc, "sequence_number": number})

@@ -104,7 +104,7 @@ async def _stream(
         frames=partial(ResponseFrames, turn, keep),
         every=turn.every,
         dialect=DIALECT,
-        tells_prompt=False,
+        prompt_logprobs=False,
     )
     return await answer(request, spec, stream=True)
 
@@ -138,7 +138,7 @@ async def _replay(request: web.Request, record: Record, after: int) -> web.Strea
     if not record.events and (not doc["background"] or doc["status"] != "failed"):
         raise _not_streamed()
     frames = record.events.split(b"\n\n")[:-1]
-    # The events of one that a restart cut off are lost: only how it ended is left to tell.
+    # The events of a response that a restart interrupted are lost: only its last one can be made again.
     left = [frame + b"\n\n" for frame in frames[after + 1 :]] if frames else [ending(doc, after + 1)]
     async with EventStream(request, dialect=DIALECT) as stream:
         for frame in left:
@@ -215,7 +215,7 @@ async def cancel(request: web.Request) -> object:
 )
 async def input_tokens(request: web.Request, body: ResponsesBody, loaded: Loaded) -> object:
     """Tokens of the prompt that the same body would be run with; nothing is run or kept."""
-    asked = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)
-    turn = await make_turn(asked, tenant(), request.app[RESPONSES].store, loaded)
+    counted = msgspec.structs.replace(body, background=None, max_output_tokens=None, store=False)
+    turn = await make_turn(counted, tenant(), request.app[RESPONSES].store, loaded)
     ids = await prompt_ids(turn.job, loaded)
     return {"object": "response.input_tokens", "input_tokens": len(ids)}

@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, how to tell of it, and what to keep."""
+    """What to run, how to report it, and what to store."""
 
     id: str
     owner: str
@@ -49,7 +49,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     watch: Watch
     options: ResponseOptions
     every: int = 1
-    """Tokens that an event tells at least, where it is streamed."""
+    """Minimum tokens in an event, if it is streamed."""
 
     def record(self, doc: Doc, events: bytes = b"") -> Record:
         """The response as it is to be stored."""
@@ -77,9 +77,9 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         history = await store.history(owner, body.previous_response_id)
     created = int(time.time())
     kept = body.store is not False and store.keeps
-    told = [*history, *items]
+    turns = [*history, *items]
     with fields_of_responses():
-        made = await aside(len(told), lambda: messages(told, body.instructions))
+        made = await aside(len(turns), lambda: messages(turns, body.instructions))
         chat = chat_body(body, made, id)
         job, watch = await _job(chat, loaded, body.truncation == "auto")
     stored = await aside(len(items), lambda: encode_items(items)) if kept else b""
@@ -147,9 +147,9 @@ def _head(body: ResponsesBody, id: str, created: int, kept: bool, card: ModelCar
         "service_tier": "default",
         "store": kept,
         "temperature": _set(body.temperature, sampling.temperature),
-        "text": _told_text(body.text),
+        "text": _text_field(body.text),
         "tool_choice": _set(body.tool_choice, "auto"),
-        "tools": [_told_tool(tool) for tool in body.tools or ()],
+        "tools": [_tool_field(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": _set(body.top_p, sampling.top_p),
         "truncation": body.truncation or "disabled",
@@ -162,7 +162,7 @@ def _set(value: object, default: object) -> object:
     return default if value is None else value
 
 
-def _told_text(text: TextFormat | None) -> Doc:
+def _text_field(text: TextFormat | None) -> Doc:
     if text is None:
         return {"format": {"type": "text"}}
     return {"format": text.format or {"type": "text"}, "verbosity": text.verbosity}
@@ -172,5 +172,5 @@ _FUNCTION = {"description": None, "parameters": None, "strict": None}
 """Fields that a function tool has in a response, whether the request gave them or not."""
 
 
-def _told_tool(tool: Item) -> Item:
+def _tool_field(tool: Item) -> Item:
     return {**_FUNCTION, **tool} if tool.get("type") == "function" and "name" in tool else tool

@@ -9,7 +9,7 @@ import msgspec
 
 from app.api.request.experts import check_experts, experts
 from app.api.request.hidden import check_states, states
-from app.api.request.logprobs import Entry, Namer, output_entries, prompt_entries, told_lists
+from app.api.request.logprobs import Entry, Namer, output_entries, prompt_entries, token_details
 from app.api.request.schema import NativeBody
 from app.engine.job import Job, Piece, Run
 from app.http.delivery import Frames
@@ -30,8 +30,8 @@ this, 64 choices of 1,000 tokens with 20 log-probabilities each are 25 GB of eve
 
 
 def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str, object]:
-    """What SGLang tells of a choice that has said `tokens`."""
-    told: dict[str, object] = {
+    """SGLang's `meta_info` of a choice with this many output `tokens`."""
+    meta: dict[str, object] = {
         "id": id,
         "finish_reason": None if finish is None else _finish(finish, tokens),
         "prompt_tokens": len(run.prompt),
@@ -39,8 +39,8 @@ def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str
         "cached_tokens": run.cached,
     }
     if run.params.support:
-        told["output_token_sampling_mask_length"] = tokens
-    return told
+        meta["output_token_sampling_mask_length"] = tokens
+    return meta
 
 
 def _finish(finish: Finish, tokens: int) -> dict[str, object]:
@@ -52,7 +52,7 @@ def _finish(finish: Finish, tokens: int) -> dict[str, object]:
 
 
 class NativeFrames(Frames[Any]):
-    """`Frames` of `/generate`: every event tells everything so far. Owner: event loop.
+    """`Frames` of `/generate`: every event has everything so far. Owner: event loop.
 
     Encoded pieces of a string or list, joined, are the encoded whole; so each piece is encoded once
     and only copied from then on. The prompt's log-probabilities are in the last event alone. All
@@ -62,7 +62,7 @@ class NativeFrames(Frames[Any]):
     def __init__(
         self, body: NativeBody, loaded: Loaded, jobs: Sequence[Job], single: bool, runs: Sequence[Run]
     ) -> None:
-        """`single`: one answer was asked for, not a list. Raises as `check_states` does."""
+        """`single`: the answer is one object, not a list. Raises as `check_states` does."""
         check_states(runs, jobs, loaded)
         check_experts(runs, jobs, loaded)
         self._body = body
@@ -72,7 +72,7 @@ class NativeFrames(Frames[Any]):
         self._n = jobs[0].n
         self._single = single
         self._wanted = jobs[0].sampling.wants_logprobs
-        """Something is told of each token."""
+        """Events have lists with an entry for each token."""
         total = len(jobs) * self._n
         self._tokens: list[list[int]] = [[] for _ in range(total)]
         self._texts = [bytearray() for _ in range(total)]
@@ -96,8 +96,8 @@ class NativeFrames(Frames[Any]):
         return {"text": piece.text, "output_ids": piece.tokens, "meta_info": meta}
 
     def given(self, index: int, tokens: int) -> dict[str, object]:
-        """What a complete choice of that many tokens gives back, where asked for: hidden states, lists of
-        vectors, and experts, as the bytes of a tensor."""
+        """Requested tensors of a complete choice with that many tokens: hidden states as lists of vectors,
+        experts as bytes."""
         which, choice = divmod(index, self._n)
         run, found = self._runs[which], dict[str, object]()
         if self._jobs[which].sampling.hidden != "none":
@@ -113,14 +113,14 @@ class NativeFrames(Frames[Any]):
         return meta_info(id if self._n == 1 else f"{id}-{choice}", self._runs[which], tokens, finish)
 
     def output_lists(self, piece: Piece) -> dict[str, list[object]]:
-        """What is told of each of the piece's tokens."""
-        more = told_lists(self._jobs[0].sampling, piece.logprobs or ())
+        """Lists with an entry for each of the piece's tokens."""
+        more = token_details(self._jobs[0].sampling, piece.logprobs or ())
         if not self._body.return_logprob:
             return more
         return self._lists("output", list(output_entries(piece.tokens, piece.logprobs or ()))) | more
 
     def input_logprobs(self, index: int) -> dict[str, list[object]]:
-        """Of the prompt's tokens from `logprob_start_len` on, where asked for."""
+        """Of the prompt's tokens from `logprob_start_len` on, if requested."""
         job, run = self._jobs[index // self._n], self._runs[index // self._n]
         if job.sampling.prompt_logprobs < 0:
             return {}
@@ -148,7 +148,7 @@ class NativeFrames(Frames[Any]):
     # -- as a stream -------------------------------------------------------------------------------
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
-        """See `Frames.delta`. A last piece waits for `finish`, which tells all of it."""
+        """See `Frames.delta`. The last piece is sent by `finish`."""
         self._tokens[index] += piece.tokens
         self._texts[index] += _encode(piece.text)[1:-1]
         if self._wanted and piece.logprobs:

@@ -12,11 +12,11 @@ import numpy as np
 from aiohttp import web
 
 from app.api.request.constraint import constraint_of
-from app.api.request.embeds import Given, embedded, input_embeds
-from app.api.request.experts import experts_wanted
+from app.api.request.embeds import EmbeddedPrompts, embedded, input_embeds
+from app.api.request.experts import experts_start
 from app.api.request.field_names import fields_named
 from app.api.request.prompts import Prompt, check_prompt, prompt_ids, split_prompts
-from app.api.request.reasoning import bounded, thinking_budget
+from app.api.request.reasoning import limited_thinking, thinking_budget
 from app.api.request.routing import Routes
 from app.api.request.sampling import (
     allowed_ids,
@@ -34,7 +34,7 @@ from app.api.request.sampling import (
 )
 from app.api.request.schema import NativeBody, NativeSampling, refuse_unsupported
 from app.api.sglang.answer import NativeFrames
-from app.api.sglang.sessions import SESSIONS, taking_part
+from app.api.sglang.sessions import SESSIONS, in_session
 from app.engine.job import Job
 from app.http.answer import AnswerSpec, answer
 from app.http.aside import aside, prompt_count
@@ -64,7 +64,7 @@ _NAMES = {
     "custom_logit_processor": "custom_logit_processor",
     "input_embeds": "input_embeds",
 }
-"""What the engine calls a field, and what this route does."""
+"""Names of fields in the engine's errors, and those of this route."""
 
 
 @ROUTES.post(NativeBody, "/generate", example="text", has="text meta_info", lists=True, streams=True)
@@ -76,7 +76,7 @@ async def generate(request: web.Request, body: NativeBody, loaded: Loaded) -> we
     listed = body.session_params is None and not _prompts(body, given).single
     single = not listed and jobs[0].n == 1
     spec = AnswerSpec(
-        engine=bounded(loaded, _budget(body, loaded)),
+        engine=limited_thinking(loaded, _budget(body, loaded)),
         jobs=jobs,
         frames=partial(NativeFrames, body, loaded, jobs, single),
         every=stream_interval(body.sampling_params or NativeSampling(), _IN),
@@ -87,7 +87,7 @@ async def generate(request: web.Request, body: NativeBody, loaded: Loaded) -> we
         if len(jobs) > 1 or jobs[0].n > 1:
             raise RequestError("A session takes one prompt at a time, with n=1.", "session_params")
         ids = await prompt_ids(jobs[0], loaded)  # a session adds to tokens, not to text
-        with taking_part(request.app[SESSIONS][tenant()], body.session_params, spec, ids, loaded) as spec:
+        with in_session(request.app[SESSIONS][tenant()], body.session_params, spec, ids, loaded) as spec:
             return await answer(request, spec, body.stream is True)
 
 
@@ -98,37 +98,37 @@ def _budget(body: NativeBody, loaded: Loaded) -> int | None:
     return thinking_budget(body.sampling_params, loaded, _IN)
 
 
-def native_jobs(body: NativeBody, loaded: Loaded, given: Given | None = None) -> list[Job]:
+def native_jobs(body: NativeBody, loaded: Loaded, given: EmbeddedPrompts | None = None) -> list[Job]:
     """One job per prompt. `given` are those of `input_embeds`."""
     refuse_unsupported(body, takes=("input_embeds",))
-    asked = body.sampling_params or NativeSampling()
-    refuse_unsupported(asked, _IN)
+    sampling = body.sampling_params or NativeSampling()
+    refuse_unsupported(sampling, _IN)
     param, prompts, _ = _prompts(body, given)
-    n = choices(asked.n, len(prompts), _IN)
+    n = choices(sampling.n, len(prompts), _IN)
     ids = _ids(body.rid, len(prompts))
     vocab_size = loaded.card.vocab_size
     base = Job(
         id="",
         prompt="",
         sampling=sampling_params(
-            asked,
+            sampling,
             loaded.card,
             _IN,
-            min_tokens=asked.min_new_tokens or 0,
+            min_tokens=sampling.min_new_tokens or 0,
             **_logprobs(body, loaded),
-            **_processor(body, asked),
+            **_processor(body, sampling),
             **({"hidden": "all"} if wants_states(body) else {}),
             **requested_fields(body),
-            **_experts(body, asked, loaded),
+            **_experts(body, sampling, loaded),
         ),
-        text=text_options(asked),
-        max_tokens=_max_new_tokens(asked),
-        seed=asked.sampling_seed,
+        text=text_options(sampling),
+        max_tokens=_max_new_tokens(sampling),
+        seed=sampling.sampling_seed,
         n=n,
-        ignore_eos=asked.ignore_eos is True,
-        allowed_ids=allowed_ids(asked, vocab_size, _IN) or allowed_ids(body, vocab_size),
-        bad_words=bad_words(asked, _IN) or bad_words(body),
-        grammar=constraint_of(body, asked, _IN),
+        ignore_eos=sampling.ignore_eos is True,
+        allowed_ids=allowed_ids(sampling, vocab_size, _IN) or allowed_ids(body, vocab_size),
+        bad_words=bad_words(sampling, _IN) or bad_words(body),
+        grammar=constraint_of(body, sampling, _IN),
         priority=priority(body.priority),
         root=root_key(body.cache_salt, body.extra_key),
     )
@@ -143,24 +143,24 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: Given | None = None) ->
     return jobs
 
 
-def _experts(body: NativeBody, asked: NativeSampling, loaded: Loaded) -> dict[str, int]:
+def _experts(body: NativeBody, sampling: NativeSampling, loaded: Loaded) -> dict[str, int]:
     """By the names in either place."""
-    start = experts_wanted(body, loaded.card)
-    return {"experts_from": experts_wanted(asked, loaded.card, _IN) if start < 0 else start}
+    start = experts_start(body, loaded.card)
+    return {"experts_from": experts_start(sampling, loaded.card, _IN) if start < 0 else start}
 
 
-def _processor(body: NativeBody, asked: NativeSampling) -> dict[str, str]:
-    """SGLang names a logit processor beside `sampling_params`, and what it is called with inside."""
+def _processor(body: NativeBody, sampling: NativeSampling) -> dict[str, str]:
+    """SGLang has the name of a logit processor next to `sampling_params`, and its parameters inside."""
     if not body.custom_logit_processor:
         return {}
     if body.custom_params is not None:
         return processor_fields(body)
-    named = msgspec.structs.replace(asked, custom_logit_processor=body.custom_logit_processor)
+    named = msgspec.structs.replace(sampling, custom_logit_processor=body.custom_logit_processor)
     return processor_fields(named, _IN)
 
 
-def _max_new_tokens(asked: NativeSampling) -> int:
-    value = DEFAULT_MAX_NEW_TOKENS if asked.max_new_tokens is None else asked.max_new_tokens
+def _max_new_tokens(sampling: NativeSampling) -> int:
+    value = DEFAULT_MAX_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens
     if value < 0:
         raise field_error(_IN + "max_new_tokens", "must not be negative")
     return value
@@ -174,7 +174,7 @@ class _Prompts(NamedTuple):
     single: bool
 
 
-def _prompts(body: NativeBody, given: Given | None) -> _Prompts:
+def _prompts(body: NativeBody, given: EmbeddedPrompts | None) -> _Prompts:
     if [body.text, body.input_ids, given].count(None) != 2:
         raise RequestError("Give exactly one of 'text', 'input_ids' and 'input_embeds'.", "text")
     if given is not None:
@@ -204,9 +204,9 @@ def _logprobs(body: NativeBody, loaded: Loaded) -> dict[str, int | str | tuple[i
     if start < -1:
         raise field_error("logprob_start_len", "must be at least -1")
     named = tuple(body.token_ids_logprob or ())
-    told: dict[str, int | str | tuple[int, ...]] = {"logprobs": top, "logprob_ids": named}
+    fields: dict[str, int | str | tuple[int, ...]] = {"logprobs": top, "logprob_ids": named}
     if loaded.card.sampling.logprobs_mode == "raw_logprobs":
-        told["logprobs_mode"] = "masked_logprobs"  # SGLang's: what a grammar forbids is not among the best
+        fields["logprobs_mode"] = "masked_logprobs"  # SGLang's: forbidden tokens are not among the top ones
     if start != -1:
-        told |= {"prompt_logprobs": top, "prompt_logprobs_start": start, "prompt_logprob_ids": named}
-    return told
+        fields |= {"prompt_logprobs": top, "prompt_logprobs_start": start, "prompt_logprob_ids": named}
+    return fields

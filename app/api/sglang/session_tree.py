@@ -69,7 +69,7 @@ class Sessions:
         return id
 
     def close(self, id: str) -> bool:
-        """Forget a session; what runs in it goes on. False when there is none of that id."""
+        """Remove a session; its running requests continue. False when there is none of that id."""
         return self._by_id.pop(id, None) is not None
 
     def begin(self, params: SessionParams, rid: str, new: Ints, bos: int | None) -> Ints:

@@ -56,7 +56,7 @@ async def close_session(request: web.Request, body: CloseBody, loaded: Loaded) -
     return {"success": request.app[SESSIONS][tenant()].close(body.session_id)}
 
 
-class Recorded(Generator):
+class TurnRecorder(Generator):
     """A `Generator` whose complete answer becomes a turn of a session. Owner: event loop."""
 
     def __init__(self, engine: Generator, end: Callable[[list[int]], None]) -> None:
@@ -79,7 +79,7 @@ class Recorded(Generator):
 
 
 @contextmanager
-def taking_part(
+def in_session(
     sessions: Sessions, params: SessionParams, spec: AnswerSpec[Any], ids: Ints, loaded: Loaded
 ) -> Iterator[AnswerSpec[Any]]:
     """`spec` whose one job, with the prompt `ids`, comes after the turn that it continues. A turn that does
@@ -88,7 +88,7 @@ def taking_part(
     bos = loaded.tokenizer.encode("", True)  # whatever a text begins with
     prompt = sessions.begin(params, job.id, ids, int(bos[0]) if len(bos) else None)
     id = params.id or ""
-    engine = Recorded(spec.engine, partial(sessions.end, id, job.id))
+    engine = TurnRecorder(spec.engine, partial(sessions.end, id, job.id))
     try:
         yield msgspec.structs.replace(spec, engine=engine, jobs=[msgspec.structs.replace(job, prompt=prompt)])
     finally:

@@ -125,8 +125,8 @@ async def derender_completions(request: web.Request, body: DerenderBody, loaded:
     made = body.generate_responses or []
     _check(body.stream, made or [None], "generate_responses", loaded)
     tails, counts = _prompts(body, made)
-    asked = body.completion_request
-    skip = asked is None or asked.skip_special_tokens is not False
+    completion = body.completion_request
+    skip = completion is None or completion.skip_special_tokens is not False
     listed: list[dict[str, object]] = []
     for each, tail in zip(made, tails, strict=True):
         for choice in each.choices or ():

@@ -16,7 +16,7 @@ from app.api.openai.completions import completion_jobs
 from app.api.openai.stream import DATA, END, includes_usage, spelling, usage
 from app.api.request.beam import check_streamed
 from app.api.request.logprobs import chat_logprobs, output_entries, vllm_prompt_logprobs
-from app.api.request.reasoning import bounded, thinking_budget
+from app.api.request.reasoning import limited_thinking, thinking_budget
 from app.api.request.routing import Routes
 from app.api.request.sampling import stream_interval
 from app.api.request.schema import CompletionBody, Int, StreamOptions
@@ -71,18 +71,18 @@ _NAMES = {
 )
 async def inference(request: web.Request, body: InferenceBody, loaded: Loaded) -> web.StreamResponse:
     """Go on from tokens, with tokens."""
-    asked = _completion(body)
-    id = request_id(asked, "gen")
-    (job,) = await aside(prompt_count(asked.prompt), lambda: completion_jobs(asked, id, loaded))
+    completion = _completion(body)
+    id = request_id(completion, "gen")
+    (job,) = await aside(prompt_count(completion.prompt), lambda: completion_jobs(completion, id, loaded))
     check_streamed(job, body.stream)
-    if (body.sampling_params or asked).max_tokens is None:
+    if (body.sampling_params or completion).max_tokens is None:
         job = msgspec.structs.replace(job, max_tokens=None)
     spec = AnswerSpec(
-        engine=bounded(loaded, thinking_budget(asked, loaded)),
+        engine=limited_thinking(loaded, thinking_budget(completion, loaded)),
         jobs=[job],
         frames=partial(TokenFrames, body, job, loaded),
-        every=stream_interval(asked),
-        tells_prompt=False,
+        every=stream_interval(completion),
+        prompt_logprobs=False,
     )
     return await answer(request, spec, body.stream is True)
 
@@ -146,16 +146,16 @@ class TokenFrames(Frames[dict[str, object]]):
         return "text" if self._text else "tokens"
 
     def _choice(self, index: int, piece: Piece) -> dict[str, object]:
-        """One choice's tokens, and its text where that is asked for."""
-        told: dict[str, object] = {"index": index, "token_ids": piece.tokens, "logprobs": None}
+        """One choice's tokens, and its text if requested."""
+        choice: dict[str, object] = {"index": index, "token_ids": piece.tokens, "logprobs": None}
         if piece.logprobs is not None:
-            told["logprobs"] = chat_logprobs(piece, self._namer) if self._text else _logprobs(piece)
+            choice["logprobs"] = chat_logprobs(piece, self._namer) if self._text else _logprobs(piece)
         finish = piece.finish
-        told["finish_reason"] = None if finish is None else finish.reason.value
-        return told | ({"text": piece.text} if self._text else {})
+        choice["finish_reason"] = None if finish is None else finish.reason.value
+        return choice | ({"text": piece.text} if self._text else {})
 
     def _prompt(self) -> dict[str, object]:
-        """The prompt's tokens, where asked for."""
+        """The prompt's tokens, if requested."""
         return {"prompt_token_ids": self._runs[0].prompt.tolist()} if self._body.return_token_ids else {}
 
     def delta(self, index: int, piece: Piece) -> bytes | None:
@@ -178,8 +178,8 @@ class TokenFrames(Frames[dict[str, object]]):
     def _event(self, choices: list[dict[str, object]], **more: object) -> bytes:
         if self._first:
             more, self._first = {**self._prompt(), **more}, False
-        told = {"request_id": self._job.id, "output_mode": self._mode, "choices": choices, **more}
-        return DATA + encode_long(told) + END
+        event = {"request_id": self._job.id, "output_mode": self._mode, "choices": choices, **more}
+        return DATA + encode_long(event) + END
 
 
 def _logprobs(piece: Piece) -> dict[str, object]:
