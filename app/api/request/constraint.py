@@ -64,13 +64,12 @@ class _Constraint(NamedTuple):
     lenient: bool = False
 
 
-def constraint_of(
-    body: ExtensionFields, inner: ExtensionFields | None = None, prefix: str = ""
-) -> GrammarSpec | None:
-    """The one constraint of a request, or None. `inner` is a part of the body with the same fields,
-    under `prefix`. Raises `RequestError` for two constraints (naming both) and for one that is not of
-    its type."""
-    sent = _constraints(body, "") + (_constraints(inner, prefix) if inner is not None else [])
+def constraint_of(body: ExtensionFields, sampling: ExtensionFields | None = None) -> GrammarSpec | None:
+    """The one constraint of a request, or None. `sampling` is its `sampling_params`, if they have the same
+    fields. Raises `RequestError` for two constraints (naming both) and for one that is not of its type."""
+    sent = _constraints(body, "")
+    if sampling is not None:
+        sent += _constraints(sampling, "sampling_params.")
     if not sent:
         return None
     if len(sent) > 1:

@@ -128,7 +128,7 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: EmbeddedPrompts | None 
         ignore_eos=sampling.ignore_eos is True,
         allowed_ids=allowed_ids(sampling, vocab_size, _IN) or allowed_ids(body, vocab_size),
         bad_words=bad_words(sampling, _IN) or bad_words(body),
-        grammar=constraint_of(body, sampling, _IN),
+        grammar=constraint_of(body, sampling),
         priority=priority(body.priority),
         root=root_key(body.cache_salt, body.extra_key),
     )

@@ -20,14 +20,10 @@ from core.errors import field_error, unsupported
 
 ROUTES = Routes()
 
-_SHARED = [field for field in msgspec.structs.fields(ChatBody) if field.name != "messages"]
-
 BatchChatBody = msgspec.defstruct(
     "BatchChatBody",
-    [
-        ("messages", list[list[dict[str, Any]]] | None, None),
-        *((field.name, field.type, field.default) for field in _SHARED),
-    ],
+    [("messages", list[list[dict[str, Any]]] | None, None)],
+    bases=(ChatBody,),
     kw_only=True,
     module=__name__,
     namespace={"__doc__": "Chat's fields, and messages of several conversations."},
@@ -47,12 +43,11 @@ _OF_ONE = ("id", "object", "created", "model", "choices", "usage")
 async def chat_batch(request: web.Request, body: Any, loaded: Loaded) -> object:
     """Answer every conversation; one that fails fails all."""
     _check(body)
-    shared = ChatBody(**{field.name: getattr(body, field.name) for field in _SHARED})
-    id = request_id(shared, "chatcmpl")
+    id = request_id(body, "chatcmpl")
     tasks: list[asyncio.Future[dict[str, Any]]] = []
     try:
         for i, each in enumerate(body.messages):
-            one = msgspec.structs.replace(shared, messages=each, rid=f"{id}-{i}")
+            one = msgspec.structs.replace(body, messages=each, rid=f"{id}-{i}")
             tasks.append(asyncio.ensure_future(_one(one, i, loaded)))
             await asyncio.sleep(0)  # a template and an encoding each: 2,000 in one slice were 0.9 s
         answers = await asyncio.gather(*tasks)
