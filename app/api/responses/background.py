@@ -14,10 +14,8 @@ from app.api.responses.store import Store
 from app.api.responses.turn import Turn
 from app.engine.failure import UNREADABLE, failure
 from app.engine.job import Piece, Run
-from app.engine.reasoning_budget import watched
 from app.http.errors import fault
 from app.http.sse import Dialect, EventStream
-from app.service import Loaded
 from core.errors import EngineFailed, LoomError, Overloaded, RequestError, Unavailable
 from core.types import Finish, FinishReason
 
@@ -137,11 +135,7 @@ class Responses:
         self.store = store
         self._live: dict[str, Live] = {}
 
-    def keep(self, turn: Turn, doc: Doc) -> asyncio.Future[bool]:
-        """Store a response, if its client wants it stored."""
-        return self.store.put(turn.record(doc))
-
-    async def start(self, turn: Turn, loaded: Loaded) -> Live:
+    async def start(self, turn: Turn) -> Live:
         """Run a turn in the background. Raises what the engine refuses it with, and `Unavailable`
         and `DiskFull` when it cannot be stored, and so could not be fetched."""
         if not turn.kept:
@@ -149,8 +143,7 @@ class Responses:
         if len(self._live) >= MAX_LIVE:
             raise Overloaded("Too many responses are made in the background.")
         live = Live(turn, self._finished)
-        engine = watched(loaded.engine, loaded.tokenizer, turn.watch)
-        run = await engine.start(turn.job, live.take)
+        run = await turn.engine.start(turn.job, live.take)
         self._live[turn.id] = live
         live.begin(run)
         stored = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -12,17 +12,16 @@ from aiohttp import web
 from app.api.request.prompts import prompt_ids
 from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited, page
 from app.api.request.sampling import current
-from app.api.responses.background import DIALECT, RESPONSES, Live, Responses
+from app.api.responses.background import DIALECT, RESPONSES, Live
 from app.api.responses.disk import Record, decode_items
 from app.api.responses.events import Doc, ResponseEvents, ending
 from app.api.responses.schema import ResponsesBody
+from app.api.responses.store import Store
 from app.api.responses.turn import Turn, make_turn
 from app.engine.job import Piece, Run
-from app.engine.reasoning_budget import watched
 from app.http.answer import AnswerSpec, answer
 from app.http.delivery import Frames, running
 from app.http.errors import fault
-from app.http.reply import json_response
 from app.http.sse import EventStream
 from app.http.tenant import tenant
 from app.service import Loaded
@@ -38,10 +37,10 @@ MAX_PAGE = 100
 class ResponseFrames(Frames[None]):
     """`Frames` of one streamed response. Owner: event loop."""
 
-    def __init__(self, turn: Turn, keep: Callable[[Doc], object], runs: Sequence[Run]) -> None:
-        """`keep` is called with the response once it has ended."""
+    def __init__(self, turn: Turn, store: Store, runs: Sequence[Run]) -> None:
         self._events = ResponseEvents(turn.options, runs[0])
-        self._keep = keep
+        self._turn = turn
+        self._store = store
 
     def head(self) -> bytes:
         """See `Frames.head`."""
@@ -63,7 +62,8 @@ class ResponseFrames(Frames[None]):
     def _ended(self, events: list[bytes]) -> bytes:
         """The response is on its way to the store before the client knows that it is complete, and may
         build on it."""
-        self._keep(self._events.doc)
+        if self._turn.kept:
+            self._store.put(self._turn.record(self._events.doc))
         return b"".join(events)
 
 
@@ -73,40 +73,29 @@ async def create(request: web.Request, body: ResponsesBody, loaded: Loaded) -> o
     responses = request.app[RESPONSES]
     turn = await make_turn(body, tenant(), responses.store, loaded)
     if body.background:
-        live = await responses.start(turn, loaded)
-        return await live.follow(request, 0) if body.stream else json_response(live.doc)
-    if body.stream:
-        return await _stream(request, turn, loaded, responses)
-    return await _answer(turn, loaded, responses)
-
-
-async def _answer(turn: Turn, loaded: Loaded, responses: Responses) -> Doc:
-    live = Live(turn, lambda _: None)
-    async with running(watched(loaded.engine, loaded.tokenizer, turn.watch), [turn.job], live.take) as runs:
-        live.begin(runs[0])
-        await live.done.wait()
-    if live.error is not None:
-        raise live.error
-    stored = turn.kept and await responses.keep(turn, live.doc)
-    return {**live.doc, "store": stored}
-
-
-async def _stream(
-    request: web.Request, turn: Turn, loaded: Loaded, responses: Responses
-) -> web.StreamResponse:
-    def keep(doc: Doc) -> None:
-        if turn.kept:
-            responses.keep(turn, doc)
-
+        live = await responses.start(turn)
+        return await live.follow(request, 0) if body.stream else live.doc
+    if not body.stream:
+        return await _answer(turn, responses.store)
     spec = AnswerSpec(
-        engine=watched(loaded.engine, loaded.tokenizer, turn.watch),
+        engine=turn.engine,
         jobs=[turn.job],
-        frames=partial(ResponseFrames, turn, keep),
+        frames=partial(ResponseFrames, turn, responses.store),
         every=turn.every,
         dialect=DIALECT,
         prompt_logprobs=False,
     )
     return await answer(request, spec, stream=True)
+
+
+async def _answer(turn: Turn, store: Store) -> Doc:
+    live = Live(turn, lambda _: None)
+    async with running(turn.engine, [turn.job], live.take) as runs:
+        live.begin(runs[0])
+        await live.done.wait()
+    if live.error is not None:
+        raise live.error
+    return {**live.doc, "store": turn.kept and await store.put(turn.record(live.doc))}
 
 
 @ROUTES.add(
@@ -115,7 +104,7 @@ async def _stream(
     streams=True,
     query={"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}},
 )
-async def retrieve(request: web.Request) -> web.StreamResponse:
+async def retrieve(request: web.Request) -> object:
     """A response as it is now, or with `stream=true` the events of one made in the background after
     number `starting_after`."""
     id, whose = request.match_info["id"], tenant()
@@ -126,7 +115,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     if live is not None:
         if streamed and not live.streamed:
             raise _not_streamed()
-        return await live.follow(request, after + 1) if streamed else json_response(live.doc)
+        return await live.follow(request, after + 1) if streamed else live.doc
     record = await responses.store.get(whose, id)
     if streamed:
         return await _replay(request, record, after)

@@ -25,8 +25,8 @@ from app.api.responses.schema import (
     logprobs_wanted,
 )
 from app.api.responses.store import Store
-from app.engine.job import Job
-from app.engine.reasoning_budget import Watch
+from app.engine.job import Generator, Job
+from app.engine.reasoning_budget import Watch, watched
 from app.http.aside import aside
 from app.service import Loaded, ModelCard
 
@@ -46,7 +46,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """The same as it is stored; empty where the response is not."""
     kept: bool
     job: Job
-    watch: Watch
+    engine: Generator
+    """Runs the job, and parses its text."""
     options: ResponseOptions
     every: int = 1
     """Minimum tokens in an event, if it is streamed."""
@@ -98,7 +99,7 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         stored_input=stored,
         kept=kept,
         job=msgspec.structs.replace(job, prompt_param="input"),
-        watch=watch,
+        engine=watched(loaded.engine, loaded.tokenizer, watch),
         options=options,
         every=stream_interval(body),
     )
