@@ -18,7 +18,6 @@ from app.api.ollama.schema import (
     OllamaGenerateBody,
     OllamaShowBody,
     chat_body,
-    check_whole,
     model_name,
     raw_body,
 )
@@ -78,7 +77,6 @@ async def chat(request: web.Request, body: OllamaChatBody, loaded: Loaded) -> ob
 )
 async def generate(request: web.Request, body: OllamaGenerateBody, loaded: Loaded) -> object:
     """Answer a prompt, after Ollama. Without one nothing is run: the model is loaded."""
-    check_whole(body)
     return await _answered(request, body, loaded) if body.prompt else _nothing_run(body, loaded)
 
 

@@ -54,6 +54,11 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     template: Any = None
     images: Any = None
 
+    def __post_init__(self) -> None:
+        for name in ("suffix", "template", "images"):
+            if getattr(self, name):
+                raise field_error(name, "is not supported", "unsupported")
+
 
 class OllamaShowBody(msgspec.Struct, kw_only=True):
     """`/api/show`; `name` is what it was called before."""
@@ -88,13 +93,6 @@ def raw_body(body: OllamaGenerateBody) -> CompletionBody:
     request = CompletionBody(prompt=body.prompt, response_format=_format(body.format))
     _sampling(request, body.options)
     return request
-
-
-def check_whole(body: OllamaGenerateBody) -> None:
-    """Raise `RequestError` for what cannot be done."""
-    for name in ("suffix", "template", "images"):
-        if getattr(body, name):
-            raise field_error(name, "is not supported", "unsupported")
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
