@@ -1,0 +1,191 @@
+"""A whole engine on a CPU whose decode rows have drafts: right ones, wrong ones and both."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from app.engine.job import Job, Piece
+from app.engine.loop import Engine
+from app.engine.submit import Limits as JobLimits
+from app.engine.submit import LiveRun, Submitter
+from app.text.tokenizer import Tokenizer
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.command import Command, CommandDone
+from core.config import ScheduleConfig
+from core.executor import Capabilities
+from core.grammar import GrammarCompiler
+from core.plan import RowLogprobs, StepPlan, StepResult
+from core.schedule.scheduler import Scheduler
+from core.types import Finish
+from gpu.executor import LocalExecutor
+from gpu.runner import ModelRunner
+from gpu.sample.processors import Processor
+from gpu.state.entry import Limits
+from gpu.step.launched import LaunchedStep
+from gpu.step.rings import Entries
+from gpu.step.sampling import sampling_slots
+from gpu.thread import device_thread
+from gpu.worker import Progress
+from tests.rigs.runner import CPU, Rig
+
+ROWS, PAGE, STEP_TOKENS, SAMPLES = 6, 8, 48, 40
+
+
+class Drafts(NamedTuple):
+    """At most `depth` of a row, each the next token of its text with probability `right`, else another."""
+
+    depth: int
+    right: float
+
+
+class Watched:
+    """A launched step. `most` learns how many tokens its rows have, by prompt."""
+
+    def __init__(self, launched: LaunchedStep, prompts: list[bytes], most: dict[bytes, int]) -> None:
+        self.step, self._launched, self._prompts, self._most = launched.step, launched, prompts, most
+
+    def wait(self) -> StepResult:
+        result = self._launched.wait()
+        counts = [1] * len(self._prompts) if result.counts is None else result.counts.tolist()
+        for prompt, count in zip(self._prompts, counts, strict=True):
+            self._most[prompt] = max(self._most.get(prompt, 0), count)
+        return result
+
+
+class DraftingRunner:
+    """A runner that writes drafts to the tables ahead of every step, as a proposer would behind one."""
+
+    device = CPU
+
+    def __init__(
+        self, runner: ModelRunner, drafts: Drafts, texts: Mapping[bytes, Sequence[int]], vocab: int
+    ) -> None:
+        """`texts` by prompt, whose bytes are the key: what its tokens will be."""
+        self.plans: list[StepPlan] = []
+        self.most: dict[bytes, int] = {}
+        """By prompt the most tokens that it had of one step."""
+        self._runner, self._drafts, self._texts, self._vocab = runner, drafts, texts, vocab
+        self._prompts: dict[int, np.ndarray] = {}
+        self._random = random.Random(drafts.depth)
+
+    def prepare(self, progress: Progress) -> None:
+        self._runner.prepare(progress)
+
+    def launch(self, plan: StepPlan) -> Watched:
+        self.plans.append(plan)
+        tables = self._runner.tables
+        for slot in plan.decode_slots.tolist() if self._drafts.depth else ():
+            drafts = self._propose(slot, int(tables.length[slot]) + 1)
+            tables.drafts[slot] = torch.tensor([self._random.randint(0, len(drafts)), *drafts])
+        self._prompts |= {new.slot: new.prompt for new in plan.new_slots}
+        prompts = [self._prompts[slot].tobytes() for slot in sampling_slots(plan).tolist()]
+        return Watched(self._runner.launch(plan), prompts, self.most)
+
+    def _propose(self, slot: int, position: int) -> list[int]:
+        """For the tokens from `position` on."""
+        prompt, (depth, right) = self._prompts[slot], self._drafts
+        ahead = self._texts[prompt.tobytes()][position - len(prompt) :][:depth]
+        known = [*ahead, *[0] * (depth - len(ahead))]
+        others = (self._random.randrange(1, self._vocab) * (self._random.random() >= right) for _ in known)
+        return [(token + other) % self._vocab for token, other in zip(known, others, strict=True)]
+
+    def carry_out(self, command: Command) -> CommandDone:
+        return self._runner.carry_out(command)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class Answer(NamedTuple):
+    """What a client gets."""
+
+    run: LiveRun
+    pieces: list[Piece]
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.tokens]
+
+    @property
+    def logprobs(self) -> list[RowLogprobs]:
+        return [each for piece in self.pieces for each in piece.logprobs or ()]
+
+    @property
+    def finish(self) -> Finish | None:
+        return self.pieces[-1].finish
+
+
+class Drafting:
+    """An engine over a tiny model."""
+
+    def __init__(
+        self,
+        path: Path,
+        drafts: Drafts,
+        overlap: int,
+        texts: Mapping[bytes, Sequence[int]],
+        tokenizer: Tokenizer,
+        grammars: GrammarCompiler,
+        processors: Mapping[str, Processor],
+    ) -> None:
+        pages = 120
+        rig = Rig(path, PAGE, ROWS, PAGE * pages)
+        shape, machine, width = rig.runner._shape, rig.runner._machine, pages + 1
+        limits = Limits(ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth)
+        runner = ModelRunner(shape, machine, Entries(limits, 4, CPU), processors)
+        with device_thread(CPU):
+            runner.use_model(rig.model)
+            runner.use_pool(rig.pool)
+        vocab = rig.spec.vocab_size
+        self.runner = DraftingRunner(runner, drafts, texts, vocab)
+        capabilities = Capabilities(
+            num_pages=pages + 1, page_size=PAGE, max_rows=ROWS, context_length=256, vocab_size=vocab,
+            max_step_tokens=STEP_TOKENS, count_rows=ROWS, max_drafts=drafts.depth, max_samples=SAMPLES,
+            processors=tuple(processors),
+        )  # fmt: skip
+        executor = LocalExecutor([self.runner], capabilities)
+        executor.prepare(lambda share: None)
+        cache = CacheManager(pages + 1, PAGE)
+        config = ScheduleConfig(overlap_depth=overlap)
+        self.scheduler = Scheduler(capabilities, cache, config, monotonic)
+        self._engine = Engine(self.scheduler, executor, overlap, monotonic)
+        given = JobLimits(256, vocab, processors=tuple(processors))
+        self._submitter = Submitter(self._engine, tokenizer, given, monotonic, grammars)
+
+    async def answers(self, jobs: Sequence[Job], retract: bool = False) -> list[Answer]:
+        """All of them: the next one comes a step or two after the one before it, and may send all that run
+        back to the queue."""
+        self._engine.start(asyncio.get_running_loop())
+        found = []
+        for job in jobs:
+            found.append(await self._start(job))
+            if retract:
+                self._engine.retract_all()
+        for answer in found:
+            await answer.run.wait()
+        while not self._engine.idle:
+            await asyncio.sleep(0)
+        self._engine.check_integrity()
+        self._engine.close()
+        return found
+
+    async def _start(self, job: Job) -> Answer:
+        pieces: list[Piece] = []
+        run = await self._submitter.start(job, lambda index, piece: pieces.append(piece))
+        assert isinstance(run, LiveRun)
+        steps = len(self.runner.plans)
+        while len(self.runner.plans) == steps and not self._engine.idle:
+            await asyncio.sleep(0)
+        return Answer(run, pieces)
