@@ -50,9 +50,10 @@ def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
 
     shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
-    padded = PaddedSizes(shape.rows, shape.tokens, shape.chunks)
+    entries = shape.entries(device)
+    padded = PaddedSizes(entries.limits.samples, shape.tokens, shape.chunks)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
-    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.upkeep)
+    return ModelRunner(shape, machine, entries, parts.processors, parts.upkeep)
 
 
 def with_kernels(machine: Machine) -> Machine:

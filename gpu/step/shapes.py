@@ -6,14 +6,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 
-def decode_sizes(max_rows: int) -> list[int]:
-    """Row counts of decode steps: every power of two to 8, then steps of at most an eighth.
+def decode_sizes(most: int) -> list[int]:
+    """Tokens of steps without chunks, which are all sampled: one of each row, and drafts. Every power of two
+    to 8, then steps of at most an eighth.
 
-    A padded row costs arithmetic only: it routes to no expert and reads no page.
+    A padded one costs arithmetic only: it routes to no expert and reads no page.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32)]
-    sizes += range(576, max_rows + 64, 64)
-    return _upto(sizes, max_rows)
+    sizes += range(576, most + 64, 64)
+    return _upto(sizes, most)
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:

@@ -54,11 +54,11 @@ class StepSizes(Protocol):
 
 
 class PaddedSizes:
-    """`StepSizes` of graphs: few, for steps of up to `max_rows` rows, `max_tokens` tokens and `max_chunks`
-    chunks."""
+    """`StepSizes` of graphs: few, for steps of up to `max_samples` samples, which bound the tokens of decode
+    rows, `max_tokens` tokens and `max_chunks` chunks."""
 
-    def __init__(self, max_rows: int, max_tokens: int, max_chunks: int) -> None:
-        self._rows = decode_sizes(max_rows)
+    def __init__(self, max_samples: int, max_tokens: int, max_chunks: int) -> None:
+        self._samples = decode_sizes(max_samples)
         self._mixed = mixed_sizes(max_tokens)
         self._chunks = max_chunks
 
@@ -69,27 +69,27 @@ class PaddedSizes:
             size = fit(self._mixed, plan.num_tokens)
             deep = size <= DEEP_TOKENS and max(chunk.start for chunk in plan.chunks) >= DEEP_KEYS
             return self._sized(size, True, shared, deep)
-        return self._sized(fit(self._rows, max(plan.num_tokens, 1)), False, shared)
+        return self._sized(fit(self._samples, max(plan.num_tokens, 1)), False, shared)
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`: the fewest."""
-        return fit(self._rows, count)
+        return fit(self._samples, count)
 
     def all(self) -> Iterator[Forward | Key]:
         """See `StepSizes.all`."""
-        for mixed, sizes in ((True, self._mixed), (False, self._rows)):
+        for mixed, sizes in ((True, self._mixed), (False, self._samples)):
             for size, deep in product(reversed(sizes), (False, True)):
                 if deep and (not mixed or size > DEEP_TOKENS):
                     continue
                 yield self._sized(size, mixed, deep=deep)
                 if size >= CASCADE_ROWS:
                     yield self._sized(size, mixed, shared=True, deep=deep)
-        for rows in reversed(self._rows):
-            yield from sampling_keys(rows)
+        for samples in reversed(self._samples):
+            yield from sampling_keys(samples)
 
     def _sized(self, tokens: int, mixed: bool, shared: bool = False, deep: bool = False) -> Forward:
-        rows = min(tokens, self._rows[-1])
-        return Forward(tokens, rows, self._chunks if mixed else 0, rows, shared, deep)
+        samples = min(tokens, self._samples[-1])
+        return Forward(tokens, samples, self._chunks if mixed else 0, samples, shared, deep)
 
 
 class ExactSizes:

@@ -2,87 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from app.engine.job import Job, TextOptions
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
-from core.grammar import GrammarSpec
-from core.plan import RowLogprobs
-from core.request import SamplingParams
-from core.types import RootKey
 from gpu.grammar import Compiler
 from tests.rigs import tiny_model
-from tests.rigs.drafting import Answer, Drafting, Drafts
-from tests.rigs.processors import KNOWN
+from tests.rigs.draft_jobs import HOSTS_OWN, STOP, TOKENS, Engines, jobs, same
+from tests.rigs.drafting import Drafts
 from tests.rigs.tiny_model import VOCAB, Tiny
-
-STOP = 3
-"""A byte that no text has."""
-TOKENS = 30
-GREEDY: dict[str, Any] = {"temperature": 0.0}
-LETTERS = tuple(map(chr, range(97, 123)))
-
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "seeded": {},
-    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 20},
-    "min_p": {"temperature": 1.3, "min_p": 0.05},
-    "logprobs": {**GREEDY, "logprobs": 5, "logprob_ids": (7, 9), "entropy": True},
-    "of what was drawn from": {"top_k": 9, "logprobs": 3, "logprobs_mode": "processed_logprobs"},
-    "support": {"top_k": 5, "support": True},
-    "repetition": {**GREEDY, "repetition_penalty": 1.7, "logprobs": 2},
-    "penalties": {
-        "frequency_penalty": 0.9, "presence_penalty": 0.6,
-        "logprobs": 1, "logprobs_mode": "processed_logprobs",
-    },
-    "bias": {"logit_bias": ((11, 4.0), (12, -100.0)), "frequency_penalty": 1.5},
-    "stop ids": {"stop_ids": frozenset(range(0, VOCAB, 12))},
-    "min_tokens": {"stop_ids": frozenset(range(0, VOCAB, 3)), "min_tokens": 11, "logprobs": 0},
-    "prompt_logprobs": {**GREEDY, "prompt_logprobs": 2, "logprobs": 2, "prompt_logprob_ids": (5,)},
-    "prompt_logprobs from the middle": {"prompt_logprobs": 0, "prompt_logprobs_start": 20},
-    "hidden": {"hidden": "all"},
-    "experts": {**GREEDY, "experts_from": 5},
-    "the sum of a prompt": {"hidden": "sum", "frequency_penalty": 0.5},
-    "processor": {**GREEDY, "processor": "only", "processor_params": '{"token": 60}', "logprobs": 1},
-    "processor that raises": {"processor": "broken"},
-}  # fmt: skip
-OTHERS: dict[str, dict[str, Any]] = {
-    "one token": {"max_tokens": 1},
-    "two tokens": {"max_tokens": 2},
-    "stop strings": {"text": TextOptions(stop=LETTERS)},
-    "stop strings, held back": {"text": TextOptions(stop=("never",), include_stop=True)},
-    "grammar": {"grammar": GrammarSpec("regex", "[0-9]{5,20}")},
-    "grammar, drawn": {
-        "grammar": GrammarSpec("regex", "[a-z]*"),
-        "sampling": SamplingParams(frequency_penalty=1.0, logprobs=2, logprobs_mode="masked_logprobs"),
-    },
-    "banned": {"allowed_ids": tuple(range(4, 200))},
-    "embeds": {"embeds": np.random.default_rng(1).normal(size=(19, 64)).astype(np.float32)},
-}
-HOSTS_OWN = {"processor", "processor that raises", "grammar", "grammar, drawn", "banned"}
-"""The host has a say between their tokens: drafts are not for them."""
-
-
-def jobs() -> list[Job]:
-    """One of each, of prompts of different lengths."""
-    found = {name: {"sampling": SamplingParams(**params)} for name, params in SAMPLING.items()} | OTHERS
-    made = []
-    for at, (name, more) in enumerate(found.items()):
-        # A second byte of its own: the drafts' truth is found by the prompt.
-        prompt = np.array([5, 100 + at, *(i * 31 % 250 + 4 for i in range(at * 17 % 90))], np.int32)
-        if "embeds" in more:
-            prompt = np.append(np.zeros(len(more["embeds"]), np.int32), prompt)
-            more["root"] = RootKey(own=name)
-        made.append(
-            Job(id=name, prompt=prompt, seed=at, **{"max_tokens": TOKENS, "ignore_eos": True, **more})
-        )
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -103,62 +33,9 @@ def grammars(tokenizer: Tokenizer) -> Iterator[Compiler]:
     compiler.close()
 
 
-class Engines:
-    """Engines over one model, and what they say without drafts."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer, grammars: Compiler) -> None:
-        self._given = path, tokenizer, grammars
-        self._plain: dict[str, Answer] = {}
-        self._texts: dict[bytes, Sequence[int]] = {}
-
-    def make(self, drafts: Drafts, overlap: int) -> Drafting:
-        path, tokenizer, grammars = self._given
-        return Drafting(path, drafts, overlap, self._texts, tokenizer, grammars, KNOWN)
-
-    async def plain(self) -> dict[str, Answer]:
-        """The answers without drafts, by job."""
-        if not self._plain:
-            answers = await self.make(Drafts(0, 0.0), 0).answers(jobs())
-            self._plain = {answer.run.id: answer for answer in answers}
-            self._texts |= {answer.run.prompt.tobytes(): answer.tokens for answer in answers}
-        return self._plain
-
-
 @pytest.fixture(scope="module")
 def engines(tiny: Tiny, tokenizer: Tokenizer, grammars: Compiler) -> Engines:
     return Engines(tiny.path, tokenizer, grammars)
-
-
-def same(got: Answer, want: Answer) -> None:
-    assert (got.text, got.tokens) == (want.text, want.tokens)
-    assert got.finish == want.finish
-    for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
-        same_logprobs(mine, theirs)
-    assert len(got.run.prompt_logprobs()) > 0 or not want.run.prompt_logprobs()
-    for name in ("values", "ranks", "top_ids", "top_values"):
-        mine, theirs = (
-            [getattr(each, name) for each in answer.run.prompt_logprobs()] for answer in (got, want)
-        )
-        if theirs:
-            np.testing.assert_allclose(np.concatenate(mine), np.concatenate(theirs), atol=1e-4)
-    for mine, theirs in ((got.run.hidden(0), want.run.hidden(0)), (got.run.experts(0), want.run.experts(0))):
-        assert bool(mine) == bool(theirs)
-        if mine:
-            states = [np.concatenate(each) for each in (mine, theirs)]
-            if got.run.params.hidden == "sum":  # of each chunk
-                states = [each.sum(0) for each in states]
-            np.testing.assert_allclose(*states, atol=1e-3)
-
-
-def same_logprobs(mine: RowLogprobs, theirs: RowLogprobs) -> None:
-    assert mine.chosen == pytest.approx(theirs.chosen, abs=1e-4)
-    assert mine.top_ids.tolist() == theirs.top_ids.tolist()
-    np.testing.assert_allclose(mine.top_values, theirs.top_values, atol=1e-4)
-    assert mine.entropy == pytest.approx(theirs.entropy, abs=1e-4)
-    assert (mine.support is None) == (theirs.support is None)
-    if mine.support is not None and theirs.support is not None:
-        assert mine.support.ids.tolist() == theirs.support.ids.tolist()
-        assert mine.support.chosen == pytest.approx(theirs.support.chosen, abs=1e-4)
 
 
 CASES = [
@@ -172,7 +49,7 @@ CASES = [
 async def test_every_option_has_the_answer_that_it_has_without_drafts(
     engines: Engines, depth: int, overlap: int, right: float
 ) -> None:
-    plain = await engines.plain()
+    plain = await engines.plain(jobs())
     assert plain["grammar"].text.isdigit() and len(plain["stop ids"].tokens) < TOKENS
     assert plain["stop strings"].finish != plain["greedy"].finish != plain["processor that raises"].finish
     engine = engines.make(Drafts(depth, right), overlap)
@@ -188,7 +65,7 @@ async def test_every_option_has_the_answer_that_it_has_without_drafts(
 
 
 async def test_retracted_rows_go_on_as_if_nothing_had_happened(engines: Engines) -> None:
-    plain = await engines.plain()
+    plain = await engines.plain(jobs())
     engine = engines.make(Drafts(3, 0.7), 1)
     for answer in await engine.answers(jobs(), retract=True):
         same(answer, plain[answer.run.id])

@@ -8,6 +8,7 @@ import pytest
 from core.plan import Chunk, StepPlan
 from core.types import NO_TOKENS
 from gpu.state.entry import CASCADE_KEYS, CASCADE_ROWS
+from gpu.step.sampling import sampling_keys
 from gpu.step.steps import DEEP_KEYS, DEEP_TOKENS, ExactSizes, Forward, PaddedSizes
 from tests.rigs.arrays import ints
 
@@ -18,10 +19,17 @@ def padded(tokens: int, mixed: bool, **kind: bool) -> Forward:
     return Forward(tokens, min(tokens, 64), 16 if mixed else 0, min(tokens, 64), **kind)
 
 
-def plan(rows: int, *chunks: tuple[int, int], common: int = 0) -> StepPlan:
-    """Decode rows, and (start, tokens) of chunks."""
+def plan(rows: int, *chunks: tuple[int, int], common: int = 0, drafts: int = 0) -> StepPlan:
+    """Decode rows, and (start, tokens) of chunks; `drafts` of all rows together."""
     tables = tuple(Chunk(100 + i, start, np.zeros(n, np.int32), True) for i, (start, n) in enumerate(chunks))
-    return StepPlan(1, ints(range(1, rows + 1)) if rows else NO_TOKENS, tables, common=common)
+    return StepPlan(
+        1,
+        ints(range(1, rows + 1)) if rows else NO_TOKENS,
+        tables,
+        common=common,
+        query_length=4,
+        drafts=drafts,
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,6 +37,12 @@ def plan(rows: int, *chunks: tuple[int, int], common: int = 0) -> StepPlan:
     [
         (plan(3), padded(4, False)),
         (plan(CASCADE_ROWS, common=CASCADE_KEYS), padded(8, False, shared=True)),
+        (plan(3, drafts=2), padded(8, False)),
+        (plan(16, drafts=48), padded(64, False)),
+        (plan(3, (0, 55), drafts=6), padded(64, True)),
+        (plan(3, (0, 55), drafts=7), padded(128, True)),
+        (plan(CASCADE_ROWS, common=CASCADE_KEYS, drafts=1), padded(16, False, shared=True)),
+        (plan(CASCADE_ROWS - 1, common=CASCADE_KEYS, drafts=9), padded(16, False)),
         (plan(0, (0, 128)), padded(128, True)),
         (plan(0, (DEEP_KEYS - 1, 100)), padded(128, True)),
         (plan(2, (0, 20), (DEEP_KEYS, 100)), padded(128, True, deep=True)),
@@ -44,13 +58,18 @@ def test_the_smallest_that_holds_it(step: StepPlan, expected: Forward) -> None:
 def test_whatever_a_plan_takes_was_made_before() -> None:
     made = list(STEPS.all())
     assert len(made) == len(set(made))
-    for rows in (0, 1, CASCADE_ROWS, 64):
+    for rows, drafts in ((0, 0), (1, 0), (1, 3), (CASCADE_ROWS, 0), (CASCADE_ROWS, 7), (20, 44), (64, 0)):
+        if rows:
+            assert STEPS.forward(plan(rows, common=CASCADE_KEYS, drafts=drafts)) in made
+            assert {*sampling_keys(STEPS.samples(rows + drafts))} <= {*made}
         for tokens in (1, 60, 200, DEEP_TOKENS, 700, 1900):
             for start in (0, DEEP_KEYS):
-                assert STEPS.forward(plan(rows, (start, tokens), common=CASCADE_KEYS)) in made
+                step = plan(rows, (start, tokens), common=CASCADE_KEYS, drafts=drafts)
+                assert STEPS.forward(step) in made
 
 
 def test_exact_sizes_are_the_plans_own() -> None:
     assert ExactSizes().forward(plan(3, (0, 20), (7, 5))) == Forward(28, 3, 2, 5)
+    assert ExactSizes().forward(plan(3, (0, 20), drafts=5)) == Forward(28, 8, 1, 9)
     assert ExactSizes().samples(4) == 4
     assert not list(ExactSizes().all())

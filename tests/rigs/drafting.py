@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from core.plan import RowLogprobs, StepPlan, StepResult
 from core.schedule.scheduler import Scheduler
 from core.types import Finish
 from gpu.executor import LocalExecutor
-from gpu.runner import ModelRunner
+from gpu.runner import Machine, ModelRunner
 from gpu.sample.processors import Processor
 from gpu.state.entry import Limits
 from gpu.step.launched import LaunchedStep
@@ -36,7 +36,7 @@ from gpu.thread import device_thread
 from gpu.worker import Progress
 from tests.rigs.runner import CPU, Rig
 
-ROWS, PAGE, STEP_TOKENS, SAMPLES = 6, 8, 48, 40
+ROWS, PAGE, STEP_TOKENS, SAMPLES = 6, 4, 48, 40
 
 
 class Drafts(NamedTuple):
@@ -70,6 +70,9 @@ class DraftingRunner:
     ) -> None:
         """`texts` by prompt, whose bytes are the key: what its tokens will be."""
         self.plans: list[StepPlan] = []
+        self.stepped = asyncio.Event()
+        """Set at every launch, on `loop`."""
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.most: dict[bytes, int] = {}
         """By prompt the most tokens that it had of one step."""
         self._runner, self._drafts, self._texts, self._vocab = runner, drafts, texts, vocab
@@ -81,6 +84,8 @@ class DraftingRunner:
 
     def launch(self, plan: StepPlan) -> Watched:
         self.plans.append(plan)
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self.stepped.set)
         tables = self._runner.tables
         for slot in plan.decode_slots.tolist() if self._drafts.depth else ():
             drafts = self._propose(slot, int(tables.length[slot]) + 1)
@@ -139,12 +144,13 @@ class Drafting:
         tokenizer: Tokenizer,
         grammars: GrammarCompiler,
         processors: Mapping[str, Processor],
+        machine: Callable[[Rig], Machine],
     ) -> None:
-        pages = 120
+        pages = 240
         rig = Rig(path, PAGE, ROWS, PAGE * pages)
-        shape, machine, width = rig.runner._shape, rig.runner._machine, pages + 1
+        shape, width = rig.runner._shape, pages + 1
         limits = Limits(ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth)
-        runner = ModelRunner(shape, machine, Entries(limits, 4, CPU), processors)
+        runner = ModelRunner(shape, machine(rig), Entries(limits, 4, CPU), processors)
         with device_thread(CPU):
             runner.use_model(rig.model)
             runner.use_pool(rig.pool)
@@ -167,7 +173,8 @@ class Drafting:
     async def answers(self, jobs: Sequence[Job], retract: bool = False) -> list[Answer]:
         """All of them: the next one comes a step or two after the one before it, and may send all that run
         back to the queue."""
-        self._engine.start(asyncio.get_running_loop())
+        self.runner.loop = asyncio.get_running_loop()
+        self._engine.start(self.runner.loop)
         found = []
         for job in jobs:
             found.append(await self._start(job))
@@ -175,8 +182,7 @@ class Drafting:
                 self._engine.retract_all()
         for answer in found:
             await answer.run.wait()
-        while not self._engine.idle:
-            await asyncio.sleep(0)
+        await self._engine.quiet()
         self._engine.check_integrity()
         self._engine.close()
         return found
@@ -185,7 +191,6 @@ class Drafting:
         pieces: list[Piece] = []
         run = await self._submitter.start(job, lambda index, piece: pieces.append(piece))
         assert isinstance(run, LiveRun)
-        steps = len(self.runner.plans)
-        while len(self.runner.plans) == steps and not self._engine.idle:
-            await asyncio.sleep(0)
+        self.runner.stepped.clear()
+        await self.runner.stepped.wait()
         return Answer(run, pieces)

@@ -37,27 +37,31 @@ class Unwarmed:
         return work
 
 
+def captured_machine(rig: Rig, sizes: PaddedSizes, launcher: Callable[[], Launcher] = Unwarmed) -> Machine:
+    """With a GPU's kernels, in padded sizes."""
+    spec = rig.spec
+    attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
+    configs = None
+    if (moe := spec.moe) is not None:
+        configs = MoeConfigs(
+            MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, "float32", "none")
+        )
+
+    def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
+        return lambda view: TritonOps(view, Kernels(attention, pool.caches(), configs))
+
+    return Machine(CPU, sizes, launcher, attention, ops, begin_step, triton_kernels)
+
+
 class Both:
     """A CPU's runner, and one with a GPU's kernels and sizes that gets the same plans."""
 
     def __init__(self, path: Path, launcher: Callable[[], Launcher] = Unwarmed) -> None:
         self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
         spec = rig.spec
-        attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
-        configs = None
-        if (moe := spec.moe) is not None:
-            configs = MoeConfigs(
-                MoeShape(moe.experts, moe.intermediate, spec.hidden, moe.per_token, "float32", "none")
-            )
         width = HiddenShape(spec.hidden, torch.float32)
         self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, ROWS, width)
-
-        def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
-            return lambda view: TritonOps(view, Kernels(attention, pool.caches(), configs))
-
-        machine = Machine(
-            CPU, PaddedSizes(ROWS, 128, ROWS), launcher, attention, ops, begin_step, triton_kernels
-        )
+        machine = captured_machine(rig, PaddedSizes(ROWS, 128, ROWS), launcher)
         self.runner = ModelRunner(self.shape, machine, self.shape.entries(CPU))
         heads = (spec.kv_heads, spec.head_dim)
         with device_thread(CPU):
