@@ -26,19 +26,20 @@ _PDEATHSIG = 1
 
 
 class Workers:
-    """Workers in the order they were made. Owner: the process's only thread."""
+    """Workers by number. Owner: the process's only thread."""
 
     def __init__(self) -> None:
-        self._made: list[Worker] = []
+        self._made: dict[int, Worker] = {}
 
     def answer(self, message: Load | Run, blob: bytes) -> tuple[Answer, bytes]:
         """The answer to a message. Never raises."""
         try:
             if isinstance(message, Load):
-                self._made.append(_make(message.target, blob))
+                if message.key not in self._made:
+                    self._made[message.key] = _make(message.target, blob)
                 return Answer(), b""
             _limit()
-            return Answer(), self._made[message.worker](blob)
+            return Answer(), self._made[message.key](blob)
         except MemoryError:
             return Answer(exceeded=TOO_LARGE), b""
         except Exception as error:  # fails this job only; the server logs it

@@ -46,24 +46,21 @@ class Child:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # the libraries print tokens and schemas there
             )
-        self._workers: dict[Task, int] = {}
-
-    @property
-    def ended(self) -> bool:
-        """The process is not there any more."""
-        return self._process.poll() is not None
+        self._keys: dict[Task, int] = {}
+        self._loaded: set[int] = set()
 
     def load(self, task: Task) -> None:
         """Load `task` unless it is loaded. Raises `TimeoutError` or `ProcessEnded`."""
-        if task not in self._workers:
-            answer, _ = self._exchange(Load(task.target), task.state, START_SECONDS)
-            if answer.failed or answer.exceeded:
-                raise ProcessEnded(answer.failed or answer.exceeded)
-            self._workers[task] = len(self._workers)
+        key = self._keys.setdefault(task, len(self._keys))
+        known = key in self._loaded
+        answer, _ = self._exchange(Load(key, task.target), b"" if known else task.state, START_SECONDS)
+        if answer.failed or answer.exceeded:
+            raise ProcessEnded(answer.failed or answer.exceeded)
+        self._loaded.add(key)
 
     def run(self, task: Task, payload: bytes, seconds: float) -> tuple[Answer, bytes]:
         """Run a job of a loaded task. Raises `TimeoutError` or `ProcessEnded`."""
-        return self._exchange(Run(self._workers[task]), payload, seconds)
+        return self._exchange(Run(self._keys[task]), payload, seconds)
 
     def _exchange(self, head: Load | Run, blob: bytes, seconds: float) -> tuple[Answer, bytes]:
         self._wire.limit(seconds)
@@ -128,7 +125,6 @@ class HelperProcess:
                 left.set()
                 if self._child is not None:
                     self._child.kill()
-                    self._pool.submit(self._drop)  # before the next job, also where this one just ended
                 raise
 
     def close(self) -> None:
@@ -160,14 +156,17 @@ class HelperProcess:
 
     def _ready(self, task: Task) -> Child:
         """A process with `task` loaded, which is not counted as time of a job."""
-        if self._child is not None and self._child.ended:
-            self._drop()
-        if self._child is None:
-            self._child = Child()
-            if self._closed:
-                raise ProcessEnded
-        self._child.load(task)
-        return self._child
+        if self._child is not None:
+            try:
+                self._child.load(task)
+                return self._child
+            except (TimeoutError, ProcessEnded):  # killed when the previous job was cancelled
+                self._drop()
+        self._child = child = Child()
+        if self._closed:
+            raise ProcessEnded
+        child.load(task)
+        return child
 
     def _drop(self) -> None:
         child, self._child = self._child, None

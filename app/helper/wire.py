@@ -18,15 +18,16 @@ TOO_LARGE = f"takes more than {MEMORY >> 30} GB of memory"
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Make the next worker, of class `target`. The blob is its state."""
+    """Make worker number `key` of class `target`, unless it exists. The blob is its state."""
 
+    key: int
     target: str
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """One job of a worker; they are numbered from 0 as they were made. The blob is its payload."""
+    """One job of worker number `key`. The blob is its payload."""
 
-    worker: int
+    key: int
 
 
 class Answer(msgspec.Struct, frozen=True):
