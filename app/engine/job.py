@@ -94,7 +94,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     """What became certain of one choice: text that no stop string can take back, its tokens.
 
     `tokens` are those confirmed since the last piece; their text may come later (half a character,
-    a possible stop string). `logprobs` is aligned with `tokens`, None when not asked for. The last
+    a possible stop string). `logprobs` is aligned with `tokens`, None unless requested. The last
     piece has `finish`; nothing follows it.
     """
 

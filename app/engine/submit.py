@@ -118,7 +118,7 @@ class Submitter:
         return self._timelines.of((tenant, id))
 
     def drain(self) -> None:
-        """Take no more jobs; those here go on."""
+        """Refuse new jobs; those that run continue."""
         self._draining = True
 
     @property
@@ -274,7 +274,7 @@ class Submitter:
         )
 
     def _length(self, job: Job, prompt_len: int) -> int:
-        """Tokens that the job may generate: what it asked for, or what the context leaves."""
+        """Tokens that the job may generate: `max_tokens`, or what the context leaves."""
         room = self._limits.context_length - prompt_len
         wanted = room if job.max_tokens is None else job.max_tokens
         if job.cut_to_fit or job.max_tokens is None:

@@ -25,7 +25,7 @@ def call_id() -> str:
 
 
 class Syntax(msgspec.Struct, frozen=True, kw_only=True):
-    """Where calls stand in a text, and what reads them."""
+    """How calls are found in a text, and what reads them."""
 
     markers: tuple[str, ...]
     """Text that begins calls wherever it stands; it is no content."""
@@ -59,7 +59,7 @@ class CallParser:
         forced: bool = False,
     ) -> None:
         """`names` are the functions that may be called, `schemas` those of their arguments. `forced`: a
-        grammar lets through calls alone, so that what is cut off is one, too."""
+        grammar allows only calls, so a call that is cut off is one, too."""
         self.cursor = Cursor()
         self._syntax = syntax
         self._forced = forced

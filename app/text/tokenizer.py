@@ -173,7 +173,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     async def offsets_async(self, text: str, add_special: bool = True) -> list[tuple[int, int]]:
-        """Where in `text` each of its tokens stands, (first character, one past the last); (0, 0) for
+        """Where in `text` each of its tokens is, (first character, one past the last); (0, 0) for
         those that were added. Aligned with `encode`; in a pool thread when long."""
 
         def work() -> list[tuple[int, int]]:

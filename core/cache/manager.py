@@ -135,7 +135,7 @@ class CacheManager:
         freed, unpinned = 0, self._pins.give_way()
         while True:
             dropped = self._tree.evict(n - freed)
-            self._pages.give(dropped)
+            self._pages.release(dropped)
             freed += len(dropped)
             if freed >= n or not next(unpinned, False):
                 return freed
@@ -181,11 +181,11 @@ class CacheManager:
         """Drop what is cached of `tokens` and not locked."""
         match = self.match(root, tokens, len(tokens))
         self._tree.lock(match.node)
-        self._pages.give(self._tree.unlock(match.node, keep=False))
+        self._pages.release(self._tree.unlock(match.node, keep=False))
 
     def _let_go(self, hold: Hold, keep: bool) -> None:
-        self._pages.give(self._tree.unlock(_alive(hold).node, keep))
-        self._pages.give(hold.pages[hold.shared :] + hold.duplicates)
+        self._pages.release(self._tree.unlock(_alive(hold).node, keep))
+        self._pages.release(hold.pages[hold.shared :] + hold.duplicates)
         hold.node, hold.pages, hold.duplicates, hold.shared = self._tree.top, [], [], -1
 
     # -- pins

@@ -17,7 +17,7 @@ class PageAllocator:
     """A stack of free page ids; the page freed last is taken first.
 
     Owner: event loop. Page 0 is the dump and is never handed out: usable ids are
-    1 ... num_pages - 1. A page given back twice is found by `check`, not by `give`: a test per
+    1 ... num_pages - 1. A page given back twice is found by `check`, not by `release`: a test per
     page would cost more than the rest of a release.
     """
 
@@ -40,7 +40,7 @@ class PageAllocator:
         end, self._count = self._count, self._count - n
         return self._stack[self._count : end][::-1].copy()
 
-    def give(self, pages: Ints | Sequence[int]) -> None:
+    def release(self, pages: Ints | Sequence[int]) -> None:
         """Take pages back. Raises `IntegrityError` when that is more than were ever out."""
         end = self._count + len(pages)
         if end > self.total:

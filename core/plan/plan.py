@@ -17,7 +17,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     placeholders for embeddings. `count_row` is the slot's row in the pool of
     token counts, -1 for a request without penalties. `grammar` masks the slot's tokens; its matcher has
     to take `output` first. The slot's length starts at `cached`: tokens
-    whose KV already stands in its pages. No position from `limit` on is ever written: the device cuts a
+    whose KV is in its pages already. No position from `limit` on is ever written: the device cuts a
     row's query there, to nothing if need be.
     """
 
@@ -41,15 +41,15 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     """A run of known tokens of one slot, starting at position `start` (the slot's length).
 
     The last chunk of a prompt samples the next token; `samples` is False for the others and for
-    requests that want no token. `logprobs` >= 0 asks for prompt logprobs of the tokens at
+    requests without output. `logprobs` >= 0: prompt logprobs are reported of the tokens at
     positions max(start + 1, logprobs_start) ... start + len(tokens): each is the *target* of the
     position before it. `target` is the token after this chunk, -1 when the chunk ends the prompt.
     `logprob_ids` are tokens whose log-probabilities are reported besides the most likely.
 
-    `hidden` says what the step gives back of this chunk's hidden states, those from position
-    `hidden_start` on; a decode row gives its own where its slot's parameters ask for all. `pair` is the
-    position where the second text of a pair begins, 0 for one text. `experts` asks for the experts that
-    tokens from `hidden_start` on were routed to, as decode rows do whose slot's parameters say so.
+    `hidden` says which of this chunk's hidden states the step returns, of those from position
+    `hidden_start` on; a decode row returns its own where its slot's parameters say `all`. `pair` is the
+    position where the second text of a pair begins, 0 for one text. `experts`: the step returns the experts
+    that tokens from `hidden_start` on were routed to, as decode rows do whose slot's parameters say so.
 
     `embeds` float32 [at most len(tokens), hidden] is what the first tokens are embedded to, whatever their
     ids.
@@ -91,7 +91,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     A decode row's query is that token and the drafts that the device has for it: at most `query_length`
     tokens, for which the row has pages, and at most `drafts` drafts in all rows together.
 
-    The first `common` tokens of all decode rows are the same and stand in the same, whole pages.
+    The first `common` tokens of all decode rows are the same and in the same, whole pages.
 
     `new_slots` and `page_writes` are applied before the forward, in that order. Rows that sample:
     all decode rows, then the chunks with `samples`, in order. Every token of a decode row's query is sampled

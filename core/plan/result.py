@@ -19,8 +19,8 @@ class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log-probabilities of one sampled token, of the distribution that its `LogprobsMode` says.
 
     `top_ids`, `top_values` [k] are the k most likely, best first; empty for k = 0. After them come
-    those that the request named. `entropy` is of the model's own distribution, in nats, and `support` what
-    of it was left to choose from: for requests that want these, the only thing that they may want.
+    those that the request named. `entropy` is of the model's own distribution, in nats, and `support` the
+    candidates left of it: a request may want these without log-probabilities.
     """
 
     chosen: float
@@ -34,12 +34,12 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Tokens of the rows that sampled, int32 [n], in plan order; -1 where logits were not finite, which is
     the last of its row. `counts` int32 [rows that sampled] says how many are each row's: 1 to `query_length`,
     0 for a row that is at its limit; None: one each. `logprobs` maps an index in `tokens` to the token's
-    log-probabilities, for the rows that asked; `failed` maps the index of the -1 of a row that cannot go on
-    to the reason, for its client. `prompt_logprobs` maps a slot to those of its chunk, where it asked.
-    `hidden` maps a slot to the hidden states that its chunk or row gives back, float32 [n, width]: one row
-    for a sum, else one for each token that was computed and accepted. `experts` does the same for the experts
-    that a router chose, int32 [n, layers, experts per token], best first, zeros in layers without. `seconds`
-    is the time the device spent on the step."""
+    log-probabilities, for the rows that report them; `failed` maps the index of the -1 of a row that cannot
+    go on to the reason, for its client. `prompt_logprobs` maps a slot to those of its chunk. `hidden` maps a
+    slot to the hidden states that its chunk or row returns, float32 [n, width]: one row for a sum, else one
+    for each token that was computed and accepted. `experts` does the same for the experts that a router
+    chose, int32 [n, layers, experts per token], best first, zeros in layers without. `seconds` is the time
+    the device spent on the step."""
 
     step: int
     tokens: Ints

@@ -21,7 +21,7 @@ MAX_SUPPORT = 4096
 SEED_LIMIT = 2**63
 
 Hidden = Literal["none", "first", "last", "sum", "all"]
-"""Which hidden states (after the last norm) a request wants back: the prompt's first token's, its last
+"""Which hidden states (after the last norm) are returned: the prompt's first token's, its last
 one's, the sum over the prompt, or every token's that is computed, those of the output included. Where the
 checkpoint has a head for classes, `first` and `last` are what it says of that token."""
 

@@ -43,7 +43,7 @@ class Pinning(msgspec.Struct):
 
 
 class Request(msgspec.Struct, eq=False):
-    """One request: what the client asked for and how far it has come.
+    """One request: its parameters and its progress.
 
     Owner: event loop. `output` holds only what results have confirmed; what is planned beyond it is in the
     scheduler's slot table. KV exists for every token but the last sampled one.

@@ -53,7 +53,7 @@ class PlanBuilder:
         drafts: int = 0,
     ) -> None:
         """Rows of up to `query_length` tokens, `drafts` drafts in all, for each of `slots`, whose first
-        `common` tokens stand in the same pages."""
+        `common` tokens are in the same pages."""
         self._decode, self.decode_slots, self._common = requests, slots, common
         self._query_length, self._drafts = query_length, drafts
         self.decode_tokens = len(slots) + drafts

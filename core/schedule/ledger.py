@@ -26,8 +26,8 @@ class InFlightChunk(NamedTuple):
 
 class InFlightStep(NamedTuple):
     """One submitted step. `rows`, `slots`, `epochs` are its sampling rows in plan order; `chunks`
-    the prompt chunks that owe prompt logprobs, hidden states or experts, or end a prompt that wants no
-    token. The first `decoding` rows have queries of at most `query_length` tokens, the others are chunks."""
+    the prompt chunks that report prompt logprobs, hidden states or experts, or end a request without
+    output. The first `decoding` rows have queries of at most `query_length` tokens, the others are chunks."""
 
     step: int
     rows: list[Request]

@@ -138,7 +138,8 @@ def heaviest_subtree(prefixes: Prefixes) -> Ranking:
 
 
 def _depth_first(at: dict[RadixNode | None, list[Request]]) -> Iterable[Request]:
-    """The requests that stand `at` nodes. A node's own go after those below it, which need its pages too."""
+    """Requests in the order of the tree, by the nodes they are `at`. A node's own go after those below it,
+    which need its pages too."""
     weight: dict[RadixNode | None, int] = defaultdict(int)
     children: dict[RadixNode | None, dict[RadixNode, None]] = defaultdict(dict)
     for node, requests in at.items():

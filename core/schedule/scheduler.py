@@ -124,7 +124,7 @@ class Scheduler:
         else:
             self._leave_rows(request)
             self._release_pages(request, over=True)
-            self._give_slot(request)
+            self._release_slot(request)
         request.move(State.FINISHED)
         request.finish = finish
         self._prefills.throttle.ended(len(request.output))
@@ -274,7 +274,7 @@ class Scheduler:
         return ends, cut
 
     def _apply_chunks(self, flight: InFlightStep) -> list[Request]:
-        """End requests that want no token and whose prompt is complete; returns them."""
+        """End requests without output whose prompt is complete; returns them."""
         finished: list[Request] = []
         for request, slot, epoch, ends in flight.chunks:
             if self._table.epoch[slot] != epoch:
@@ -291,7 +291,7 @@ class Scheduler:
         self._waiting.remove(request)
         if request.state is State.RETRACTED:
             self._draining.remove(request)
-            self._give_slot(request)
+            self._release_slot(request)
         if request.root.own and request.retractions:
             self.cache.forget(request.root, request.tokens())
 
@@ -302,10 +302,10 @@ class Scheduler:
             self._decodes.remove(request)
         self._prefills.release(request)
 
-    def _give_slot(self, request: Request) -> None:
+    def _release_slot(self, request: Request) -> None:
         for token in request.params.stop_ids:
             self._stop_counts[token] -= 1
-        self._table.give(request)
+        self._table.release(request)
 
     def _release_pages(self, request: Request, over: bool) -> None:
         """Commit the request's tokens to the tree and free the rest, or free all if nobody can match them
@@ -324,7 +324,7 @@ class Scheduler:
         for request in list(self._draining):
             if self._table.in_flight[request.slot] == 0:
                 self._draining.remove(request)
-                self._give_slot(request)
+                self._release_slot(request)
                 request.move(State.WAITING)
 
     def _preempt(self) -> None:

@@ -12,7 +12,7 @@ from core.types import Ints, NDArray64
 
 
 class SlotTable:
-    """Slots 1 ... max_rows; slot 0 is the dump and never given out.
+    """Slots 1 ... max_rows; slot 0 is the dump and never taken.
 
     Owner: event loop. How many tokens' KV submitted steps write depends, for steps in flight, on the drafts
     that they accept: `least` counts one token for each such step, `most` the whole query. `limit` counts the
@@ -56,7 +56,7 @@ class SlotTable:
         self.in_flight[slot] = 0
         return slot
 
-    def give(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Free the slot; results still in flight for it will find another epoch."""
         slot = request.slot
         self.requests[slot] = None
@@ -74,6 +74,6 @@ class SlotTable:
         return np.minimum(self.most[slots] + tokens, self.limit[slots]) - self.room[slots]
 
     def written(self, request: Request) -> int:
-        """Tokens of the request whose KV stands in its pages when the steps submitted so far have run."""
+        """Tokens of the request whose KV is in its pages when the steps submitted so far have run."""
         slot = request.slot
         return int(min(self.least[slot], self.limit[slot]))

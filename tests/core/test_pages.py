@@ -38,9 +38,9 @@ def test_what_was_taken_does_not_change_when_pages_come_and_go() -> None:
     first = pages.try_take(3)
     assert first is not None
     before = first.tolist()
-    pages.give(first)
+    pages.release(first)
     pages.try_take(2)
-    pages.give([7])
+    pages.release([7])
     assert first.tolist() == before
 
 
@@ -48,8 +48,8 @@ def test_pages_come_back_from_lists_and_arrays() -> None:
     pages = PageAllocator(8)
     taken = pages.try_take(7)
     assert taken is not None
-    pages.give(taken[:3])
-    pages.give(taken[3:].tolist())
+    pages.release(taken[:3])
+    pages.release(taken[3:].tolist())
     pages.check()
     assert sorted(pages.snapshot().tolist()) == [1, 2, 3, 4, 5, 6, 7]
 
@@ -58,16 +58,16 @@ def test_more_back_than_were_out_is_refused() -> None:
     pages = PageAllocator(8)
     pages.try_take(2)
     with pytest.raises(IntegrityError, match="only 2 were out"):
-        pages.give([1, 2, 3])
+        pages.release([1, 2, 3])
     assert pages.free == 5
 
 
 def test_check_names_the_page_that_came_back_twice() -> None:
     pages = PageAllocator(8)
     pages.try_take(4)
-    pages.give([2, 3])
+    pages.release([2, 3])
     pages.check()
-    pages.give([3])
+    pages.release([3])
     with pytest.raises(IntegrityError, match=r"\[3\]"):
         pages.check()
 
@@ -76,7 +76,7 @@ def test_check_names_the_page_that_came_back_twice() -> None:
 def test_check_names_pages_that_are_not_usable(page: int) -> None:
     pages = PageAllocator(8)
     pages.try_take(1)
-    pages.give([page])
+    pages.release([page])
     with pytest.raises(IntegrityError, match="usable are 1 to 7"):
         pages.check()
 
