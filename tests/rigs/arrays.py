@@ -1,4 +1,4 @@
-"""Arrays as plans carry them."""
+"""Arrays with the dtypes of plans."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import numpy as np
 
 
 def ints(values: Sequence[int]) -> np.ndarray:
-    """int32, as plans carry them."""
+    """An int32 array, as in plans."""
     return np.array(values, np.int32)

@@ -1,4 +1,4 @@
-"""Real tokenizers and models, on machines that have them."""
+"""Real tokenizers and models, if they are available."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def asset(name: str) -> Path:
-    """`assets/NAME` in a directory beside the repository; skips the test where there is none."""
+    """`assets/NAME` in a directory next to the repository; skips the test if there is none."""
     found = next((path for path in ROOT.parent.glob(f"*/assets/{name}") if path.is_dir()), None)
     if found is None:
-        pytest.skip(f"needs {name}, which is not among the repository's files")
+        pytest.skip(f"needs {name}, which is not part of the repository")
     return found

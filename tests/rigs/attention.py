@@ -1,4 +1,4 @@
-"""Attention in plain torch, for the kernels' tests."""
+"""Attention in plain torch, for tests of kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 class EagerAttention:
-    """Attention over the pages that `caches` are views of, token by token, and NaN for padding."""
+    """Paged attention over `caches`, token by token; the output of padding is NaN."""
 
     def __init__(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]], windows: Sequence[int]) -> None:
         self.caches = caches
@@ -37,15 +37,15 @@ class EagerAttention:
         for row, (slot, position) in enumerate(owners(view)):
             first = max(position + 1 - window, 0) if window else 0
             at = torch.arange(first, position + 1)
-            where = view.page_table[slot, at // PAGE].long() * PAGE + at % PAGE
-            k, v = (side[where].transpose(0, 1)[None] for side in (k_all, v_all))
+            cells = view.page_table[slot, at // PAGE].long() * PAGE + at % PAGE
+            k, v = (side[cells].transpose(0, 1)[None] for side in (k_all, v_all))
             found = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)
             out[row] = found[0, :, 0]
         return out.flatten(1)
 
 
 def owners(view: StepView) -> list[tuple[int, int]]:
-    """(slot, position) of every true token."""
+    """(slot, position) of every token that is not padding."""
     _, decode, chunks, _ = view.counts.tolist()
     found = [(int(view.decode_slots[i]), int(view.decode_lengths[i]) - 1) for i in range(decode)]
     for i in range(chunks):

@@ -1,4 +1,4 @@
-"""A server with batches over the real engine, whose device is steered by the test."""
+"""A server with batches and the real engine, over a fake device that the test controls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ CONTEXT = 512
 
 
 class Rig:
-    """Use as a context. `auto` steps the device by itself, in a task; its client has the first of `keys`."""
+    """A context manager. `auto`: a task completes the steps of the device. The client has the first of
+    `keys`."""
 
     def __init__(
         self,
@@ -116,27 +117,27 @@ class Rig:
                 self.executor.complete()
 
     async def step(self) -> None:
-        """One step of the device, and what follows from it on the loop."""
+        """Complete one step of the device and run the callbacks that follow."""
         if self.executor.pending:
             self.executor.complete()
         await settle()
 
     async def upload(self, lines: Sequence[dict[str, Any]] | bytes) -> str:
-        """The file's id."""
+        """Upload a file. Returns its id."""
         data = lines if isinstance(lines, bytes) else jsonl(lines)
         return (await self.client.files.create(file=("in.jsonl", data), purpose="batch")).id
 
     async def submit(
         self, lines: Sequence[dict[str, Any]], endpoint: Any = COMPLETIONS, who: str = "test"
     ) -> Batch:
-        """Upload and start."""
+        """Upload a file and create a batch."""
         id = await self.upload(lines)
         return await self.client.batches.create(
             input_file_id=id, endpoint=endpoint, completion_window="24h", metadata={"who": who}
         )
 
     async def ended(self, id: str) -> Batch:
-        """The batch once nothing more happens to it."""
+        """Wait until the batch has ended. Returns it."""
         async with asyncio.timeout(PATIENCE):
             while True:
                 batch = await self.client.batches.retrieve(id)
@@ -145,7 +146,7 @@ class Rig:
                 await asyncio.sleep(0.005)
 
     async def records(self, file_id: str | None) -> dict[str, Any]:
-        """Output lines by custom_id, each there once."""
+        """Output lines by custom_id, which must be unique."""
         if file_id is None:
             return {}
         text = (await self.client.files.content(file_id)).text
@@ -154,7 +155,7 @@ class Rig:
         return {record["custom_id"]: record for record in found}
 
     async def interactive(self, id: str, prompt: int = 8, n: int = 1, max_tokens: int = 4) -> LiveRun:
-        """What a client asks for while batches run."""
+        """Start a client's request while batches run."""
         job = Job(
             id=id,
             prompt=np.arange(prompt, dtype=np.int32) % 290 + 3,
@@ -173,7 +174,7 @@ def _ignore(index: int, piece: Piece) -> None:
 
 
 def line(id: str, max_tokens: int = 4, prompt: str = "hello", **fields: Any) -> dict[str, Any]:
-    """A completion."""
+    """A batch line with a completion."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
     return {"custom_id": id, "method": "POST", "url": COMPLETIONS, "body": body}
 

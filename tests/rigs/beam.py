@@ -1,4 +1,4 @@
-"""A model for beam search, and the search written as plainly as can be."""
+"""A fake model for beam search, and a simple reference implementation of the search."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from core.plan import RowLogprobs
 
 
 class Model:
-    """Log-probabilities that depend on all tokens before: those of a random model over few tokens. With
-    `steps` they are multiples of a quarter, so that sums tie and are exact."""
+    """A random model over few tokens whose log-probabilities depend on all previous tokens. With `steps` they
+    are multiples of a quarter, so that sums are exact and ties occur."""
 
     def __init__(self, seed: int, vocab: int, steps: bool = False) -> None:
         self._seed = seed
@@ -27,24 +27,24 @@ class Model:
         return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
     def row(self, tokens: Sequence[int], k: int) -> RowLogprobs:
-        """As the sampler ranks: best first, of equal ones the lower id."""
+        """Top `k` in the order of the sampler: best first, the lower id first on ties."""
         values = self.logprobs(tokens)
         ids = np.lexsort((np.arange(self.vocab), -values))[:k].astype(np.int32)
         return RowLogprobs(0.0, ids, values[ids])
 
 
 def plainly(model: Model, rules: Rules) -> list[tuple[int, ...]]:
-    """vLLM's loop, token lists and all, without an early end."""
+    """Beam search as in vLLM, with token lists and without early stopping."""
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     complete: list[tuple[float, tuple[int, ...]]] = []
     for _ in range(rules.limit):
-        going = []
+        unfinished = []
         for total, tokens in live:
             row = model.row(tokens, 2 * rules.width)
             for token, value in zip(row.top_ids.tolist(), row.top_values.tolist(), strict=True):
                 new = (total + value, (*tokens, token))
-                (complete if token in rules.ends else going).append(new)
-        live = sorted(going, key=lambda each: each[0], reverse=True)[: rules.width]
+                (complete if token in rules.ends else unfinished).append(new)
+        live = sorted(unfinished, key=lambda each: each[0], reverse=True)[: rules.width]
 
     def rank(each: tuple[float, tuple[int, ...]]) -> float:
         total, tokens = each

@@ -16,7 +16,7 @@ def seq(n: int, start: int = 0) -> Ints:
 
 
 def admit(cache: CacheManager, tokens: Ints, root: RootKey = A, room: int = 0) -> Hold:
-    """As the scheduler does: all but the last token may come from the cache."""
+    """Reserve pages as the scheduler does: all but the last token may be cached."""
     hold = cache.try_reserve(cache.match(root, tokens, len(tokens) - 1), len(tokens) + room)
     assert hold is not None
     return hold

@@ -1,4 +1,4 @@
-"""A grammar compiler that a test steers."""
+"""A fake grammar compiler that a test controls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from core.errors import RequestError
 from core.grammar import CompiledGrammar, GrammarSpec
 
 
-class Compiled:
-    """A grammar that no fake device looks into."""
+class FakeGrammar:
+    """A compiled grammar without a matcher."""
 
     warnings: tuple[str, ...] = ()
 
@@ -19,14 +19,14 @@ class Compiled:
 
 
 class FakeCompiler:
-    """Answers when it is told to."""
+    """Returns `grammar` or raises `error` once `ready` is set."""
 
     def __init__(self) -> None:
         self.asked: list[GrammarSpec] = []
         self.cancelled = 0
         self.ready = asyncio.Event()
         self.error: RequestError | None = None
-        self.grammar = Compiled()
+        self.grammar = FakeGrammar()
 
     async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         self.asked.append(spec)

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server whose answers the test writes. Real aiohttp, no engine."""
+"""A small OpenAI-compatible server with scripted answers, on aiohttp and without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 Body = dict[str, Any]
 Script = Callable[[Body], list[str]]
-"""The events (data only) that a request is answered with."""
+"""The events (data only) of the answer to a request."""
 
 
 def usage(body: Body, out: int, cached: int = 0) -> str:
@@ -28,7 +28,7 @@ def usage(body: Body, out: int, cached: int = 0) -> str:
 
 
 def text(word: str, finish: str | None = None) -> str:
-    """A completions chunk, spaced as compact servers do."""
+    """A completions chunk as JSON without spaces."""
     choice = {"index": 0, "text": word, "logprobs": None, "finish_reason": finish}
     return json.dumps({"id": "cmpl-1", "choices": [choice]}, separators=(",", ":"))
 
@@ -41,21 +41,22 @@ def delta(content: str | None, role: str | None = None, finish: str | None = Non
 
 
 def proper(body: Body) -> list[str]:
-    """What a good server sends: `max_tokens` tokens, finish, usage, `[DONE]`."""
+    """A correct answer: `max_tokens` tokens, finish reason, usage, `[DONE]`."""
     out = body["max_tokens"]
     if "messages" in body:
-        said = [
+        events = [
             delta("", role="assistant"),
             *(delta(f" w{i}") for i in range(out)),
             delta(None, finish="length"),
         ]
     else:
-        said = [*(text(f" w{i}") for i in range(out)), text("", finish="length")]
-    return [*said, usage(body, out), "[DONE]"]
+        events = [*(text(f" w{i}") for i in range(out)), text("", finish="length")]
+    return [*events, usage(body, out), "[DONE]"]
 
 
 class Fake:
-    """Serves `script` and remembers what was asked."""
+    """Answers with `script` and records requests. `refuse` returns status and message of an error, by request
+    index."""
 
     def __init__(self, script: Script = proper) -> None:
         self.script = script
@@ -68,8 +69,8 @@ class Fake:
         body = await request.json()
         self.bodies.append(body)
         self.heads.append({name.lower(): value for name, value in request.headers.items()})
-        if (no := self.refuse(len(self.bodies) - 1)) is not None:
-            return web.json_response({"error": {"message": no[1]}}, status=no[0])
+        if (error := self.refuse(len(self.bodies) - 1)) is not None:
+            return web.json_response({"error": {"message": error[1]}}, status=error[0])
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for event in self.script(body):
@@ -92,7 +93,7 @@ class Fake:
 
 @contextlib.asynccontextmanager
 async def serving(fake: Fake) -> AsyncIterator[str]:
-    """The base url of a server that answers as `fake` says."""
+    """Serve `fake`; yields the base url."""
     app = web.Application(client_max_size=2**24)
     app.add_routes(
         [

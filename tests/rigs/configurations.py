@@ -1,4 +1,4 @@
-"""Settings under which a GPU says what a CPU says: of tiny models, and of a trained one."""
+"""Settings under which outputs on a GPU must match those on a CPU, for tiny models and for a trained one."""
 
 from __future__ import annotations
 

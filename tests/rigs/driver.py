@@ -1,4 +1,4 @@
-"""Requests through the real scheduler and a real executor, without a loop."""
+"""Runs requests through the real scheduler and a real executor, without an event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Prompt = Sequence[int] | Floats
 
 
 class Answer(NamedTuple):
-    """What a client would have got. `logprobs` are the sampled tokens', best two by step in `margins`."""
+    """The output of a request: `logprobs` of the sampled tokens, `margins` between the best two of each step,
+    and log-probabilities of the `prompt`."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -31,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class Driver:
-    """Runs lists of requests to their end. Owner: the test; close it."""
+    """Runs lists of requests until they finish. The test must close it."""
 
     def __init__(self, executor: Executor, schedule: ScheduleConfig, radix: bool = True) -> None:
         caps = executor.capabilities
@@ -44,7 +45,7 @@ class Driver:
         self._made = 0
 
     def run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Answer]:
-        """All of them, started in turn while the others run. A prompt is its ids, or its embeddings."""
+        """Run all requests, starting one in each iteration. A prompt is token ids, or embeddings."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
         answers = {request.id: Answer([], [], [], request.prompt_logprobs) for request in requests}
         waiting = list(requests)
@@ -73,14 +74,14 @@ class Driver:
         self.scheduler.take_finished()
         if not self.scheduler.in_flight:
             return
-        assert self._arrived.acquire(timeout=PATIENCE), "no step came back"
+        assert self._arrived.acquire(timeout=PATIENCE), "no result arrived"
         for result in self._executor.results():
             assert isinstance(result, StepResult), result
             confirmed = self.scheduler.apply(result)
             for row, (request, token) in enumerate(zip(confirmed.requests, confirmed.tokens, strict=True)):
                 answer = answers[request.id]
                 answer.tokens.append(token)
-                if (told := confirmed.logprobs.get(row)) is not None:
-                    answer.logprobs.append(told.chosen)
-                    if len(told.top_values) > 1:
-                        answer.margins.append(float(told.top_values[0] - told.top_values[1]))
+                if (logprobs := confirmed.logprobs.get(row)) is not None:
+                    answer.logprobs.append(logprobs.chosen)
+                    if len(logprobs.top_values) > 1:
+                        answer.margins.append(float(logprobs.top_values[0] - logprobs.top_values[1]))

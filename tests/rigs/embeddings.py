@@ -1,4 +1,4 @@
-"""What the fake engine's hidden states are."""
+"""Expected embeddings of the fake engine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def ids(text: str) -> list[int]:
 
 
 def last(tokens: list[int], dimensions: int = WIDTH) -> np.ndarray:
-    """What the fake engine knows at the last token, at length 1."""
+    """The fake engine's hidden state of the last token, normalised."""
     found = state(tokens[-1], len(tokens) - 1)[:dimensions]
     return found / np.linalg.norm(found)

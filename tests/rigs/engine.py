@@ -1,6 +1,6 @@
-"""An engine that says what it is told to: `app.engine.submit.Submitter` without a model.
+"""A fake engine with scripted output: `app.engine.submit.Submitter` without a model.
 
-The same checks as the real one's, so that an error's field is the one a client would see.
+It makes the same checks as the real one, so that errors name the same fields.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.rigs.tokenizer import VOCAB, ByteTokenizer
 
 CONTEXT = 512
 WORDS = ("Hel", "lo", " wörld", " 😀", "!")
-"""What every choice says, one token each, until its length; then from the start again."""
+"""The default output of every choice, one token each, repeated until its length."""
 
 
 def row(token: int, k: int) -> RowLogprobs:
-    """Log-probabilities that say which token they belong to."""
+    """Log-probabilities that identify their token."""
     ids = np.array([(token + i) % VOCAB for i in range(k)], np.int32)
     values = np.array([-float(i) for i in range(k)], np.float32)
     support = Support(np.array([token, token + 1], np.int32), -0.25)
@@ -35,11 +35,11 @@ def row(token: int, k: int) -> RowLogprobs:
 
 
 WIDTH = 4
-"""Of hidden states."""
+"""Width of hidden states."""
 
 
 def state(token: int, position: int) -> Floats:
-    """A hidden state that says whose it is."""
+    """A hidden state that identifies its token and position."""
     return np.array([token, position, 1.0, -1.0], np.float32)
 
 
@@ -48,12 +48,12 @@ ROUTED = (2, 3)
 
 
 def routed(token: int, position: int) -> Ints:
-    """Experts that say whose they are: [layers, experts per token]."""
+    """Routed experts that identify their token and position: [layers, experts per token]."""
     return np.array([[token, position, layer] for layer in range(ROUTED[0])], np.int32)
 
 
 class FakeRun:
-    """A job of the fake. Tests push pieces by hand, or `speak` does."""
+    """A job of the fake engine. Either the test or `speak` pushes pieces."""
 
     def __init__(
         self, engine: FakeEngine, job: Job, prompt: Ints, params: SamplingParams, sink: Sink
@@ -78,7 +78,7 @@ class FakeRun:
         self.script: list[str] = []
         self.made: list[list[int]] = [[] for _ in range(job.n)]
         self.begun = False
-        """Choice 0 has had a piece: only then the prompt's log-probabilities are known."""
+        """Choice 0 has had a piece; prompt log-probabilities are known from then on."""
 
     @property
     def choices(self) -> int:
@@ -155,7 +155,7 @@ class FakeRun:
         self.push(index, Piece("", [], None, Finish(FinishReason.ABORT)))
 
     def push(self, index: int, piece: Piece) -> None:
-        """Hand one piece out, as the engine's delivery would."""
+        """Deliver one piece, as the engine does."""
         if index not in self.open:
             return
         self.begun |= index == 0
@@ -169,7 +169,7 @@ class FakeRun:
             self.engine.live.pop((self.job.root.tenant, self.job.id), None)
 
     async def speak(self) -> None:
-        """All choices in step, one word a turn of the loop."""
+        """Generate all choices in lockstep, one word per iteration of the event loop."""
         limit = self.params.max_tokens
         if self.script:
             limit = len(self.script) if self.job.max_tokens is None else limit
@@ -186,8 +186,8 @@ class FakeRun:
         words = self.script or WORDS
         word = words[at % len(words)]
         token = word.encode()[0]
-        told = max(self.params.logprobs, 0) + len(self.params.logprob_ids)
-        logprobs = [row(token, told)] if self.params.wants_logprobs else None
+        count = max(self.params.logprobs, 0) + len(self.params.logprob_ids)
+        logprobs = [row(token, count)] if self.params.wants_logprobs else None
         finish = None
         if self.job.text.stop and word == "!":
             finish = Finish(FinishReason.STOP, self.job.text.stop[0])
@@ -199,28 +199,28 @@ class FakeRun:
 
 
 class FakeEngine:
-    """Owner: event loop."""
+    """The fake engine. Owner: event loop."""
 
     def __init__(self) -> None:
         self.live: dict[tuple[str, str], FakeRun] = {}
         self.runs: list[FakeRun] = []
         self.refusal: LoomError | Exception | None = None
-        """Raised by the next start."""
+        """Raised by every start."""
         self.gate: asyncio.Event | None = None
-        """Start waits for it."""
+        """If set, starts wait for it."""
         self.started = asyncio.Event()
-        """Set when a start begins (behind a gate too)."""
+        """Set when a start begins, before it waits for the gate."""
         self.manual = False
-        """Say nothing; the test pushes."""
+        """Generate nothing; the test pushes pieces."""
         self.fail_at = -1
         self.failure = Finish(FinishReason.ERROR, message="The device was lost.")
         self.scripts: list[list[str]] = []
-        """What the next starts say, a token a piece, and then stop."""
+        """Outputs of the next jobs: a token per piece, then stop."""
         self.cached = 0
         self.head: Callable[[Ints, int], list[float]] | None = None
-        """What a head for classes says of a prompt and where the second of its texts begins."""
+        """A fake classification head: from the prompt and the start of its second text to scores."""
         self.processors: tuple[str, ...] = ()
-        """Names of logit processors that jobs may ask for."""
+        """Names of logit processors that jobs may use."""
         self.flushed = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -252,13 +252,13 @@ class FakeEngine:
         if job.truncate_prompt is not None:
             prompt = prompt[-job.truncate_prompt :]
         room = CONTEXT - len(prompt)
-        wanted = min(len(WORDS), room) if job.max_tokens is None else job.max_tokens
+        max_tokens = min(len(WORDS), room) if job.max_tokens is None else job.max_tokens
         if job.cut_to_fit and room > 0:
-            wanted = min(wanted, room)
-        if wanted > room or (job.max_tokens is None and room < 1):
-            raise ContextExceeded(CONTEXT, len(prompt), wanted, job.prompt_param)
+            max_tokens = min(max_tokens, room)
+        if max_tokens > room or (job.max_tokens is None and room < 1):
+            raise ContextExceeded(CONTEXT, len(prompt), max_tokens, job.prompt_param)
         seed = 7 if job.seed is None else job.seed
-        params = msgspec.structs.replace(job.sampling, max_tokens=wanted, seed=seed)
+        params = msgspec.structs.replace(job.sampling, max_tokens=max_tokens, seed=seed)
         check(params, VOCAB, self.processors)
         check_starts(params, len(prompt))
         check_stops(job.text.stop, job.text.stop_regex)

@@ -1,8 +1,8 @@
-"""An executor whose "attention" reads exactly what the page table says.
+"""A fake executor whose "attention" reads tokens through the page table.
 
 The pool stores token ids where a device would store K and V. A row's next token is a hash of every
-token that it can see through its page-table row, so a wrong page, a lost write, a stale prefix or a
-page reused too early changes the text. `oracle` computes the same from the plain token list.
+token that its page-table row refers to, so a wrong page, a lost write, a stale prefix or a
+page reused too early changes the output. `oracle` computes the same from the plain token list.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from core.plan import Chunk, PromptLogprobs, RowLogprobs, StepFailure, StepPlan,
 from core.types import Floats, Ints, NDArray64
 
 POISON = -7
-"""What a page holds before anything was written to it: reading it is an error."""
+"""Initial content of a page: reading it is an error."""
 
 REJECTED = -8
-"""What a page holds of a draft that was not accepted: reading it is an error too."""
+"""Content of cells of rejected draft tokens: reading it is an error too."""
 
 
 def next_token(tokens: Iterable[int] | Ints, vocab_size: int) -> int:
@@ -48,10 +48,10 @@ def oracle(
 
 
 class FakeExecutor:
-    """Runs plans when told to (`complete`), or as soon as they are submitted (`eager`).
+    """Runs plans in `complete`, or as soon as they are submitted (`eager`).
 
-    `fail_at` makes that step fail; `nan_slots` are reported as not finite. Where a plan lets it, rows have
-    drafts: how many, and how many of them are right, is drawn with `seed`.
+    The step `fail_at` fails; logits of `nan_slots` are reported as not finite. If a plan allows drafts, the
+    numbers of drafted and of accepted tokens are random, with `seed`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FakeExecutor:
         self.done: list[StepResult | StepFailure | CommandDone] = []
         self.commands: list[Command] = []
         self.holds = False
-        """Commands take until `carry_out`."""
+        """Commands wait for `carry_out`."""
         self.refuse: str | None = None
         self.plans: list[StepPlan] = []
         self.eager = eager
@@ -105,7 +105,7 @@ class FakeExecutor:
             self._wake()
 
     def command(self, command: Command) -> None:
-        """Carried out at once, unless `holds`; `refuse` says why not."""
+        """Answered at once, unless `holds`; with the error `refuse` if it is set."""
         self.commands.append(command)
         if not self.holds:
             self.carry_out()
@@ -160,7 +160,7 @@ class FakeExecutor:
         )  # fmt: skip
 
     def _decode(self, plan: StepPlan) -> list[list[int]]:
-        """The tokens that each decode row accepts. All K and V are stored before any row attends."""
+        """The tokens that each decode row accepts. All tokens are stored before any row reads."""
         left, queries = plan.drafts, []
         for slot in plan.decode_slots.tolist():
             free = int(self.limit[slot] - self.length[slot])
@@ -176,7 +176,7 @@ class FakeExecutor:
         ]
 
     def _accept(self, slot: int, query: int) -> list[int]:
-        """Tokens of a row whose query is `query` long: its last token is stored already."""
+        """Accepted tokens of a row with query length `query`; its last token is stored already."""
         accepted: list[int] = []
         for _ in range(self._rng.randint(1, query) if query else 0):
             if accepted:
@@ -187,7 +187,7 @@ class FakeExecutor:
         return accepted
 
     def _hidden(self, plan: StepPlan, before: NDArray64) -> dict[int, Floats]:
-        """A token's hidden state is the token and its position, so that a test can see what was given."""
+        """Hidden states: the token and its position, so that a test can identify them."""
         for new in plan.new_slots:
             self.hidden_slots[new.slot] = new.params.hidden == "all"
         found = {}
@@ -197,19 +197,19 @@ class FakeExecutor:
         for chunk in plan.chunks:
             n = len(chunk.tokens)
             states = np.array([(t, chunk.start + i) for i, t in enumerate(chunk.tokens)], np.float32)
-            owed = states[max(chunk.hidden_start - chunk.start, 0) :]
-            given = {
+            requested = states[max(chunk.hidden_start - chunk.start, 0) :]
+            by_kind = {
                 "first": states[:1],
                 "last": states[n - 1 :],
-                "all": owed,
-                "sum": owed.sum(0, keepdims=True),
+                "all": requested,
+                "sum": requested.sum(0, keepdims=True),
             }
             if chunk.hidden != "none":
-                found[chunk.slot] = given[chunk.hidden]
+                found[chunk.slot] = by_kind[chunk.hidden]
         return found
 
     def _experts(self, plan: StepPlan, before: NDArray64) -> dict[int, Ints]:
-        """One layer, two experts: the token and its position."""
+        """Routed experts of one layer with two experts: the token and its position."""
         for new in plan.new_slots:
             self.routed_slots[new.slot] = new.params.experts_from >= 0
         found = {}
@@ -223,7 +223,7 @@ class FakeExecutor:
         return found
 
     def _fed(self, slot: int, before: NDArray64) -> list[tuple[int, int]]:
-        """What a decode row stored in this step and kept."""
+        """(token, position) that a decode row stored in this step and kept."""
         return [self._read(slot, at) for at in range(int(before[slot]), int(self.length[slot]))]
 
     def _read(self, slot: int, position: int) -> tuple[int, int]:
@@ -231,7 +231,7 @@ class FakeExecutor:
         return int(self.pool[self.table[slot, page], at]), position
 
     def _check_common(self, plan: StepPlan) -> None:
-        """What rows are said to share is the same whole pages, and never a row's own last token."""
+        """The common prefix of a plan must be whole pages, equal in all rows, without a row's last token."""
         count, rest = divmod(plan.common, self._capabilities.page_size)
         assert rest == 0
         if count:
@@ -252,14 +252,14 @@ class FakeExecutor:
         positions = np.arange(self.length[slot])
         size = self._capabilities.page_size
         seen = self.pool[self.table[slot, positions // size], positions % size]
-        assert (seen >= 0).all(), "a row reads what nobody wrote"
+        assert (seen >= 0).all(), "a row reads a cell that was not written"
         token = -1 if slot in self.nan_slots else next_token(seen, self._capabilities.vocab_size)
         self.cell[slot] = max(token, 0)
         return token
 
 
 def _prompt_logprobs(chunk: Chunk) -> PromptLogprobs:
-    """The value of a token is its id, so that a test can see which positions were reported."""
+    """The value of a token is its id, so that a test can identify the reported positions."""
     start = max(chunk.start + 1, chunk.logprobs_start)
     targets = chunk.tokens.tolist()[start - chunk.start :] + ([chunk.target] if chunk.target >= 0 else [])
     named = np.tile(np.array(chunk.logprob_ids, np.int32), (len(targets), 1))

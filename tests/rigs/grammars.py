@@ -1,4 +1,4 @@
-"""A vocabulary to constrain, and texts drawn from a grammar."""
+"""A small tokenizer for grammar tests, and random texts of a grammar."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from gpu.grammar.stepper import Grammar, Matcher
 from tests.rigs.arrays import ints
 
 WIDTH = 300
-"""Logits: wider than the vocabulary, as padded models are."""
+"""Number of logits: more than the vocabulary, as in padded models."""
 END, TURN, THINK, UNTHINK, TOOL = 264, 265, 266, 267, 268
 WORDS = ('":', '","', '"}', "true", "abc", '{"', "  ", "12")
 """Tokens of several bytes, ids 256 to 263."""
 
 
 def make_tokenizer() -> Tokenizer:
-    """Bytes, a few words, two ends of a turn (special), and three marks (added, not special)."""
+    """Bytes, a few words, two special end tokens, and three added tokens that are not special."""
     characters = {byte: chr(char) for char, byte in BYTE_ALPHABET.items()}
     vocab = {characters[byte]: byte for byte in range(256)}
     for i, word in enumerate(WORDS):
@@ -51,7 +51,7 @@ def new_slot(slot: int, grammar: Grammar | None, output: Sequence[int] = ()) -> 
 
 
 def decode(*slots: int) -> StepPlan:
-    """A step in which `slots` take one token each."""
+    """A step with one decode row for each of `slots`."""
     return StepPlan(0, ints(slots))
 
 
@@ -65,7 +65,7 @@ def allowed(grammar: Grammar, prefix: Sequence[int] = ()) -> set[int]:
 
 
 def accepts(grammar: Grammar, text: str | Sequence[int]) -> bool:
-    """Whether `text`, token by token through the masks, and then an end, is let through."""
+    """Whether the masks accept `text`, token by token, and then an end token."""
     tokens = list(text.encode()) if isinstance(text, str) else list(text)
     matcher: Matcher = grammar.matcher()
     bits = np.zeros((1, matcher.stepper.words), np.int32)
@@ -78,18 +78,18 @@ def accepts(grammar: Grammar, text: str | Sequence[int]) -> bool:
 
 
 def draw(grammar: Grammar, seed: int, most: int = 400) -> list[int] | None:
-    """A random text of the grammar, without its end token; None when it does not end in time. The end
-    and what closes are preferred, or a random string would go on for ever."""
+    """A random text of the grammar, without its end token; None if it is longer than `most` tokens. End
+    tokens and closing characters are preferred, because random strings rarely end."""
     rng = random.Random(seed)
     matcher: Matcher = grammar.matcher()
     bits = np.zeros((1, matcher.stepper.words), np.int32)
     out: list[int] = []
     while len(out) < most:
         matcher.stepper.fill([matcher.state], [0], bits)
-        may = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
-        assert may
-        closing = [token for token in may if token in _CLOSING]
-        token = rng.choice(closing if closing and rng.random() < 0.5 else may)
+        permitted = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+        assert permitted
+        closing = [token for token in permitted if token in _CLOSING]
+        token = rng.choice(closing if closing and rng.random() < 0.5 else permitted)
         assert matcher.stepper.accept([matcher.state], [token]) == [None]
         if token in (END, TURN):
             return out

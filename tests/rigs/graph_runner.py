@@ -1,4 +1,4 @@
-"""The captured step beside the plain one."""
+"""Compares the fused step with the plain one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ PAGE, ROWS, PAGES = 4, 4, 300
 PROMPT = [int(i * 31 % 250) + 2 for i in range(22)]
 
 
-class Unwarmed:
-    """Plain launches without the warm-up of every size: Triton's interpreter compiles nothing, and takes
-    seconds to run them all."""
+class NoWarmUp:
+    """Plain launches without the warm-up of every size, which takes seconds in Triton's interpreter and
+    compiles nothing."""
 
     def capture(self, work: Work, warm: Work) -> Work:
         """See `Launcher.capture`."""
@@ -54,9 +54,9 @@ def captured_machine(rig: Rig, sizes: PaddedSizes, launcher: Callable[[], Launch
 
 
 class Both:
-    """A CPU's runner, and one with a GPU's kernels and sizes that gets the same plans."""
+    """A CPU runner, and one with the kernels and sizes of a GPU, with the same plans."""
 
-    def __init__(self, path: Path, launcher: Callable[[], Launcher] = Unwarmed) -> None:
+    def __init__(self, path: Path, launcher: Callable[[], Launcher] = NoWarmUp) -> None:
         self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
         spec = rig.spec
         width = HiddenShape(spec.hidden, torch.float32)
@@ -72,7 +72,7 @@ class Both:
     def step(
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
     ) -> StepResult:
-        """One plan by both; they must agree in everything that a client sees."""
+        """Run one plan with both; all results must agree."""
         plan = self.rig.plan(decode, chunks, new)
         with device_thread(CPU):
             want = self.rig.runner.launch(plan).wait()

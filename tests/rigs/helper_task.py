@@ -1,4 +1,4 @@
-"""Work for the helper process."""
+"""A task for the helper process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.helper import Task
 
 
 class Work:
-    """Does what its payload says, in the helper process."""
+    """Acts on its payload, in the helper process."""
 
     def __init__(self, state: bytes) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""Triton's interpreter, without the work that it repeats."""
+"""Speeds up Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from triton.runtime import interpreter
 
 
 def patch_once_a_launch() -> None:
-    """Patch `triton.language` at the start of a launch only.
+    """Patch `triton.language` only at the start of a launch.
 
-    The interpreter looks through it again at every call of a function within a kernel, although the launch
-    has patched it and takes that back at its end: a third of the time of the kernels' tests.
+    The interpreter patches it again at every call of a function within a kernel, although the launch has
+    patched it already: this took a third of the time of the kernel tests.
     """
     original = interpreter._patch_lang
     patched: set[ModuleType] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Idle:
-    """An operator of nothing: control routes answer."""
+    """An operator that does nothing, so that control routes answer."""
 
     paused = False
     asleep: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Texts of tool calls, the ways to cut them, and the work of reading them."""
+"""Texts of tool calls, ways to split them, and the work of parsing them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def cuts(text: str, seed: int = 0) -> Iterable[list[str]]:
 
 
 def splits(text: str) -> Iterable[list[str]]:
-    """The text in two pieces, cut at every place."""
+    """The text in two pieces, split at every position."""
     for at in range(len(text) + 1):
         yield [text[:at], text[at:]]
 
 
 def lines(work: Callable[[], object]) -> int:
-    """Lines of the parsers' code that run: steps, where seconds would be luck."""
+    """Number of executed lines of the parsers: a deterministic measure of work, unlike time."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:

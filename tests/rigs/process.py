@@ -1,4 +1,4 @@
-"""`python -m app` as a process, the way an operator runs it."""
+"""`python -m app` as a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rigs.wait import PATIENCE
 
 
 def run_to_end(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A start that is meant to fail, on a free port unless one is named."""
+    """Run a command until it exits, on a free port unless one is given."""
     served = arguments[:1] != ("generate",) and "--port" not in arguments
     port = ("--port", "0") if served else ()
     return subprocess.run(
@@ -48,7 +48,7 @@ class Process:
         )
 
     async def ready(self, session: aiohttp.ClientSession) -> list[dict[str, object]]:
-        """Wait until `/health` says ok; returns every other answer it gave before."""
+        """Wait until `/health` is ok; returns the bodies of its earlier answers."""
         seen: list[dict[str, object]] = []
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
@@ -67,18 +67,18 @@ class Process:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        """Exit code, once it has ended."""
+        """Wait for the process. Returns the exit code."""
         return self.process.wait(PATIENCE)
 
     def log(self) -> str:
-        """What it wrote, after it has ended."""
+        """The log, after the process has exited."""
         assert self.process.stderr is not None
         return self.process.stderr.read()
 
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Process]:
-    """Start, and make sure that it is gone afterwards."""
+    """Start a server, kill it afterwards."""
     server = Process(*arguments)
     try:
         yield server
@@ -90,7 +90,7 @@ def serving(*arguments: str) -> Iterator[Process]:
 
 
 async def read_events(answer: aiohttp.ClientResponse) -> list[Any]:
-    """Every event's payload, the last being "[DONE]"."""
+    """The payloads of all events, "[DONE]" as a string."""
     body = (await answer.read()).decode()
     lines = [line[6:] for line in body.split("\n\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]

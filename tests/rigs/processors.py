@@ -1,5 +1,5 @@
-"""Logit processors: some that a test can follow, and some that take the device down: what an operator's
-code or a broken GPU can do."""
+"""Logit processors: some with predictable effects, and some that break the device, as an operator's code or a
+faulty GPU can."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from gpu.sample.processors import Processor
 
 AFTER = 3
-"""Tokens of the row that are still made."""
+"""Tokens of the row before the fault."""
 
 
 def fault(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
-    """On a GPU a device-side assertion, after which nothing runs there; on a CPU an exception that no
-    handler of ordinary errors takes."""
+    """On a GPU a device-side assertion, after which the device is unusable; on a CPU an exception that is not
+    an `Exception`."""
     if len(output_ids) < AFTER:
         return
     if logits.is_cuda:
@@ -28,13 +28,13 @@ def fault(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -
 
 
 def hang(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
-    """A step that never ends."""
+    """A step that hangs."""
     if len(output_ids) >= AFTER:
         threading.Event().wait()
 
 
 def only(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
-    """Leave one token, which the request names, plus one for each token before."""
+    """Allow only one token: the request's `token` plus the number of output tokens."""
     keep = params.get("token", 0) + len(output)
     value = logits[keep].clone()
     logits.fill_(-math.inf)
@@ -42,7 +42,7 @@ def only(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> Non
 
 
 def remember(logits: torch.Tensor, output: list[int], params: dict[str, Any]) -> None:
-    """Tell the test what came, in the order of the steps."""
+    """Record the outputs in `params`, in the order of the steps."""
     seen = params.setdefault("seen", [])
     seen.append(list(output))
     logits[len(seen)] = 100.0

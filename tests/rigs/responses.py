@@ -47,7 +47,7 @@ def events(listed: list[bytes]) -> list[dict[str, Any]]:
 
 
 def record(id: str, status: str = "completed", owner: str = "me", **more: object) -> Record:
-    """A response that says its own id to a question that has it too."""
+    """A stored response whose input and output items contain its id."""
     doc = {"id": id, "status": status, "output": [{"id": f"out-{id}", "type": "message"}]}
     items = [{"id": f"in-{id}", "type": "message"}]
     fields = {"created": 2**31, "input": msgspec.json.encode(items), "doc": msgspec.json.encode(doc), **more}

@@ -1,4 +1,4 @@
-"""A runner driven by hand-made plans: what a scheduler does, without deciding anything."""
+"""A runner driven by plans that a test writes, without a scheduler."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.rigs.arrays import ints
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
-"""Matrices of 64 columns gain nothing from threads, and on a busy machine the barriers of two threads
-were measured to cost six times the work."""
+"""Matrices of 64 columns are not faster with threads; on a busy machine the barriers of two threads took six
+times as long as the work."""
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 class WatchedModel:
-    """The real model, keeping the last logits [n, vocab] that were asked of it."""
+    """The real model; records its last logits [n, vocab]."""
 
     seen: torch.Tensor
 
@@ -54,7 +54,7 @@ class WatchedModel:
 
 
 class Rig:
-    """Owner: the test. Pages are handed out in a shuffled order unless `consecutive`."""
+    """A runner with a page allocator. Pages are allocated in shuffled order unless `consecutive`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Rig:
         pages = tokens // page_size + 1
         self.model = load_model(self.spec, path, torch.float32, CPU)
         self.watched = WatchedModel(self.model)
-        self.places = self.model.places()  # of what sealing leaves in place: embedding and norms
+        self.places = self.model.places()  # only those that sealing keeps are valid: embedding and norms
         with device_thread(CPU):
             self.model.seal()
             self.pool = KvPool(
@@ -118,7 +118,7 @@ class Rig:
         params: SamplingParams = GREEDY,
         count_row: int = -1,
     ) -> NewSlot:
-        """A slot that starts behind `shared` full pages of somebody else."""
+        """A slot that starts after `shared` full pages of another slot."""
         cached = len(shared) * self.page_size
         self.pages[slot] = list(shared)
         self.lengths[slot] = cached
@@ -127,7 +127,7 @@ class Rig:
     def plan(
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
     ) -> StepPlan:
-        """A plan with the page writes that its rows need."""
+        """A plan with the page writes of its rows."""
         cells: list[tuple[int, int, int]] = []
         for fresh in new:
             cells += [(fresh.slot, at, page) for at, page in enumerate(self.pages[fresh.slot])]
@@ -150,7 +150,7 @@ class Rig:
             return self.runner.launch(plan).wait()
 
     def generate(self, slot: int, prompt: Sequence[int], tokens: int) -> list[int]:
-        """Greedy text of one row: the whole prompt in a step, then decode."""
+        """Greedy output of one row: the whole prompt in one step, then decode."""
         result = self.step(chunks=[Chunk(slot, 0, ints(prompt), True)], new=[self.new(slot, prompt)])
         out = [int(result.tokens[0])]
         while len(out) < tokens:

@@ -1,5 +1,4 @@
-"""The sampling stage by itself: from logits to tokens in one call. For runners without a ring, and for
-tests."""
+"""The sampling stage alone: from logits to tokens in one call."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from gpu.step.sampling import Key, SamplingDevice, SamplingStage
 
 
 class Sampled(NamedTuple):
-    """`tokens` int64 [n], -1 where a row's logits were not finite; `logprobs` by row, for the rows
-    that asked and have a token; `failed` says by row whose processor raised, and what."""
+    """`tokens` int64 [n], -1 where a row's logits were not finite; `logprobs` by row, for rows that requested
+    them and have a token; `failed`: errors of logit processors by row."""
 
     tokens: Tensor
     logprobs: dict[int, RowLogprobs]
@@ -46,7 +45,7 @@ class Sampler:
         processors: Mapping[str, Processor] = MappingProxyType({}),
         kernels: SamplingKernels = torch_kernels,
     ) -> None:
-        """`processors` by the names that slots give."""
+        """`processors` by name."""
         self._tables = SlotTables(max_rows, 1, device)
         slots, positions, count = (
             torch.zeros(n, dtype=torch.int32, device=device) for n in (max_rows, max_rows, 1)
@@ -54,27 +53,27 @@ class Sampler:
         self._rows = Rows(slots, positions, count, self._tables)
         self._rings = Rings(Entries(Limits(max_rows, 0, 0, 8192, 1, max_rows), 1, device), device)
         self._logits = torch.zeros(0, vocab_size)
-        works_on = SamplingDevice(self._rows, self._rings, kernels)
-        self.stage = SamplingStage(works_on, vocab_size, count_rows, self._head, processors)
+        sampling_device = SamplingDevice(self._rows, self._rings, kernels)
+        self.stage = SamplingStage(sampling_device, vocab_size, count_rows, self._head, processors)
 
     def _head(self, rows: int) -> Tensor:
         return self._logits
 
     def __getitem__(self, key: Key) -> Work:
-        """A launch that is not captured."""
+        """An uncaptured launch."""
         return self.stage.work(key)
 
     def apply(self, new_slots: Sequence[NewSlot]) -> None:
-        """Take over slots. Nothing of their former owners remains."""
+        """Initialise slots; no state of earlier requests remains."""
         if new_slots:
             plan = StepPlan(0, NO_TOKENS, new_slots=tuple(new_slots))
             self.stage.prepare(plan, self._rings.write(plan))
             self._take_new()
 
     def _take_new(self) -> None:
-        """What the first kernel of a step does with an order's new slots."""
-        at, order = self._rings.entries.at.new, self._rings.entries.words[0].numpy()
-        records = order[at : at + int(order[4]) * NEW].reshape(-1, NEW).copy()
+        """Copy the new slots of the ring entry into the tables, as the first kernel of a step does."""
+        at, entry = self._rings.entries.at.new, self._rings.entries.words[0].numpy()
+        records = entry[at : at + int(entry[4]) * NEW].reshape(-1, NEW).copy()
         slots = torch.from_numpy(records[:, 0]).long()
         for column in COLUMNS:
             first = 1 + column.row

@@ -1,4 +1,4 @@
-"""Sampling by hand, and by definition."""
+"""Helpers for sampling tests, and a reference implementation of the filters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.rigs.sampler import Sampled, Sampler
 
 
 def by_sorting(logits: torch.Tensor, rule: Rule) -> dict[int, float]:
-    """Probability by id of the tokens that may be drawn, by definition: sort, cut, cut, cut."""
+    """Probability by id of the tokens that remain after top_k, top_p and min_p, by sorting."""
     x = logits.double().numpy() / rule.temperature
     order = np.argsort(-x, kind="stable")
     if rule.top_k:
         order = order[: rule.top_k]
     p = np.exp(x[order] - x[order[0]])
     p /= p.sum()
-    # The share by which top_p may be missed is part of the definition.
+    # The tolerance of top_p is part of its definition.
     size = int((np.cumsum(p) < rule.top_p * (1 - 1e-6)).sum()) + 1
     if rule.top_p < 1.0:
         order, p = order[:size], p[:size]
@@ -36,7 +36,7 @@ VOCAB = 40
 
 
 def ints(tokens: Sequence[int]) -> Ints:
-    """As plans carry them: read-only."""
+    """A read-only int32 array, as in plans."""
     array = np.array(tokens, np.int32)
     array.setflags(write=False)
     return array

@@ -1,4 +1,4 @@
-"""A scheduler, a fake device and a loop that a test can turn by hand."""
+"""A scheduler, a fake device and a step loop that a test controls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 97
 
 
 class Clock:
-    """Time that a test moves."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,7 +31,7 @@ class Clock:
 
 
 class Harness:
-    """apply, plan, submit, deliver, with the executor completing steps when told to."""
+    """The step loop (apply, plan, submit, deliver) with an executor that completes steps on request."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Harness:
         return count
 
     def turn(self) -> bool:
-        """Plan ahead, let the device finish one step, apply it. False when nothing was left to do."""
+        """Plan ahead, complete one step of the device, apply it. False when there was nothing to do."""
         submitted = self.submit()
         if self.executor.pending:
             self.executor.complete()
@@ -118,14 +118,14 @@ class Harness:
         return bool(submitted or self.executor.pending or self.scheduler.in_flight)
 
     def apply(self) -> None:
-        """Take what the device has finished."""
+        """Apply the finished steps of the device."""
         for result in self.executor.results():
             assert isinstance(result, StepResult)
             self._deliver(self.scheduler.apply(result))
         self._ended(self.scheduler.take_finished())
 
     def run(self, turns: int = 10_000) -> None:
-        """Until everything has ended; integrity is checked after each turn."""
+        """Run until all requests have finished; integrity is checked after each iteration."""
         for _ in range(turns):
             more = self.turn()
             self.scheduler.check_integrity()
@@ -134,14 +134,14 @@ class Harness:
         raise AssertionError(f"still busy after {turns} turns: {self.scheduler.statistics()}")
 
     def check(self, request: Request) -> None:
-        """The request produced what its prompt demands, and all of it was delivered."""
+        """The delivered output of the request must be the expected one."""
         params = request.params
         expected = oracle(request.prompt.tolist(), params.max_tokens, VOCAB, params.stop_ids)
         assert self.delivered[request.id] == expected, request.id
 
     def _deliver(self, confirmed: Confirmed) -> None:
         for row, (request, token) in enumerate(zip(confirmed.requests, confirmed.tokens, strict=True)):
-            assert request.id not in self.finishes, "a token after the end"
+            assert request.id not in self.finishes, "a token after the finish"
             if token >= 0:
                 self.delivered[request.id].append(token)
             if row in confirmed.ends:
@@ -156,7 +156,7 @@ class Harness:
 
 
 def prompts(rng: random.Random, count: int, longest: int = 40) -> list[list[int]]:
-    """Prompts that share prefixes often."""
+    """Prompts that often share prefixes."""
     stems = [[rng.randrange(VOCAB) for _ in range(rng.randrange(1, longest))] for _ in range(4)]
     result = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""A real server on a free port, with an engine that only talks."""
+"""A real HTTP server on a free port, with a fake engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CARD = ModelCard(
 
 
 class Server:
-    """What a test holds: the engine to steer, the service, a client session with the base address."""
+    """A running server: its fake engine, its service, and a client session with its base URL."""
 
     def __init__(
         self, runner: Runner, port: int, service: Service, engine: FakeEngine, http: aiohttp.ClientSession
@@ -53,7 +53,7 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """How many clients the server thinks it has."""
+        """Number of open connections of the server."""
         assert self._runner.server is not None
         return len(self._runner.server.connections)
 
@@ -63,7 +63,7 @@ class Server:
         return self._runner.app
 
     def limit_bodies(self, budget: int) -> Intake:
-        """Give request bodies so many bytes in all."""
+        """Limit the total bytes of request bodies."""
         bodies = self.app[INTAKE]
         bodies.budget = budget
         return bodies
@@ -90,7 +90,7 @@ Start = Callable[..., Awaitable[Server]]
 
 @asynccontextmanager
 async def starting(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts servers; all of them are gone after the test."""
+    """Starts servers; all of them are stopped after the test."""
     runners: list[Runner] = []
     services: list[Service] = []
     sessions: list[aiohttp.ClientSession] = []
@@ -131,17 +131,17 @@ async def starting(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 def refuse(server: Server, *errors: LoomError) -> list[LoomError]:
-    """The next requests are refused with these errors, one each; returns those still to come."""
-    coming = list(errors)
+    """Reject the next requests with `errors`, one each. Returns the list of remaining errors."""
+    remaining = list(errors)
     begin = server.engine.start
 
     async def start(job: Job, sink: Sink) -> FakeRun:
-        if coming:
-            raise coming.pop(0)
+        if remaining:
+            raise remaining.pop(0)
         return await begin(job, sink)
 
     server.engine.start = start
-    return coming
+    return remaining
 
 
 def know(
@@ -150,17 +150,18 @@ def know(
     reasoning: str | None = None,
     routed: tuple[int, int] = (0, 0),
 ) -> None:
-    """The server's model is of these families from now on, and has experts where `routed` says so."""
+    """Set the tool call and reasoning parsers of the model, and its routed experts (layers, experts per
+    token)."""
     family: ToolFamily | None = TOOLS[tools] if tools else None
     thinking = REASONING[reasoning] if reasoning else None
     card = msgspec.structs.replace(CARD, routed=routed)
-    made = Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
+    loaded = Loaded(card, ByteTokenizer(), JoinTemplate(), server.engine, family, thinking)  # type: ignore[arg-type]
     before = server.service.loaded
-    server.service.ready(msgspec.structs.replace(made, helper=before.helper, bodies=before.bodies))
+    server.service.ready(msgspec.structs.replace(loaded, helper=before.helper, bodies=before.bodies))
 
 
 def serves(server: Server, **card: Any) -> None:
-    """The model is another one."""
+    """Replace fields of the model card."""
     loaded = server.service.loaded
-    made = msgspec.structs.replace(CARD, **card)
-    server.service.ready(Loaded(made, loaded.tokenizer, loaded.template, server.engine))
+    new_card = msgspec.structs.replace(CARD, **card)
+    server.service.ready(Loaded(new_card, loaded.tokenizer, loaded.template, server.engine))

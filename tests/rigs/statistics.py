@@ -1,4 +1,4 @@
-"""The chi-square test by which sampling tests judge."""
+"""The chi-square test of the sampling tests."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import torch
 from numpy.typing import ArrayLike
 
 MIN_P = 1e-4
-"""Every test draws with fixed seeds, so a p-value is the same on each run; a fair sampler falls below
-this once in 10,000 tests, a biased one by many orders of magnitude."""
+"""Seeds are fixed, so a p-value is the same in each run; a correct sampler is below this in one of 10,000
+tests, a biased one by many orders of magnitude."""
 
 
 def p_value(observed: ArrayLike, expected: ArrayLike) -> float:
-    """Probability of counts as far from `expected` as `observed` [k], by Pearson's chi-square.
+    """p-value of the counts `observed` [k] under `expected` [k], by Pearson's chi-square.
 
-    Cells that expect nothing must hold nothing, or the answer is 0; cells that expect less than 5
-    are merged.
+    0 if a cell with an expectation of 0 was observed; cells with an expectation below 5 are merged.
     """
-    seen, want = np.asarray(observed, np.float64), np.asarray(expected, np.float64)
-    assert seen.shape == want.shape
-    if seen[want == 0].any():
+    observations, expectations = np.asarray(observed, np.float64), np.asarray(expected, np.float64)
+    assert observations.shape == expectations.shape
+    if observations[expectations == 0].any():
         return 0.0
-    rare = want < 5
-    seen = np.append(seen[~rare], seen[rare].sum())
-    want = np.append(want[~rare], want[rare].sum())
-    seen, want = seen[want > 0], want[want > 0]
-    if len(want) < 2:
-        return float(np.array_equal(seen, want))
-    statistic = float(((seen - want) ** 2 / want).sum())
-    half = torch.tensor([(len(want) - 1) / 2, statistic / 2], dtype=torch.float64)
+    rare = expectations < 5
+    observations = np.append(observations[~rare], observations[rare].sum())
+    expectations = np.append(expectations[~rare], expectations[rare].sum())
+    observations, expectations = observations[expectations > 0], expectations[expectations > 0]
+    if len(expectations) < 2:
+        return float(np.array_equal(observations, expectations))
+    statistic = float(((observations - expectations) ** 2 / expectations).sum())
+    half = torch.tensor([(len(expectations) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 

@@ -1,4 +1,4 @@
-"""The engine's step loop over a fake device, and what came out of it."""
+"""The engine's step loop over a fake device, and its output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Bench:
-    """An engine over a fake executor, and the pieces that came out."""
+    """An engine over a fake executor, and the delivered pieces."""
 
     def __init__(self, tokenizer: Tokenizer, depth: int = 1, eager: bool = True, **options: object) -> None:
         fail_at = int(str(options.pop("fail_at", -1)))
@@ -50,8 +50,8 @@ class Bench:
 
     async def start(self, id: str, max_tokens: int | None = 8, **job: object) -> LiveRun:
         job = {"prompt": PROMPT, "sampling": GREEDY, "ignore_eos": True, **job}
-        asked = Job(id=id, max_tokens=max_tokens, **job)  # type: ignore[arg-type]
-        run = await self.submitter.start(asked, lambda index, piece: self._take(f"{id}-{index}", piece))
+        request = Job(id=id, max_tokens=max_tokens, **job)  # type: ignore[arg-type]
+        run = await self.submitter.start(request, lambda index, piece: self._take(f"{id}-{index}", piece))
         assert isinstance(run, LiveRun)
         return run
 

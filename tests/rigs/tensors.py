@@ -1,4 +1,4 @@
-"""Tensors as clients send them."""
+"""Tensors in the formats of requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 
 def npy(array: NDArray[np.generic]) -> bytes:
-    """numpy's own format."""
+    """`.npy`."""
     out = io.BytesIO()
     np.save(out, array)
     return out.getvalue()
 
 
 def tensor(array: NDArray[np.generic]) -> str:
-    """The same as `prompt_embeds` takes it."""
+    """base64 of `.npy`, for `prompt_embeds`."""
     return base64.b64encode(npy(array)).decode()

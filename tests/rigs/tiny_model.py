@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, made on the fly by transformers itself."""
+"""Tiny random checkpoints of every model family, created with transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # Far above the usual 0.02: logits then differ by more than rounding, and greedy text is a test.
+    # Far above the usual 0.02, so that logits differ by more than rounding and greedy outputs are stable.
     "initializer_range": 0.3,
 }
 
@@ -67,7 +67,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
-    # Sides that 128 divides: what FP8 in blocks needs.
+    # Sizes divisible by 128, for FP8 in blocks.
     "qwen3-moe-wide": (
         "Qwen3Moe",
         {
@@ -81,7 +81,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Name to (family, what differs from `_SIZES`)."""
+"""Name to (family, changes to `_SIZES`)."""
 
 
 class Tiny(NamedTuple):
@@ -92,15 +92,15 @@ class Tiny(NamedTuple):
 
 
 def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: int) -> Tiny:
-    """Make variant `name` and save it under `directory`; `more` are other sizes for its config. The same
-    weights every time."""
+    """Create variant `name` and save it under `directory`; `more` are further changes to its config. The
+    weights are deterministic."""
     family, changes = VARIANTS[name]
     config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes, **more})
     torch.manual_seed(7)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
-            # transformers starts norms at one and biases at zero: a swapped or forgotten one would not show.
+            # transformers initialises norms with one and biases with zero, which would hide swapped ones.
             if key.endswith(("norm.weight", "layernorm.weight")):
                 weight.uniform_(0.5, 1.5)
             elif key.endswith("bias"):
@@ -124,7 +124,7 @@ HEADLESS: dict[str, tuple[str, dict[str, Any]]] = {
     "RobertaForSequenceClassification": ("Roberta", {"num_labels": 3, "pad_token_id": 1}),
     "XLMRobertaForSequenceClassification": ("XLMRoberta", {"num_labels": 1, "pad_token_id": 1}),
 }
-"""Architecture to (family, what differs from `_SIZES`): checkpoints that make vectors or scores."""
+"""Architecture to (family, changes to `_SIZES`): checkpoints of embedding and classification models."""
 
 
 def build_headless(architecture: str, directory: Path) -> Tiny:
@@ -144,7 +144,7 @@ def build_headless(architecture: str, directory: Path) -> Tiny:
 
 
 def greedy(model: transformers.PreTrainedModel, prompt: list[int], tokens: int) -> list[int]:
-    """What transformers' own generate continues `prompt` with, ignoring end of sequence."""
+    """Output of transformers' greedy generate for `prompt`, ignoring EOS."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,

@@ -1,4 +1,4 @@
-"""A tokenizer of bytes and a template that is a join: nothing to load, everything predictable."""
+"""A byte tokenizer and a trivial chat template, without files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOS, EOS = 256, 257
 
 
 class ByteTokenizer:
-    """Ids below 256 are bytes; 256 begins, 257 ends a text."""
+    """Ids below 256 are bytes; 256 is BOS, 257 EOS."""
 
     vocab_size = VOCAB
     special_ids = frozenset({BOS, EOS})
@@ -25,7 +25,7 @@ class ByteTokenizer:
     special_tokens: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>"}
 
     def __init__(self, marks: Mapping[str, int] = MappingProxyType({})) -> None:
-        """`marks` are tokens that stand around parts of a prompt."""
+        """`marks`: special tokens of fill-in-the-middle, by text."""
         self.marks = marks
 
     def encode(self, text: str, add_special: bool = True) -> Ints:
@@ -66,7 +66,7 @@ class ByteTokenizer:
 
 
 class JoinTemplate:
-    """`role: content` lines. A content of `RAISE` is what a template refuses."""
+    """`role: content` lines. A content of `RAISE` makes the template raise."""
 
     shows_tools = True
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

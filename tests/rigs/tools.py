@@ -1,4 +1,4 @@
-"""A tool, a question and a call of the tool as a model writes it."""
+"""A message, a tool, and a call of the tool as a model generates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source tree as syntax trees: what the ratchets measure."""
+"""The source tree as syntax trees, for `tests/ratchet`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def limits() -> dict[str, Any]:
 
 @cache
 def files(room: str) -> tuple[Path, ...]:
-    """Python files of a room, as git sees them (a stray scratch file is not the project's)."""
+    """Python files of a package, without those that git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", f"{room}/*.py"],
         cwd=ROOT,
@@ -76,7 +76,7 @@ def length(node: Function | ast.ClassDef) -> int:
 
 
 def branches(function: Function) -> int:
-    """Cyclomatic count: 1 + every place where the path forks, nested functions on their own."""
+    """Cyclomatic complexity; nested functions are counted separately."""
     count = 1
     stack: list[ast.AST] = list(ast.iter_child_nodes(function))
     while stack:
@@ -120,7 +120,7 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """(module, deferred) for every import of a file, typing-only ones included."""
+    """(module, deferred) for every import of a file, including typing-only ones."""
     tree = parse(path)
     inside = {
         id(child) for function in functions(tree) for child in ast.walk(function) if child is not function
@@ -135,7 +135,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def count(pattern: str, *rooms: str) -> int:
-    """Lines of the rooms' sources that match a regular expression."""
+    """Number of source lines of the packages that match a regular expression."""
     found = re.compile(pattern)
     return sum(
         bool(found.search(line))

@@ -1,4 +1,4 @@
-"""Views of plans as a CPU's step has them, without a runner."""
+"""Views of plans on a CPU, without a runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Views:
-    """Tables of `rows` slots, and the exact view of one plan after another; each writes over the last."""
+    """Tables of `rows` slots, and the view of one plan at a time."""
 
     def __init__(self, rows: int, pages: int, page_size: int, tokens: int) -> None:
         self.tables = SlotTables(rows, pages, CPU)
@@ -28,7 +28,7 @@ class Views:
         self.samples = self.buffers.samples
 
     def take(self, plan: StepPlan) -> StepView:
-        """Apply a plan; `samples` are then its own. Every row gets its length here, where nothing samples."""
+        """Apply a plan and set `samples`. Sets the lengths of all rows too, because nothing samples here."""
         rings, key = self.rings, ExactSizes().forward(plan)
         rings.write(plan)
         view, self.samples = self.buffers.view(key), self.buffers.samples.first(key.samples)
@@ -39,5 +39,5 @@ class Views:
         return view
 
     def write_tokens(self, samples: Samples, tokens: torch.Tensor) -> None:
-        """Put `tokens` [s] into the cells of the slots that sample."""
+        """Store `tokens` [s] as the last tokens of the slots that sample."""
         self.tables.last_token[samples.slots.long()] = tokens.int()

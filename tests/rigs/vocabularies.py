@@ -1,4 +1,4 @@
-"""Small tokenizers of each family, built here."""
+"""Small tokenizers of each family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """Sentencepiece's shape: "▁" for spaces, bytes for what it does not know, BOS in front."""
+    """Like sentencepiece: "▁" for spaces, bytes for unknown characters, BOS in front."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for word in ("▁", "a", "b", "c", "é", "▁a", "▁b", "日"):
         vocab.setdefault(word, len(vocab))
@@ -50,7 +50,7 @@ def byte_fallback() -> tokenizers.Tokenizer:
 
 
 def word_pieces() -> tokenizers.Tokenizer:
-    """A decoder that is no table: "##" joins, everything else gets a space before it."""
+    """A decoder that depends on context: "##" joins, all other tokens get a space before them."""
     vocab = {"[UNK]": 0, "un": 1, "##happy": 2, "happy": 3, ".": 4, "[SEP]": 5, "and": 6}
     core = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -60,7 +60,7 @@ def word_pieces() -> tokenizers.Tokenizer:
 
 
 def save(core: tokenizers.Tokenizer, directory: Path, **settings: object) -> Path:
-    """tokenizer.json and tokenizer_config.json in `directory`, which is returned."""
+    """Write tokenizer.json and tokenizer_config.json to `directory`. Returns it."""
     directory.mkdir(parents=True, exist_ok=True)
     core.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))

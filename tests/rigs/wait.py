@@ -1,4 +1,4 @@
-"""How tests wait: the bound of every wait, for a condition, for callbacks."""
+"""How tests wait: the timeout of every wait, waits for conditions and for callbacks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Callable
 
 PATIENCE = 120.0
-"""Seconds. A bound for a failing test and never a promise: on a busy machine torch alone takes ten of them to
-import, and a bound of 20 has failed a test in which nothing was wrong."""
+"""Timeout in seconds, reached only by failing tests. It is long because on a busy machine the import of torch
+alone takes 10 s."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop turn until `condition` holds. The bound is for a failing test only."""
+    """Run the event loop until `condition` holds."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.001)
 
 
 async def settle() -> None:
-    """Let every callback that is due run."""
+    """Run all callbacks that are due."""
     for _ in range(50):
         await asyncio.sleep(0)
