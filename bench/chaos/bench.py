@@ -119,7 +119,7 @@ class Bench:
                 ) from error
 
     async def run_beside_neighbour(self, outcome: Outcome, attack: Any) -> None:
-        """Run `attack` run_beside_neighbour valid traffic, whose gaps and texts must stay as without it."""
+        """Run `attack` beside valid traffic, whose gaps and texts must stay as without it."""
         with Neighbour(self.port) as alone:
             await asyncio.sleep(ALONE * min(self.scale, 1))
         with Neighbour(self.port) as neighbour:

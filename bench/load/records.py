@@ -18,7 +18,7 @@ class Record(msgspec.Struct, kw_only=True):
     """When it should have been sent (open loop); `sent` is later if the client is too slow."""
     sent: float = 0.0
     end: float = 0.0
-    """Arrival of `[DONE]`, or of whatever ended the request."""
+    """Arrival of `[DONE]`, or time of the failure."""
     times: list[float] = msgspec.field(default_factory=list)
     """Arrival of every event that carried a token, ascending."""
     out: int = 0

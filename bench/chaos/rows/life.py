@@ -78,14 +78,14 @@ async def _twice(bench: Bench, outcome: Outcome) -> None:
         bench.server.signal(signal.SIGTERM)
         await asyncio.sleep(0.01)  # two at once are one to the kernel
     answers = await asyncio.gather(*streams)
-    told = sum(_finished(answer) or _is_told(answer) for answer in answers)
+    explained = sum(_finished(answer) or _has_error(answer) for answer in answers)
     code = await bench.server.ended()
-    outcome.figures["told_why"] = told
-    outcome.expect(told == len(answers), f"{len(answers) - told} streams ended without a reason")
+    outcome.figures["told_why"] = explained
+    outcome.expect(explained == len(answers), f"{len(answers) - explained} streams ended without a reason")
     outcome.expect(code == 0, f"exit code {code} after two SIGTERM")
 
 
-def _is_told(answer: Answer) -> bool:
+def _has_error(answer: Answer) -> bool:
     events = answer.events
     return answer.status == 503 or (len(events) > 1 and "error" in events[-2] and events[-1] == "[DONE]")
 

@@ -17,7 +17,7 @@ BUFFERED = 2 * 64 * 1024
 """Bytes that may be buffered for one connection: the threshold from which deltas are merged, and one merged
 event."""
 OTHERS = 8
-"""Other streams beside the slow clients: few, because more would slow the neighbour by themselves."""
+"""Concurrent normal streams: few, because more would slow the neighbour by themselves."""
 HEADERS = 10.0
 """Seconds after which a connection with incomplete headers is closed."""
 DRIBBLE = {"prompt": "The readers sleep", "max_tokens": 900, "ignore_eos": True, "temperature": 0}

@@ -114,7 +114,7 @@ async def _probe(bench: Bench, stage: str) -> Answer:
 
 
 def _end(answer: Answer, expected: list[int]) -> str:
-    """How a stream ended."""
+    """How a stream ended: complete ("whole"), with an error ("told"), or with one of the violations."""
     if answer.status != 200:
         return "told" if answer.status >= 500 or answer.status == 0 else f"with {answer.status}"
     events = answer.events
