@@ -401,6 +401,8 @@ MESSAGE = {"role": "user", "content": "hi"}
         ({"input": "hi", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "hi", "conversation": "conv"}, "conversation"),
         ({"input": "hi", "truncation": "middle"}, "truncation"),
+        ({"input": "hi", "metadata": {str(i): "v" for i in range(17)}}, "metadata"),
+        ({"input": "hi", "metadata": {"k": "v" * 600}}, "metadata"),
         ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "hi", "temperature": -1}, "temperature"),
         ({"input": "hi", "top_logprobs": -1}, "top_logprobs"),

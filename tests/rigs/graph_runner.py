@@ -37,7 +37,7 @@ class NoWarmUp:
         return work
 
 
-def captured_machine(rig: Rig, sizes: PaddedSizes, launcher: Callable[[], Launcher] = Unwarmed) -> Machine:
+def captured_machine(rig: Rig, sizes: PaddedSizes, launcher: Callable[[], Launcher] = NoWarmUp) -> Machine:
     """With a GPU's kernels, in padded sizes."""
     spec = rig.spec
     attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])

@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from app.api.openai.files import BATCHES, page_limit
+from app.api.request.metadata import check_metadata
 from app.api.request.routing import AFTER, LISTED, Routes, limited, page
 from app.batch.store import Page
 from app.http.body import decoded
@@ -13,10 +14,6 @@ from app.http.tenant import tenant
 from core.errors import field_error
 
 ROUTES = Routes()
-
-MAX_METADATA = 16
-MAX_KEY, MAX_VALUE = 64, 512
-"""OpenAI's, all three."""
 
 
 class BatchBody(msgspec.Struct, kw_only=True):
@@ -39,7 +36,7 @@ async def create(request: web.Request) -> object:
         raise field_error("input_file_id", "is missing")
     if body.endpoint not in batches.endpoints:
         raise field_error("endpoint", f"must be one of {', '.join(batches.endpoints)}")
-    _check_metadata(body.metadata)
+    check_metadata(body.metadata)
     window = body.completion_window or "24h"
     return await batches.create(tenant(), body.input_file_id, body.endpoint, window, body.metadata)
 
@@ -62,12 +59,3 @@ async def batch(request: web.Request) -> object:
 async def cancel(request: web.Request) -> object:
     """Stop one; its results so far become files."""
     return await request.app[BATCHES].cancel(tenant(), request.match_info["id"])
-
-
-def _check_metadata(metadata: dict[str, str] | None) -> None:
-    if metadata is None:
-        return
-    if len(metadata) > MAX_METADATA:
-        raise field_error("metadata", f"takes at most {MAX_METADATA} pairs")
-    if any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in metadata.items()):
-        raise field_error("metadata", f"takes keys of {MAX_KEY} and values of {MAX_VALUE} characters")

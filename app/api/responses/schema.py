@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from app.api.request.field_names import fields_named
+from app.api.request.metadata import check_metadata
 from app.api.request.schema import ChatBody, Generation, Int, refuse
 from core.errors import RequestError, field_error, unsupported
 
@@ -85,6 +86,7 @@ def check_body(body: ResponsesBody) -> None:
         raise field_error("max_output_tokens", "must be at least 1")
     if body.background and body.store is False:
         raise field_error("background", "needs 'store': the answer could not be fetched")
+    check_metadata(body.metadata)
 
 
 def chat_body(body: ResponsesBody, messages: list[Item], id: str) -> ChatBody:
