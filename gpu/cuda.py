@@ -35,7 +35,10 @@ def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
     """One whose steps are graphs. Raises `ConfigError` for an attention backend that is unavailable."""
     model, cache, schedule = settings
     spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
-    config = attention_config(spec, cache.page_size, sizes.rows, dtype, device, facts)
+    shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
+    entries = shape.entries(device)
+    samples = entries.limits.samples  # each token of a decode row is sampled from, and a row to attention
+    config = attention_config(spec, cache.page_size, samples, dtype, device, facts)
     config = config._replace(cascade_rows=CASCADE_ROWS)
     if page_dtype(cache, dtype).itemsize == 1:
         # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
@@ -48,10 +51,8 @@ def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
         kernels = Kernels(attention, pool.caches(), experts, pdl, config.kv_scales, counters, dense)
         return lambda view: TritonOps(view, kernels)
 
-    shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
-    entries = shape.entries(device)
-    padded = PaddedSizes(entries.limits.samples, shape.tokens, shape.chunks)
+    padded = PaddedSizes(samples, shape.tokens, shape.chunks)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
     return ModelRunner(shape, machine, entries, parts.processors, parts.upkeep)
 
