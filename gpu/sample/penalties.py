@@ -57,16 +57,17 @@ class Counts:
         `frequency` times the number of times generated and `presence` once if generated are
         subtracted; the prompt does not count for these two.
         """
-        seen, generated = self._seen[row], self._generated[row]
-        if drafts is not None and len(drafts):
+        seen = self._seen[row]
+        if drafts is not None:
             seen = seen.index_fill(0, drafts.long(), True)
-            generated = generated.index_add(0, drafts, torch.ones_like(drafts))
         ids = where(seen)
         x = logits.index_select(0, ids)
         if penalty.repetition != 1.0:
             x = torch.where(x > 0, x / penalty.repetition, x * penalty.repetition)
         if penalty.frequency != 0.0 or penalty.presence != 0.0:
-            times = generated.index_select(0, ids)
+            times = self._generated[row].index_select(0, ids)
+            if drafts is not None:
+                times += (ids.unsqueeze(1) == drafts).sum(1)
             x -= penalty.frequency * times + penalty.presence * (times > 0)
         logits.index_copy_(0, ids, x)
 

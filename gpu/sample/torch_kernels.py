@@ -71,11 +71,12 @@ def _allows_others(mask: Tensor, stops: Tensor) -> bool:
 def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -> None:
     """See `SamplingKernels.penalise`."""
     counted = _column(rows, "count_row")
+    first_draft = len(counted) if rows.drafts is None else int(rows.drafts.rows)
     for row in np.flatnonzero(counted >= 0).tolist():
         slot, tables = rows.slots[row], rows.tables
         penalty = (float(each[slot]) for each in (tables.repetition, tables.frequency, tables.presence))
         drafts = None
-        if rows.drafts is not None and row >= int(rows.drafts.rows):
+        if tables.most_drafts and row >= first_draft:
             drafts = tables.drafts[slot, 1 : int(rows.positions[row] - tables.length[slot])]
         counts.penalise(logits[row], int(counted[row]), Penalty(*penalty), drafts)
 
