@@ -13,7 +13,6 @@ import torch
 
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
-from app.engine.submit import Limits as JobLimits
 from app.engine.submit import LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
@@ -167,8 +166,7 @@ class Drafting:
         config = ScheduleConfig(overlap_depth=overlap)
         self.scheduler = Scheduler(capabilities, cache, config, monotonic)
         self._engine = Engine(self.scheduler, executor, overlap, monotonic)
-        given = JobLimits(256, vocab, processors=tuple(processors))
-        self._submitter = Submitter(self._engine, tokenizer, given, monotonic, grammars)
+        self._submitter = Submitter(self._engine, tokenizer, monotonic, grammars)
 
     async def answers(self, jobs: Sequence[Job], retract: bool = False) -> list[Answer]:
         """All of them: the next one comes a step or two after the one before it, and may send all that run
