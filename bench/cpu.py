@@ -75,9 +75,9 @@ def _transformers() -> list[float]:
 
 _PEER = f"""
 import json, sys, time, torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 config = json.loads(sys.argv[1])
-model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+model = LlamaForCausalLM._from_config(LlamaConfig(**config), dtype=torch.float32).eval()
 torch.manual_seed(0)
 for round in range({ROUNDS} + 1):
     ids = torch.randint(1000, 40000, (1, {PROMPT}))

@@ -20,6 +20,7 @@ from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
+from gpu.maintenance import Maintenance
 from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_dtype, plan_memory
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
@@ -30,7 +31,6 @@ from gpu.sample.processors import load_processors
 from gpu.step.begin import begin_step
 from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.thread import device_thread
-from gpu.upkeep import Upkeep
 from gpu.weights import config_from_gguf, load_model
 
 log = logging.getLogger(__name__)
@@ -116,8 +116,8 @@ def build_executor(
             return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
 
         progress("pool", 0.0)
-        upkeep = Upkeep(str(source), load, make_pool, both=device.type == "cpu")
-        parts = Parts(spec, target, sizes, processors, upkeep)
+        maintenance = Maintenance(str(source), load, make_pool, both=device.type == "cpu")
+        parts = Parts(spec, target, sizes, processors, maintenance)
         chunks = 0
         if target.captures(spec):
             from gpu.cuda import MAX_CHUNKS, captured_runner  # Triton, which a CPU may not have
@@ -169,7 +169,7 @@ def _called_runner(parts: Parts, page_size: int) -> ModelRunner:
 
         machine = with_kernels(machine)
     shape = parts.shape(page_size, parts.sizes.rows)
-    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.upkeep)
+    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.maintenance)
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:

@@ -54,7 +54,7 @@ def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
-    return ModelRunner(shape, machine, entries, parts.processors, parts.upkeep)
+    return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance)
 
 
 def with_kernels(machine: Machine) -> Machine:

@@ -10,10 +10,10 @@ import torch
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
 from gpu.device import CudaFacts
+from gpu.maintenance import Maintenance
 from gpu.runner import Shape
 from gpu.sample.processors import Processor
 from gpu.step.buffers import HiddenShape
-from gpu.upkeep import Upkeep
 
 
 class Target(NamedTuple):
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
     target: Target
     sizes: Sizes
     processors: Mapping[str, Processor]
-    upkeep: Upkeep
+    maintenance: Maintenance
 
     def shape(self, page_size: int, chunks: int) -> Shape:
         """Of a runner whose steps have up to so many `chunks`."""

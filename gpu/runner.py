@@ -30,6 +30,7 @@ from gpu.embeds import Embedded, embedded
 from gpu.grammar.matchers import Masks, Matchers
 from gpu.hidden import HiddenRows, segments
 from gpu.kv.pool import KvPool
+from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
 from gpu.prompt import score_prompts
@@ -47,7 +48,6 @@ from gpu.step.sampling import Key, Sampled, SamplingDevice, SamplingStage
 from gpu.step.steps import Forward, StepSizes
 from gpu.thread import assert_device_thread
 from gpu.transfer import upload
-from gpu.upkeep import Upkeep
 
 ENTRIES = 4
 """Of each ring: the deepest overlap is 2, and a step more is written while one is read."""
@@ -118,12 +118,12 @@ class ModelRunner:
         machine: Machine,
         entries: Entries,
         processors: Mapping[str, Processor] = MappingProxyType({}),
-        upkeep: Upkeep | None = None,
+        maintenance: Maintenance | None = None,
     ) -> None:
         """`entries` are shared by all ranks, `processors` are logit processors by name. Runs nothing before
-        `use_model`, `use_pool` and `prepare`. Without `upkeep` commands are refused."""
+        `use_model`, `use_pool` and `prepare`. Without `maintenance` commands are refused."""
         self.device = machine.device
-        self._shape, self._machine, self._upkeep = shape, machine, upkeep
+        self._shape, self._machine, self._maintenance = shape, machine, maintenance
         limits = entries.limits
         self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts)
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
@@ -277,9 +277,9 @@ class ModelRunner:
     def carry_out(self, command: Command) -> CommandDone:
         """Do what an operator asked between steps."""
         assert_device_thread(self.device)
-        if self._upkeep is None:
+        if self._maintenance is None:
             return CommandDone(command.id, "this runner takes no commands")
-        return self._upkeep.carry_out(command, self)
+        return self._maintenance.carry_out(command, self)
 
     def close(self) -> None:
         """See `gpu.worker.Runner`."""
@@ -287,12 +287,12 @@ class ModelRunner:
         self.use_pool(None)
 
     def use_model(self, model: CausalModel | None) -> None:
-        """See `gpu.upkeep.Replaceable`. Graphs hold the addresses of weights and pages, and go with them."""
+        """See `gpu.maintenance.Replaceable`. Graphs hold the addresses of weights and pages: both go."""
         self._launches = None
         self._model = model
 
     def use_pool(self, pool: KvPool | None) -> None:
-        """See `gpu.upkeep.Replaceable`."""
+        """See `gpu.maintenance.Replaceable`."""
         self._launches = None
         self._machine.attention.bind(pool)
         self._ops = None if pool is None else self._machine.ops(pool)

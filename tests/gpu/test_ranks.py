@@ -18,6 +18,7 @@ from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
+from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
 from gpu.runner import Machine, ModelRunner, Shape
@@ -28,7 +29,6 @@ from gpu.step.buffers import HiddenShape
 from gpu.step.launched import LaunchedStep
 from gpu.step.steps import ExactSizes
 from gpu.thread import device_thread
-from gpu.upkeep import Upkeep
 from gpu.weights import load_model
 from gpu.worker import Progress
 from tests.rigs import tiny_model
@@ -100,7 +100,7 @@ def make(path: Path, count: int) -> list[Rank]:
             CPU, ExactSizes(), None, attention, lambda pool: lambda view: TorchOps(view, attention),
             begin_step, torch_kernels,
         )  # fmt: skip
-        runner = ModelRunner(shape, machine, entries, upkeep=Upkeep(str(path), load, pool))
+        runner = ModelRunner(shape, machine, entries, maintenance=Maintenance(str(path), load, pool))
         runner.use_model(load(str(path)))
         runner.use_pool(pool())
         return Rank(runner)
@@ -210,7 +210,7 @@ def test_a_command_that_every_rank_refuses_leaves_all_as_they_were(path: Path, t
 def test_a_command_that_one_rank_refuses_is_a_failure(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their weights differ."""
     ranks = make(path, 2)
-    monkeypatch.setattr(ranks[1].runner._upkeep, "_load", lambda path: {}[path])
+    monkeypatch.setattr(ranks[1].runner._maintenance, "_load", lambda path: {}[path])
     *_, failure = play(ranks, prefill(0), Command(id=1, action="load_weights", path=str(path)), prefill(1))
     assert isinstance(failure, StepFailure) and "is damaged: KeyError" in failure.reason
 

@@ -19,7 +19,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.types import NO_TOKENS
 from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
-from gpu.upkeep import Upkeep
+from gpu.maintenance import Maintenance
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.runner import GREEDY
@@ -199,14 +199,14 @@ def test_weights_that_cannot_be_restored_fail_the_engine(
             return "old again"
         raise error(f"no such directory: {path}")
 
-    upkeep, runner = Upkeep("old", load, lambda: None, both=False), Bare()  # type: ignore[arg-type, return-value]
+    maintenance, runner = Maintenance("old", load, lambda: None, both=False), Bare()  # type: ignore[arg-type, return-value]
     if old_is_readable:
-        done = upkeep.carry_out(command(1, "load_weights", "new"), runner)
+        done = maintenance.carry_out(command(1, "load_weights", "new"), runner)
         assert done.error is not None and "no such directory: new" in done.error
         assert runner.model == "old again"
     else:
         with pytest.raises(EngineFailed, match=r"new.*old"):
-            upkeep.carry_out(command(1, "load_weights", "new"), runner)
+            maintenance.carry_out(command(1, "load_weights", "new"), runner)
 
 
 @pytest.mark.parametrize("both", [True, False])
@@ -214,28 +214,28 @@ def test_weights_that_cannot_be_restored_fail_the_engine(
 def test_weights_whose_steps_cannot_be_captured_are_refused(both: bool, old_runs: bool) -> None:
     """They were read, and took the old ones' place: those are read again, or the engine fails."""
     runner = Bare(("new",) if old_runs else ("new", "old again"))
-    upkeep = Upkeep(
+    maintenance = Maintenance(
         "old",
         lambda path: "new" if path == "new" else "old again",  # type: ignore[arg-type, return-value]
         lambda: None,  # type: ignore[arg-type, return-value]
         both=both,
     )
     if old_runs:
-        done = upkeep.carry_out(command(1, "load_weights", "new"), runner)
+        done = maintenance.carry_out(command(1, "load_weights", "new"), runner)
         assert (done.error, runner.model) == ("out of memory", "old again")
     else:
         with pytest.raises(EngineFailed, match="could not be read again"):
-            upkeep.carry_out(command(1, "load_weights", "new"), runner)
+            maintenance.carry_out(command(1, "load_weights", "new"), runner)
 
 
 @pytest.mark.parametrize("refused", ["weights", "pages"])
 def test_a_wake_that_fails_half_way_leaves_the_server_asleep(refused: str) -> None:
     runner = Bare((refused,))
-    upkeep = Upkeep("old", lambda path: "weights", lambda: "pages")  # type: ignore[arg-type, return-value]
+    maintenance = Maintenance("old", lambda path: "weights", lambda: "pages")  # type: ignore[arg-type, return-value]
     tags: tuple[Tag, ...] = ("weights", "kv_cache")
-    assert upkeep.carry_out(command(1, "sleep", "", *tags), runner).error is None
-    done = upkeep.carry_out(command(2, "wake", "", *tags), runner)
+    assert maintenance.carry_out(command(1, "sleep", "", *tags), runner).error is None
+    done = maintenance.carry_out(command(2, "wake", "", *tags), runner)
     assert (done.error, runner.model, runner.pool) == ("out of memory", None, None)
     runner.refuses = ()
-    assert upkeep.carry_out(command(3, "wake", "", *tags), runner).error is None
+    assert maintenance.carry_out(command(3, "wake", "", *tags), runner).error is None
     assert (runner.model, runner.pool) == ("weights", "pages")

@@ -38,7 +38,7 @@ class Replaceable(Protocol):
         ...
 
 
-class Upkeep:
+class Maintenance:
     """Carries out commands. `load(path)` reads the checkpoint again, or another of the same shape;
     `make_pool()` allocates the pages. `both`: there is memory for a model beside the running one.
 
