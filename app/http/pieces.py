@@ -23,8 +23,8 @@ PIECE = 16 * 1024
 """Bytes of a piece, where its value can be split."""
 NUMBERS = 4_096
 """Numbers of a list in one piece: at most 9 bytes each."""
-MAX_NUMBERS = 393_216
-"""Of one list: three times the context of today's models. Conversion to a numpy array takes 4 ms."""
+MAX_NUMBERS = 262_144
+"""Of one list: the longest context of a supported model. Conversion to a numpy array takes 3 to 4 ms."""
 MAX_ITEMS = 32_768
 """Of one list of anything else. The longest real conversations have some 10,000 messages. A copy of 32,768
 takes 2 ms to free, without a switch to another thread."""
