@@ -43,8 +43,12 @@ __all__ = ["LLM", "Choice", "Delta", "Output"]
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
+Prompts = Prompt | Sequence[Prompt]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, as `/v1/chat/completions` takes it."""
+Conversations = Messages | Sequence[Messages]
+Sampling = Mapping[str, Any] | None
+"""Sampling parameters by name; keywords come on top."""
 Body = ChatBody | CompletionBody
 
 
@@ -112,48 +116,28 @@ class LLM:
 
     # -- whole answers -----------------------------------------------------------------------------
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> list[Output]:
+    def generate(self, prompts: Prompts, sampling: Sampling = None, **fields: Any) -> list[Output]:
         """Continue one prompt or each of many; the outputs are in their order."""
         return self._wait(self._many(_completions(prompts, sampling, fields)))
 
-    async def agenerate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> list[Output]:
+    async def agenerate(self, prompts: Prompts, sampling: Sampling = None, **fields: Any) -> list[Output]:
         """`generate` on the caller's loop. Cancelling it ends the requests."""
         return await self._hand(self._many(_completions(prompts, sampling, fields)))
 
-    def chat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> list[Output]:
+    def chat(self, messages: Conversations, sampling: Sampling = None, **fields: Any) -> list[Output]:
         """Answer one conversation or each of many."""
         return self._wait(self._many(_chats(messages, sampling, fields)))
 
-    async def achat(
-        self,
-        messages: Messages | Sequence[Messages],
-        sampling: Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> list[Output]:
+    async def achat(self, messages: Conversations, sampling: Sampling = None, **fields: Any) -> list[Output]:
         """`chat` on the caller's loop. Cancelling it ends the requests."""
         return await self._hand(self._many(_chats(messages, sampling, fields)))
 
-    def embed(self, inputs: Prompt | Sequence[Prompt], **fields: Any) -> list[Floats]:
+    def embed(self, inputs: Prompts, **fields: Any) -> list[Floats]:
         """A vector for one input or each of many, float32 [width], as `/v1/embeddings` makes it."""
         answers = self._wait(self._one_by_one(_inputs(EmbeddingBody, inputs, fields)))
         return [vector["embedding"] for answer in answers for vector in answer["data"]]
 
-    def classify(self, inputs: Prompt | Sequence[Prompt], **fields: Any) -> list[dict[str, Any]]:
+    def classify(self, inputs: Prompts, **fields: Any) -> list[dict[str, Any]]:
         """`label`, `probs` and `num_classes` of each input, as in `/v1/classify`."""
         answers = self._wait(self._one_by_one(_inputs(ClassifyBody, inputs, fields)))
         return [each for answer in answers for each in answer["data"]]
@@ -168,7 +152,7 @@ class LLM:
     def stream(
         self,
         prompt: Prompt | None = None,
-        sampling: Mapping[str, Any] | None = None,
+        sampling: Sampling = None,
         *,
         messages: Messages | None = None,
         **fields: Any,
@@ -180,7 +164,7 @@ class LLM:
     async def astream(
         self,
         prompt: Prompt | None = None,
-        sampling: Mapping[str, Any] | None = None,
+        sampling: Sampling = None,
         *,
         messages: Messages | None = None,
         **fields: Any,
@@ -323,21 +307,17 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
         raise ConfigError(f"{error}.") from None
 
 
-def _completions(
-    prompts: Prompt | Sequence[Prompt], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
-) -> list[CompletionBody]:
+def _completions(prompts: Prompts, sampling: Sampling, fields: Mapping[str, Any]) -> list[CompletionBody]:
     return [_body(CompletionBody, sampling, fields, prompt=prompt) for prompt in _prompts(prompts)]
 
 
-def _chats(
-    messages: Messages | Sequence[Messages], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any]
-) -> list[ChatBody]:
+def _chats(messages: Conversations, sampling: Sampling, fields: Mapping[str, Any]) -> list[ChatBody]:
     single = len(messages) > 0 and isinstance(messages[0], Mapping)
     listed: Sequence[Any] = [messages] if single else messages
     return [_body(ChatBody, sampling, fields, messages=list(conversation)) for conversation in listed]
 
 
-def _inputs(kind: type[T], inputs: Prompt | Sequence[Prompt], fields: Mapping[str, Any]) -> list[T]:
+def _inputs(kind: type[T], inputs: Prompts, fields: Mapping[str, Any]) -> list[T]:
     """Bodies of as many inputs as one takes."""
     prompts = _prompts(inputs)
     return [
@@ -346,7 +326,7 @@ def _inputs(kind: type[T], inputs: Prompt | Sequence[Prompt], fields: Mapping[st
     ]
 
 
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+def _prompts(prompts: Prompts) -> list[str | list[int]]:
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     listed: Sequence[Any] = [prompts] if single else prompts
     return [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in listed]
@@ -355,7 +335,7 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
 def _single(
     prompt: Prompt | None,
     messages: Messages | None,
-    sampling: Mapping[str, Any] | None,
+    sampling: Sampling,
     fields: Mapping[str, Any],
 ) -> Body:
     if (prompt is None) == (messages is None):
@@ -366,7 +346,7 @@ def _single(
     return _completions(prompt, sampling, fields)[0]
 
 
-def _body(kind: type[T], sampling: Mapping[str, Any] | None, fields: Mapping[str, Any], **own: Any) -> T:
+def _body(kind: type[T], sampling: Sampling, fields: Mapping[str, Any], **own: Any) -> T:
     known = _known(kind, {**(sampling or {}), **fields})
     return converted({**known, **own, "return_token_ids": True, "stream": False}, kind)
 
