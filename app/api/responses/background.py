@@ -9,7 +9,8 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
-from app.api.responses.events import Doc, ResponseEvents, error_event
+from app.api.responses.disk import Doc
+from app.api.responses.events import ResponseEvents, error_event
 from app.api.responses.store import Store
 from app.api.responses.turn import Turn
 from app.engine.failure import UNREADABLE, failure
@@ -48,11 +49,6 @@ class Live:
         self._on_done = on_done
 
     @property
-    def streamed(self) -> bool:
-        """There are events to follow."""
-        return self.turn.options.streamed
-
-    @property
     def doc(self) -> Doc:
         """The response as it is now."""
         assert self._events is not None
@@ -61,7 +57,7 @@ class Live:
     def begin(self, run: Run) -> None:
         """It runs."""
         self.run = run
-        self._events = ResponseEvents(self.turn.options, run)
+        self._events = ResponseEvents(self.turn, run)
         self._log(self._events.begin())
         for piece in self._early:
             self.take(0, piece)
@@ -76,11 +72,12 @@ class Live:
                 self._log(events.take(piece))
                 if piece.finish is not None:
                     self.error = failure(piece.finish)
-                    self._end(events.end(piece.finish) if self.error is None else self._failed(events))
+                    error = self.error
+                    self._end(events.end(piece.finish) if error is None else events.fail(fault(error)))
             except Exception:  # a parser's fault: this runs in the engine's callback, others' rows are next
                 log.exception("an answer could not be read")
                 self.error = EngineFailed(UNREADABLE)
-                self._end(self._failed(events))
+                self._end(events.fail(fault(self.error)))
                 assert self.run is not None
                 asyncio.get_running_loop().call_soon(self.run.abort)
             for stream in self.followers:
@@ -93,17 +90,13 @@ class Live:
                 0, Piece("", [], None, Finish(FinishReason.ABORT, message="The server is shutting down."))
             )
 
-    def _failed(self, events: ResponseEvents) -> list[bytes]:
-        assert self.error is not None
-        return events.fail(fault(self.error))
-
     def _end(self, last: list[bytes]) -> None:
         self._log(last)
         self.done.set()
         self._on_done(self)
 
     def _log(self, frames: list[bytes]) -> None:
-        if self.streamed:
+        if self.turn.streamed:
             self.log += frames
 
     async def follow(self, request: web.Request, start: int) -> web.StreamResponse:

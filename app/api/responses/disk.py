@@ -55,6 +55,8 @@ _decode = msgspec.json.decode
 _decode_raw = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 Item = dict[str, Any]
+Doc = dict[str, Any]
+"""A response as clients see it."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
-from app.api.request.logprobs import Namer, token_logprobs
+from app.api.request.logprobs import token_logprobs
+from app.api.responses.disk import Doc
 from app.api.responses.input import item_id, sealed
+from app.api.responses.turn import Turn
 from app.engine.job import Piece, Run
 from app.http.errors import Fault
 from app.parsers.base import CallArguments, CallBroken, CallCut, CallStart, Content, Event, Reasoning
@@ -16,13 +18,11 @@ from core.types import Finish, FinishReason
 
 _encode = msgspec.json.Encoder().encode
 
-Doc = dict[str, Any]
-
 
 class _Kind(msgspec.Struct, frozen=True, kw_only=True):
     """One type of output item, whose text is streamed."""
 
-    prefix: str
+    type: str
     event: str
     """Of its text: `.delta` and `.done` follow."""
     text: str = "text"
@@ -31,9 +31,9 @@ class _Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Type of the one content part that has the text; a call has none."""
 
 
-_MESSAGE = _Kind(prefix="msg", event="response.output_text", part="output_text")
-_THINKING = _Kind(prefix="rs", event="response.reasoning_text", part="reasoning_text")
-_CALL = _Kind(prefix="fc", event="response.function_call_arguments", text="arguments")
+_MESSAGE = _Kind(type="message", event="response.output_text", part="output_text")
+_THINKING = _Kind(type="reasoning", event="response.reasoning_text", part="reasoning_text")
+_CALL = _Kind(type="function_call", event="response.function_call_arguments", text="arguments")
 
 
 class _Open:
@@ -51,53 +51,36 @@ class _Open:
         self.head = b"event: %b\ndata: %b" % (event.encode(), _encode({"type": event, **self.where})[:-1])
 
 
-class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How one response is reported."""
-
-    head: Doc
-    """The fields of the response that are known from the start."""
-    namer: Namer | None = None
-    """Names tokens in log-probabilities; None if they are not requested."""
-    streamed: bool = False
-    """A client reads the events."""
-    keeps_thinking: bool = False
-    """The client takes the thinking with it, to send it back."""
-
-
 class ResponseEvents:
     """Builds a response from pieces: event frames on the way, the object at the end.
 
     Every frame is one event; its sequence number is its place among all of them. Owner: event loop.
     """
 
-    def __init__(self, options: ResponseOptions, run: Run) -> None:
-        self._options = options
+    def __init__(self, turn: Turn, run: Run) -> None:
+        self._turn = turn
         self._run = run
         self._open: _Open | None = None
         self._count = 0
         self._tokens = 0
-        self._pending_logprobs: list[Any] = []
+        self._pending: list[Any] = []
         """Log-probabilities of tokens whose text is still held back."""
         self.output: list[Doc] = []
         self.doc: Doc = self._document("in_progress")
         """The response as it is now."""
 
-    def begin(self, status: str = "in_progress") -> list[bytes]:
+    def begin(self) -> list[bytes]:
         """The two events before anything else."""
-        self.doc = self._document(status)
         return [self._event(f"response.{word}", response=self.doc) for word in ("created", "in_progress")]
 
     def take(self, piece: Piece) -> list[bytes]:
         """More of the text. A `finish` in it is reported by `end`."""
         self._tokens += len(piece.tokens)
-        if self._options.namer is not None and piece.logprobs is not None:
-            self._pending_logprobs += token_logprobs(piece, self._options.namer)
+        if self._turn.namer is not None and piece.logprobs is not None:
+            self._pending += token_logprobs(piece, self._turn.namer)
         frames: list[bytes] = []
         for event in piece.parsed():
-            logprobs, self._pending_logprobs = (
-                self._pending_logprobs,
-                [],
-            )  # only those of the answer's text are sent
+            logprobs, self._pending = self._pending, []  # only those of the answer's text are sent
             self._tell(event, frames, logprobs)
         return frames
 
@@ -132,7 +115,7 @@ class ResponseEvents:
                 self._close(frames, "incomplete")
             case CallBroken(_, raw, rest):
                 self._close(frames, "incomplete")
-                if not self._options.streamed:  # no client has seen it: it counts as text
+                if not self._turn.streamed:  # no client has seen it: it counts as text
                     self.output.pop()
                     rest = raw
                 self._text(_MESSAGE, rest, frames, [])
@@ -150,9 +133,8 @@ class ResponseEvents:
 
     def _begin(self, kind: _Kind, fields: Doc, frames: list[bytes]) -> None:
         index = len(self.output)
-        type_ = {"msg": "message", "rs": "reasoning", "fc": "function_call"}[kind.prefix]
-        id = item_id(kind.prefix, self._options.head["id"], "o", index)
-        item: Doc = {"id": id, "type": type_, "status": "in_progress", **fields}
+        id = item_id(kind.type, self._turn.head["id"], "o", index)
+        item: Doc = {"id": id, "type": kind.type, "status": "in_progress", **fields}
         self.output.append(item)
         self._open = _Open(kind, item, index)
         frames.append(self._event("response.output_item.added", output_index=index, item=item))
@@ -192,7 +174,7 @@ class ResponseEvents:
             part = _part(kind, text, opened.logprobs)
             item["content"] = [part]
             frames.append(self._event("response.content_part.done", **opened.where, part=part))
-        if kind is _THINKING and self._options.keeps_thinking:
+        if kind is _THINKING and self._turn.keeps_thinking:
             item["encrypted_content"] = sealed(text)
         index = opened.where["output_index"]
         frames.append(self._event("response.output_item.done", output_index=index, item=item))
@@ -209,9 +191,9 @@ class ResponseEvents:
         return frames
 
     def _document(self, status: str, **fields: object) -> Doc:
-        done = status not in ("queued", "in_progress")
+        done = status != "in_progress"
         return {
-            **self._options.head,
+            **self._turn.head,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "output": self.output if done else [],
@@ -230,9 +212,9 @@ class ResponseEvents:
         }
 
     def _event(self, type_: str, **fields: object) -> bytes:
-        body = _encode({"type": type_, **fields, "sequence_number": self._count})
+        frame = _frame(type_, **fields, sequence_number=self._count)
         self._count += 1
-        return b"event: %b\ndata: %b\n\n" % (type_.encode(), body)
+        return frame
 
 
 def _part(kind: _Kind, text: str, logprobs: list[Any]) -> Doc:
@@ -245,11 +227,14 @@ def ending(doc: Doc, number: int) -> bytes:
     """The last event of a stored response whose own events were lost."""
     status = doc["status"]
     event = f"response.{status if status in ('completed', 'failed') else 'incomplete'}"
-    body = _encode({"type": event, "response": doc, "sequence_number": number})
-    return b"event: %b\ndata: %b\n\n" % (event.encode(), body)
+    return _frame(event, response=doc, sequence_number=number)
 
 
 def error_event(fault: Fault, request_id: str) -> bytes:
     """What ends a stream that broke outside of every response."""
-    body = {"type": "error", "code": fault.code or fault.type, "message": fault.message, "param": fault.param}
-    return b"event: error\ndata: %b\n\n" % _encode({**body, "sequence_number": 0})
+    code = fault.code or fault.type
+    return _frame("error", code=code, message=fault.message, param=fault.param, sequence_number=0)
+
+
+def _frame(type_: str, **fields: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (type_.encode(), _encode({"type": type_, **fields}))

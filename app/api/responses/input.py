@@ -39,10 +39,10 @@ _OWN_ID = re.compile(r"[a-z]+_([0-9a-f]{32})([io])\d{1,6}")
 _encode = msgspec.json.Encoder().encode
 
 
-def item_id(prefix: str, response: str, kind: str, index: int) -> str:
-    """An item's id. It names the response (`resp_` and 32 digits) that the item can be found in, `i`
-    or `o` for input or output, and its place there."""
-    return f"{prefix}_{response.removeprefix('resp_')}{kind}{index}"
+def item_id(type_: str, response: str, side: str, index: int) -> str:
+    """The id of an item of that type. It names the response (`resp_` and 32 digits) that the item can be
+    found in, `i` or `o` for input or output, and its place there."""
+    return f"{_PREFIXES.get(type_, 'item')}_{response.removeprefix('resp_')}{side}{index}"
 
 
 def own_items(sent: str | list[Item] | None, response: str) -> list[Item]:
@@ -60,8 +60,7 @@ def _item(item: Item, response: str, index: int) -> Item:
     kind = item.get("type") or ("message" if "role" in item else None)
     if not isinstance(kind, str):
         raise RequestError(f"'{param}' must have a 'type'.", f"{param}.type")
-    prefix = _PREFIXES.get(kind, "item")
-    checked = {**item, "type": kind, "id": item.get("id") or item_id(prefix, response, "i", index)}
+    checked = {**item, "type": kind, "id": item.get("id") or item_id(kind, response, "i", index)}
     if kind == "message":
         check_known_role(item, f"{param}.role")
         checked["content"] = _parts(item, f"{param}.content")

@@ -13,8 +13,8 @@ from app.api.request.prompts import prompt_ids
 from app.api.request.routing import AFTER, DELETED, LISTED, Routes, limited, page
 from app.api.request.sampling import current
 from app.api.responses.background import DIALECT, RESPONSES, Live
-from app.api.responses.disk import Record, decode_items
-from app.api.responses.events import Doc, ResponseEvents, ending
+from app.api.responses.disk import Doc, Record, decode_items
+from app.api.responses.events import ResponseEvents, ending
 from app.api.responses.schema import ResponsesBody
 from app.api.responses.store import Store
 from app.api.responses.turn import Turn, make_turn
@@ -38,7 +38,7 @@ class ResponseFrames(Frames[None]):
     """`Frames` of one streamed response. Owner: event loop."""
 
     def __init__(self, turn: Turn, store: Store, runs: Sequence[Run]) -> None:
-        self._events = ResponseEvents(turn.options, runs[0])
+        self._events = ResponseEvents(turn, runs[0])
         self._turn = turn
         self._store = store
 
@@ -113,7 +113,7 @@ async def retrieve(request: web.Request) -> object:
     streamed = request.query.get("stream", "").lower() in ("true", "1")
     live = responses.live(whose, id)
     if live is not None:
-        if streamed and not live.streamed:
+        if streamed and not live.turn.streamed:
             raise _not_streamed()
         return await live.follow(request, after + 1) if streamed else live.doc
     record = await responses.store.get(whose, id)

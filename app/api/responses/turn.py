@@ -11,8 +11,7 @@ from app.api.openai.chat import chat_job
 from app.api.request.logprobs import Namer
 from app.api.request.sampling import stream_interval
 from app.api.request.schema import ChatBody
-from app.api.responses.disk import Record, encode_items
-from app.api.responses.events import Doc, ResponseOptions
+from app.api.responses.disk import Doc, Record, encode_items
 from app.api.responses.input import messages, own_items, resolve, shortened
 from app.api.responses.schema import (
     THINKING,
@@ -38,8 +37,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     owner: str
-    created: int
-    previous: str | None
     items: list[Item]
     """The request's own input."""
     stored_input: bytes
@@ -48,8 +45,15 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     engine: Generator
     """Runs the job, and parses its text."""
-    options: ResponseOptions
-    every: int = 1
+    head: Doc
+    """The fields of the response that are known from the start."""
+    namer: Namer | None
+    """Names tokens in log-probabilities; None if they are not requested."""
+    keeps_thinking: bool
+    """The client takes the thinking with it, to send it back."""
+    streamed: bool
+    """A client reads the events."""
+    every: int
     """Minimum tokens in an event, if it is streamed."""
 
     def record(self, doc: Doc, events: bytes = b"") -> Record:
@@ -58,10 +62,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
             id=self.id,
             owner=self.owner,
             status=doc["status"],
-            created=self.created,
+            created=doc["created_at"],
             doc=_encode(doc),
             input=self.stored_input,
-            previous=self.previous,
+            previous=doc["previous_response_id"],
             events=events,
         )
 
@@ -84,23 +88,18 @@ async def make_turn(body: ResponsesBody, owner: str, store: Store, loaded: Loade
         chat = chat_body(body, made, id)
         job, watch = await _job(chat, loaded, body.truncation == "auto")
     stored = await aside(len(items), lambda: encode_items(items)) if kept else b""
-    options = ResponseOptions(
-        head=_head(body, id, created, kept, loaded.card),
-        namer=Namer(loaded.tokenizer) if logprobs_wanted(body) else None,
-        streamed=body.stream is True,
-        keeps_thinking=THINKING in (body.include or ()),
-    )
     return Turn(
         id=id,
         owner=owner,
-        created=created,
-        previous=body.previous_response_id or None,
         items=items,
         stored_input=stored,
         kept=kept,
         job=msgspec.structs.replace(job, prompt_param="input"),
         engine=watched(loaded.engine, loaded.tokenizer, watch),
-        options=options,
+        head=_head(body, id, created, kept, loaded.card),
+        namer=Namer(loaded.tokenizer) if logprobs_wanted(body) else None,
+        keeps_thinking=THINKING in (body.include or ()),
+        streamed=body.stream is True,
         every=stream_interval(body),
     )
 
