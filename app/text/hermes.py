@@ -40,7 +40,7 @@ def tools_as_text(
     if texts and texts[first].get("role") == role:
         content = texts[first].get("content")
         parts = [content, prompt] if system else [prompt, content]
-        texts[first] = {**texts[first], "content": "\n\n".join(_text(part) for part in parts if part)}
+        texts[first] = {**texts[first], "content": "\n\n".join(filter(None, parts))}
         return texts
     return [{"role": role, "content": prompt}, *texts]
 
@@ -49,7 +49,7 @@ def _as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     results: list[str] = []
     for message in messages:
         if message.get("role") == "tool":
-            results.append(f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>")
+            results.append(f"<tool_response>\n{message.get('content') or ''}\n</tool_response>")
             continue
         if results:  # one message: many templates want user and assistant to take turns
             yield {"role": "user", "content": "\n".join(results)}
@@ -63,7 +63,7 @@ def _called(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple) or not calls:
         return dict(message)
-    parts = [text] if (text := _text(message.get("content"))) else []
+    parts = [text] if (text := message.get("content")) else []
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         asked = {"name": function.get("name"), "arguments": parsed_arguments(function.get("arguments"))}
@@ -81,9 +81,3 @@ def parsed_arguments(arguments: object) -> object:
         return json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
         return arguments
-
-
-def _text(content: object) -> str:
-    if isinstance(content, list | tuple):
-        return "\n".join(_text(part.get("text") if isinstance(part, Mapping) else part) for part in content)
-    return content if isinstance(content, str) else ""

@@ -79,7 +79,7 @@ class ChatTemplate:
         """The template's text; empty without one."""
         self._template = self._compile(source) if source is not None else None
         self._takes_parts = False
-        self._takes_text = True
+        """It reads content as a list of parts only."""
         self._arguments_as_objects = True
         self._empty_content: str | None = ""
         self._shows_system = self._shows_calls = True
@@ -111,10 +111,10 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """Prompt text of a conversation.
 
-        A message's `content` is text, None, or a list of text parts. Options are `tools`,
-        `add_generation_prompt` (default True), `continue_final_message` (False: else the last message is left
-        open for the model to go on with) and further names for the template. Raises `RequestError` naming
-        `messages`, a part of one, or an option.
+        Messages are as `check_messages` leaves them: their `content` is text, or None. Options are `tools`,
+        `add_generation_prompt` (default True), `continue_final_message` (default False; it leaves the last
+        message open for the model to go on with, and excludes the other) and further names for the template.
+        Raises `RequestError` naming `messages` or an option.
         """
         return self._prompt(messages, options, TIME_LIMIT)
 
@@ -188,13 +188,8 @@ class ChatTemplate:
             raise RequestError(f"chat_template_kwargs must not set {wrong!r}.", "chat_template_kwargs")
         if not self.shows_tools and (tools or not self._shows_calls):
             messages, tools = tools_as_text(messages, tools, self._shows_system), None
-        plain = [self._message(message, index) for index, message in enumerate(messages)]
+        plain = [self._message(message) for message in messages]
         if continue_final_message:
-            if add_generation_prompt:
-                raise RequestError(
-                    "continue_final_message and add_generation_prompt exclude each other.",
-                    "continue_final_message",
-                )
             plain[-1] = _with_end_marked(plain[-1])
         return {
             **self.special_tokens,
@@ -207,19 +202,13 @@ class ChatTemplate:
 
     # -- messages as the template wants them -------------------------------------------------------
 
-    def _message(self, message: Message, index: int) -> dict[str, Any]:
+    def _message(self, message: Message) -> dict[str, Any]:
         plain = dict(message)
         content = plain.get("content")
-        if isinstance(content, list | tuple):
-            texts = [_text_of(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content)]
-            if self._takes_text or not self._takes_parts:
-                plain["content"] = "\n".join(texts)
-            else:
-                plain["content"] = [{"type": "text", "text": text} for text in texts]
-        elif isinstance(content, str) and not self._takes_text and self._takes_parts:
-            plain["content"] = [{"type": "text", "text": content}]
-        elif content is None:
+        if content is None:
             plain["content"] = self._empty_content
+        elif self._takes_parts:
+            plain["content"] = [{"type": "text", "text": content}]
         if isinstance(calls := plain.get("tool_calls"), list | tuple):
             plain["tool_calls"] = [_with_arguments(call, self._arguments_as_objects) for call in calls]
         return plain
@@ -229,9 +218,9 @@ class ChatTemplate:
         template supports. Its source does not say so without following every variable."""
         text = self._try([{"role": "user", "content": _PROBE}])
         parts = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
-        self._takes_text = _PROBE in text
         # A template that only prints its content shows the list itself.
-        self._takes_parts = _PROBE in parts and "'text'" not in parts and '"text"' not in parts
+        shows_list = "'text'" in parts or '"text"' in parts
+        self._takes_parts = _PROBE not in text and _PROBE in parts and not shows_list
         self._shows_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, *_ASKED])
         self.shows_tools = not self._try(_ASKED) or _PROBE in self._try(_ASKED, [_TOOL])
         # Most write tool arguments with `tojson`, a few paste the text that they expect. For the
@@ -301,19 +290,6 @@ def read_template(directory: Path) -> str | None:
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read the chat template in {directory}: {error}.") from error
     return None
-
-
-def _text_of(part: object, param: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping):
-        kind = part.get("type", "text")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if kind in ("text", "refusal", "input_text", "output_text") and isinstance(text, str):
-            return text
-        if kind not in ("text", "refusal", "input_text", "output_text"):
-            raise RequestError(f"This model reads text only, not parts of type {kind!r:.40}.", param)
-    raise RequestError('A part must be {"type": "text", "text": "..."}.', param)
 
 
 def _with_arguments(call: object, as_object: bool) -> object:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.api.request.messages import check_messages, generation_prompt
 from app.helper.process import HelperProcess
 from app.text.request_template import KEPT, MAX_SOURCE, Renderer, RequestTemplate
 from app.text.template import TIME_LIMIT, ChatTemplate, read_template
@@ -77,32 +78,36 @@ def test_transformers_settings() -> None:
 
 def test_text_parts_are_joined_where_the_template_prints_text() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert "user\none\ntwo<" in ChatTemplate(CHATML).render([{"role": "user", "content": parts}])
-    assert ChatTemplate(BOTH).render([{"role": "user", "content": parts}]) == "one\ntwo"
+    messages = check_messages([{"role": "user", "content": parts}])
+    assert "user\none\ntwo<" in ChatTemplate(CHATML).render(messages)
+    assert ChatTemplate(BOTH).render(messages) == "one\ntwo"
 
 
 def test_text_becomes_a_part_where_the_template_wants_parts() -> None:
     assert ChatTemplate(PARTS).render(USER) == "[hi]"
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert ChatTemplate(PARTS).render([{"role": "user", "content": parts}]) == "[one][two]"
+    messages = check_messages([{"role": "user", "content": parts}])
+    assert ChatTemplate(PARTS).render(messages) == "[one\ntwo]"
 
 
 @pytest.mark.parametrize(
-    "part",
+    ("part", "field"),
     [
-        {"type": "image_url", "image_url": {"url": "x"}},
-        {"type": "text"},
-        {"type": "text", "text": 1},
-        5,
-        None,
+        ({"type": "image_url", "image_url": {"url": "x"}}, ""),
+        ({"type": "text"}, ".text"),
+        ({"type": "text", "text": 1}, ".text"),
+        (5, ""),
+        (None, ""),
     ],
 )
-def test_a_part_that_is_no_text_is_named(part: object) -> None:
+def test_a_part_that_is_no_text_is_named(part: object, field: str) -> None:
     messages = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, part]},
     ]
-    assert refused(ChatTemplate(CHATML), messages).param == "messages[1].content[1]"
+    with pytest.raises(RequestError) as caught:
+        check_messages(messages)
+    assert caught.value.param == f"messages[1].content[1]{field}"
 
 
 def test_the_last_message_can_be_left_open() -> None:
@@ -113,7 +118,10 @@ def test_the_last_message_can_be_left_open() -> None:
     trimming = ChatTemplate(CHATML.replace("message.content", "message.content | trim"))
     text = trimming.render(messages, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith("assistant\nThe answer is")
-    assert refused(template, messages, continue_final_message=True).param == "continue_final_message"
+    assert generation_prompt(None, True) == (False, True)
+    with pytest.raises(RequestError) as caught:
+        generation_prompt(True, True)
+    assert caught.value.param == "continue_final_message"
     blind = ChatTemplate("{{ messages[0].content }}")
     error = refused(blind, messages, continue_final_message=True, add_generation_prompt=False)
     assert error.param == "continue_final_message"
