@@ -61,12 +61,12 @@ def _as_text(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _called(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    if not isinstance(calls, list | tuple) or not calls:
+    if not calls:
         return dict(message)
     parts = [text] if (text := message.get("content")) else []
     for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        asked = {"name": function.get("name"), "arguments": parsed_arguments(function.get("arguments"))}
+        function = call["function"]
+        asked = {"name": function["name"], "arguments": parsed_arguments(function["arguments"])}
         parts.append(f"<tool_call>\n{json.dumps(asked, ensure_ascii=False)}\n</tool_call>")
     return {key: value for key, value in message.items() if key != "tool_calls"} | {
         "content": "\n".join(parts)

@@ -181,8 +181,6 @@ class ChatTemplate:
                 "This model has no chat template. Use /v1/completions, or have the operator set one "
                 "with --chat-template."
             )
-        if not messages:
-            raise RequestError("messages must not be empty.", "messages")
         taken = RESERVED | self._sandbox.globals.keys() | self.special_tokens.keys()
         if wrong := next((name for name in arguments if name in taken), None):
             raise RequestError(f"chat_template_kwargs must not set {wrong!r}.", "chat_template_kwargs")
@@ -209,7 +207,7 @@ class ChatTemplate:
             plain["content"] = self._empty_content
         elif self._takes_parts:
             plain["content"] = [{"type": "text", "text": content}]
-        if isinstance(calls := plain.get("tool_calls"), list | tuple):
+        if calls := plain.get("tool_calls"):
             plain["tool_calls"] = [_with_arguments(call, self._arguments_as_objects) for call in calls]
         return plain
 
@@ -292,11 +290,10 @@ def read_template(directory: Path) -> str | None:
     return None
 
 
-def _with_arguments(call: object, as_object: bool) -> object:
+def _with_arguments(call: Message, as_object: bool) -> Message:
     """A tool call with its arguments as an object or as the text of one, where they are either."""
-    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
-        return call
-    arguments = function.get("arguments")
+    function = call["function"]
+    arguments = function["arguments"]
     if isinstance(arguments, Mapping) and not as_object:
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif isinstance(arguments, str) and as_object:

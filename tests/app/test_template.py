@@ -145,7 +145,9 @@ def test_no_template_says_what_to_do() -> None:
 
 
 def test_errors_of_the_template_are_the_requests() -> None:
-    assert refused(ChatTemplate(CHATML), []).param == "messages"
+    with pytest.raises(RequestError) as caught:
+        check_messages([])
+    assert caught.value.param == "messages"
     error = refused(ChatTemplate("{{ raise_exception('roles must\nalternate') }}"))
     assert (error.param, "roles must alternate" in error.message) == ("messages", True)
     for source in ("{{ a.b.c }}", "{{ 'a' + 1 }}", "{{ 1 // 0 }}", "{{ [][3].x }}", "{% include 'x' %}"):
