@@ -131,7 +131,6 @@ class ClosedLoop:
             context_length=16_384,
             vocab_size=151_936,
             max_step_tokens=config.step_tokens,
-            count_rows=1,
         )
         self._scheduler = Scheduler(capabilities, CacheManager(PAGES, PAGE), config, lambda: self.now)
         self._lengths = np.zeros(ROWS + 1, np.int64)

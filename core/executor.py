@@ -22,8 +22,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     vocab_size: int
     max_step_tokens: int
-    count_rows: int
-    """Rows of token counts for penalties."""
     max_chunks: int = 0
     """Chunks that a step can hold; 0: as many as its tokens."""
     max_drafts: int = 0

@@ -138,7 +138,6 @@ def build_executor(
             vocab_size=spec.vocab_size,
             max_step_tokens=sizes.tokens,
             max_chunks=chunks,
-            count_rows=sizes.rows,
             causal=spec.causal,
             dtype=str(dtype).removeprefix("torch."),
             weight_dtype=memory.weight_dtype,
@@ -245,7 +244,7 @@ def _memory(spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, l
     if target.device.type == "cuda":
         rows, tokens, _ = sizes
         graphs = len(list(PaddedSizes(rows, tokens, rows).all())) if target.captures(spec) else 0
-        needs = device_needs(spec, target.dtype, rows, rows, tokens, graphs)
+        needs = device_needs(spec, target.dtype, rows, tokens, graphs)
     most = sizes.rows * sizes.context
     return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)
 

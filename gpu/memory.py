@@ -87,11 +87,9 @@ class MemoryPlan(NamedTuple):
         return self.available - self.weights - sum(self.needs) - self.pool
 
 
-def device_needs(
-    spec: ModelSpec, dtype: torch.dtype, rows: int, count_rows: int, step_tokens: int, graphs: int
-) -> Needs:
-    """What a GPU needs for `graphs` captured forwards of up to `step_tokens` tokens, `rows` samples and
-    `count_rows` penalised rows. Reasoned from sizes, nothing is allocated.
+def device_needs(spec: ModelSpec, dtype: torch.dtype, rows: int, step_tokens: int, graphs: int) -> Needs:
+    """What a GPU needs for `graphs` captured forwards of up to `step_tokens` tokens and `rows` samples, each
+    of which may be penalised. Reasoned from sizes, nothing is allocated.
 
     Graphs share one pool, so the largest decides; the warm-up runs of the same steps take as much again,
     outside it. Logits of all samples stand there three times: those of a graph, those that rows with options
@@ -101,7 +99,7 @@ def device_needs(
     return Needs(
         graphs=step + graphs * spec.layers * NODES * NODE_BYTES,
         logits=(3 * rows + SCORED) * spec.vocab_size * 4,
-        counts=count_rows * spec.vocab_size * COUNT_BYTES,
+        counts=rows * spec.vocab_size * COUNT_BYTES,
         workspace=step + WORKSPACE,
     )
 

@@ -56,4 +56,4 @@ class Parts(NamedTuple):
         """Of a runner whose steps have up to so many `chunks`."""
         spec, (rows, tokens, context) = self.spec, self.sizes
         pages, hidden = -(-context // page_size), HiddenShape(spec.hidden, self.target.dtype)
-        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, rows, hidden)
+        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, hidden)

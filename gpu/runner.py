@@ -57,10 +57,7 @@ PAGE_WRITES = 8192
 
 
 class Shape(NamedTuple):
-    """What the steps of a runner can hold.
-
-    `pages` is the longest row of the page table, `count_rows` the number of rows that may be penalised.
-    """
+    """What the steps of a runner can hold. `pages` is the longest row of the page table."""
 
     rows: int
     tokens: int
@@ -68,7 +65,6 @@ class Shape(NamedTuple):
     pages: int
     page_size: int
     vocab: int
-    count_rows: int
     hidden: HiddenShape
 
     def entries(self, device: torch.device) -> Entries:
@@ -129,7 +125,7 @@ class ModelRunner:
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
         self._rings = Rings(entries, machine.device)
         works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl)
-        self._stage = SamplingStage(works_on, shape.vocab, shape.count_rows, self._head, processors)
+        self._stage = SamplingStage(works_on, shape.vocab, self._head, processors)
         self._matchers = Matchers()
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None

@@ -36,7 +36,6 @@ def capabilities(rows: int, vocab_size: int) -> Capabilities:
         context_length=CONTEXT,
         vocab_size=vocab_size,
         max_step_tokens=1 << 20,
-        count_rows=rows,
     )
 
 

@@ -149,6 +149,5 @@ def build_executor(
         context_length=min(context, tokens),
         vocab_size=spec.vocab_size,
         max_step_tokens=schedule.step_tokens or 8192,
-        count_rows=rows,
     )
     return LocalExecutor([CountingRunner(sizes)], sizes)

@@ -52,7 +52,6 @@ class _Load:
             context_length=16_384,
             vocab_size=151_936,
             max_step_tokens=8192,
-            count_rows=8,
         )
         config = ScheduleConfig(step_tokens=8192, order=policy, conservativeness=0.1)
         self.scheduler = Scheduler(capabilities, CacheManager(pages + 1, 16), config, monotonic)

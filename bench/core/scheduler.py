@@ -58,7 +58,6 @@ def _scheduler(rows: int) -> Scheduler:
         context_length=16_384,
         vocab_size=151_936,
         max_step_tokens=2048,
-        count_rows=rows,
     )
     config = ScheduleConfig(step_tokens=rows * 32)
     scheduler = Scheduler(capabilities, CacheManager(pages + 1, 16), config, monotonic)

@@ -132,7 +132,7 @@ def _start_counts() -> Iterator[Row]:
         for _ in range(COPIES):
             rings, draw = _rings(), np.random.default_rng(7)
             prompts = draw.integers(0, VOCAB, (slots, tokens), np.int32)
-            new = [NewSlot(i + 1, params, each, _ints(0), 0, i) for i, each in enumerate(prompts)]
+            new = [NewSlot(i + 1, params, each, _ints(0), 0) for i, each in enumerate(prompts)]
             marks = rings.write(StepPlan(0, _ints(0), new_slots=tuple(new))).marks
             args = rings.entries, Counts(slots, VOCAB, DEVICE)
             calls.append(partial(start_counts, *args, new_slots=slots, marks=marks))

@@ -141,7 +141,7 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
     chunks = min(rows, MAX_CHUNKS)
     padded = PaddedSizes(rows, tokens, chunks)
     machine = Machine(CPU, padded, lambda: launcher, attention, ops, begin_step, triton_kernels, pdl)
-    shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, rows, HiddenShape(spec.hidden, dtype))
+    shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, HiddenShape(spec.hidden, dtype))
     runner = ModelRunner(shape, machine, shape.entries(CPU))
     with device_thread(CPU), _no_library_gemms(), mock.patch("gpu.weights.load.fill_dummy"):
         runner.use_model(load_model(spec, None, dtype, CPU))

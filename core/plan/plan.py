@@ -14,11 +14,9 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
 
     `prompt` [prompt_len] and `output` [output_len] are the request's tokens so far (output is not
     empty after a retraction); penalties count them, but for the first `embedded` of the prompt, which are
-    placeholders for embeddings. `count_row` is the slot's row in the pool of
-    token counts, -1 for a request without penalties. `grammar` masks the slot's tokens; its matcher has
-    to take `output` first. The slot's length starts at `cached`: tokens
-    whose KV is in its pages already. No position from `limit` on is ever written: the device cuts a
-    row's query there, to nothing if need be.
+    placeholders for embeddings. `grammar` masks the slot's tokens; its matcher has to take `output` first.
+    The slot's length starts at `cached`: tokens whose KV is in its pages already. No position from `limit`
+    on is ever written: the device cuts a row's query there, to nothing if need be.
     """
 
     slot: int
@@ -26,7 +24,6 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     prompt: Ints
     output: Ints
     cached: int
-    count_row: int = -1
     grammar: CompiledGrammar | None = None
     embedded: int = 0
     limit: int = NO_LIMIT
@@ -35,6 +32,11 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     def known(self) -> Ints:
         """The prompt's tokens without placeholders."""
         return self.prompt[self.embedded :]
+
+    @property
+    def count_row(self) -> int:
+        """Its row of token counts, -1 for a request without penalties. Slot 0 has none."""
+        return self.slot - 1 if self.params.penalised else -1
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):

@@ -71,8 +71,6 @@ class Request(msgspec.Struct, eq=False):
     """The same for requested experts, int32 [n, layers, experts per token] each."""
     slot: int = 0
     hold: Hold | None = None
-    count_row: int = -1
-    """Its row in the device's pool of token counts; -1: it has none."""
     cached: int = 0
     """Prompt tokens found in the tree at the first admission: what usage reports."""
     logprobs_from: int = 0

@@ -49,8 +49,6 @@ class Prefills:
         self._waiting = waiting
         self._new_token_ratio = new_token_ratio
         self._policy = policy
-        self._count_rows = list(range(capabilities.count_rows - 1, -1, -1))
-        """Free rows of the device's pool of token counts, for requests with penalties."""
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
@@ -103,8 +101,6 @@ class Prefills:
 
     def _try_start(self, builder: PlanBuilder, request: Request) -> Ints | None:
         """Give the request its pages and slot, or leave everything as it is and return None."""
-        if request.params.penalised and not self._count_rows:
-            return None
         tokens = request.tokens()
         match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
         if self._fits(len(tokens) - match.tokens, builder.room) == 0:
@@ -121,8 +117,6 @@ class Prefills:
         if request.started_at == 0.0:
             request.started_at = builder.now
             request.cached = match.tokens
-        if request.params.penalised:
-            request.count_row = self._count_rows.pop()
         builder.new_slot(
             NewSlot(
                 slot=slot,
@@ -130,7 +124,6 @@ class Prefills:
                 prompt=request.prompt,
                 output=tokens[len(request.prompt) :],
                 cached=match.tokens,
-                count_row=request.count_row,
                 grammar=request.grammar,
                 embedded=request.embedded,
                 limit=request.limit,
@@ -141,12 +134,8 @@ class Prefills:
         return tokens
 
     def would_fit(self, request: Request, gone: Collection[Request] = ()) -> bool:
-        """Whether there would be a slot, a row of counts and pages for `request` without the requests in
-        `gone`."""
+        """Whether there would be a slot and pages for `request` without the requests in `gone`."""
         if not self._table.free and not gone:
-            return False
-        penalised = request.params.penalised
-        if penalised and not self._count_rows and not any(r.params.penalised for r in gone):
             return False
         tokens = request.tokens()
         prefix = self._cache.peek(request.root, tokens, self._match_limit(request, tokens))
@@ -230,12 +219,6 @@ class Prefills:
         pinning.kept = tuple(
             self._cache.pin(hold, pinning.owner, tokens, seconds, now) for tokens, seconds in pinning.marks
         )
-
-    def release(self, request: Request) -> None:
-        """The request's row of token counts, if it has one, is free again."""
-        if request.count_row >= 0:
-            self._count_rows.append(request.count_row)
-            request.count_row = -1
 
 
 def _embeds(request: Request, start: int, end: int) -> Floats | None:

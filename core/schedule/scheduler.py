@@ -100,8 +100,6 @@ class Scheduler:
             raise RequestError("The prompt must have at least one token.", "prompt")
         if len(request.prompt) + request.params.max_tokens > limit:
             raise ContextExceeded(limit, len(request.prompt), request.params.max_tokens)
-        if request.params.penalised and not self._capabilities.count_rows:
-            raise RequestError("This server was started without room for penalties.", "presence_penalty")
 
     def add(self, requests: list[Request]) -> None:
         """Queue all of them or raise (`RequestError`, `Overloaded`) and queue none."""
@@ -300,7 +298,6 @@ class Scheduler:
             self._prefills.remove(request)
         else:
             self._decodes.remove(request)
-        self._prefills.release(request)
 
     def _release_slot(self, request: Request) -> None:
         for token in request.params.stop_ids:

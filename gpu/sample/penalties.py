@@ -19,7 +19,7 @@ class Penalty(NamedTuple):
 
 
 class Counts:
-    """Owner: launch thread. A pool of count rows, for the few slots that are penalised.
+    """Owner: launch thread. A row of counts per slot, used where the slot is penalised.
 
     5 bytes per vocabulary entry and row: how often a token was generated, and whether it occurs in
     prompt or output at all. `NewSlot.count_row` names a slot's row; rows are not cleared when given

@@ -119,7 +119,6 @@ class SamplingStage:
         self,
         device: SamplingDevice,
         vocab: int,
-        count_rows: int,
         head: Callable[[int], Tensor],
         processors: Mapping[str, Processor],
     ) -> None:
@@ -127,7 +126,7 @@ class SamplingStage:
         self._device, self._head = device, head
         slots, rows = device.rows.tables.slots, len(device.rows.slots)
         where = device.rows.slots.device
-        self.counts = Counts(count_rows, vocab, where)
+        self.counts = Counts(slots - 1, vocab, where)
         self._processors = Processors(processors)
         self._options = SlotOptions(slots)
         self._tokens = token_tables(slots, where)

@@ -131,17 +131,6 @@ def test_as_many_are_preempted_as_it_takes(depth: int) -> None:
     run_all(h, [*low, high])
 
 
-def test_a_preempted_request_without_the_row_of_counts_that_is_short_stays() -> None:
-    h = Harness(rows=4, depth=0, count_rows=1, order="priority", preemption_gap=1)
-    holder = h.request(range(8), max_tokens=12, priority=5, presence_penalty=1.0)
-    low = h.request(range(50, 58), max_tokens=12)
-    h.turn()
-    high = h.request(range(9), max_tokens=2, priority=5, presence_penalty=1.0)
-    h.turn()
-    assert (holder.retractions, low.retractions) == (0, 0)
-    run_all(h, [holder, low, high])
-
-
 # -- time limits
 
 

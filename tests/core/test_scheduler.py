@@ -282,20 +282,18 @@ def test_waiting_and_running_timeouts_end_requests_with_a_message() -> None:
     h.run()
 
 
-def test_penalised_requests_wait_for_a_row_of_counts() -> None:
-    h = Harness(count_rows=1)
-    first = h.request(range(8), max_tokens=6, presence_penalty=1.0)
-    second = h.request(range(9), max_tokens=6, presence_penalty=1.0)
-    h.submit()
-    assert (first.state, second.state) == (State.DECODE, State.WAITING)
+def test_every_penalised_request_has_a_row_of_counts() -> None:
+    h = Harness(rows=3)
+    for penalty in (1.0, 0.0, 1.0):
+        h.request(range(8), max_tokens=6, presence_penalty=penalty)
     h.run()
     rows = [new.count_row for plan in h.executor.plans for new in plan.new_slots]
-    assert rows == [0, 0]
+    assert rows == [0, -1, 2]
 
 
-def test_requests_of_one_id_do_not_lose_rows_of_counts() -> None:
+def test_requests_of_one_id_do_not_lose_slots() -> None:
     """Clients choose ids, and two tenants may choose the same."""
-    h = Harness(count_rows=2)
+    h = Harness(rows=2)
     first, second = (h.request(range(8), max_tokens=2, presence_penalty=1.0) for _ in range(2))
     second.id = first.id
     h.scheduler.plan()

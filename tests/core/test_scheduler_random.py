@@ -37,7 +37,6 @@ class Traffic:
             samples=rng.choice([0, 20, 80]) if drafts else 0,
             seed=seed,
             depth=rng.randrange(3),
-            count_rows=rng.randrange(1, 4),
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
             mixed_tokens=rng.choice([0, 4, 24]),

@@ -54,7 +54,7 @@ class Engine:
         rig = Rig(tiny.path, page_size=4, rows=4, tokens=tokens)
         capabilities = Capabilities(
             num_pages=tokens // 4 + 1, page_size=4, max_rows=4, context_length=256,
-            vocab_size=rig.spec.vocab_size, max_step_tokens=24, count_rows=4,
+            vocab_size=rig.spec.vocab_size, max_step_tokens=24,
         )  # fmt: skip
         config = ScheduleConfig(overlap_depth=depth, conservativeness=0.01)
         self.driver = Driver(LocalExecutor([rig.runner], capabilities), config)

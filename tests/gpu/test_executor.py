@@ -20,9 +20,7 @@ from gpu.thread import assert_device_thread, device_thread
 from gpu.worker import Progress
 
 CPU = torch.device("cpu")
-CAPS = Capabilities(
-    num_pages=2, page_size=1, max_rows=1, context_length=1, vocab_size=1, max_step_tokens=1, count_rows=0
-)
+CAPS = Capabilities(num_pages=2, page_size=1, max_rows=1, context_length=1, vocab_size=1, max_step_tokens=1)
 
 
 class Step:

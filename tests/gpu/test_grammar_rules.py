@@ -85,7 +85,6 @@ def test_what_was_said_before_a_retraction_counts() -> None:
         prompt=NO_TOKENS,
         output=output,
         cached=0,
-        count_row=-1,
         grammar=ruled(TokenRules(banned=((1, 2),))),
     )
     matchers.apply([new])

@@ -132,7 +132,7 @@ def test_no_bias_and_no_penalty_defeats_a_grammar(model: Path, grammars: dict[st
     params = SamplingParams(temperature=0.0, logit_bias=((ord("x"), 100.0),), repetition_penalty=0.01)
     rig = Rig(model)
     chunk, new = start(rig, 1, grammars["digits"], params)
-    new = NewSlot(1, params, new.prompt, new.output, 0, 0, grammars["digits"])
+    new = NewSlot(1, params, new.prompt, new.output, 0, grammars["digits"])
     tokens = [int(rig.step(chunks=[chunk], new=[new]).tokens[0])]
     tokens += [int(rig.step(decode=[1]).tokens[0]) for _ in range(5)]
     assert text(tokens).isdigit()

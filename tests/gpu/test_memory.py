@@ -95,7 +95,7 @@ QWEN3_30B = ModelSpec(
     moe=MoeSpec(experts=128, per_token=8, intermediate=768, norm_topk=True, layers=frozenset(range(48))),
 )
 H200 = 139 * GIB
-NEEDS = device_needs(QWEN3_30B, torch.bfloat16, rows=512, count_rows=64, step_tokens=2048, graphs=60)
+NEEDS = device_needs(QWEN3_30B, torch.bfloat16, rows=512, step_tokens=2048, graphs=60)
 
 
 def on_gpu(available: int, loaded: int = 0, needs: Needs = NEEDS, **cache: float) -> MemoryPlan:
@@ -113,7 +113,7 @@ def test_a_gpu_keeps_a_reserve_beside_what_it_needs() -> None:
 
 
 def test_needs_grow_with_what_is_asked_for() -> None:
-    more = device_needs(QWEN3_30B, torch.bfloat16, rows=1024, count_rows=128, step_tokens=8192, graphs=90)
+    more = device_needs(QWEN3_30B, torch.bfloat16, rows=1024, step_tokens=8192, graphs=90)
     assert all(big > small for big, small in zip(more, NEEDS, strict=True))
     # 8 experts' inputs and outputs of 8,192 tokens, in bfloat16
     assert more.graphs > 8192 * 8 * (768 + 2048) * 2

@@ -32,13 +32,11 @@ class Step:
     """A sampler without a model."""
 
     def __init__(self) -> None:
-        self.sampler = Sampler(4, VOCAB, 4, CPU, KNOWN)
+        self.sampler = Sampler(4, VOCAB, CPU, KNOWN)
         self.position = 8
 
-    def new(
-        self, slot: int, params: SamplingParams, output: tuple[int, ...] = (), count_row: int = -1
-    ) -> None:
-        self.sampler.apply([NewSlot(slot, params, ints([1, 2]), ints(output), 0, count_row)])
+    def new(self, slot: int, params: SamplingParams, output: tuple[int, ...] = ()) -> None:
+        self.sampler.apply([NewSlot(slot, params, ints([1, 2]), ints(output), 0)])
 
     def __call__(self, *slots: int, logits: torch.Tensor | None = None) -> Sampled:
         rows = torch.zeros(len(slots), VOCAB) if logits is None else logits
@@ -109,7 +107,7 @@ def test_penalties_and_bias_come_after(step: Step) -> None:
     """A processor that lifts a token to 100 is outweighed by what the request took from it."""
     step.new(1, named("remember", base=msgspec.structs.replace(GREEDY, logit_bias=((1, -100.0),))))
     assert step(1).tokens.tolist() == [5]
-    step.new(2, named("remember", base=msgspec.structs.replace(GREEDY, repetition_penalty=100.0)), (), 0)
+    step.new(2, named("remember", base=msgspec.structs.replace(GREEDY, repetition_penalty=100.0)))
     tokens = step(2, logits=torch.full((1, VOCAB), 2.0)).tokens.tolist()
     assert tokens == [5], "token 1 is in the prompt: its 100 is divided by 100"
 

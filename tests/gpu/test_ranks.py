@@ -39,7 +39,7 @@ from tests.rigs.runner import CPU, GREEDY
 PAGES, PAGE, ROWS, TOKENS = 33, 16, 4, 128
 SIZES = Capabilities(
     num_pages=PAGES, page_size=PAGE, max_rows=ROWS, context_length=256, vocab_size=tiny_model.VOCAB,
-    max_step_tokens=TOKENS, count_rows=ROWS,
+    max_step_tokens=TOKENS,
 )  # fmt: skip
 PROMPT = ints(range(3, 13))
 
@@ -83,7 +83,7 @@ def make(path: Path, count: int) -> list[Rank]:
     """So many ranks over one ring of entries."""
     spec = spec_of(path)
     width = HiddenShape(spec.hidden, torch.float32)
-    shape = Shape(ROWS, TOKENS, ROWS, PAGES, PAGE, spec.vocab_size, ROWS, width)
+    shape = Shape(ROWS, TOKENS, ROWS, PAGES, PAGE, spec.vocab_size, width)
     entries = shape.entries(CPU)
 
     def load(path: str) -> CausalModel:

@@ -260,13 +260,13 @@ def test_after_a_retraction_the_text_goes_on_as_if_uninterrupted(params: Samplin
     row = random_logits(1)[0]
     prompt = (1, 2, 3)
     whole = generate(make(params), 1, len(prompt), 30, row)
-    sampler = Sampler(2, VOCAB, 2, CPU)
-    sampler.apply([new_slot(1, params, prompt, count_row=0)])
+    sampler = Sampler(2, VOCAB, CPU)
+    sampler.apply([new_slot(1, params, prompt)])
     text = generate(sampler, 1, len(prompt), 12, row)
-    # Another request takes slot and count row; the retracted one comes back elsewhere.
-    sampler.apply([new_slot(1, PENALISED, (9, 9), count_row=0)])
+    # Another request takes the slot; the retracted one comes back elsewhere.
+    sampler.apply([new_slot(1, PENALISED, (9, 9))])
     generate(sampler, 1, 2, 5, row)
-    sampler.apply([new_slot(2, params, prompt, text, count_row=1)])
+    sampler.apply([new_slot(2, params, prompt, text)])
     text += generate(sampler, 2, len(prompt) + 12, 18, row)
     assert text == whole
     unpenalised = SamplingParams(seed=params.seed, temperature=params.temperature)
@@ -300,7 +300,7 @@ def everything(slot: int) -> NewSlot:
         stop_ids=frozenset({7}),
         logprobs=3,
     )
-    return new_slot(slot, params, range(10), (4, 4), count_row=0)
+    return new_slot(slot, params, range(10), (4, 4))
 
 
 OTHER_BIAS = SamplingParams(
@@ -310,14 +310,14 @@ OTHER_BIAS = SamplingParams(
 
 @pytest.mark.parametrize("params", [SamplingParams(seed=1), GREEDY, PENALISED, OTHER_BIAS])
 def test_a_slot_forgets_its_former_owner(params: SamplingParams) -> None:
-    sampler = Sampler(1, VOCAB, 1, CPU)
+    sampler = Sampler(1, VOCAB, CPU)
     sampler.apply([everything(1)])
     row = random_logits(1)[0]
     assert set(generate(sampler, 1, 12, 3, row)) == {8}
     # Its prompt repeats what the former owner generated.
-    sampler.apply([new_slot(1, params, (4, 4, 8), count_row=0 if params.penalised else -1)])
-    fresh = Sampler(1, VOCAB, 1, CPU)
-    fresh.apply([new_slot(1, params, (4, 4, 8), count_row=0 if params.penalised else -1)])
+    sampler.apply([new_slot(1, params, (4, 4, 8))])
+    fresh = Sampler(1, VOCAB, CPU)
+    fresh.apply([new_slot(1, params, (4, 4, 8))])
     assert generate(sampler, 1, 3, 30, row) == generate(fresh, 1, 3, 30, row)
     assert sample(sampler, row[None], [1], [40]).logprobs == {}
 

@@ -63,7 +63,7 @@ class Stage:
         rows = Rows(*columns, SlotTables(ROWS, 4, META))
         device = SamplingDevice(rows, self.rings, cast(SamplingKernels, kernels))
         processors = {"lift": lambda logits, output, params: logits[3].add_(1.0)}
-        self.stage = SamplingStage(device, VOCAB, ROWS, self._head, processors)
+        self.stage = SamplingStage(device, VOCAB, self._head, processors)
 
     def _head(self, rows: int) -> torch.Tensor:
         return torch.zeros(rows, VOCAB, device=META)
@@ -73,10 +73,7 @@ class Stage:
         return self.stage.work(key)
 
     def begin(self, *params: SamplingParams) -> None:
-        new = tuple(
-            NewSlot(i + 1, each, ints(range(9)), ints([4]), 0, i if each.penalised else -1)
-            for i, each in enumerate(params)
-        )
+        new = tuple(NewSlot(i + 1, each, ints(range(9)), ints([4]), 0) for i, each in enumerate(params))
         plan = StepPlan(1, NO_TOKENS, new_slots=new)
         self.stage.prepare(plan, self.rings.write(plan))
 

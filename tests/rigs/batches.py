@@ -60,7 +60,6 @@ class Rig:
             context_length=CONTEXT,
             vocab_size=VOCAB,
             max_step_tokens=schedule.get("step_tokens", 2048),
-            count_rows=4,
         )
         config = ScheduleConfig(**schedule)
         self.executor = FakeExecutor(capabilities)

@@ -157,7 +157,7 @@ class Drafting:
         self.runner = DraftingRunner(runner, drafts, texts, vocab)
         capabilities = Capabilities(
             num_pages=pages + 1, page_size=PAGE, max_rows=ROWS, context_length=256, vocab_size=vocab,
-            max_step_tokens=STEP_TOKENS, count_rows=ROWS, max_drafts=drafts.depth, max_samples=SAMPLES,
+            max_step_tokens=STEP_TOKENS, max_drafts=drafts.depth, max_samples=SAMPLES,
             processors=tuple(processors),
         )  # fmt: skip
         executor = LocalExecutor([self.runner], capabilities)

@@ -60,7 +60,7 @@ class Both:
         self.rig = rig = Rig(path, PAGE, ROWS, PAGE * PAGES)
         spec = rig.spec
         width = HiddenShape(spec.hidden, torch.float32)
-        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, ROWS, width)
+        self.shape = Shape(ROWS, 128, ROWS, PAGES + 1, PAGE, spec.vocab_size, width)
         machine = captured_machine(rig, PaddedSizes(ROWS, 128, ROWS), launcher)
         self.runner = ModelRunner(self.shape, machine, self.shape.entries(CPU))
         heads = (spec.kv_heads, spec.head_dim)

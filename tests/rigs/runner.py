@@ -83,7 +83,7 @@ class Rig:
             windows = [self.spec.window(layer) for layer in range(self.spec.layers)]
             attention = TorchAttention(windows) if self.spec.causal else EncoderAttention()
             width = HiddenShape(self.spec.hidden, torch.float32)
-            shape = Shape(rows, tokens, rows, pages, page_size, self.spec.vocab_size, rows, width)
+            shape = Shape(rows, tokens, rows, pages, page_size, self.spec.vocab_size, width)
             self.runner = ModelRunner(
                 shape,
                 Machine(
@@ -116,13 +116,12 @@ class Rig:
         *,
         shared: Sequence[int] = (),
         params: SamplingParams = GREEDY,
-        count_row: int = -1,
     ) -> NewSlot:
         """A slot that starts after `shared` full pages of another slot."""
         cached = len(shared) * self.page_size
         self.pages[slot] = list(shared)
         self.lengths[slot] = cached
-        return NewSlot(slot, params, ints(prompt), ints([]), cached, count_row)
+        return NewSlot(slot, params, ints(prompt), ints([]), cached)
 
     def plan(
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()

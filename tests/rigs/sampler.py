@@ -40,7 +40,6 @@ class Sampler:
         self,
         max_rows: int,
         vocab_size: int,
-        count_rows: int,
         device: torch.device,
         processors: Mapping[str, Processor] = MappingProxyType({}),
         kernels: SamplingKernels = torch_kernels,
@@ -54,7 +53,7 @@ class Sampler:
         self._rings = Rings(Entries(Limits(max_rows, 0, 0, 8192, 1, max_rows), 1, device), device)
         self._logits = torch.zeros(0, vocab_size)
         sampling_device = SamplingDevice(self._rows, self._rings, kernels)
-        self.stage = SamplingStage(sampling_device, vocab_size, count_rows, self._head, processors)
+        self.stage = SamplingStage(sampling_device, vocab_size, self._head, processors)
 
     def _head(self, rows: int) -> Tensor:
         return self._logits

@@ -47,16 +47,15 @@ def new_slot(
     params: SamplingParams,
     prompt: Sequence[int] = (1, 2, 3),
     output: Sequence[int] = (),
-    count_row: int = -1,
 ) -> NewSlot:
-    return NewSlot(slot, params, ints(prompt), ints(output), 0, count_row)
+    return NewSlot(slot, params, ints(prompt), ints(output), 0)
 
 
 def make(*params: SamplingParams, vocab: int = VOCAB) -> Sampler:
-    """A sampler whose slots 1, 2, ... have `params` and a prompt of 3 tokens; count rows as needed."""
-    sampler = Sampler(max(len(params), 4_000), vocab, len(params), CPU)
+    """A sampler whose slots 1, 2, ... have `params` and a prompt of 3 tokens."""
+    sampler = Sampler(max(len(params), 4_000), vocab, CPU)
     sampler.apply(
-        [new_slot(i + 1, p, count_row=i if p.penalised else -1) for i, p in enumerate(params)],
+        [new_slot(i + 1, p) for i, p in enumerate(params)],
     )
     return sampler
 

@@ -36,7 +36,6 @@ class Bench:
             context_length=512,
             vocab_size=VOCAB,
             max_step_tokens=2048,
-            count_rows=4,
             max_drafts=int(str(options.pop("drafts", 0))),
             max_samples=100,
         )

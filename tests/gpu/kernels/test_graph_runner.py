@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 
 CAPABILITIES = Capabilities(
     num_pages=PAGES, page_size=PAGE, max_rows=ROWS, context_length=PAGES * PAGE, vocab_size=tiny_model.VOCAB,
-    max_step_tokens=128, count_rows=ROWS,
+    max_step_tokens=128,
 )  # fmt: skip
 
 
@@ -58,10 +58,7 @@ def both(tiny: Tiny) -> Both:
 def run(both: Both, params: Sequence[SamplingParams], steps: int, **chunk: int) -> None:
     """A row per entry, admitted in two steps, the first prompt in two chunks; then decode."""
     rig, slots = both.rig, range(1, len(params) + 1)
-    news = [
-        rig.new(slot, PROMPT[slot:], params=each, count_row=slot - 1 if each.penalised else -1)
-        for slot, each in zip(slots, params, strict=True)
-    ]
+    news = [rig.new(slot, PROMPT[slot:], params=each) for slot, each in zip(slots, params, strict=True)]
     prompts = [ints(PROMPT[slot:]) for slot in slots]
     first = Chunk(1, 0, prompts[0][:7], False, target=int(prompts[0][7]), **chunk)
     both.step(chunks=[first], new=news[:1])
@@ -119,8 +116,8 @@ def test_penalties_beside_rows_that_no_graph_holds(both: Both) -> None:
 
 
 def test_penalties_know_the_output_of_a_retracted_row(both: Both) -> None:
-    new = both.rig.new(1, PROMPT, params=PENALISED[1], count_row=0)
-    again = NewSlot(1, new.params, new.prompt, ints([9, 9, 7]), 0, 0)
+    new = both.rig.new(1, PROMPT, params=PENALISED[1])
+    again = NewSlot(1, new.params, new.prompt, ints([9, 9, 7]), 0)
     both.step(chunks=[Chunk(1, 0, ints([*PROMPT, 9, 9, 7]), True)], new=[again])
     for _ in range(6):
         both.step(decode=[1])
@@ -143,8 +140,8 @@ def test_prompts_of_embeddings(both: Both) -> None:
     rows = np.random.default_rng(5).normal(0, 0.3, (len(PROMPT), both.rig.spec.hidden)).astype(np.float32)
     blank, rig = ints([0] * len(PROMPT)), both.rig
     both.step(chunks=[Chunk(1, 0, ints(PROMPT), True)], new=[rig.new(1, PROMPT)])
-    new = rig.new(2, blank.tolist(), params=PENALISED[0], count_row=0)
-    new = NewSlot(2, new.params, new.prompt, new.output, 0, 0, embedded=len(rows))
+    new = rig.new(2, blank.tolist(), params=PENALISED[0])
+    new = NewSlot(2, new.params, new.prompt, new.output, 0, embedded=len(rows))
     both.step(decode=[1], chunks=[Chunk(2, 0, blank[:7], False, embeds=rows[:7])], new=[new])
     ids = Chunk(3, 0, ints(PROMPT[:9]), True)
     both.step(

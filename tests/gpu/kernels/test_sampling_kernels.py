@@ -33,12 +33,7 @@ PROMPT = (1, 2, 3)
 
 def start(sampler: Sampler, *params: SamplingParams, output: Sequence[int] = ()) -> None:
     """Slots 1, 2, ... with `params`."""
-    sampler.apply(
-        [
-            NewSlot(i + 1, each, ints(PROMPT), ints(output), 0, i if each.penalised else -1)
-            for i, each in enumerate(params)
-        ]
-    )
+    sampler.apply([NewSlot(i + 1, each, ints(PROMPT), ints(output), 0) for i, each in enumerate(params)])
 
 
 def masks_of(vocab: int, rows: dict[int, list[int]]) -> Masks:
@@ -85,7 +80,7 @@ SECOND = SamplingParams(logit_bias=((4, 2.0),), min_tokens=1, stop_ids=frozenset
 
 
 def test_a_slot_adds_its_own_until_it_has_a_new_owner(kernels: SamplingKernels) -> None:
-    sampler = Sampler(2, 10, 2, CPU, kernels=kernels)
+    sampler = Sampler(2, 10, CPU, kernels=kernels)
     start(sampler, FIRST, SamplingParams())
     assert changes(sampler, 10) == ({2: 1.5, 4: -3.0}, {7, 8})
     both = adjusted(sampler, torch.zeros(2, 10))
@@ -98,14 +93,14 @@ def test_a_slot_adds_its_own_until_it_has_a_new_owner(kernels: SamplingKernels) 
 
 
 def test_an_id_named_twice_is_added_twice(kernels: SamplingKernels) -> None:
-    sampler = Sampler(1, 10, 1, CPU, kernels=kernels)
+    sampler = Sampler(1, 10, CPU, kernels=kernels)
     start(sampler, SamplingParams(logit_bias=((3, 1.0), (3, 0.5))))
     assert changes(sampler, 10) == ({3: 1.5}, set())
 
 
 def test_as_many_entries_as_a_request_may_have(kernels: SamplingKernels) -> None:
     bias = tuple((2 * i, i / 16 - 30) for i in range(MAX_BIAS))
-    sampler = Sampler(1, 3_000, 1, CPU, kernels=kernels)
+    sampler = Sampler(1, 3_000, CPU, kernels=kernels)
     start(sampler, SamplingParams(logit_bias=bias))
     row = adjusted(sampler, torch.ones(1, 3_000))[0]
     assert row[0 : 2 * MAX_BIAS : 2].tolist() == [1 + value for _, value in bias]
@@ -113,7 +108,7 @@ def test_as_many_entries_as_a_request_may_have(kernels: SamplingKernels) -> None
 
 
 def test_stop_ids_hide_neither_nan_nor_infinity_and_end_with_their_position(kernels: SamplingKernels) -> None:
-    sampler = Sampler(1, 10, 1, CPU, kernels=kernels)
+    sampler = Sampler(1, 10, CPU, kernels=kernels)
     start(sampler, FIRST)
     logits = torch.zeros(1, 10)
     logits[0, 7], logits[0, 8] = torch.nan, torch.inf
@@ -123,7 +118,7 @@ def test_stop_ids_hide_neither_nan_nor_infinity_and_end_with_their_position(kern
 
 
 def test_a_bias_on_a_stop_id_does_not_free_it(kernels: SamplingKernels) -> None:
-    sampler = Sampler(1, 10, 1, CPU, kernels=kernels)
+    sampler = Sampler(1, 10, CPU, kernels=kernels)
     start(sampler, SamplingParams(min_tokens=1, stop_ids=frozenset({7}), logit_bias=((7, 100.0),)))
     assert changes(sampler, 10) == ({}, {7})
 
@@ -135,7 +130,7 @@ def test_a_bias_on_a_stop_id_does_not_free_it(kernels: SamplingKernels) -> None:
 def test_where_a_grammar_allows_nothing_else_the_end_may_come(
     kernels: SamplingKernels, allowed: list[int], held: bool
 ) -> None:
-    sampler = Sampler(2, 70, 1, CPU, kernels=kernels)
+    sampler = Sampler(2, 70, CPU, kernels=kernels)
     params = SamplingParams(min_tokens=9, stop_ids=frozenset({31, 69}))
     start(sampler, params, params)
     rows = adjusted(sampler, torch.zeros(2, 70), masks=masks_of(70, {0: allowed}))
@@ -146,7 +141,7 @@ def test_where_a_grammar_allows_nothing_else_the_end_may_come(
 def test_a_mask_adds_minus_infinity_and_forbids_what_lies_behind_it(kernels: SamplingKernels) -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0] + [0.0] * 66, [1.0] * 70])
     logits[0, 0] = torch.nan
-    sampler = Sampler(2, 70, 1, CPU, kernels=kernels)
+    sampler = Sampler(2, 70, CPU, kernels=kernels)
     stage = sampler.stage
     stage._write_masks(masks_of(70, {0: list(range(70))}))
     stage._write_masks(masks_of(40, {0: [1, 3]}))
@@ -243,8 +238,8 @@ def test_rows_of_every_option_beside_each_other(vocab: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     options = OPTIONS[-rows:]
     known = {"favour": favour, "broken": broken}
-    samplers = [Sampler(len(OPTIONS), vocab, len(OPTIONS), CPU, known, each) for each in SETS.values()]
-    alone = Sampler(len(OPTIONS), vocab, len(OPTIONS), CPU, known)
+    samplers = [Sampler(len(OPTIONS), vocab, CPU, known, each) for each in SETS.values()]
+    alone = Sampler(len(OPTIONS), vocab, CPU, known)
     for sampler in (*samplers, alone):
         start(sampler, *options)
     for step in range(4):
@@ -268,7 +263,7 @@ def test_weights_are_those_that_the_filters_leave() -> None:
         SamplingParams(temperature=heat, top_k=k, top_p=p, min_p=least)
         for heat in (0.5, 1.0, 3.0) for k in (0, 2, 9) for p in (1.0, 0.9, 0.2) for least in (0.0, 0.1)
     ]  # fmt: skip
-    sampler = Sampler(len(params) + 1, 60, 1, CPU)
+    sampler = Sampler(len(params) + 1, 60, CPU)
     start(sampler, *params, GREEDY)
     logits = (torch.randn(len(params) + 1, 60, generator=torch.Generator().manual_seed(3)) * 2).round()
     logits[:, 50:] = -math.inf

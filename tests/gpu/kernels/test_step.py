@@ -195,7 +195,7 @@ DRAFTING = LIMITS._replace(samples=16, drafts=DRAFTS, writes=64)
 HOSTS_OWN = 5
 """A slot whose drafts are never verified."""
 PENALISED = 4
-"""Slots below have token counts."""
+"""The last slot with token counts."""
 
 
 class Row(NamedTuple):
@@ -224,8 +224,12 @@ class Drafting:
         """The slots, and their pages."""
         new = tuple(
             NewSlot(
-                slot, SamplingParams(processor="it" if slot == HOSTS_OWN else ""), ints([]), ints([]), length,
-                slot if slot < PENALISED else -1, limit=self.limit[slot],
+                slot,
+                SamplingParams(
+                    processor="it" if slot == HOSTS_OWN else "",
+                    presence_penalty=float(slot <= PENALISED),
+                ),
+                ints([]), ints([]), length, limit=self.limit[slot],
             )
             for slot, length in self.length.items()
         )  # fmt: skip
@@ -276,8 +280,8 @@ class Drafting:
             tokens += mine[:count]
             counts.append(count)
             for token in mine[:count]:
-                if row.slot < PENALISED and token >= 0:
-                    self.counts[row.slot, token] += 1
+                if row.slot <= PENALISED and token >= 0:
+                    self.counts[row.slot - 1, token] += 1
         return tokens, counts
 
 
@@ -353,7 +357,7 @@ def test_a_new_slots_words_reach_their_columns(kernels: str, device: torch.devic
         temperature=0.9, top_k=5, top_p=0.5, min_p=0.25, seed=2**61 + 7, repetition_penalty=1.5,
         frequency_penalty=0.75, presence_penalty=-0.5,
     )  # fmt: skip
-    news = tuple(NewSlot(slot, params, ints([]), ints([]), 3 * slot, slot) for slot in (4, 2))
+    news = tuple(NewSlot(slot, params, ints([]), ints([]), 3 * slot) for slot in (4, 2))
     rings.write(StepPlan(1, ints([]), new_slots=news))
     view = buffers.view(Forward(ROWS, ROWS, 0, ROWS))
     run.begin_step(rings.entries, tables, view, buffers.samples, page_size=PAGE)
