@@ -7,7 +7,7 @@ Neither has a lock in Python on its path: a `SimpleQueue` is native code, and `a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -21,7 +21,7 @@ class Closed(Exception):
 class Mailbox(Generic[T]):
     """Loop to thread. Order is kept; every item put before `close` is still taken.
 
-    Owner: the producer calls `put` and `close`, the consumer calls `take`.
+    Owner: the producer calls `put` and `close`, the consumer iterates.
     """
 
     def __init__(self) -> None:
@@ -36,16 +36,13 @@ class Mailbox(Generic[T]):
         self._items.put(item)
 
     def close(self) -> None:
-        """No item follows. The consumer takes what is left, then gets `Closed`."""
+        """No item follows. The consumer's iteration ends behind what is left."""
         self._closed = True
         self._items.put(None)
 
-    def take(self) -> T:
-        """Next item; waits (GIL released) while there is none. Raises `Closed` at the end, once."""
-        item = self._items.get()
-        if item is None:
-            raise Closed
-        return item
+    def __iter__(self) -> Iterator[T]:
+        """Items as they come; waits (GIL released) while there is none. For one consumer, once."""
+        return iter(self._items.get, None)
 
 
 class Outbox(Generic[T]):

@@ -13,7 +13,7 @@ import torch
 
 from core.command import Command, CommandDone
 from core.errors import EngineFailed
-from core.mailbox import Closed, Mailbox
+from core.mailbox import Mailbox
 from core.plan import StepFailure, StepPlan, StepResult
 from gpu.thread import device_thread
 
@@ -144,7 +144,7 @@ class Worker:
         with device_thread(self._runner.device):
             self._runner.prepare(self._progress)
             self.prepared.set_result(None)
-            while (plan := _take(self._plans)) is not None:
+            for plan in self._plans:
                 if self._failed.is_set():
                     continue
                 if isinstance(plan, Command):
@@ -157,7 +157,7 @@ class Worker:
         """Waiter thread: post results until the first failure, which is the last thing posted."""
         with device_thread(self._runner.device):
             posted_failure = False
-            while (launched := _take(self._launched)) is not None:
+            for launched in self._launched:
                 if posted_failure:
                     if not isinstance(launched, StepFailure | CommandDone):
                         self._attempt(launched.step, launched.wait)  # the launch thread may wait for it too
@@ -178,11 +178,3 @@ class Worker:
             self._failed.set()
             log.exception("step %d failed", step)
             return StepFailure(step, f"{type(error).__name__}: {error}")
-
-
-def _take(box: Mailbox[T]) -> T | None:
-    """Next item, None at the end."""
-    try:
-        return box.take()
-    except Closed:
-        return None

@@ -10,7 +10,7 @@ import numpy as np
 
 from core.command import Command, CommandDone
 from core.executor import Capabilities
-from core.mailbox import Closed, Mailbox, Outbox
+from core.mailbox import Mailbox, Outbox
 from core.plan import StepFailure, StepPlan, StepResult
 
 HOST = 100e-6
@@ -38,28 +38,21 @@ class Rank:
         )
 
     def _launch(self) -> None:
-        try:
-            while True:
-                plan = self.plans.take()
-                until = time.perf_counter() + HOST
-                while time.perf_counter() < until:
-                    pass  # hold the GIL, as a real launch does
-                begin = max(self._busy_until, time.perf_counter())
-                self._busy_until = begin + self._seconds
-                self._launched.put((plan, self._busy_until))
-        except Closed:
-            self._launched.close()
+        for plan in self.plans:
+            until = time.perf_counter() + HOST
+            while time.perf_counter() < until:
+                pass  # hold the GIL, as a real launch does
+            begin = max(self._busy_until, time.perf_counter())
+            self._busy_until = begin + self._seconds
+            self._launched.put((plan, self._busy_until))
+        self._launched.close()
 
     def _wait(self) -> None:
-        try:
-            while True:
-                plan, end = self._launched.take()
-                left = end - time.perf_counter()
-                if left > 0:
-                    time.sleep(left)  # releases the GIL, as an event wait does
-                self._done(plan, end)
-        except Closed:
-            return
+        for plan, end in self._launched:
+            left = end - time.perf_counter()
+            if left > 0:
+                time.sleep(left)  # releases the GIL, as an event wait does
+            self._done(plan, end)
 
 
 class PacedExecutor:
