@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -13,8 +13,16 @@ Ints = NDArray[np.int32]
 NDArray64 = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-NO_TOKENS: Ints = np.zeros(0, np.int32)
-NO_TOKENS.setflags(write=False)
+Array = TypeVar("Array", bound=NDArray[Any])
+
+
+def frozen(array: Array) -> Array:
+    """Make `array` read-only, as everything is that crosses threads: a write on one side would be a race."""
+    array.setflags(write=False)
+    return array
+
+
+NO_TOKENS: Ints = frozen(np.zeros(0, np.int32))
 
 NO_LIMIT = 2**31 - 1
 """A limit that no position reaches."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from core.models import ModelSpec
 from core.plan import Chunk, NewSlot, StepPlan
-from core.types import Floats, Ints
+from core.types import Floats, Ints, frozen
 from gpu.models.base import CausalModel
 from gpu.state.view import ChunkRow, PackedRows
 from gpu.transfer import download
@@ -31,13 +30,10 @@ class StepExtras(NamedTuple):
 
         def accepted(slot: int, found: torch.Tensor) -> Any:
             row = self.rows.get(slot)
-            return found.numpy()[: None if row is None or counts is None else counts[row]]
+            return frozen(found.numpy()[: None if row is None or counts is None else counts[row]])
 
         hidden: dict[int, Floats] = {slot: accepted(slot, rows) for slot, rows in self.hidden.items()}
         experts: dict[int, Ints] = {slot: accepted(slot, rows) for slot, rows in self.experts.items()}
-        arrays: tuple[np.ndarray, ...] = (*hidden.values(), *experts.values())
-        for array in arrays:
-            array.setflags(write=False)
         return hidden, experts
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from core.types import Ints, RootKey
+from core.types import Ints, RootKey, frozen
 
-NO_PAGES: Ints = np.zeros(0, np.int32)
-NO_PAGES.setflags(write=False)
+NO_PAGES: Ints = frozen(np.zeros(0, np.int32))
 
 LOWEST = -(2**63)
 """Lowest priority of all: a node has it until it is promoted."""

@@ -9,7 +9,7 @@ from core.plan.plan import NO_WRITES
 from core.request import Request
 from core.schedule.ledger import InFlightChunk, InFlightStep
 from core.schedule.table import SlotTable
-from core.types import Ints, NDArray64
+from core.types import Ints, NDArray64, frozen
 
 NO_SLOTS: NDArray64 = np.zeros(0, np.int64)
 
@@ -79,7 +79,7 @@ class PlanBuilder:
         """The frozen plan, and its record for the ledger."""
         plan = StepPlan(
             step=step,
-            decode_slots=_frozen(self.decode_slots.astype(np.int32)),
+            decode_slots=frozen(self.decode_slots.astype(np.int32)),
             chunks=tuple(self._chunks),
             new_slots=tuple(self._new),
             page_writes=self._page_writes(),
@@ -109,14 +109,8 @@ class PlanBuilder:
         if not self._writes:
             return NO_WRITES
         slots, indices, pages = (np.concatenate(column) for column in zip(*self._writes, strict=True))
-        return PageWrites(_frozen(slots), _frozen(indices), _frozen(pages))
+        return PageWrites(frozen(slots), frozen(indices), frozen(pages))
 
 
 def _ends_without_token(request: Request, chunk: Chunk) -> bool:
     return not chunk.samples and chunk.start + len(chunk.tokens) == request.num_tokens
-
-
-def _frozen(array: Ints) -> Ints:
-    """Make it read-only, as everything is that crosses threads: a write on this side would be a race."""
-    array.setflags(write=False)
-    return array

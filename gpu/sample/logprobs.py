@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.plan import PromptLogprobs, RowLogprobs, Support
-from core.types import NAN_TOKEN, Floats, Ints
+from core.types import NAN_TOKEN, Floats, Ints, frozen
 from gpu.sample.rows import RowTokens
 from gpu.sample.select import largest
 from gpu.sample.slots import AFTER_ALL, AFTER_MASK, ENTROPY, SUPPORT, LogprobOptions
 from gpu.transfer import download, upload
-
-Array = TypeVar("Array", Ints, Floats)
 
 BLOCK = 64
 """Rows normalised at once: bounds each copy to 39 MB, and keys to 78, at a vocabulary of 151,936."""
@@ -188,8 +186,8 @@ def read_block(block: LogprobBlock, made: RowTokens) -> dict[int, RowLogprobs]:
         at = [*range(ids.shape[1])[best], *range(1, 1 + len(wanted.ids))] if wanted.ids else best
         answers[index] = RowLogprobs(
             float(values[i, 0]),
-            _frozen(ids[i, at]),
-            _frozen(values[i, at]),
+            frozen(ids[i, at]),
+            frozen(values[i, at]),
             float(block.entropy[i]) if block.entropy is not None and wanted.needs & ENTROPY else None,
             _support(block, i, token) if wanted.needs & SUPPORT else None,
         )
@@ -198,10 +196,10 @@ def read_block(block: LogprobBlock, made: RowTokens) -> dict[int, RowLogprobs]:
 
 def _support(block: LogprobBlock, i: int, token: int) -> Support:
     if block.support is None or block.asked.wanted[i].greedy:
-        return Support(_frozen(np.array([token], np.int32)), 0.0)
+        return Support(frozen(np.array([token], np.int32)), 0.0)
     allowed, chosen = block.support
     ids = np.flatnonzero(allowed[i].numpy()).astype(np.int32)
-    return Support(_frozen(ids), min(float(chosen[i]), 0.0))
+    return Support(frozen(ids), min(float(chosen[i]), 0.0))
 
 
 class PromptScores(NamedTuple):
@@ -219,10 +217,10 @@ class PromptScores(NamedTuple):
         order = [*range(first, ids.shape[1]), *range(1, first)]
         return PromptLogprobs(
             self.start,
-            _frozen(values[:, 0].copy()),
-            _frozen(self.ranks.numpy()),
-            _frozen(ids[:, order]),
-            _frozen(values[:, order]),
+            frozen(values[:, 0].copy()),
+            frozen(self.ranks.numpy()),
+            frozen(ids[:, order]),
+            frozen(values[:, order]),
         )
 
 
@@ -253,8 +251,3 @@ def _ranks(raw: Tensor, tokens: Tensor) -> Tensor:
     """Where in the order of keys the `tokens` [n, 1] of `raw` [n, vocab] stand, from 1: int64 [n]."""
     ids, values = torch.arange(raw.shape[1], device=raw.device), raw.gather(1, tokens)
     return ((raw > values) | ((raw == values) & (ids < tokens))).sum(1) + 1
-
-
-def _frozen(array: Array) -> Array:
-    array.setflags(write=False)
-    return array

@@ -11,7 +11,7 @@ import torch
 
 from core.clock import monotonic
 from core.plan import StepResult
-from core.types import NAN_TOKEN
+from core.types import NAN_TOKEN, frozen
 from gpu.grammar.matchers import Masks, Matchers
 from gpu.hidden import NO_EXTRAS, StepExtras
 from gpu.sample.logprobs import PromptScores
@@ -132,11 +132,10 @@ class LaunchedStep:
             answer.sampled.processed.accept(made.of_rows())
         finally:
             self._settled.set()  # whatever happened: the launch thread must not wait for ever
-        made.tokens.setflags(write=False)
         hidden, experts = answer.extras.read(made.counts)
         return StepResult(
             step=self.step,
-            tokens=made.tokens,
+            tokens=frozen(made.tokens),
             counts=made.counts,
             logprobs=answer.sampled.read(made),
             prompt_logprobs={slot: scores.read() for slot, scores in answer.prompt.items()},

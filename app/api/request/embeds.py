@@ -23,7 +23,7 @@ from app.engine.job import Job
 from app.service import Loaded
 from app.text.numbers import slow_numbers
 from core.errors import ContextExceeded, field_error, unsupported
-from core.types import Floats
+from core.types import Floats, frozen
 
 PIECE = 2**16
 """Characters of base64, or numbers, that are read in one turn of the loop: about 0.1 ms."""
@@ -101,7 +101,7 @@ async def _floats(tensor: Dense, first: int, last: int, param: str) -> Floats:
         _check_finite(part, param)
         rows[at - first : at - first + len(part)] = part
         await asyncio.sleep(0)
-    return _frozen(rows)
+    return frozen(rows)
 
 
 # -- native ----------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ async def _rows(items: list[msgspec.Raw], loaded: Loaded, param: str) -> Floats:
         if read > PIECE // 8:  # of text, which takes that much longer
             read = 0
             await asyncio.sleep(0)
-    return _frozen(rows)
+    return frozen(rows)
 
 
 def _row(text: bytes, columns: int, param: str) -> Floats:
@@ -200,9 +200,3 @@ def _check_size(rows: int, columns: int, loaded: Loaded, param: str) -> None:
 def _check_finite(rows: Floats, param: str) -> None:
     if not np.isfinite(rows).all():
         raise field_error(param, "has numbers that are not finite in float32")
-
-
-def _frozen(rows: Floats) -> Floats:
-    """Read-only: it will be read by another thread, in slices."""
-    rows.setflags(write=False)
-    return rows
