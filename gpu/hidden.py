@@ -85,38 +85,29 @@ class HiddenRows:
         whose they are."""
         decoding = packed.plan.decode_slots.tolist() if self._all or self._routed else []
         rows = {slot: row for row, slot in enumerate(decoding)}
-        states = self._hidden(model, hidden, packed, rows)
-        experts = {} if routes is None else self._experts(model.spec, routes, packed, rows)
+        every = None if routes is None else _all_layers(model.spec, routes)
+        states = {slot: _copy(packed.of_row(hidden, row)) for slot, row in rows.items() if slot in self._all}
+        experts: dict[int, torch.Tensor] = {}
+        if every is not None:
+            experts = {slot: packed.of_row(every, row) for slot, row in rows.items() if slot in self._routed}
+        for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True):
+            if chunk.hidden != "none":
+                states[chunk.slot] = _of_chunk(model, packed.of_chunk(hidden, at), chunk)
+            if chunk.experts and every is not None:
+                experts[chunk.slot] = packed.of_chunk(every, at)[_skipped(chunk) :]
         hidden_states, chosen = (
             {slot: download(found) for slot, found in each.items()} for each in (states, experts)
         )
         return StepExtras(hidden_states, chosen, rows)
 
-    def _experts(
-        self,
-        spec: ModelSpec,
-        routes: Sequence[torch.Tensor],
-        packed: PackedRows,
-        rows: Mapping[int, int],
-    ) -> dict[int, torch.Tensor]:
-        assert spec.moe is not None, "experts in a model without"
-        every = routes[0].new_zeros(len(routes[0]), spec.layers, spec.moe.per_token, dtype=torch.int32)
-        for layer, chosen in zip(sorted(spec.moe.layers), routes, strict=True):
-            every[:, layer] = chosen
-        found = {slot: packed.of_row(every, row) for slot, row in rows.items() if slot in self._routed}
-        for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True):
-            if chunk.experts:
-                found[chunk.slot] = packed.of_chunk(every, at)[_skipped(chunk) :]
-        return found
 
-    def _hidden(
-        self, model: CausalModel, hidden: torch.Tensor, packed: PackedRows, rows: Mapping[int, int]
-    ) -> dict[int, torch.Tensor]:
-        found = {slot: _copy(packed.of_row(hidden, row)) for slot, row in rows.items() if slot in self._all}
-        for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True):
-            if chunk.hidden != "none":
-                found[chunk.slot] = _of_chunk(model, packed.of_chunk(hidden, at), chunk)
-        return found
+def _all_layers(spec: ModelSpec, routes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The experts chosen in each layer, int32 [n, layers, experts per token], 0 in dense layers."""
+    assert spec.moe is not None, "experts in a model without"
+    every = routes[0].new_zeros(len(routes[0]), spec.layers, spec.moe.per_token, dtype=torch.int32)
+    for layer, chosen in zip(sorted(spec.moe.layers), routes, strict=True):
+        every[:, layer] = chosen
+    return every
 
 
 def _of_chunk(model: CausalModel, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
