@@ -178,14 +178,11 @@ class SamplingStage:
 
     def _asked(self, plan: StepPlan, slots: Ints, masks: Masks | None) -> LogprobRows:
         """The tokens that log-probabilities are wanted of: of a decode row as many as it may have."""
-        wanted = self._options.wanted(slots)
-        rows, masked = list(wanted), frozenset(masks.rows if masks is not None else ())
-        drafts = [0] * len(rows)
-        if plan.drafts:
-            decoding = len(plan.decode_slots)
-            lengths = [plan.query_length if row < decoding else 1 for row in rows]
-            drafts = [draft for length in lengths for draft in range(length)]
-            rows = [row for row, length in zip(rows, lengths, strict=True) for _ in range(length)]
+        wanted, masked = self._options.wanted(slots), frozenset(masks.rows if masks is not None else ())
+        decoding = len(plan.decode_slots)
+        lengths = {row: plan.query_length if row < decoding else 1 for row in wanted}
+        rows = [row for row, length in lengths.items() for _ in range(length)]
+        drafts = [draft for length in lengths.values() for draft in range(length)]
         asked = LogprobRows.of(
             rows,
             drafts,
