@@ -24,7 +24,7 @@ from gpu.maintenance import Maintenance
 from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_dtype, plan_memory
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
-from gpu.parts import Parts, Settings, Sizes, Target
+from gpu.parts import Parts, Sizes, Target
 from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors
@@ -118,12 +118,10 @@ def build_executor(
         progress("pool", 0.0)
         maintenance = Maintenance(str(source), load, make_pool, both=device.type == "cpu")
         parts = Parts(spec, target, sizes, processors, maintenance)
-        chunks = 0
         if target.captures(spec):
-            from gpu.cuda import MAX_CHUNKS, captured_runner  # Triton, which a CPU may not have
+            from gpu.cuda import captured_runner  # Triton, which a CPU may not have
 
-            chunks = min(sizes.rows, MAX_CHUNKS)
-            runner = captured_runner(parts, Settings(model, cache, schedule))
+            runner = captured_runner(parts, model, cache, schedule)
         else:
             runner = _called_runner(parts, cache.page_size)
         runner.use_model(loaded)
@@ -137,7 +135,7 @@ def build_executor(
             context_length=sizes.context,
             vocab_size=spec.vocab_size,
             max_step_tokens=sizes.tokens,
-            max_chunks=chunks,
+            max_chunks=runner.shape.chunks,
             causal=spec.causal,
             dtype=str(dtype).removeprefix("torch."),
             weight_dtype=memory.weight_dtype,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
 from gpu.attention.backend import attention_config
 from gpu.attention.selector import device_attention
@@ -19,7 +20,7 @@ from gpu.kv.pool import KvPool
 from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.parts import Parts, Settings
+from gpu.parts import Parts
 from gpu.runner import Machine, ModelRunner
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.view import StepView
@@ -31,9 +32,10 @@ MAX_CHUNKS = 64
 work were reckoned to take 9 µs a layer."""
 
 
-def captured_runner(parts: Parts, settings: Settings) -> ModelRunner:
+def captured_runner(
+    parts: Parts, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig
+) -> ModelRunner:
     """One whose steps are graphs. Raises `ConfigError` for an attention backend that is unavailable."""
-    model, cache, schedule = settings
     spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
     shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
     entries = shape.entries(device)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
 from gpu.device import CudaFacts
 from gpu.maintenance import Maintenance
@@ -33,14 +32,6 @@ class Sizes(NamedTuple):
     rows: int
     tokens: int
     context: int
-
-
-class Settings(NamedTuple):
-    """What an operator has set, of these three kinds."""
-
-    model: ModelConfig
-    cache: CacheConfig
-    schedule: ScheduleConfig
 
 
 class Parts(NamedTuple):

@@ -119,7 +119,7 @@ class ModelRunner:
         """`entries` are shared by all ranks, `processors` are logit processors by name. Runs nothing before
         `use_model`, `use_pool` and `prepare`. Without `maintenance` commands are refused."""
         self.device = machine.device
-        self._shape, self._machine, self._maintenance = shape, machine, maintenance
+        self.shape, self._machine, self._maintenance = shape, machine, maintenance
         limits = entries.limits
         self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts)
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
@@ -226,7 +226,7 @@ class ModelRunner:
         buffers, rings, machine = self._buffers, self._rings, self._machine
         view, samples = buffers.view(key, placed), buffers.samples.first(key.samples)
         entries = rings.empty if brief else rings.entries
-        machine.begin(entries, self.tables, view, samples, page_size=self._shape.page_size, pdl=machine.pdl)
+        machine.begin(entries, self.tables, view, samples, page_size=self.shape.page_size, pdl=machine.pdl)
         machine.attention.plan(view)
         if given is not None:  # behind the decode rows, however many tokens those have
             given = given._replace(rows=given.rows + view.num_decode)

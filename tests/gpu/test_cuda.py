@@ -323,7 +323,7 @@ def test_every_graph_is_its_work_bit_by_bit(runner: Any) -> None:
         for key in runner._machine.sizes.all():
             if not isinstance(key, Forward):
                 continue
-            plan = full(key.tokens, key.chunks > 0, runner._shape.rows)
+            plan = full(key.tokens, key.chunks > 0, runner.shape.rows)
             found = []
             for launch in (runner._launches[key], lambda key=key: runner._forward(key)):
                 runner._rings.write(plan)

@@ -27,7 +27,7 @@ def test_drafts_change_how_many_steps_a_text_takes_and_nothing_else(variant: str
     texts = {slot: tiny_model.greedy(tiny.reference, prompt, TOKENS) for slot, prompt in PROMPTS.items()}
     rig = Rig(tiny.path, page_size=16, rows=4)
     limits = Limits(4, 4, 128, 64, 65, samples=16, drafts=DRAFTS)
-    runner = ModelRunner(rig.runner._shape, rig.runner._machine, Entries(limits, 4, CPU))
+    runner = ModelRunner(rig.runner.shape, rig.runner._machine, Entries(limits, 4, CPU))
     made: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
 
     def play(plan: StepPlan, slots: list[int]) -> list[int]:

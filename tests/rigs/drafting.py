@@ -147,7 +147,7 @@ class Drafting:
     ) -> None:
         pages = 240
         rig = Rig(path, PAGE, ROWS, PAGE * pages)
-        shape, width = rig.runner._shape, pages + 1
+        shape, width = rig.runner.shape, pages + 1
         limits = Limits(ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth)
         runner = ModelRunner(shape, machine(rig), Entries(limits, 4, CPU), processors)
         with device_thread(CPU):
