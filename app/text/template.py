@@ -203,11 +203,12 @@ class ChatTemplate:
     def _message(self, message: Message) -> dict[str, Any]:
         plain = dict(message)
         content = plain.get("content")
-        if content is None:
+        calls = plain.get("tool_calls")
+        if not content and calls:
             plain["content"] = self._empty_content
         elif self._takes_parts:
             plain["content"] = [{"type": "text", "text": content}]
-        if calls := plain.get("tool_calls"):
+        if calls:
             plain["tool_calls"] = [_with_arguments(call, self._arguments_as_objects) for call in calls]
         return plain
 
@@ -221,9 +222,9 @@ class ChatTemplate:
         self._takes_parts = _PROBE not in text and _PROBE in parts and not shows_list
         self._shows_system = _PROBE in self._try([{"role": "system", "content": _PROBE}, *_ASKED])
         self.shows_tools = not self._try(_ASKED) or _PROBE in self._try(_ASKED, [_TOOL])
-        # Most write tool arguments with `tojson`, a few paste the text that they expect. For the
-        # words around a call some test for None and some search in it: both are met in the wild.
-        for objects, content in ((True, None), (True, ""), (False, None), (False, "")):
+        # Most write tool arguments with `tojson`, a few paste the text that they expect. Most add the content
+        # of a message with calls to the prompt; a few (DeepSeek-V3) render calls only where it is None.
+        for objects, content in ((True, ""), (True, None), (False, ""), (False, None)):
             arguments = {_PROBE: 1} if objects else json.dumps({_PROBE: 1})
             call = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": arguments}}
             called = {"role": "assistant", "content": content, "tool_calls": [call]}

@@ -127,6 +127,19 @@ def test_the_last_message_can_be_left_open() -> None:
     assert error.param == "continue_final_message"
 
 
+@pytest.mark.parametrize("content", [None, "", []])
+def test_calls_are_rendered_by_templates_that_look_for_a_missing_content(content: object) -> None:
+    """DeepSeek-V3's renders calls only where the content is None; others would print "None"."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    loop, end = "{% for m in messages %}", "{% endfor %}"
+    none = ChatTemplate(loop + "{% if m.content is none %}" + calls + "{% endif %}" + end)
+    prints = ChatTemplate(loop + "{{ m.content }}" + calls + end)
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = check_messages([*USER, {"role": "assistant", "content": content, "tool_calls": [call]}])
+    assert none.render(messages, add_generation_prompt=False) == '{"x": 1}'
+    assert prints.render(messages, add_generation_prompt=False) == 'hi{"x": 1}'
+
+
 def test_tool_arguments_come_as_the_template_reads_them() -> None:
     loop = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
     end = "{% endfor %}{% endfor %}"
@@ -350,7 +363,7 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
     for messages, offered in ((talk, None), (talk, tools), (used, None), (used, tools)):
         context = template._context(messages, offered, True, False, {})
         assert template.render(messages, offered) == plain.from_string(source).render(context)
-    assert "é<" in template.render(used, tools=tools)
+    assert "é<" in template.render(check_messages(used), tools=tools)
     assert '"name": "f"' in template.render(talk, tools=tools)
 
 
