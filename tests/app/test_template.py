@@ -361,8 +361,8 @@ def test_real_templates_render_as_plain_jinja2_does(name: str) -> None:
     ]
     template = ChatTemplate(source, special)
     for messages, offered in ((talk, None), (talk, tools), (used, None), (used, tools)):
-        context = template._context(messages, offered, True, False, {})
-        assert template.render(messages, offered) == plain.from_string(source).render(context)
+        context = template._context(messages, tools=offered)
+        assert template.render(messages, tools=offered) == plain.from_string(source).render(context)
     assert "é<" in template.render(check_messages(used), tools=tools)
     assert '"name": "f"' in template.render(talk, tools=tools)
 
