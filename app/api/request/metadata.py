@@ -16,4 +16,6 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     if len(metadata) > MAX_METADATA:
         raise field_error("metadata", f"takes at most {MAX_METADATA} pairs")
     if any(len(key) > MAX_KEY or len(value) > MAX_VALUE for key, value in metadata.items()):
-        raise field_error("metadata", f"takes keys of {MAX_KEY} and values of {MAX_VALUE} characters")
+        raise field_error(
+            "metadata", f"takes keys of at most {MAX_KEY} and values of at most {MAX_VALUE} characters"
+        )
