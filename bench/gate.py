@@ -1,8 +1,8 @@
 """Whether HTTP slows the device down: `python -m bench.gate --model configs/models/qwen3-8b [flags]`.
 
-A closed loop of 1,000 clients streams from a server that runs 512 requests at a time. Then the same requests
-run without HTTP, text and clients: only scheduler and executor (apply, plan, submit). Two figures and their
-targets:
+1,000 closed-loop clients stream from a server with at most 512 running requests. Then the same requests run
+in the scheduler and executor alone (apply, plan, submit), without HTTP, text or clients. Two figures and
+their targets:
 
     occupied  share of the seconds in which the device was busy for at least 97.5%     0.90
     ratio     output tokens per second with HTTP over without                          0.97

@@ -84,8 +84,8 @@ MODELS = {
         {1: 210, 32: 220, 256: 360, 512: 630},
     ),
 }
-"""From `bench/results/step-*.json` and `experts-h200.json`; those of thousands of tokens from whole steps, at
-the power limit; the 30B's value at 2,048 from its paced steps."""
+"""Measured times from `bench/results/step-*.json` and `experts-h200.json`. Values for thousands of tokens
+come from whole steps at the power limit, the 30B's value at 2,048 from its paced steps."""
 
 
 def interpolated(table: Table, rows: int) -> float:

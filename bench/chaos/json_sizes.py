@@ -25,7 +25,7 @@ class JsonSizes:
         self.largest = max(self.largest, len(data))
 
     def record_encoded(self, data: bytes) -> bytes:
-        """Record the size of `data`, which was encoded, if this thread runs an event loop."""
+        """Record the size of the encoded `data` if it was encoded on an event loop."""
         if asyncio._get_running_loop() is not None:
             self.largest_encoded = max(self.largest_encoded, len(data))
         return data

@@ -16,7 +16,7 @@ depend on the pages that were read."""
 
 @dataclass(frozen=True)
 class Setting:
-    """How the server of a row is started. Rows with the same setting share a server."""
+    """Start-up settings of a row's server. Rows with equal settings share a server."""
 
     device: Device = "tiny"
     flags: tuple[str, ...] = ()

@@ -66,7 +66,7 @@ def _rings() -> Rings:
 
 
 def _plan(rows: int, chunks: int, tokens: int) -> StepPlan:
-    """A plan in which every 16th decode row gets a new page; chunks are whole prompts of new slots."""
+    """A plan: every 16th decode row gets a new page, and each chunk is the whole prompt of a new slot."""
     fresh = range(rows + 1, rows + 1 + chunks)
     first, pages = _ints(1, rows + 1, PAGE), -(-tokens // PAGE)
     slots = np.concatenate([first, np.repeat(np.array(fresh, np.int32), pages)])

@@ -117,7 +117,7 @@ class Stream:
         self.record.end = self.record.end or now
 
     def close(self, now: float, whole: bool) -> None:
-        """The body has ended, complete (`whole`) or cut off. Decides whether the request counts."""
+        """End the body, which is complete if `whole`, else cut off. Decides whether the request succeeded."""
         if whole and self._rest.strip():
             self._read(self._rest, now)
         record = self.record

@@ -273,7 +273,7 @@ class RadixTree:
         return np.concatenate(freed) if freed else NO_PAGES
 
     def _settle(self, node: RadixNode) -> None:
-        """If `node` is an unlocked leaf without pins now, queue it for eviction; an empty root goes at
+        """Queue `node` for eviction if it has become an unlocked leaf without pins. Remove an empty root at
         once."""
         if node.children or node.locks or node.pins or node is self.top:
             return

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Tokens of steps without chunks, which are all sampled: one of each row, and drafts. Every power of two
-    to 8, then steps of at most an eighth.
+    """Padded token counts of decode-only steps, where every token is sampled: one per row, plus drafts.
+    Larger sizes lie further apart.
 
-    A padded one costs arithmetic only: it routes to no expert and reads no page.
+    A padded token costs arithmetic only: it routes to no expert and reads no page.
     """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32)]
     sizes += range(576, most + 64, 64)

@@ -1,4 +1,4 @@
-"""How tests wait: the timeout of every wait, waits for conditions and for callbacks."""
+"""Helpers that wait in tests for a condition or a callback, with one common timeout."""
 
 from __future__ import annotations
 

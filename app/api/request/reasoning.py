@@ -39,8 +39,8 @@ def thinking_budget(body: ExtensionFields, loaded: Loaded, prefix: str = "") -> 
 
 
 def thinking_fields(wanted: bool, budget: int | None, loaded: Loaded) -> tuple[int | None, dict[str, Any]]:
-    """(limit of thinking tokens, template arguments) for a request that says whether the model is to think.
-    Empty for a model that never thinks."""
+    """The reasoning budget in tokens and the template arguments that turn reasoning on or off. None and empty
+    for a model without reasoning."""
     if loaded.reasoning is None:
         return None, {}
     return budget if wanted else 0, {"enable_thinking": wanted}

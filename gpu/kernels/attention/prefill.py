@@ -39,7 +39,7 @@ from gpu.kernels.jit import begin, jit, launch_options
 def _places(
     table: tl.tensor, tile: tl.tensor, end: tl.tensor, stride: int, SHAPE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Where a tile's keys lie in the cache, [TILE, block_d]; those behind `end` in page 0."""
+    """Offsets of a tile's keys in the KV cache, [TILE, block_d]. Keys at `end` or later read page 0."""
     PAGE: tl.constexpr = SHAPE.page
     i = tl.arange(0, TILE)
     d = tl.arange(0, SHAPE.block_d)
