@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import torch
 
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     compiler.close()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
 async def test_a_gpus_kernels_verify_drafts(engines: Engines) -> None:
     """Few tokens: the interpreter takes a tenth of a second for a step."""
     kinds = [msgspec.structs.replace(job, max_tokens=TOKENS) for job in jobs() if job.id in KINDS]
