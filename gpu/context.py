@@ -10,6 +10,24 @@ from gpu.embeds import Embedded
 from gpu.ops.base import Ops
 
 
+class AuxStates(NamedTuple):
+    """Hidden states that a draft model reads, of every token of the step.
+
+    layers  whose inputs are kept, in the draft's order; none: the hidden states behind the last norm
+    out     [any, max(len(layers), 1) * hidden], filled from its first row on
+    """
+
+    layers: tuple[int, ...]
+    out: Tensor
+
+    def keep(self, layer: int, hidden: Tensor) -> None:
+        """Copy `hidden` [n, hidden], the input of `layer`, to where `layers` names it."""
+        rows, width = hidden.shape
+        for at, kept in enumerate(self.layers):
+            if kept == layer:
+                self.out[:rows, at * width : (at + 1) * width].copy_(hidden)
+
+
 class ForwardContext(NamedTuple):
     """Of one step.
 
@@ -23,6 +41,7 @@ class ForwardContext(NamedTuple):
     embedded   rows whose ids are placeholders
     routes     gets what the router of each layer chooses, integers [num_tokens, experts per token]; None
                where no request wants them
+    aux        what to keep for a draft model
     """
 
     positions: Tensor
@@ -32,3 +51,4 @@ class ForwardContext(NamedTuple):
     brief: bool = False
     embedded: Embedded | None = None
     routes: list[Tensor] | None = None
+    aux: AuxStates | None = None

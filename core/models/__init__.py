@@ -1,5 +1,6 @@
 """Facts about models: sizes and switches read from a checkpoint's config, never a tensor."""
 
+from core.models.draft import DraftSpec, read_draft
 from core.models.registry import check_supported, family_of, read_spec
 from core.models.sentence import sentence_pooling
 from core.models.spec import (
@@ -13,6 +14,7 @@ from core.models.spec import (
 )
 
 __all__ = [
+    "DraftSpec",
     "Fp8",
     "ModelSpec",
     "MoeSpec",
@@ -22,6 +24,7 @@ __all__ = [
     "Task",
     "check_supported",
     "family_of",
+    "read_draft",
     "read_spec",
     "sentence_pooling",
 ]

@@ -18,11 +18,14 @@ class Attention:
     so that rope turns queries and keys in one go and the pool takes keys and values as they lie.
     """
 
-    def __init__(self, spec: ModelSpec, layer: int, prefix: str, parameters: Parameters) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, prefix: str, parameters: Parameters, inputs: int = 0
+    ) -> None:
+        """`inputs`: width of what is projected, where that is not `spec.hidden`."""
         self._layer = layer
         self._heads = (spec.heads, spec.kv_heads)
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        self._qkv = parameters.linear(prefix, spec.hidden, parts, spec.qkv_bias, spec.fp8)
+        self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.fp8)
         out = {"o_proj": spec.hidden}
         self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.fp8)
         self._norms: HeadNorms | None = None
@@ -31,7 +34,7 @@ class Attention:
             self._norms = (q, k, spec.norm_eps)
 
     def attend(self, ctx: ForwardContext, rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
-        """Attention output of the heads for `x` [n, hidden]: [n, heads * head_dim]."""
+        """Attention output of the heads for `x` [n, inputs]: [n, heads * head_dim]."""
         ops = ctx.ops
         return ops.attend(self._layer, self._qkv(x, ops), self._heads, rotation, self._norms)
 

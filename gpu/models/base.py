@@ -18,6 +18,9 @@ class CausalModel(ABC):
     Owner: launch thread, once built.
     """
 
+    embedding: torch.Tensor
+    """Of tokens, [vocab_size, hidden]."""
+
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
         self._parameters = Parameters(dtype, device)

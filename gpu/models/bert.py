@@ -86,7 +86,7 @@ class Bert(CausalModel):
         def table(name: str, rows: int) -> torch.Tensor:
             return parameters.tensor(f"{prefix}embeddings.{name}_embeddings.weight", rows, spec.hidden)
 
-        self._words = table("word", spec.vocab_size)
+        self.embedding = table("word", spec.vocab_size)
         self._positions = table("position", spec.max_position + facts.first_position)
         self._types = table("token_type", facts.token_types)
         self._norm = LayerNorm(spec, f"{prefix}embeddings.LayerNorm", parameters)
@@ -99,7 +99,7 @@ class Bert(CausalModel):
         """See `CausalModel.forward`. A model with one kind of segment takes a pair as one text."""
         facts = self.spec.encoder
         assert facts is not None
-        x = ctx.ops.embed(self._words, ids) + self._positions[ctx.positions + facts.first_position]
+        x = ctx.ops.embed(self.embedding, ids) + self._positions[ctx.positions + facts.first_position]
         if ctx.segments is None or facts.token_types == 1:
             x = x + self._types[0]
         else:

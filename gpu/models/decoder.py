@@ -24,10 +24,12 @@ class Layer:
     made: add and norm are one kernel where a device has one.
     """
 
-    def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, parameters: Parameters, inputs: int = 0) -> None:
+        """`inputs` as `Attention` takes it."""
         prefix = f"model.layers.{layer}."
+        self.number = layer
         self._before = RmsNorm(spec, f"{prefix}input_layernorm", parameters)
-        self._attention = Attention(spec, layer, f"{prefix}self_attn.", parameters)
+        self._attention = Attention(spec, layer, f"{prefix}self_attn.", parameters, inputs)
         self._after = RmsNorm(spec, f"{prefix}post_attention_layernorm", parameters)
         self._mlp: Mlp | SparseMlp
         if spec.moe is not None and layer in spec.moe.layers:
@@ -64,7 +66,7 @@ class Decoder(CausalModel):
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, dtype, device)
         parameters = self._parameters
-        self._embedding = parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+        self.embedding = parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
         self._norm = RmsNorm(spec, "model.norm", parameters)
         self._layers = [Layer(spec, layer, parameters) for layer in range(spec.layers)]
         self._distinct = [self._layers[i] for i in distinct_layers([layer.kind for layer in self._layers])]
@@ -75,25 +77,33 @@ class Decoder(CausalModel):
         }
         self._head = parameters.linear("", spec.hidden, heads[spec.task])
         if spec.tied:
-            self._head.matrix = Matrix(self._embedding)
+            self._head.matrix = Matrix(self.embedding)
             del parameters.places["lm_head.weight"]
         self._rope = Rope(spec.rope, spec.head_dim, dtype, device)
 
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
         rotation = self._rope(ctx)
-        residual = ctx.ops.embed(self._embedding, ids)
+        residual = ctx.ops.embed(self.embedding, ids)
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
         part: Part | None = None
+        aux, wanted = ctx.aux, ctx.wanted
+        final = aux is not None and not aux.layers
         for layer in self._distinct if ctx.brief else self._layers:
             found = layer.attend(ctx, rotation, part, residual)
-            if ctx.wanted is not None and layer is self._layers[-1]:
+            if aux is not None:
+                aux.keep(layer.number, residual)
+            if wanted is not None and not final and layer is self._layers[-1]:
                 # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
-                found, residual = (rows.index_select(0, ctx.wanted) for rows in (found, residual))
+                found, residual = (rows.index_select(0, wanted) for rows in (found, residual))
                 ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
             part = layer.transform(ctx, found, residual)
-        return self._norm(ctx, part, residual)
+        hidden = self._norm(ctx, part, residual)
+        if aux is not None and final:
+            aux.out[: len(hidden)].copy_(hidden)
+            hidden = hidden if wanted is None else hidden.index_select(0, wanted)
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`."""

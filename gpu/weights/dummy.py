@@ -20,7 +20,7 @@ def fill_dummy(places: Places, device: torch.device) -> None:
             scale.copy_(scales)
         elif name.endswith("weight_scale"):
             continue  # its weight's
-        elif name.lower().endswith("norm.weight"):
+        elif place.dim() == 1 and name.endswith(".weight"):  # a norm's
             place.fill_(1.0)
         else:
             place.normal_(0.0, 0.02, generator=generator)

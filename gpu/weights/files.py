@@ -31,7 +31,7 @@ Task = Callable[[Callable[[], None]], None]
 def fill_from_safetensors(filler: Filler, directory: Path, device: torch.device, progress: Progress) -> None:
     """Fill from a Hugging Face directory. Raises `ModelError` naming the file that is missing,
     truncated or not in the format."""
-    files = _names_by_file(directory)
+    files = names_by_file(directory)
     holders = {name: path for path, names in files.items() for name in names}
     tasks = [
         _reader(filler, path, names[first : first + _RUN], holders)
@@ -124,16 +124,17 @@ def open_file(path: Path) -> safe_open:
         ) from error
 
 
-def _names_by_file(directory: Path) -> dict[Path, list[str]]:
+def names_by_file(directory: Path) -> dict[Path, list[str]]:
     """Tensor names of every file of a checkpoint."""
     index = directory / "model.safetensors.index.json"
     content = read_object(index)
     if content is None:
         single = directory / "model.safetensors"
         if not single.is_file():
+            more = ": convert its pytorch_model.bin" if any(directory.glob("*.bin")) else ""
             raise ModelError(
                 f"{directory} has no model.safetensors and no model.safetensors.index.json; "
-                "only safetensors and .gguf weights are read."
+                f"only safetensors and .gguf weights are read{more}."
             )
         with open_file(single) as file:
             return {single: list(file.keys())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,10 +26,19 @@ class Filler:
     are dictionary and list appends. `finish` comes after all of them.
     """
 
-    def __init__(self, places: Places, copy: Copy, base: str = "", unused: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        places: Places,
+        copy: Copy,
+        base: str = "",
+        unused: tuple[str, ...] = (),
+        aliases: Mapping[str, str] = {},
+    ) -> None:
         """`copy` is how a tensor gets into its place, `base` what a checkpoint may leave out before a
-        place's name, `unused` are beginnings of names that belong to nothing here."""
+        place's name, `unused` are beginnings of names that belong to nothing here, `aliases` beginnings of
+        names and how those of places begin instead."""
         self._places = places
+        self._aliases = aliases
         self._copy = copy
         self._base = base
         self._unused = unused
@@ -88,6 +97,9 @@ class Filler:
 
     def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""
+        for alias, begin in self._aliases.items():
+            if name.startswith(alias):
+                name = begin + name.removeprefix(alias)
         return self._base + name if name not in self._places and self._base + name in self._places else name
 
     def finish(self, source: str) -> None:

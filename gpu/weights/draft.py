@@ -1,0 +1,82 @@
+"""From a checkpoint to a draft model that can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+
+from core.errors import ModelError
+from core.models import DraftSpec
+from gpu.models.base import CausalModel
+from gpu.models.draft import DraftModel
+from gpu.models.eagle import Eagle, Eagle3
+from gpu.thread import device_thread
+from gpu.weights.dummy import fill_dummy
+from gpu.weights.files import Progress, fill_from_safetensors, names_by_file
+from gpu.weights.fill import Filler
+from gpu.weights.stage import copier
+
+_MODELS: Mapping[str, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3}
+
+_BASE = "model."
+"""What a checkpoint may leave out."""
+
+_ALIASES = {
+    "midlayer.": f"{_BASE}layers.0.",
+    f"{_BASE}midlayer.": f"{_BASE}layers.0.",
+    "transformer.": f"{_BASE}layers.0.",  # EAGLE in the Speculators wrapper
+    "fusion_fc.": f"{_BASE}fc.",
+}
+
+_UNUSED = ("t2d", f"{_BASE}t2d")
+"""Which of the target's tokens the draft has: what d2t says, turned around."""
+
+_OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "fc.bias")
+
+
+def load_draft(
+    spec: DraftSpec,
+    source: Path | None,
+    target: CausalModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = lambda share: None,
+) -> DraftModel:
+    """The draft model of `spec` for `target`, filled from the directory `source` and sealed; None: random
+    weights. Raises `ModelError`; nothing is half filled."""
+    with device_thread(device):
+        if source is not None:
+            spec = msgspec.structs.replace(spec, own=_found(spec, source))
+        model = _MODELS[spec.algorithm](spec, target, dtype, device)
+        places = model.places()
+        if source is None:
+            fill_dummy({name: place for name, place in places.items() if place.is_floating_point()}, device)
+            progress(1.0)
+        else:
+            filler = Filler(places, copier(device), _BASE, _UNUSED, _ALIASES)
+            fill_from_safetensors(filler, source, device, progress)
+            filler.finish(str(source))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the last pieces are still on the bus
+        model.seal()
+        return model
+
+
+def _found(spec: DraftSpec, source: Path) -> frozenset[str]:
+    """Those of the optional tensors that the checkpoint has. Raises `ModelError` where it lacks one that the
+    target cannot lend."""
+    if source.suffix == ".gguf":
+        raise ModelError(f"{source}: draft models are read from safetensors, not from .gguf.")
+    names = {name.removeprefix(_BASE) for names in names_by_file(source).values() for name in names}
+    names |= {name.replace("fusion_fc.", "fc.") for name in names}
+    if missing := sorted(spec.own - names):
+        decoder = spec.decoder
+        raise ModelError(
+            f"{source} lacks {', '.join(missing)}, which the target cannot lend: the draft model has "
+            f"{spec.draft_vocab} tokens and a hidden size of {decoder.hidden}, the target "
+            f"{decoder.vocab_size} and {spec.target_hidden}."
+        )
+    return frozenset(names.intersection(_OPTIONAL))
