@@ -1,14 +1,26 @@
-"""Prompt lookup on a CPU, by steps that a test makes up, against a search of whole texts."""
+"""Prompt lookup on a CPU: behind steps that a test makes up, against a search of whole texts; and in a whole
+engine, whose answers are those without drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 
+from app.engine.job import Job
+from app.helper.process import HelperProcess
+from app.text.tokenizer import Tokenizer
 from gpu.draft.ngram import NgramDrafter
+from gpu.grammar import Compiler
 from gpu.state.history import MAX_TOKENS, history_bytes
 from gpu.state.tables import SlotTables
-from tests.rigs.ngram import UNTOUCHED, Texts
+from tests.rigs import tiny_model
+from tests.rigs.draft_jobs import HOSTS_OWN, STOP, TOKENS, Engines, jobs, same
+from tests.rigs.drafting import Drafts
+from tests.rigs.ngram import UNTOUCHED, Texts, draft_by_lookup
 from tests.rigs.runner import CPU
+from tests.rigs.tiny_model import VOCAB
 
 ROWS, SAMPLES, STEPS = 7, 60, 400
 
@@ -50,3 +62,54 @@ def test_numbers_that_do_not_fit_together_are_refused() -> None:
         NgramDrafter(tables, 64, 3, longest=2, shortest=3)
     with pytest.raises(ValueError, match="4 drafts of a row where the tables hold 3"):
         NgramDrafter(tables, 64, 4)
+
+
+FEW = tuple((token, 60.0) for token in range(97, 101))
+"""A bias to so few tokens that a random model repeats itself."""
+UNPREDICTABLE = {"penalties", "bias"}
+"""Their tokens are less likely the more often they came."""
+
+
+def repetitive() -> list[Job]:
+    """Requests of every kind, of texts with repeats."""
+    found = []
+    for job in jobs():
+        sampling = msgspec.structs.replace(job.sampling, logit_bias=job.sampling.logit_bias or FEW)
+        length = 2 * TOKENS if job.max_tokens == TOKENS else job.max_tokens
+        found.append(msgspec.structs.replace(job, sampling=sampling, max_tokens=length))
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
+    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
+    yield Engines(tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe")).path, tokenizer, compiler)
+    compiler.close()
+
+
+@pytest.mark.parametrize(("overlap", "context"), [(0, 256), (1, 32), (2, 256)])
+async def test_every_option_has_the_answer_that_it_has_without_drafts(
+    engines: Engines, overlap: int, context: int
+) -> None:
+    """Whether the texts fit into their rings or not."""
+    plain = await engines.plain(repetitive())
+    engine = engines.make(Drafts(4, 0.0), overlap)
+    draft_by_lookup(engine, context)
+    for answer in await engine.answers(repetitive()):
+        same(answer, plain[answer.run.id])
+        most = engine.runner.most[answer.run.prompt.tobytes()]
+        if answer.run.id in HOSTS_OWN:
+            assert most == 1
+        elif len(answer.tokens) == 2 * TOKENS and answer.run.id not in UNPREDICTABLE:
+            assert most > 2, f"{answer.run.id}: at most {most} tokens in a step"
+
+
+async def test_retracted_rows_are_looked_up_in_their_whole_texts(engines: Engines) -> None:
+    plain = await engines.plain(repetitive())
+    engine = engines.make(Drafts(4, 0.0), 1)
+    draft_by_lookup(engine, 256)
+    for answer in await engine.answers(repetitive(), retract=True):
+        same(answer, plain[answer.run.id])
+    assert engine.scheduler.counters.retractions > 5
+    assert max(engine.runner.most.values()) == 5
