@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
+from core.config import MAX_DRAFTS
 from core.errors import ConfigError
 
 RENAMED: Mapping[str, str] = {
@@ -29,6 +32,9 @@ RENAMED: Mapping[str, str] = {
     "--kv-cache-dtype": "--kv-dtype",
     "--tool-call-parser": "--tool-parser",
     "--fastapi-root-path": "--root-path",
+    "--speculative-draft-model": "--speculative-draft-model-path",
+    "--speculative-ngram-min-match-window-size": "--speculative-prompt-lookup-min",
+    "--speculative-ngram-max-match-window-size": "--speculative-prompt-lookup-max",
     # vLLM
     "--max-model-len": "--context-length",
     "--max-num-seqs": "--max-running",
@@ -66,12 +72,25 @@ _TOOLS = {
     "glm47": "glm",
 }
 _REASONING = dict.fromkeys(("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45"), "think")
+ALGORITHMS: Mapping[str, str] = {
+    # SGLang
+    "NGRAM": "ngram",
+    "EAGLE": "eagle",
+    "NEXTN": "eagle",
+    "EAGLE3": "eagle3",
+    "DFLASH": "dflash",
+    "STANDALONE": "draft-model",
+    # vLLM
+    "draft_model": "draft-model",
+}
+"""Their names of ways to draft, to ours; other names are the same."""
 VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": _HALF,
     "--generation-config": {"vllm": "none"},
     "--kv-dtype": {"fp8_e4m3": "fp8"},
     "--tool-parser": _TOOLS,
     "--reasoning-parser": _REASONING,
+    "--speculative-algorithm": ALGORITHMS,
 }
 """By our flag: their names of values that we have too. Other values stay, and are refused if unknown."""
 
@@ -120,7 +139,10 @@ ONLY: Mapping[str, str] = {
 }
 """Flags of which only this value is supported."""
 
-_VALUED = {*RENAMED, *VALUES, *IGNORED_VALUES, *ONLY}
+SPECULATION = "--speculative-config"
+"""vLLM's flag of which one JSON object is the value."""
+
+_VALUED = {*RENAMED, *VALUES, *IGNORED_VALUES, *ONLY, SPECULATION}
 
 _UNBOUNDED = {
     "--chunked-prefill-size": "long prompts are always prefilled in chunks",
@@ -130,6 +152,42 @@ _UNBOUNDED = {
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _SUFFIX = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+
+
+class _Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `speculative_config`."""
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    draft_tensor_parallel_size: Literal[1] | None = None
+
+
+def speculation(given: str | Mapping[str, Any]) -> dict[str, str | int]:
+    """Settings of ours, by name, from vLLM's `speculative_config`, which is JSON or an object. Raises
+    `ConfigError` that names what is wrong."""
+    try:
+        if isinstance(given, str):
+            read = msgspec.json.decode(given, type=_Speculation)
+        else:
+            read = msgspec.convert(given, _Speculation)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise ConfigError(f"{SPECULATION}: {error}") from None
+    if read.method is None and read.model is None:
+        raise ConfigError(f"{SPECULATION} needs 'method' or 'model'")
+    drafts = read.num_speculative_tokens
+    named: dict[str, str | int | None] = {
+        "algorithm": None if read.method is None else ALGORITHMS.get(read.method, read.method),
+        "draft_model_path": read.model,
+        "num_draft_tokens": None if drafts is None else drafts + 1,
+    }
+    if read.method == "ngram":  # vLLM takes no notice of them elsewhere, and one of them for both
+        least, most = read.prompt_lookup_min, read.prompt_lookup_max
+        named["prompt_lookup_min"] = most if least is None else least
+        named["prompt_lookup_max"] = least if most is None else most
+    return {f"speculative_{name}": value for name, value in named.items() if value is not None}
 
 
 class Translated(msgspec.Struct, frozen=True):
@@ -178,6 +236,14 @@ def _valued(done: Translated, name: str, value: str | None) -> None:
         return
     if name in _UNBOUNDED and value in ("-1", "auto"):
         done.notices.append(f"{name} {value} is ignored: {_UNBOUNDED[name]}")
+        return
+    if name == SPECULATION:
+        if value is None:
+            raise ConfigError(f"argument {name}: expected one argument")
+        for setting, text in speculation(value).items():
+            flag = "--" + setting.replace("_", "-")
+            done.renamed[flag] = name
+            done.flags.extend((flag, str(text)))
         return
     ours = RENAMED.get(name, name)
     if ours != name:

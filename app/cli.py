@@ -17,7 +17,17 @@ from msgspec import Meta
 from msgspec.structs import FieldInfo, fields
 
 from app.aliases import translate
-from core.config import LEAST_STEP, PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig, ServeConfig
+from core.config import (
+    LEAST_STEP,
+    PARSERS,
+    CacheConfig,
+    Config,
+    ModelConfig,
+    ScheduleConfig,
+    ServeConfig,
+    SpeculativeConfig,
+    check_speculation,
+)
 from core.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -27,6 +37,7 @@ ENGINE_GROUPS: Groups = (
     ("model", ModelConfig),
     ("cache", CacheConfig),
     ("schedule", ScheduleConfig),
+    ("speculative", SpeculativeConfig),
 )
 GROUPS: Groups = (*ENGINE_GROUPS, ("serve", ServeConfig))
 
@@ -111,12 +122,17 @@ def _settings(parser: Parser, given: Mapping[str, Any]) -> Config:
         parser.error(f"argument --page-size: must be a power of two, got {config.cache.page_size}")
     if 0 < (tokens := config.schedule.step_tokens) < LEAST_STEP:
         parser.error(f"argument --step-tokens: must be 0 or at least {LEAST_STEP}, got {tokens}")
+    try:
+        check_speculation(config.speculative)
+    except ConfigError as error:
+        parser.error(str(error))
     return config
 
 
 def _filled(parser: Parser, given: Mapping[str, Any], group: type[T]) -> T:
     """A group with the values that were given."""
-    own = {f.name: given[f.name] for f in fields(group) if given.get(f.name) is not None}
+    names = (field.encode_name for field in fields(group))
+    own = {name: given[name] for name in names if given.get(name) is not None}
     try:
         return msgspec.convert(own, group)
     except msgspec.ValidationError as error:
@@ -199,7 +215,7 @@ def _add_flag(section: Any, field: FieldInfo, hint: Any) -> None:
         how = {"type": kind, "metavar": kind.__name__.upper(), "required": field.required}
     if several:
         how["nargs"] = "+"
-    section.add_argument(_flag(field.name), dest=field.name, help=text, **how)
+    section.add_argument(_flag(field.encode_name), dest=field.encode_name, help=text, **how)
 
 
 def _flag(name: str) -> str:

@@ -24,8 +24,9 @@ from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic
-from core.config import Config, ModelConfig
+from core.config import Config, ModelConfig, SpeculativeConfig
 from core.env import cache_dir
+from core.errors import ConfigError
 from core.executor import Capabilities, Executor
 from core.models import ModelSpec, read_spec
 from core.schedule.scheduler import Scheduler
@@ -63,6 +64,8 @@ class Live(msgspec.Struct, frozen=True):
 def load(config: Config, progress: Progress) -> Live:
     """Fetch, read and place the model, and make an engine over it, which `live.engine.start(loop)` starts.
     Raises `ConfigError`; may run for minutes in any thread."""
+    if config.speculative.algorithm != "none" and config.speculative != SpeculativeConfig():
+        raise ConfigError("speculative decoding is not available yet")
     checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
     spec = read_spec(checkpoint.config, pooling_of(checkpoint.path))
     progress("tokenizer", 0.0)

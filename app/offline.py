@@ -15,6 +15,7 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
+from app.aliases import ALGORITHMS, speculation
 from app.api.answers import ANSWERS, answer
 from app.api.openai.chat import chat_job
 from app.api.openai.common import request_id
@@ -32,7 +33,15 @@ from app.engine.reasoning_budget import watched
 from app.http.decoding import converted
 from app.http.delivery import running
 from app.outputs import Choice, Delta, Output, delta_of, output_of
-from core.config import PARSERS, CacheConfig, Config, ModelConfig, ScheduleConfig
+from core.config import (
+    PARSERS,
+    CacheConfig,
+    Config,
+    ModelConfig,
+    ScheduleConfig,
+    SpeculativeConfig,
+    check_speculation,
+)
 from core.errors import ConfigError, LoomError, Unavailable
 from core.types import Floats
 
@@ -58,11 +67,11 @@ class LLM:
         with LLM("path/to/model", kv_tokens=65536) as llm:
             print(llm.generate("Once upon a time", max_tokens=32)[0].text)
 
-    `settings` are the server's flags of the groups model, cache and schedule, and those of `PARSERS`,
-    by their names with underscores. Sampling parameters have the names and defaults of the HTTP API, as
-    keywords or as one mapping; a name that it does not have is a `TypeError`. What is wrong with a
-    request raises `core.errors.RequestError`, also when only one prompt of many is wrong: the others are
-    ended then.
+    `settings` are the server's flags of the groups model, cache, schedule and speculative, and those of
+    `PARSERS`, by their names with underscores; `speculative_config` is vLLM's. Sampling parameters have the
+    names and defaults of the HTTP API, as keywords or as one mapping; a name that it does not have is a
+    `TypeError`. What is wrong with a request raises `core.errors.RequestError`, also when only one prompt of
+    many is wrong: the others are ended then.
 
     The engine has its own thread and event loop; every method may be called from any thread, those
     with an `a` in front from any loop.
@@ -293,18 +302,29 @@ class LLM:
 
 def make_config(model: str, settings: Mapping[str, Any]) -> Config:
     """Settings by name into their groups. Raises `ConfigError` for a name or value that is wrong."""
-    groups = {"model": ModelConfig, "cache": CacheConfig, "schedule": ScheduleConfig}
+    groups = {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "schedule": ScheduleConfig,
+        "speculative": SpeculativeConfig,
+    }
     left = {"model": model, **settings}
+    if (theirs := left.pop("speculative_config", None)) is not None:
+        left |= speculation(theirs)
+    if (algorithm := left.get("speculative_algorithm")) is not None:
+        left["speculative_algorithm"] = ALGORITHMS.get(str(algorithm), algorithm)
     made: dict[str, Any] = {}
     for name, group in groups.items():
-        made[name] = {field: left.pop(field) for field in group.__struct_fields__ if field in left}
+        made[name] = {field: left.pop(field) for field in group.__struct_encode_fields__ if field in left}
     made["serve"] = {field: left.pop(field) for field in PARSERS if field in left}
     if left:
         raise ConfigError(f"There is no setting {', '.join(sorted(left))}.")
     try:
-        return msgspec.convert(made, Config)
+        config = msgspec.convert(made, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}.") from None
+    check_speculation(config.speculative)
+    return config
 
 
 def _completions(prompts: Prompts, sampling: Sampling, fields: Mapping[str, Any]) -> list[CompletionBody]:

@@ -34,7 +34,7 @@ from app.engine.watchdog import Watchdog
 from app.http.server import Runner
 from app.service import Health, Phase, Service
 from core.clock import monotonic
-from core.config import Config
+from core.config import Config, SpeculativeConfig
 from core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,13 @@ DRAIN_POLL = 0.02
 SHUTDOWN_GRACE = 0.5
 """Seconds between a failure and the exit, so that the last events reach the clients."""
 
-PATHS = (("model", "model"), ("model", "tokenizer"), ("model", "chat_template"), ("serve", "data_dir"))
+PATHS = (
+    ("model", "model"),
+    ("model", "tokenizer"),
+    ("model", "chat_template"),
+    ("speculative", "speculative_draft_model_path"),
+    ("serve", "data_dir"),
+)
 """Settings that may be paths on this machine."""
 FAILED = 1
 """Exit code after a failure of the engine."""
@@ -180,6 +186,8 @@ def public_settings(config: Config) -> dict[str, object]:
         place = Path(settings[group][name]).expanduser()
         if place.is_absolute() or place.exists():  # otherwise a hub id, or empty
             settings[group][name] = place.name
+    if config.speculative == SpeculativeConfig():
+        del settings["speculative"]
     return dict(settings)
 
 

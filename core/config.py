@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
+from core.errors import ConfigError
 from core.types import LogprobsMode
 
 SchedulePolicy = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
+Algorithm = Literal["auto", "none", "ngram", "eagle", "eagle3", "dflash", "draft-model"]
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):
@@ -122,6 +126,48 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
     ] = 10
 
 
+MAX_DRAFTS: Final = 15
+"""Drafts of a row in one step: with its last token its query has 16 tokens."""
+
+
+class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{}".format):
+    """Speculative decoding. `check_speculation` says which of these fit together."""
+
+    algorithm: Annotated[
+        Algorithm,
+        "how tokens are drafted; ngram: looked up in the request's own text; draft-model: by a small model "
+        "with the same vocabulary; the others: by a head of that kind; auto: what the draft model's "
+        "config.json says, none without one",
+    ] = "auto"
+    draft_model_path: Annotated[
+        str, "the head or small model that drafts: a Hugging Face directory or a hub id"
+    ] = ""
+    num_draft_tokens: Annotated[
+        int,
+        "maximum tokens of a request that a step verifies: its last one and its drafts (vLLM's "
+        f"num_speculative_tokens plus 1), 2 to {MAX_DRAFTS + 1}; 0: chosen by algorithm",
+        Meta(ge=0, le=MAX_DRAFTS + 1),
+    ] = 0
+    num_steps: Annotated[
+        int,
+        "times the draft model runs to draft one token after the other; "
+        "0: --speculative-num-draft-tokens less 1",
+        Meta(ge=0, le=MAX_DRAFTS),
+    ] = 0
+    eagle_topk: Annotated[int, "drafts that branch off each draft; only 1, a chain", Meta(ge=1)] = 1
+    prompt_lookup_min: Annotated[
+        int, "ngram: fewest tokens at the end of a text that are looked up", Meta(ge=1, le=32)
+    ] = 2
+    prompt_lookup_max: Annotated[
+        int, "ngram: most tokens at the end of a text that are looked up", Meta(ge=1, le=32)
+    ] = 4
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a row in one step; 0: chosen by algorithm."""
+        return self.num_steps or max(self.num_draft_tokens - 1, 0)
+
+
 class ServeConfig(Struct, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -204,4 +250,69 @@ class Config(Struct, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     serve: ServeConfig = ServeConfig()
+
+
+def resolve_algorithm(
+    config: SpeculativeConfig,
+    draft: Mapping[str, Any] | None,
+    algorithm_of: Callable[[Mapping[str, Any]], Algorithm],
+) -> SpeculativeConfig:
+    """`config` with its algorithm known: `auto` is what `algorithm_of` says of `draft`, the draft model's
+    config.json, and `none` where there is none. Raises `ConfigError`."""
+    if config.algorithm == "auto":
+        config = replace(config, algorithm="none" if draft is None else algorithm_of(draft))
+    check_speculation(config)
+    return config
+
+
+def check_speculation(config: SpeculativeConfig) -> None:
+    """Raise `ConfigError` for settings that do not fit together. `none` turns all of them off."""
+    algorithm, drafter = config.algorithm, config.draft_model_path
+    if algorithm == "none" or config == SpeculativeConfig():
+        return
+    if algorithm == "auto" and not drafter:
+        raise ConfigError(
+            "settings of speculative decoding need --speculative-algorithm or --speculative-draft-model-path"
+        )
+    if algorithm == "ngram" and drafter:
+        raise ConfigError("--speculative-algorithm ngram takes no --speculative-draft-model-path")
+    if algorithm != "ngram" and not drafter:
+        raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
+    _check_counts(config)
+    _check_lookup(config)
+
+
+def _check_counts(config: SpeculativeConfig) -> None:
+    tokens, steps = config.num_draft_tokens, config.num_steps
+    if config.eagle_topk > 1:
+        raise ConfigError(
+            f"trees are not served yet: --speculative-eagle-topk must be 1, not {config.eagle_topk}"
+        )
+    if tokens == 1:
+        raise ConfigError(
+            "--speculative-num-draft-tokens counts a request's last token too: "
+            f"it must be 2 to {MAX_DRAFTS + 1}, or 0, not 1"
+        )
+    if steps and config.algorithm in ("ngram", "dflash"):
+        raise ConfigError(
+            f"--speculative-algorithm {config.algorithm} drafts all tokens at once: it takes "
+            "--speculative-num-draft-tokens, not --speculative-num-steps"
+        )
+    if steps and tokens not in (0, steps + 1):
+        raise ConfigError(
+            f"--speculative-num-steps {steps} drafts a chain: a step verifies {steps + 1} tokens, "
+            f"not --speculative-num-draft-tokens {tokens}"
+        )
+
+
+def _check_lookup(config: SpeculativeConfig) -> None:
+    least, most = config.prompt_lookup_min, config.prompt_lookup_max
+    plain = SpeculativeConfig()
+    if config.algorithm != "ngram" and (least, most) != (plain.prompt_lookup_min, plain.prompt_lookup_max):
+        raise ConfigError("--speculative-prompt-lookup-min and -max need --speculative-algorithm ngram")
+    if least > most:
+        raise ConfigError(
+            f"--speculative-prompt-lookup-min {least} is more than --speculative-prompt-lookup-max {most}"
+        )

@@ -25,7 +25,7 @@ def test_every_field_is_a_flag_with_help() -> None:
     text = " ".join(make_parser().format_help().split())
     for _, group in GROUPS:
         for field in msgspec.structs.fields(group):
-            assert f"--{field.name.replace('_', '-')}" in text
+            assert f"--{field.encode_name.replace('_', '-')}" in text
 
 
 def test_flags_reach_their_groups() -> None:

@@ -1,0 +1,248 @@
+"""Flags of speculative decoding: ours, SGLang's, vLLM's JSON, and the same offline."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from app.cli import make_parser, parse, parse_generate
+from app.offline import make_config
+from app.server import public_settings
+from core.config import Algorithm, Config, SpeculativeConfig, resolve_algorithm
+from core.errors import ConfigError
+
+EAGLE3 = SpeculativeConfig(algorithm="eagle3", draft_model_path="org/head", num_draft_tokens=4)
+
+
+def read(line: str) -> SpeculativeConfig:
+    return parse(shlex.split(line)).speculative
+
+
+def theirs(**config: object) -> str:
+    return f"--speculative-config {shlex.quote(json.dumps(config))}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--speculative-algorithm eagle3 --speculative-draft-model-path org/head "
+        "--speculative-num-draft-tokens 4",
+        "--model-path m --speculative-algorithm EAGLE3 --speculative-draft-model org/head "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
+        "serve m " + theirs(method="eagle3", model="org/head", num_speculative_tokens=3),
+        "serve m "
+        + theirs(
+            method="eagle3",
+            model="org/head",
+            num_speculative_tokens=3,
+            prompt_lookup_max=4,
+            draft_tensor_parallel_size=1,
+        ),
+    ],
+)
+def test_one_setting_in_three_spellings(line: str) -> None:
+    assert read(line) == EAGLE3
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("EAGLE", "eagle"),
+        ("NEXTN", "eagle"),
+        ("EAGLE3", "eagle3"),
+        ("STANDALONE", "draft-model"),
+        ("DFLASH", "dflash"),
+        ("draft_model", "draft-model"),
+    ],
+)
+def test_names_of_algorithms(name: str, ours: str) -> None:
+    path = "--speculative-draft-model-path d"
+    assert read(f"{path} --speculative-algorithm {name}") == read(f"{path} --speculative-algorithm {ours}")
+    offline = make_config("m", {"speculative_algorithm": name, "speculative_draft_model_path": "d"})
+    assert offline.speculative == read(f"{path} --speculative-algorithm {ours}")
+
+
+def test_a_start_line_of_sglang_without_a_draft_model() -> None:
+    assert read(
+        "--speculative-algorithm NGRAM --speculative-num-draft-tokens 12 "
+        "--speculative-ngram-min-match-window-size 1 --speculative-ngram-max-match-window-size 12"
+    ) == SpeculativeConfig(algorithm="ngram", num_draft_tokens=12, prompt_lookup_min=1, prompt_lookup_max=12)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "both"),
+    [
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 5}, (5, 5)),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 7}, (1, 7)),
+        ({}, (2, 4)),
+    ],
+)
+def test_vllm_takes_one_bound_of_prompt_lookup_for_both(
+    bounds: dict[str, int], both: tuple[int, int]
+) -> None:
+    found = read(theirs(method="ngram", num_speculative_tokens=4, **bounds))
+    assert (found.algorithm, found.max_drafts) == ("ngram", 4)
+    assert (found.prompt_lookup_min, found.prompt_lookup_max) == both
+
+
+def test_drafts_of_a_step() -> None:
+    """A chain of S steps has S drafts; SGLang's draft tokens are these and the row's last token."""
+    head = "--speculative-algorithm EAGLE --speculative-draft-model-path d"
+    assert read(head).max_drafts == 0
+    assert read(f"{head} --speculative-num-steps 3").max_drafts == 3
+    assert read(f"{head} --speculative-num-draft-tokens 4").max_drafts == 3
+    assert read(f"{head} --speculative-num-steps 3 --speculative-num-draft-tokens 4").max_drafts == 3
+    assert read(f"{head} --speculative-num-draft-tokens 16").max_drafts == 15
+
+
+WRONG = [
+    ("--speculative-algorithm EAGLE3", ["eagle3", "--speculative-draft-model-path"]),
+    ("--speculative-algorithm dflash", ["dflash", "--speculative-draft-model-path"]),
+    ("--speculative-algorithm STANDALONE", ["draft-model", "--speculative-draft-model-path"]),
+    ("--speculative-algorithm ngram --speculative-draft-model-path d", ["ngram", "takes no"]),
+    ("--speculative-num-draft-tokens 4", ["need --speculative-algorithm"]),
+    ("--speculative-prompt-lookup-max 3", ["need --speculative-algorithm"]),
+    (
+        "--speculative-draft-model-path d --speculative-prompt-lookup-max 3",
+        ["--speculative-prompt-lookup-min and -max need --speculative-algorithm ngram"],
+    ),
+    ("--speculative-draft-model-path d --speculative-eagle-topk 4", ["trees are not served yet", "not 4"]),
+    ("--speculative-draft-model-path d --speculative-eagle-topk 0", ["--speculative-eagle-topk", "got 0"]),
+    ("--speculative-draft-model-path d --speculative-num-draft-tokens 17", ["<= 16", "got 17"]),
+    ("--speculative-draft-model-path d --speculative-num-draft-tokens 1", ["must be 2 to 16", "not 1"]),
+    ("--speculative-draft-model-path d --speculative-num-draft-tokens -1", ["got -1"]),
+    ("--speculative-draft-model-path d --speculative-num-steps 16", ["--speculative-num-steps", "got 16"]),
+    (
+        "--speculative-draft-model-path d --speculative-num-steps 3 --speculative-num-draft-tokens 8",
+        ["verifies 4 tokens", "not --speculative-num-draft-tokens 8"],
+    ),
+    ("--speculative-algorithm ngram --speculative-num-steps 3", ["ngram", "--speculative-num-steps"]),
+    (
+        "--speculative-algorithm DFLASH --speculative-draft-model-path d --speculative-num-steps 3",
+        ["dflash", "--speculative-num-steps"],
+    ),
+    ("--speculative-algorithm ngram --speculative-prompt-lookup-max 1", ["2 is more than", "1"]),
+    ("--speculative-algorithm ngram --speculative-prompt-lookup-max 99", ["got 99"]),
+    ("--speculative-algorithm medusa --speculative-draft-model-path d", ["medusa", "'eagle3'"]),
+    (theirs(method="mtp", model="d"), ["--speculative-config", "'mtp'", "'eagle3'"]),
+    (theirs(method="eagle3", model="d", num_speculative_tokens=16), ["<= 15", "num_speculative_tokens"]),
+    (theirs(method="eagle3", model="d", num_speculative_tokens=0), [">= 1", "num_speculative_tokens"]),
+    (
+        theirs(method="eagle3", model="d", num_speculative_tokens="3"),
+        ["`int | null`", "num_speculative_tokens"],
+    ),
+    (theirs(method="eagle3", model="d", draft_tensor_parallel_size=2), ["draft_tensor_parallel_size"]),
+    (theirs(method="eagle3", model="d", quantization="fp8"), ["unknown field", "`quantization`"]),
+    (theirs(method="eagle3"), ["eagle3 needs --speculative-draft-model-path"]),
+    (theirs(num_speculative_tokens=3), ["--speculative-config needs 'method' or 'model'"]),
+    ("--speculative-config '{'", ["--speculative-config"]),
+    ("--speculative-config 3", ["--speculative-config", "`object`"]),
+    ("--speculative-config", ["--speculative-config: expected one argument"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), WRONG)
+def test_what_does_not_fit_together_is_one_line(
+    line: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read(line)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert all(word in error for word in words), error
+
+
+def test_none_turns_the_rest_off() -> None:
+    found = read("--speculative-algorithm none --speculative-draft-model-path d --speculative-num-steps 3")
+    assert resolve_algorithm(found, {}, never).algorithm == "none"
+
+
+def test_generate_knows_them_too() -> None:
+    config, _ = parse_generate(["--input", "i", "--output", "o", "--speculative-algorithm", "NGRAM"])
+    assert config.speculative == SpeculativeConfig(algorithm="ngram")
+
+
+def test_help_explains_them() -> None:
+    text = " ".join(make_parser().format_help().split())
+    assert "ngram: looked up in the request's own text" in text
+
+
+# -- offline -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3}},
+        {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": "org/head",
+            "speculative_num_draft_tokens": 4,
+        },
+    ],
+)
+def test_settings_of_an_offline_engine(settings: dict[str, Any]) -> None:
+    assert make_config("m", settings).speculative == EAGLE3
+
+
+def test_an_offline_engine_without_a_draft_model() -> None:
+    assert make_config("m", {"speculative_config": None}) == make_config("m", {})
+    found = make_config("m", {"speculative_config": {"method": "ngram", "prompt_lookup_max": 3}})
+    assert found.speculative == SpeculativeConfig(algorithm="ngram", prompt_lookup_min=3, prompt_lookup_max=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculative_config": {"method": "eagle3", "rejection": 1}}, "`rejection`"),
+        ({"speculative_config": {"method": 3}}, r"\$.method"),
+        ({"speculative_config": "eagle3"}, "speculative-config"),
+        ({"speculative_config": {"method": "medusa", "model": "d"}}, "'medusa'"),
+        ({"speculative_algorithm": "eagle3"}, "--speculative-draft-model-path"),
+        ({"speculative_algorithm": ["eagle3"]}, "speculative_algorithm"),
+        ({"speculative_eagle_topk": 4, "speculative_draft_model_path": "d"}, "trees are not served yet"),
+        ({"speculative_num_draft_tokens": 40, "speculative_draft_model_path": "d"}, "<= 16"),
+        ({"algorithm": "ngram"}, "no setting algorithm"),
+    ],
+)
+def test_wrong_settings_of_an_offline_engine(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_config("m", settings)
+
+
+# -- the algorithm of a draft model ------------------------------------------------------------------
+
+
+def never(draft: Mapping[str, Any]) -> Algorithm:
+    raise AssertionError("the algorithm is known")
+
+
+def test_the_draft_model_says_what_it_is() -> None:
+    config = read("--speculative-draft-model-path d --speculative-num-steps 3")
+    assert config.algorithm == "auto"
+    found = resolve_algorithm(config, {"kind": "eagle3"}, lambda draft: draft["kind"])
+    assert (found.algorithm, found.max_drafts) == ("eagle3", 3)
+    with pytest.raises(ConfigError, match="dflash drafts all tokens at once"):
+        resolve_algorithm(config, {}, lambda draft: "dflash")
+
+
+def test_what_is_named_is_not_guessed() -> None:
+    config = read("--speculative-draft-model-path d --speculative-algorithm eagle")
+    assert resolve_algorithm(config, {}, never) == config
+    assert resolve_algorithm(SpeculativeConfig(), None, never).algorithm == "none"
+
+
+def test_settings_that_clients_may_see() -> None:
+    assert "speculative" not in public_settings(Config())
+    shown = public_settings(
+        parse(["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "/home/me/head"])
+    )["speculative"]
+    assert isinstance(shown, dict)
+    assert shown["speculative_algorithm"] == "eagle"
+    assert shown["speculative_draft_model_path"] == "head"
