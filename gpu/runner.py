@@ -25,7 +25,10 @@ from torch import Tensor
 from core.command import Command, CommandDone
 from core.plan import StepPlan
 from gpu.attention import AttentionBackend
-from gpu.context import ForwardContext
+from gpu.context import AuxStates, ForwardContext
+from gpu.draft.drafter import Drafter, StepOutcome
+from gpu.draft.stage import DraftStage
+from gpu.draft.stage import Key as DraftKey
 from gpu.embeds import Embedded, embedded
 from gpu.grammar.matchers import Masks, Matchers
 from gpu.hidden import HiddenRows, segments
@@ -55,9 +58,14 @@ ENTRIES = 4
 PAGE_WRITES = 8192
 """In one entry, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""
 
+MAX_SAMPLES = 1024
+"""Where rows have drafts: rows of logits, each 0.6 MB of a vocabulary of 152,000. At 256 rows that is three
+drafts each, and more tokens than a step verifies at the speed of its weights."""
+
 
 class Shape(NamedTuple):
-    """What the steps of a runner can hold. `pages` is the longest row of the page table."""
+    """What the steps of a runner can hold. `pages` is the longest row of the page table, `drafts` the most
+    that one row has."""
 
     rows: int
     tokens: int
@@ -66,10 +74,18 @@ class Shape(NamedTuple):
     page_size: int
     vocab: int
     hidden: HiddenShape
+    drafts: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Tokens that a step may sample: one of each row and its drafts, up to `MAX_SAMPLES`."""
+        return max(self.rows, min(self.rows * (1 + self.drafts), self.tokens, MAX_SAMPLES))
 
     def entries(self, device: torch.device) -> Entries:
         """Memory for the plans of such steps, which all ranks read."""
-        limits = Limits(self.rows, self.chunks, self.tokens, PAGE_WRITES, self.pages, samples=self.rows)
+        limits = Limits(
+            self.rows, self.chunks, self.tokens, PAGE_WRITES, self.pages, self.samples, self.drafts
+        )
         return Entries(limits, ENTRIES, device)
 
 
@@ -115,9 +131,11 @@ class ModelRunner:
         entries: Entries,
         processors: Mapping[str, Processor] = MappingProxyType({}),
         maintenance: Maintenance | None = None,
+        drafter: Callable[[SlotTables], Drafter] | None = None,
     ) -> None:
         """`entries` are shared by all ranks, `processors` are logit processors by name. Runs nothing before
-        `use_model`, `use_pool` and `prepare`. Without `maintenance` commands are refused."""
+        `use_model`, `use_pool` and `prepare`. Without `maintenance` commands are refused. `drafter` makes
+        what proposes tokens."""
         self.device = machine.device
         self.shape, self._machine, self._maintenance = shape, machine, maintenance
         limits = entries.limits
@@ -130,7 +148,12 @@ class ModelRunner:
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None
         self._ops: Callable[[StepView], Ops] | None = None
-        self._launches: Launches[Forward | Key] | None = None
+        self._drafts: DraftStage | None = None
+        if drafter is not None:
+            made = drafter(self.tables)
+            buffers.keep_aux(made.aux, limits.tokens)
+            self._drafts = DraftStage(made, self.tables, self._outcome, machine.launcher is not None)
+        self._launches: Launches[Forward | Key | DraftKey] | None = None
         self._unsettled: LaunchedStep | None = None
 
     # -- the step ----------------------------------------------------------------------------------
@@ -152,6 +175,8 @@ class ModelRunner:
             if uncaptured.every:
                 answer = self._read_hidden(plan, hidden, uncaptured)
         masks, sampled = self._choose(plan, launches)
+        if self._drafts is not None:
+            self._drafts.launch(plan, key, launches)
         answer = answer._replace(masks=masks, sampled=sampled)
         marks = Marks(began, mark(self.device))
         launched = LaunchedStep(plan.step, self._rings, ticket, marks, answer, self._matchers)
@@ -167,6 +192,8 @@ class ModelRunner:
             self.tables.page_table.view(-1).index_copy_(0, cells, pages)
         self._stage.prepare(plan, ticket)
         self._hidden.apply(plan.new_slots)
+        if self._drafts is not None:
+            self._drafts.drafter.prepare(plan)
 
     def _uncaptured(self, plan: StepPlan) -> Uncaptured | None:
         """What no graph holds of a plan's forward, mostly nothing."""
@@ -191,7 +218,9 @@ class ModelRunner:
             extras=self._hidden.take(model, hidden, uncaptured.routes, packed),
         )
 
-    def _choose(self, plan: StepPlan, launches: Launches[Forward | Key]) -> tuple[Masks | None, Sampled]:
+    def _choose(
+        self, plan: StepPlan, launches: Launches[Forward | Key | DraftKey]
+    ) -> tuple[Masks | None, Sampled]:
         """Launch the choice of a token for each row that samples."""
         self._settle()
         self._matchers.apply(plan.new_slots)
@@ -209,11 +238,21 @@ class ModelRunner:
 
     # -- the work of the launches ------------------------------------------------------------------
 
-    def _run(self, key: Forward | Key) -> None:
+    def _run(self, key: Forward | Key | DraftKey) -> None:
         if isinstance(key, Forward):
             self._forward(key)
+        elif isinstance(key, DraftKey):
+            assert self._drafts is not None
+            self._drafts.run(key)
         else:
             self._stage.work(key)()
+
+    def _outcome(self, key: Forward | None) -> StepOutcome:
+        """What a step of this size leaves for the drafter; None: of any size."""
+        buffers, shape = self._buffers, self.shape
+        key = key or Forward(shape.tokens, shape.samples, shape.chunks, shape.samples)
+        samples = buffers.samples.first(key.samples)
+        return StepOutcome(buffers.view(key), samples, buffers.rows.live, self._stage.chosen, buffers.aux)
 
     def _forward(self, key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> Tensor:
         """Everything up to the hidden states of the rows that sample, which it leaves in the buffers.
@@ -231,7 +270,9 @@ class ModelRunner:
         if given is not None:  # behind the decode rows, however many tokens those have
             given = given._replace(rows=given.rows + view.num_decode)
         wanted = samples.rows if key.chunks and key.samples and not every else None
-        ctx = ForwardContext(view.positions, self._ops(view), pairs, wanted, brief, given, routes)
+        ctx = ForwardContext(
+            view.positions, self._ops(view), pairs, wanted, brief, given, routes, self._aux()
+        )
         hidden = self._ready().forward(ctx, view.ids)
         out = buffers.sample_hidden[: key.samples]
         if wanted is not None:
@@ -239,6 +280,11 @@ class ModelRunner:
         else:
             torch.index_select(hidden, 0, samples.rows, out=out)
         return hidden
+
+    def _aux(self) -> AuxStates | None:
+        """Where a forward keeps the hidden states that a draft model reads."""
+        aux, drafts = self._buffers.aux, self._drafts
+        return None if aux is None or drafts is None else AuxStates(drafts.drafter.aux or (), aux)
 
     def _head(self, rows: int) -> Tensor:
         """Logits float32 [rows, vocab] of the first rows that sample."""
@@ -259,8 +305,10 @@ class ModelRunner:
         if self._launches is not None or self._model is None or self._ops is None:
             return
         make = self._machine.launcher
-        launches: Launches[Forward | Key] = Launches(None if make is None else make(), self._run)
-        keys = list(self._machine.sizes.all())
+        launches: Launches[Forward | Key | DraftKey] = Launches(None if make is None else make(), self._run)
+        keys: list[Forward | Key | DraftKey] = list(self._machine.sizes.all())
+        if self._drafts is not None:
+            keys += self._drafts.keys([key for key in keys if isinstance(key, Forward)])
         for done, key in enumerate(keys, 1):
             work: Work = partial(self._run, key)
             launches.capture(
@@ -286,9 +334,13 @@ class ModelRunner:
         """See `gpu.maintenance.Replaceable`. Graphs hold the addresses of weights and pages: both go."""
         self._launches = None
         self._model = model
+        if self._drafts is not None:
+            self._drafts.drafter.use_model(model)
 
     def use_pool(self, pool: KvPool | None) -> None:
         """See `gpu.maintenance.Replaceable`."""
         self._launches = None
         self._machine.attention.bind(pool)
         self._ops = None if pool is None else self._machine.ops(pool)
+        if self._drafts is not None:
+            self._drafts.drafter.use_pool(pool)

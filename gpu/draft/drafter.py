@@ -7,12 +7,14 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from core.plan import StepPlan
+from gpu.kv.pool import KvPool
+from gpu.models.base import CausalModel
 from gpu.state.view import StepView
 from gpu.step.buffers import Samples
 
 
 class StepOutcome(NamedTuple):
-    """What a step leaves on the device for its drafter, at fixed addresses (all of it is captured in graphs).
+    """What a step leaves on the device for its drafter, at fixed addresses.
 
     view     inputs of the forward, of the step's padded sizes
     samples  rows (step row of each sample), slots, positions (of the token chosen), drafts
@@ -29,14 +31,36 @@ class StepOutcome(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes tokens behind every step. Owner: launch thread."""
+    """Proposes tokens behind every step. Owner: launch thread.
+
+    What `follow` and `propose` launch is captured in graphs where there are any, so both read and write fixed
+    addresses. Drafts are guesses: a wrong one costs time and changes no text.
+    """
+
+    aux: tuple[int, ...] | None
+    """Layers of the target whose inputs a step keeps; none of them: the states behind its last norm; None:
+    no hidden states are wanted."""
+    keeps_kv: bool
+    """Whether it has KV of its own: it takes in every step's tokens, and drafts where the plan has pages for
+    them."""
+
+    def use_model(self, target: CausalModel | None) -> None:
+        """Draft for this target from now on; None: for none, and its weights may go."""
+        ...
+
+    def use_pool(self, pool: KvPool | None) -> None:
+        """Use pages of the same numbers as the target's `pool`; None lets go of them."""
+        ...
 
     def prepare(self, plan: StepPlan) -> None:
         """Launch what new slots need ahead of their step (uncaptured; mostly nothing)."""
         ...
 
+    def follow(self, outcome: StepOutcome) -> None:
+        """Behind acceptance: take in the step's tokens, of decode rows and of chunks."""
+        ...
+
     def propose(self, outcome: StepOutcome, rows: int) -> None:
-        """Behind acceptance, inside a graph: for each of the (at most `rows`) first samples that are rows'
-        own (the first `outcome.samples.drafts.rows` of them), write `SlotTables.drafts[slot]` =
-        [count, ids...] (count <= K)."""
+        """Behind `follow`, for each of the (at most `rows`) first samples that are rows' own (the first
+        `outcome.samples.drafts.rows` of them): write `SlotTables.drafts[slot]` = [count, ids...]."""
         ...

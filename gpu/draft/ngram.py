@@ -14,6 +14,8 @@ from torch import Tensor
 from core.plan import NewSlot, StepPlan
 from core.types import Ints
 from gpu.draft.drafter import StepOutcome
+from gpu.kv.pool import KvPool
+from gpu.models.base import CausalModel
 from gpu.state.history import (
     AVERAGE,
     LEAST,
@@ -112,6 +114,9 @@ class NgramDrafter:
     samples: of a step that it missed its texts lack the tokens, and its drafts are worse until they are
     out of the ring."""
 
+    aux = None
+    keeps_kv = False
+
     def __init__(
         self,
         tables: SlotTables,
@@ -134,6 +139,15 @@ class NgramDrafter:
         words = history_words(tables.slots, context, tables.drafts.device)
         self.history = History(words, most, longest, shortest)
         self._tables, self._look_up = tables, look_up
+
+    def use_model(self, target: CausalModel | None) -> None:
+        """See `Drafter.use_model`: texts are all it needs."""
+
+    def use_pool(self, pool: KvPool | None) -> None:
+        """See `Drafter.use_pool`."""
+
+    def follow(self, outcome: StepOutcome) -> None:
+        """See `Drafter.follow`: `propose` takes in what rows accepted."""
 
     def prepare(self, plan: StepPlan) -> None:
         """Upload the texts of new slots: a cached prefix is in no chunk. In order on the stream, so a slot's

@@ -48,6 +48,16 @@ class DraftModel(ABC):
         """What the draft reads of the target, a new [n, hidden] or `aux` itself, from [n, layers * hidden] of
         its auxiliary states; by this step's operations where they are given."""
 
+    @property
+    def width(self) -> int:
+        """Of the hidden states that it reads and makes."""
+        return self.spec.decoder.hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the same."""
+        return self._parameters.dtype
+
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, draft_vocab] of hidden states [n, hidden]."""
         return self._target.logits(hidden) if self._head is None else self._head.to_float32(hidden)
@@ -76,6 +86,8 @@ class DraftModel(ABC):
 
 class ChainModel(DraftModel):
     """Drafts one token after the other: each forward also makes the hidden states that the next one reads."""
+
+    shifted = True
 
     @abstractmethod
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,17 @@ class StepBuffers:
         self._chunks = ints(2, chunks), ints(chunks + 1)
         drafts = DraftSamples(ints(1), ints(limits.rows + 1))
         self.samples = Samples(ints(samples), ints(samples), ints(samples), drafts)
+        self._hidden = hidden
+        self.aux: Tensor | None = None
+        """[tokens, layers * hidden]: hidden states that a draft model reads, where there is one."""
         self.sample_hidden = torch.zeros(samples, hidden.width, dtype=hidden.dtype, device=device)
+
+    def keep_aux(self, layers: tuple[int, ...] | None, tokens: int) -> None:
+        """Make room for the hidden states of `layers`, or for the last ones, of every token of a step."""
+        if layers is not None:
+            width, dtype = self._hidden
+            shape = tokens, max(len(layers), 1) * width
+            self.aux = torch.zeros(shape, dtype=dtype, device=self._at.device)
 
     def view(self, key: Forward, placed: tuple[ChunkRow, ...] = ()) -> StepView:
         """The inputs of a forward of these sizes."""

@@ -131,7 +131,7 @@ class SamplingStage:
         self._options = SlotOptions(slots)
         self._tokens = token_tables(slots, where)
         self._logits = torch.zeros(rows, vocab, dtype=torch.float32, device=where)
-        self._chosen = torch.zeros(rows, dtype=torch.int64, device=where)
+        self.chosen = torch.zeros(rows, dtype=torch.int64, device=where)
         self._masks = MaskRows(
             torch.full((rows,), -1, dtype=torch.int32, device=where),
             torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=where),
@@ -206,7 +206,7 @@ class SamplingStage:
             self._masked = False
             return
         count, width = masks.bits.shape
-        which = np.full(len(self._chosen), -1, np.int32)
+        which = np.full(len(self.chosen), -1, np.int32)
         which[masks.rows] = np.arange(count)
         self._masks.which.copy_(upload(which, self._logits.device))
         self._masks.bits[:count, :width].copy_(upload(masks.bits, self._logits.device))
@@ -220,7 +220,7 @@ class SamplingStage:
         for at, block in asked.blocks():
             rows = block.columns.samples
             raw = self._logits.index_select(0, rows) if aside is None else aside[at]
-            tokens = self._chosen.index_select(0, rows).clamp_(min=0)
+            tokens = self.chosen.index_select(0, rows).clamp_(min=0)
             after = weights = None
             if block.any(AFTER_MASK | AFTER_ALL | SUPPORT):
                 after = self._logits.index_select(0, rows)
@@ -273,9 +273,9 @@ class SamplingStage:
     def _draw(self, logits: Tensor, filtered: bool) -> None:
         rows, _, kernels, pdl = self._device
         count = len(logits)
-        kernels.choose(logits, rows.first(count), self._chosen[:count], filtered=filtered, pdl=pdl)
+        kernels.choose(logits, rows.first(count), self.chosen[:count], filtered=filtered, pdl=pdl)
 
     def _accept(self, count: int, counts: Counts | None = None) -> None:
         rows, rings, kernels, pdl = self._device
-        chosen = self._chosen[:count]
+        chosen = self.chosen[:count]
         kernels.accept(chosen, rows.first(count), rings.cursor, rings.answers, counts, pdl=pdl)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,10 +25,12 @@ from core.grammar import GrammarCompiler
 from core.plan import RowLogprobs, StepPlan, StepResult
 from core.schedule.scheduler import Scheduler
 from core.types import Finish
+from gpu.draft.drafter import Drafter
 from gpu.executor import LocalExecutor
 from gpu.runner import Machine, ModelRunner
 from gpu.sample.processors import Processor
 from gpu.state.entry import Limits
+from gpu.state.tables import SlotTables
 from gpu.step.launched import LaunchedStep
 from gpu.step.rings import Entries
 from gpu.step.sampling import sampling_slots
@@ -39,10 +42,12 @@ ROWS, PAGE, STEP_TOKENS, SAMPLES = 6, 4, 48, 40
 
 
 class Drafts(NamedTuple):
-    """At most `depth` of a row, each the next token of its text with probability `right`, else another."""
+    """At most `depth` of a row, each the next token of its text with probability `right`, else another; or
+    those of a `drafter` of a runner's tables."""
 
     depth: int
     right: float
+    drafter: Callable[[Rig, SlotTables], Drafter] | None = None
 
 
 class Watched:
@@ -86,7 +91,8 @@ class DraftingRunner:
         assert self.loop is not None
         self.loop.call_soon_threadsafe(self.stepped.set)
         tables = self._runner.tables
-        for slot in plan.decode_slots.tolist() if self._drafts.depth else ():
+        given = self._drafts.depth and self._drafts.drafter is None
+        for slot in plan.decode_slots.tolist() if given else ():
             drafts = self._propose(slot, int(tables.length[slot]) + 1)
             tables.drafts[slot] = torch.tensor([self._random.randint(0, len(drafts)), *drafts])
         self._prompts |= {new.slot: new.prompt for new in plan.new_slots}
@@ -149,7 +155,10 @@ class Drafting:
         rig = Rig(path, PAGE, ROWS, PAGE * pages)
         shape, width = rig.runner.shape, pages + 1
         limits = Limits(ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth)
-        runner = ModelRunner(shape, machine(rig), Entries(limits, 4, CPU), processors)
+        shape = shape._replace(tokens=STEP_TOKENS, drafts=drafts.depth)
+        make = None if drafts.drafter is None else partial(drafts.drafter, rig)
+        runner = ModelRunner(shape, machine(rig), Entries(limits, 4, CPU), processors, drafter=make)
+        self.tables = runner.tables
         with device_thread(CPU):
             runner.use_model(rig.model)
             runner.use_pool(rig.pool)

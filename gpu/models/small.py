@@ -1,0 +1,38 @@
+"""A small model of the target's vocabulary that drafts for it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from core.errors import ModelError
+from gpu.context import ForwardContext
+from gpu.models.base import CausalModel
+from gpu.ops.base import Ops
+
+
+class SmallModel:
+    """`gpu.draft.chain.Chain` over a language model of its own, which reads nothing of its target."""
+
+    token_ids = None
+    shifted = False
+
+    def __init__(self, model: CausalModel, target: CausalModel) -> None:
+        """Raises `ModelError` where the vocabularies differ in size."""
+        own, vocab = model.spec.vocab_size, target.spec.vocab_size
+        if own != vocab:
+            raise ModelError(f"The draft model's vocab_size ({own}) is not the target's ({vocab}).")
+        self._model = model
+        self.width, self.dtype = model.spec.hidden, model.embedding.dtype
+
+    def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
+        """See `Chain.fuse`."""
+        return aux
+
+    def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Chain.forward`."""
+        made = self._model.forward(ctx, ids)
+        return made, made
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Chain.logits`."""
+        return self._model.logits(hidden)

@@ -1,0 +1,66 @@
+"""Every drafter through all layers: whatever a request asks for, it gets what it gets without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.helper.process import HelperProcess
+from app.text.tokenizer import Tokenizer
+from gpu.grammar import Compiler
+from tests.rigs import drafters, tiny_model
+from tests.rigs.draft_jobs import HOSTS_OWN, STOP, Engines, jobs, same
+from tests.rigs.drafting import Drafts
+from tests.rigs.tiny_model import VOCAB, Tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"))
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Tiny) -> Iterator[Engines]:
+    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
+    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
+    yield Engines(tiny.path, tokenizer, compiler)
+    compiler.close()
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("depth", [1, 3, 7])
+async def test_a_draft_model_that_is_the_target_is_always_right(
+    engines: Engines, tiny: Tiny, depth: int, overlap: int
+) -> None:
+    """Drawn tokens too: drafts have the noise of their positions."""
+    plain = await engines.plain(jobs())
+    engine = engines.make(Drafts(depth, 0.0, drafters.small(tiny.path)), overlap)
+    for answer in await engine.answers(jobs()):
+        same(answer, plain[answer.run.id])
+        most = engine.runner.most[answer.run.prompt.tobytes()]
+        assert most == 1 if answer.run.id in HOSTS_OWN else most <= 1 + depth
+    assert max(engine.runner.most.values()) == 1 + depth
+    assert engine.runner.most[plain["greedy"].run.prompt.tobytes()] == 1 + depth
+    assert engine.runner.most[plain["seeded"].run.prompt.tobytes()] == 1 + depth
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle-sglang", "eagle3", "eagle3.1"])
+@pytest.mark.parametrize(("depth", "overlap"), [(1, 0), (3, 1), (5, 2)])
+async def test_a_heads_guesses_change_no_text(
+    engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
+) -> None:
+    plain = await engines.plain(jobs())
+    engine = engines.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
+    for answer in await engine.answers(jobs()):
+        same(answer, plain[answer.run.id])
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+async def test_looked_up_drafts_change_no_text(engines: Engines, overlap: int) -> None:
+    plain = await engines.plain(jobs())
+    engine = engines.make(Drafts(4, 0.0, drafters.ngram(4)), overlap)
+    for answer in await engine.answers(jobs()):
+        same(answer, plain[answer.run.id])
+    assert max(engine.runner.most.values()) > 1

@@ -1,0 +1,77 @@
+"""Drafters of tiny models over a CPU's runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from core.env import read_json
+from core.models import ModelSpec, read_draft
+from gpu.attention import TorchAttention
+from gpu.build import spec_of
+from gpu.draft.chain import Chain, ChainDrafter, DraftMachine
+from gpu.draft.drafter import Drafter
+from gpu.draft.ngram import NgramDrafter
+from gpu.kv.pool import KvPool
+from gpu.models.base import CausalModel
+from gpu.models.small import SmallModel
+from gpu.ops.plain import TorchOps
+from gpu.sample import torch_kernels
+from gpu.state.tables import SlotTables
+from gpu.weights import load_draft, load_model
+from tests.rigs import draft_heads
+from tests.rigs.drafting import SAMPLES
+from tests.rigs.runner import CPU, Rig
+
+Make = Callable[[Rig, SlotTables], Drafter]
+
+
+def ngram(depth: int) -> Make:
+    """Looks up single tokens: random texts repeat nothing longer."""
+    return lambda rig, tables: NgramDrafter(tables, 256, depth, longest=3, shortest=1)
+
+
+def head(name: str, directory: Path) -> Make:
+    """One of the formats of `draft_heads`, which this writes."""
+    path = draft_heads.write(name, directory)
+
+    def make(rig: Rig, tables: SlotTables) -> Drafter:
+        spec = read_draft(read_json(path / "config.json") or {}, rig.spec)
+        aux = spec.aux_layers or (() if spec.final else None)
+
+        def load(target: CausalModel) -> Chain:
+            found = load_draft(spec, path, target, torch.float32, CPU)
+            assert isinstance(found, Chain)
+            return found
+
+        return ChainDrafter(load, _machine(spec.decoder), tables, aux, SAMPLES)
+
+    return make
+
+
+def small(path: Path) -> Make:
+    """A model of its own, say the target once more, whose drafts are all right."""
+
+    def make(rig: Rig, tables: SlotTables) -> Drafter:
+        def load(target: CausalModel) -> Chain:
+            model = load_model(spec_of(path), path, torch.float32, CPU)
+            model.seal()
+            return SmallModel(model, target)
+
+        return ChainDrafter(load, _machine(spec_of(path)), tables, None, SAMPLES)
+
+    return make
+
+
+def _machine(spec: ModelSpec) -> DraftMachine:
+    attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
+    heads = (spec.kv_heads, spec.head_dim)
+
+    def make_pool(pool: KvPool) -> KvPool:
+        return KvPool(spec.kv_layers, pool.num_pages, pool.page_size, heads, torch.float32, CPU)
+
+    return DraftMachine(
+        attention, lambda pool: lambda view: TorchOps(view, attention), make_pool, torch_kernels
+    )
