@@ -52,6 +52,8 @@ from gpu.step.steps import Forward, StepSizes
 from gpu.thread import assert_device_thread
 from gpu.transfer import upload
 
+StepKey = Forward | Key | DraftKey
+
 ENTRIES = 4
 """Of each ring: the deepest overlap is 2, and a step more is written while one is read."""
 
@@ -153,7 +155,7 @@ class ModelRunner:
             made = drafter(self.tables)
             buffers.keep_aux(made.aux, limits.tokens)
             self._drafts = DraftStage(made, self.tables, self._outcome, machine.launcher is not None)
-        self._launches: Launches[Forward | Key | DraftKey] | None = None
+        self._launches: Launches[StepKey] | None = None
         self._unsettled: LaunchedStep | None = None
 
     # -- the step ----------------------------------------------------------------------------------
@@ -218,9 +220,7 @@ class ModelRunner:
             extras=self._hidden.take(model, hidden, uncaptured.routes, packed),
         )
 
-    def _choose(
-        self, plan: StepPlan, launches: Launches[Forward | Key | DraftKey]
-    ) -> tuple[Masks | None, Sampled]:
+    def _choose(self, plan: StepPlan, launches: Launches[StepKey]) -> tuple[Masks | None, Sampled]:
         """Launch the choice of a token for each row that samples."""
         self._settle()
         self._matchers.apply(plan.new_slots)
@@ -238,7 +238,7 @@ class ModelRunner:
 
     # -- the work of the launches ------------------------------------------------------------------
 
-    def _run(self, key: Forward | Key | DraftKey) -> None:
+    def _run(self, key: StepKey) -> None:
         if isinstance(key, Forward):
             self._forward(key)
         elif isinstance(key, DraftKey):
@@ -305,8 +305,8 @@ class ModelRunner:
         if self._launches is not None or self._model is None or self._ops is None:
             return
         make = self._machine.launcher
-        launches: Launches[Forward | Key | DraftKey] = Launches(None if make is None else make(), self._run)
-        keys: list[Forward | Key | DraftKey] = list(self._machine.sizes.all())
+        launches: Launches[StepKey] = Launches(None if make is None else make(), self._run)
+        keys: list[StepKey] = list(self._machine.sizes.all())
         if self._drafts is not None:
             keys += self._drafts.keys([key for key in keys if isinstance(key, Forward)])
         for done, key in enumerate(keys, 1):
