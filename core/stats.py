@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import msgspec
+import numpy as np
+
+from core.types import Ints
 
 
 class CacheStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +64,42 @@ class Histogram(msgspec.Struct):
         self.total += value * count
 
 
-class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+class DraftStatistics(msgspec.Struct):
+    """What steps did with drafts, those of requests that ended meanwhile too. Accepted are those equal to
+    what was sampled, whether the client gets them or a stop cuts them off. It grows: what was read before may
+    be more now."""
+
+    per_position: list[int]
+    """Accepted drafts that were the first of their row, the second, and so on."""
+    rows: int = 0
+    """Rows of steps with at least one draft."""
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: Ints, counts: Ints | None) -> None:
+        """One step: `StepResult.drafted` and `StepResult.counts`."""
+        took = drafted > 0
+        self.rows += int(took.sum())
+        self.drafted += int(drafted.sum())
+        if counts is None:
+            return
+        accepted = (counts[took] - 1).clip(0)
+        self.accepted += int(accepted.sum())
+        for position, count in enumerate(np.bincount(accepted)[:0:-1].cumsum()[::-1].tolist()):
+            self.per_position[position] += count
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a row with drafts; 0 before the first."""
+        return (self.rows + self.accepted) / self.rows if self.rows else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Share of the drafts that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The step loop. Seconds."""
 
     scheduler: SchedulerStatistics
@@ -77,3 +115,5 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     inter_token: Histogram
     end_to_end: Histogram
     queue: Histogram
+    drafts: DraftStatistics | None = None
+    """None without speculative decoding."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -118,6 +118,15 @@ Sink = Callable[[int, Piece], None]
 """Called on the loop with (choice index, piece); must neither block nor raise."""
 
 
+class DraftCounts(NamedTuple):
+    """What speculative decoding did for a choice: steps that verified drafts, these drafts, and those of
+    them that are in the answer."""
+
+    steps: int
+    drafted: int
+    accepted: int
+
+
 class Run(Protocol):
     """A job under way. Owner: event loop."""
 
@@ -134,6 +143,10 @@ class Run(Protocol):
     @property
     def reasoning_tokens(self) -> int:
         """Reasoning tokens in all choices so far; 0 where they are not parsed."""
+        ...
+
+    def drafts(self, index: int) -> DraftCounts | None:
+        """Of one choice so far; None where the engine does not speculate."""
         ...
 
     def count(self, *states: State) -> int:

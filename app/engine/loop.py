@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, clock: Clock) -> None:
         self._scheduler = scheduler
-        self.recorder = Recorder(clock)
+        self.recorder = Recorder(clock, executor.capabilities.max_drafts)
         self.failure: str | None = None
         self.hung = False
         """The failure is a device that does not answer: its threads never end."""
@@ -178,6 +178,8 @@ class Engine:
                 return
             confirmed = self._scheduler.apply(result)
             self.recorder.step(confirmed.rows, result.seconds)
+            if self.recorder.drafts is not None and result.drafted is not None:
+                self.recorder.drafts.add(result.drafted, result.counts)
             self._backlog.add(confirmed)
         self._submit()
         if not self._scheduler.in_flight:

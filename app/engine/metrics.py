@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core.clock import Clock
 from core.request import Request
-from core.stats import EngineStatistics, Histogram, SchedulerStatistics
+from core.stats import DraftStatistics, EngineStatistics, Histogram, SchedulerStatistics
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bounds of the histograms, from one fast decode step to the slowest answers."""
@@ -20,8 +20,10 @@ class Recorder:
     Owner: event loop. `lag` is set by `Housekeeping`.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, max_drafts: int = 0) -> None:
+        """`max_drafts` of a row; 0: no speculative decoding."""
         self._clock = clock
+        self.drafts = DraftStatistics([0] * max_drafts) if max_drafts else None
         self._ttft = _times()
         self._inter_token = _times()
         self._end_to_end = _times()
@@ -70,4 +72,5 @@ class Recorder:
             inter_token=self._inter_token,
             end_to_end=self._end_to_end,
             queue=self._queue,
+            drafts=self.drafts,
         )

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from app.engine.failure import UNREADABLE, failure
-from app.engine.job import Generator, Job, Piece, Run, Sink
+from app.engine.job import DraftCounts, Generator, Job, Piece, Run, Sink
 from app.parsers.reading import Reading
 from app.text.tokenizer import Tokenizer
 from core.errors import ContextExceeded, LoomError
@@ -131,6 +131,14 @@ class WatchedRun:
     def reasoning_tokens(self) -> int:
         """See `app.engine.job.Run.reasoning_tokens`."""
         return sum(choice.reasoning for choice in self._choices)
+
+    def drafts(self, index: int) -> DraftCounts | None:
+        """See `app.engine.job.Run.drafts`. Of both requests, where reasoning was cut."""
+        first, second = self._first.drafts(index), self._choices[index].second
+        after = None if second is None else second.drafts(0)
+        if first is None or after is None:
+            return first
+        return DraftCounts(*map(sum, zip(first, after, strict=True)))
 
     def count(self, *states: State) -> int:
         """See `app.engine.job.Run.count`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from app.engine.job import Job, Piece, Sink
+from app.engine.job import DraftCounts, Job, Piece, Sink
 from app.engine.loop import Engine
 from core.plan import PromptLogprobs
 from core.request import Request, SamplingParams, State
@@ -42,6 +42,14 @@ class LiveRun:
     def reasoning_tokens(self) -> int:
         """See `app.engine.job.Run.reasoning_tokens`."""
         return 0
+
+    def drafts(self, index: int) -> DraftCounts | None:
+        """See `app.engine.job.Run.drafts`."""
+        if not self._engine.capabilities.max_drafts:
+            return None
+        request = self.requests[index]
+        counts = request.drafts
+        return DraftCounts(counts.steps, counts.drafted, counts.delivered(len(request.output)))
 
     def count(self, *states: State) -> int:
         """See `app.engine.job.Run.count`."""

@@ -70,26 +70,36 @@ class Timelines:
             "grammar_ms": _ms(entry.grammar),
             "steps": steps,
             "mean_rows": round(rows / steps, 1) if steps else 0.0,
-            "choices": [_choice(request, now) for request in entry.requests],
+            "choices": [self._choice(request, now) for request in entry.requests],
+        }
+
+    def _choice(self, request: Request, now: float) -> dict[str, object]:
+        started, first = request.started_at, request.first_token_at
+        return {
+            "state": request.state.name.lower(),
+            "prompt_tokens": len(request.prompt),
+            "cached_tokens": request.cached,
+            "output_tokens": len(request.output),
+            **({} if self._recorder.drafts is None else _drafts(request)),
+            "queue_ms": _ms((started or now) - request.arrival),
+            "prefill_ms": _ms((first or now) - started) if started else None,
+            "decode_ms": _ms(now - first) if first else None,
+            "retractions": request.retractions,
+            "finish_reason": request.finish.reason.value if request.finish else None,
+            "events": [
+                {"at_ms": _ms(when - request.arrival), "event": what, "tokens": tokens}
+                for when, what, tokens in request.history
+            ],
         }
 
 
-def _choice(request: Request, now: float) -> dict[str, object]:
-    started, first = request.started_at, request.first_token_at
+def _drafts(request: Request) -> dict[str, object]:
+    """Steps that verified drafts, and the drafts, with those behind a stop."""
+    drafts = request.drafts
     return {
-        "state": request.state.name.lower(),
-        "prompt_tokens": len(request.prompt),
-        "cached_tokens": request.cached,
-        "output_tokens": len(request.output),
-        "queue_ms": _ms((started or now) - request.arrival),
-        "prefill_ms": _ms((first or now) - started) if started else None,
-        "decode_ms": _ms(now - first) if first else None,
-        "retractions": request.retractions,
-        "finish_reason": request.finish.reason.value if request.finish else None,
-        "events": [
-            {"at_ms": _ms(when - request.arrival), "event": what, "tokens": tokens}
-            for when, what, tokens in request.history
-        ],
+        "verify_steps": drafts.steps,
+        "drafted_tokens": drafts.drafted,
+        "accepted_tokens": drafts.accepted,
     }
 
 

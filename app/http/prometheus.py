@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 
 from app.service import Phase, Service
-from core.stats import EngineStatistics, Histogram
+from core.stats import DraftStatistics, EngineStatistics, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Not OpenMetrics: it renames metrics with a colon, which breaks dashboards."""
@@ -47,6 +47,12 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
             "e2e_request_latency_seconds",
         )
     },
+    "loom_drafts_total": ("vllm:spec_decode_num_drafts_total",),
+    "loom_draft_tokens_total": ("vllm:spec_decode_num_draft_tokens_total",),
+    "loom_accepted_tokens_total": ("vllm:spec_decode_num_accepted_tokens_total",),
+    "loom_accepted_tokens_per_position_total": ("vllm:spec_decode_num_accepted_tokens_per_pos_total",),
+    "loom_accept_length": ("sglang:spec_accept_length",),
+    "loom_accept_ratio": ("sglang:spec_accept_rate",),
     "loom_queue_time_seconds": ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
 }
 """Further names of metrics."""
@@ -113,6 +119,8 @@ def _engine(s: EngineStatistics) -> Iterator[Figure]:
     yield _counter("loom_device_seconds_total", "Device seconds of all steps.", s.device_seconds)
     yield _gauge("loom_loop_lag_seconds", "Highest recent delay of the event loop, in seconds.", s.loop_lag)
     yield from _latencies(s)
+    if s.drafts is not None:
+        yield from _drafts(s.drafts)
 
 
 def _queue(s: EngineStatistics) -> Iterator[Figure]:
@@ -173,6 +181,18 @@ def _latencies(s: EngineStatistics) -> Iterator[Figure]:
     yield _histogram("loom_inter_token_latency_seconds", "Seconds between tokens.", s.inter_token)
     yield _histogram("loom_e2e_request_latency_seconds", "Seconds from arrival to the end.", s.end_to_end)
     yield _histogram("loom_queue_time_seconds", "Seconds from arrival to the first step.", s.queue)
+
+
+def _drafts(d: DraftStatistics) -> Iterator[Figure]:
+    yield _counter("loom_drafts_total", "Rows of steps that verified drafts.", d.rows)
+    yield _counter("loom_draft_tokens_total", "Draft tokens verified.", d.drafted)
+    text = "Draft tokens equal to what was sampled, also those behind a stop."
+    yield _counter("loom_accepted_tokens_total", text, d.accepted)
+    name, text = "loom_accepted_tokens_per_position_total", "Accepted draft tokens, by position in their row."
+    positions = [((str(position),), (count,)) for position, count in enumerate(d.per_position)]
+    yield Figure(CounterMetricFamily, name, text, positions, ("position",))
+    yield _gauge("loom_accept_length", "Mean tokens of a row with drafts, since the start.", d.length)
+    yield _gauge("loom_accept_ratio", "Share of the drafts accepted, since the start.", d.rate)
 
 
 def _gauge(name: str, help: str, value: float, **labels: str) -> Figure:

@@ -33,13 +33,14 @@ class RowLogprobs(msgspec.Struct, frozen=True, gc=False):
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Tokens of the rows that sampled, int32 [n], in plan order; -1 where logits were not finite, which is
     the last of its row. `counts` int32 [rows that sampled] says how many are each row's: 1 to `query_length`,
-    0 for a row that is at its limit; None: one each. `logprobs` maps an index in `tokens` to the token's
-    log-probabilities, for the rows that report them; `failed` maps the index of the -1 of a row that cannot
-    go on to the reason, for its client. `prompt_logprobs` maps a slot to those of its chunk. `hidden` maps a
-    slot to the hidden states that its chunk or row returns, float32 [n, width]: one row for a sum, else one
-    for each token that was computed and accepted. `experts` does the same for the experts that a router
-    chose, int32 [n, layers, experts per token], best first, zeros in layers without. `seconds` is the time
-    the device spent on the step."""
+    0 for a row that is at its limit; None: one each. `drafted` int32 [rows that sampled] says how many drafts
+    of each were verified, of which `counts` - 1 were accepted; None: no row may have drafts. `logprobs` maps
+    an index in `tokens` to the token's log-probabilities, for the rows that report them; `failed` maps the
+    index of the -1 of a row that cannot go on to the reason, for its client. `prompt_logprobs` maps a slot to
+    those of its chunk. `hidden` maps a slot to the hidden states that its chunk or row returns, float32
+    [n, width]: one row for a sum, else one for each token that was computed and accepted. `experts` does the
+    same for the experts that a router chose, int32 [n, layers, experts per token], best first, zeros in
+    layers without. `seconds` is the time the device spent on the step."""
 
     step: int
     tokens: Ints
@@ -50,6 +51,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     hidden: dict[int, Floats] = {}
     experts: dict[int, Ints] = {}
     counts: Ints | None = None
+    drafted: Ints | None = None
 
 
 class StepFailure(msgspec.Struct, frozen=True, gc=False):

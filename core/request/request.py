@@ -42,6 +42,29 @@ class Pinning(msgspec.Struct):
     """Tokens that were pinned, by mark; empty until the whole prompt is planned."""
 
 
+class Drafts(msgspec.Struct):
+    """What speculative decoding did for a request: counts of its steps that verified drafts."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    """Equal to what was sampled, also those behind a stop: the device knows no stop."""
+    end: int = 0
+    """Output tokens after the last of these steps, those behind a stop too."""
+
+    def verified(self, drafted: int, made: int, output: int) -> None:
+        """One more step: it verified `drafted` tokens and made `made` after the first `output`."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += max(made - 1, 0)
+        self.end = output + made
+
+    def delivered(self, output: int) -> int:
+        """Accepted drafts among the `output` tokens that the client gets. The last token of a step is no
+        draft. Where a stop string cuts off several steps, it is up to one less for each but the first."""
+        return max(self.accepted - max(self.end - output - 1, 0), 0)
+
+
 class Request(msgspec.Struct, eq=False):
     """One request: its parameters and its progress.
 
@@ -84,6 +107,7 @@ class Request(msgspec.Struct, eq=False):
     ran: float = 0.0
     """Seconds that it had run when it was last retracted."""
     retractions: int = 0
+    drafts: Drafts = msgspec.field(default_factory=Drafts)
     started_at: float = 0.0
     first_token_at: float = 0.0
     finish: Finish | None = None

@@ -7,9 +7,8 @@ import re
 import msgspec
 
 from app.http.keys import SERVICE
+from tests.rigs.metrics import samples
 from tests.rigs.server import Server
-
-LINE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*\})? (\S+)')
 
 TYPES = {
     "gauge": """
@@ -43,19 +42,6 @@ TYPES = {
         sglang:e2e_request_latency_seconds sglang:queue_time_seconds
     """,
 }
-
-
-def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """Values by name and labels."""
-    values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            match = LINE.fullmatch(line)
-            assert match, line
-            key = match[1], frozenset(re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', match[2] or ""))
-            assert key not in values, "a sample appears twice"
-            values[key] = float(match[3])
-    return values
 
 
 async def test_metrics(server: Server) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from core.plan import StepPlan, StepResult
 from core.request import Request
+from core.request.request import Drafts
 from core.schedule.scheduler import Confirmed
 from core.types import Finish, FinishReason
 from tests.rigs.executor import oracle
@@ -86,6 +87,52 @@ def test_a_stop_id_cuts_in_the_middle() -> None:
     assert confirmed.ends == {1: Finish(FinishReason.STOP, 9)}
     assert (a.output, b.output, confirmed.rows) == ([1, 5, 9], [1, 8, 9], 2)
     assert h.scheduler.counters.output_tokens == 6, "what was delivered"
+
+
+def drafted(*counts: int) -> np.ndarray:
+    return np.array(counts, np.int32)
+
+
+def test_a_request_knows_its_drafts() -> None:
+    h = Harness(drafts=3, samples=32)
+    a, b = h.request([1, 2, 3], 20), h.request([4, 5, 6], 20)
+    decoding(h, a, b)
+    answer(h, plan_of(h), [[5, 6, 7], [8]], drafted=drafted(3, 0))
+    answer(h, plan_of(h), [[9], [5, 6]], drafted=drafted(2, 1))
+    assert (a.drafts.steps, a.drafts.drafted, a.drafts.accepted) == (2, 5, 2)
+    assert (b.drafts.steps, b.drafts.drafted, b.drafts.accepted) == (1, 1, 1)
+    assert (a.drafts.delivered(len(a.output)), b.drafts.delivered(len(b.output))) == (2, 1)
+
+
+def test_a_step_without_drafts_counts_for_nobody() -> None:
+    h = Harness(drafts=3, samples=32)
+    a = h.request([1, 2, 3], 20)
+    decoding(h, a)
+    confirmed = h.scheduler.apply(StepResult(plan_of(h).step, np.array([5], np.int32), drafted=drafted(0)))
+    assert (confirmed.tokens, a.drafts) == ([5], Drafts())
+
+
+@pytest.mark.parametrize(
+    ("row", "delivered"), [([9, 5, 6, 7], 1), ([5, 9, 6, 7], 2), ([5, 6, 9, 7], 3), ([5, 6, 7, 9], 3)]
+)
+def test_drafts_behind_a_stop_are_accepted_and_not_delivered(row: list[int], delivered: int) -> None:
+    h = Harness(drafts=3, samples=32)
+    a = h.request([1, 2, 3], 20, stop_ids=frozenset({9}))
+    decoding(h, a)
+    answer(h, plan_of(h), [[5, 6]], drafted=drafted(3))
+    answer(h, plan_of(h), [row], drafted=drafted(3))
+    assert (a.drafts.drafted, a.drafts.accepted) == (6, 4)
+    assert a.drafts.delivered(len(a.output)) == 1 + delivered
+
+
+def test_drafts_of_a_request_that_has_left_count_for_nobody() -> None:
+    h = Harness(drafts=3, samples=32)
+    a, b = h.request([1, 2, 3], 20), h.request([4, 5, 6], 20)
+    decoding(h, a, b)
+    plan = plan_of(h)
+    h.scheduler.abort(a)
+    answer(h, plan, [[5, 6], [7, 8]], drafted=drafted(3, 3))
+    assert (a.drafts, b.drafts.accepted) == (Drafts(), 1)
 
 
 def test_min_tokens_is_counted_within_a_row() -> None:

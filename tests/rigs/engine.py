@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from app.engine.job import Job, Piece, Sink
+from app.engine.job import DraftCounts, Job, Piece, Sink
 from app.text.stops import check_stops
 from core.errors import ContextExceeded, LoomError, RequestError
 from core.plan import PromptLogprobs, RowLogprobs, Support
@@ -91,6 +91,9 @@ class FakeRun:
     @property
     def reasoning_tokens(self) -> int:
         return 0
+
+    def drafts(self, index: int) -> DraftCounts | None:
+        return self.engine.drafts
 
     def count(self, *states: State) -> int:
         return sum(request.state in states for request in self.requests)
@@ -217,6 +220,8 @@ class FakeEngine:
         self.scripts: list[list[str]] = []
         """Outputs of the next jobs: a token per piece, then stop."""
         self.cached = 0
+        self.drafts: DraftCounts | None = None
+        """Of every choice; None: the engine does not speculate."""
         self.head: Callable[[Ints, int], list[float]] | None = None
         """A fake classification head: from the prompt and the start of its second text to scores."""
         self.processors: tuple[str, ...] = ()

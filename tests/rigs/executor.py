@@ -134,12 +134,13 @@ class FakeExecutor:
         self.table[writes.slots, writes.indices] = writes.pages
         before = self.length.copy()
         self._check_common(plan)
-        rows = self._decode(plan)
+        rows, drafted = self._decode(plan)
         for chunk in plan.chunks:
             assert self.length[chunk.slot] == chunk.start
             self._store(chunk.slot, chunk.start, chunk.tokens)
         ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
         rows += [[self._sample(slot)] for slot in ends]
+        drafted += [0] * len(ends)
         slots = [
             slot for slot, made in zip([*plan.decode_slots.tolist(), *ends], rows, strict=True) for _ in made
         ]
@@ -157,10 +158,12 @@ class FakeExecutor:
             plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan, before),
             experts=self._experts(plan, before),
             counts=None if all(len(made) == 1 for made in rows) else counts,
+            drafted=np.array(drafted, np.int32) if capabilities.max_drafts else None,
         )  # fmt: skip
 
-    def _decode(self, plan: StepPlan) -> list[list[int]]:
-        """The tokens that each decode row accepts. All tokens are stored before any row reads."""
+    def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
+        """The tokens that each decode row accepts, and its number of drafts. All tokens are stored before any
+        row reads."""
         left, queries = plan.drafts, []
         for slot in plan.decode_slots.tolist():
             free = int(self.limit[slot] - self.length[slot])
@@ -171,9 +174,9 @@ class FakeExecutor:
                 rejected = np.full(drafts, REJECTED)
                 self._store(slot, int(self.length[slot]), np.asarray([self.cell[slot], *rejected]))
                 self.length[slot] -= drafts
-        return [
-            self._accept(slot, query) for slot, query in zip(plan.decode_slots.tolist(), queries, strict=True)
-        ]
+        slots = plan.decode_slots.tolist()
+        rows = [self._accept(slot, query) for slot, query in zip(slots, queries, strict=True)]
+        return rows, [max(query - 1, 0) for query in queries]
 
     def _accept(self, slot: int, query: int) -> list[int]:
         """Accepted tokens of a row with query length `query`; its last token is stored already."""

@@ -90,11 +90,14 @@ async def health_generate(request: web.Request) -> object:
 
 @ROUTES.add("GET /server_info", "GET /get_server_info", has="version status model_card internal_states")
 async def server_info(request: web.Request) -> object:
-    """Settings and statistics. SGLang's bench reads `internal_states` and `max_total_num_tokens`, the size of
-    the KV pool."""
+    """Settings and statistics. SGLang's bench reads `internal_states`, of them `avg_spec_accept_length`, and
+    `max_total_num_tokens`, the size of the KV pool."""
     service = request.app[SERVICE]
     statistics = service.loaded.engine.statistics()
     pool = statistics.scheduler.cache
+    state = msgspec.to_builtins(statistics)
+    if statistics.drafts is not None:
+        state["avg_spec_accept_length"] = statistics.drafts.length
     card = msgspec.to_builtins(service.loaded.card)
     del card["path"]
     return {
@@ -104,7 +107,7 @@ async def server_info(request: web.Request) -> object:
         "started_at": service.started_at,
         "model_card": card,
         "max_total_num_tokens": pool.total * pool.page_size,
-        "internal_states": [msgspec.to_builtins(statistics)],
+        "internal_states": [state],
     }
 
 

@@ -50,7 +50,23 @@ def usage(runs: Sequence[Run], completion_tokens: int) -> dict[str, object]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(run.cached for run in runs)},
-        "completion_tokens_details": {"reasoning_tokens": sum(run.reasoning_tokens for run in runs)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(run.reasoning_tokens for run in runs),
+            **_predicted(runs),
+        },
+    }
+
+
+def _predicted(runs: Sequence[Run]) -> dict[str, int]:
+    """OpenAI's counts of predicted tokens: here those that were drafted. None without speculation."""
+    if runs[0].drafts(0) is None:
+        return {}
+    found = [run.drafts(index) for run in runs for index in range(run.choices)]
+    counts = [each for each in found if each is not None]
+    accepted = sum(each.accepted for each in counts)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(each.drafted for each in counts) - accepted,
     }
 
 
@@ -287,7 +303,7 @@ class Chunks(Frames[dict[str, Any]]):
 
     def _meta_info(self, run: Run, own: int, piece: Piece) -> dict[str, object]:
         """SGLang's, of one choice."""
-        meta = meta_info(self._request.id, run, len(piece.tokens), piece.finish)
+        meta = meta_info(self._request.id, run, own, len(piece.tokens), piece.finish)
         if run.params.logprobs >= 0 and piece.logprobs is not None:
             entries = output_entries(piece.tokens, piece.logprobs)
             meta["output_token_logprobs"] = [[entry.value, entry.token, None] for entry in entries]

@@ -11,7 +11,7 @@ from app.api.request.experts import check_experts, experts
 from app.api.request.hidden import check_states, states
 from app.api.request.logprobs import Entry, Namer, output_entries, prompt_entries, token_details
 from app.api.request.schema import NativeBody
-from app.engine.job import Job, Piece, Run
+from app.engine.job import DraftCounts, Job, Piece, Run
 from app.http.delivery import Frames
 from app.http.reply import encode_long, pieces
 from app.service import Loaded
@@ -29,8 +29,8 @@ GROWTH = 16
 this, 64 choices of 1,000 tokens with 20 log-probabilities each are 25 GB of events."""
 
 
-def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str, object]:
-    """SGLang's `meta_info` of a choice with this many output `tokens`."""
+def meta_info(id: str, run: Run, choice: int, tokens: int, finish: Finish | None) -> dict[str, object]:
+    """SGLang's `meta_info` of a `choice` of the run, with this many output `tokens`."""
     meta: dict[str, object] = {
         "id": id,
         "finish_reason": None if finish is None else _finish(finish, tokens),
@@ -40,7 +40,21 @@ def meta_info(id: str, run: Run, tokens: int, finish: Finish | None) -> dict[str
     }
     if run.params.support:
         meta["output_token_sampling_mask_length"] = tokens
+    if finish is not None and (drafts := run.drafts(choice)) is not None:
+        meta |= _speculation(drafts)
     return meta
+
+
+def _speculation(drafts: DraftCounts) -> dict[str, object]:
+    """How drafts of a complete choice were accepted. Its length is that of the steps that verified any."""
+    steps, drafted, accepted = drafts
+    return {
+        "spec_accept_rate": accepted / drafted if drafted else 0.0,
+        "spec_accept_length": (steps + accepted) / steps if steps else 0.0,
+        "spec_accept_token_num": accepted,
+        "spec_draft_token_num": drafted,
+        "spec_verify_ct": steps,
+    }
 
 
 def _finish(finish: Finish, tokens: int) -> dict[str, object]:
@@ -109,8 +123,8 @@ class NativeFrames(Frames[Any]):
     def _meta(self, index: int, tokens: int, finish: Finish | None) -> dict[str, object]:
         """`meta_info` without log-probabilities."""
         which, choice = divmod(index, self._n)
-        id = self._jobs[which].id
-        return meta_info(id if self._n == 1 else f"{id}-{choice}", self._runs[which], tokens, finish)
+        id = self._jobs[which].id if self._n == 1 else f"{self._jobs[which].id}-{choice}"
+        return meta_info(id, self._runs[which], choice, tokens, finish)
 
     def output_lists(self, piece: Piece) -> dict[str, list[object]]:
         """Lists with an entry for each of the piece's tokens."""
