@@ -136,8 +136,8 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
     algorithm: Annotated[
         Algorithm,
         "how tokens are drafted; ngram: looked up in the request's own text; draft-model: by a small model "
-        "with the same vocabulary; the others: by a head of that kind; auto: what the draft model's "
-        "config.json says, none without one",
+        "with the same vocabulary; the others: by a head of that kind; auto: that of the head, by its "
+        "config.json, or none without one",
     ] = "auto"
     draft_model_path: Annotated[
         str, "the head or small model that drafts: a Hugging Face directory or a hub id"
@@ -260,9 +260,19 @@ def resolve_algorithm(
     algorithm_of: Callable[[Mapping[str, Any]], Algorithm],
 ) -> SpeculativeConfig:
     """`config` with its algorithm known: `auto` is what `algorithm_of` says of `draft`, the draft model's
-    config.json, and `none` where there is none. Raises `ConfigError`."""
-    if config.algorithm == "auto":
-        config = replace(config, algorithm="none" if draft is None else algorithm_of(draft))
+    config.json, and `none` where there is none. Raises `ConfigError`, also for the head of another one."""
+    if draft is None:
+        found: Algorithm = "none" if config.algorithm == "auto" else config.algorithm
+    elif config.algorithm in ("none", "draft-model"):  # any model of the vocabulary may be the small one
+        found = config.algorithm
+    else:
+        found = algorithm_of(draft)
+        if config.algorithm not in ("auto", found):
+            raise ConfigError(
+                f"{config.draft_model_path} drafts by {found}, "
+                f"not by --speculative-algorithm {config.algorithm}"
+            )
+    config = replace(config, algorithm=found)
     check_speculation(config)
     return config
 

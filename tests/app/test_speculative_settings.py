@@ -232,9 +232,21 @@ def test_the_draft_model_says_what_it_is() -> None:
         resolve_algorithm(config, {}, lambda draft: "dflash")
 
 
-def test_what_is_named_is_not_guessed() -> None:
+def test_what_is_named_has_to_be_what_the_draft_model_is() -> None:
     config = read("--speculative-draft-model-path d --speculative-algorithm eagle")
-    assert resolve_algorithm(config, {}, never) == config
+    assert resolve_algorithm(config, {}, lambda draft: "eagle") == config
+    with pytest.raises(ConfigError, match="d drafts by eagle3, not by --speculative-algorithm eagle"):
+        resolve_algorithm(config, {}, lambda draft: "eagle3")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--speculative-algorithm ngram", "--speculative-algorithm draft-model --speculative-draft-model-path d"],
+)
+def test_what_needs_no_head_is_not_guessed(line: str) -> None:
+    config = read(line)
+    draft = {"architectures": ["LlamaForCausalLM"]} if config.draft_model_path else None
+    assert resolve_algorithm(config, draft, never) == config
     assert resolve_algorithm(SpeculativeConfig(), None, never).algorithm == "none"
 
 
