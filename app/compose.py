@@ -13,7 +13,7 @@ from functools import partial
 
 import msgspec
 
-from app.checkpoint.checkpoint import Checkpoint, resolve
+from app.checkpoint.checkpoint import Checkpoint, resolve, resolve_draft
 from app.engine.loop import Engine
 from app.engine.operator import Operator
 from app.engine.submit import Submitter
@@ -24,14 +24,14 @@ from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic
-from core.config import Config, ModelConfig, SpeculativeConfig
-from core.env import cache_dir
-from core.errors import ConfigError
+from core.config import Config, ModelConfig, resolve_algorithm
+from core.env import cache_dir, read_object
 from core.executor import Capabilities, Executor
-from core.models import ModelSpec, read_spec
+from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
-from gpu.build import build_executor, pooling_of
+from gpu.build import Drafting, build_executor, pooling_of
 from gpu.grammar import Compiler, Refused
+from gpu.weights import config_from_gguf
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,6 @@ class Live(msgspec.Struct, frozen=True):
 def load(config: Config, progress: Progress) -> Live:
     """Fetch, read and place the model, and make an engine over it, which `live.engine.start(loop)` starts.
     Raises `ConfigError`; may run for minutes in any thread."""
-    if config.speculative.algorithm != "none" and config.speculative != SpeculativeConfig():
-        raise ConfigError("speculative decoding is not available yet")
     checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
     spec = read_spec(checkpoint.config, pooling_of(checkpoint.path))
     progress("tokenizer", 0.0)
@@ -74,7 +72,10 @@ def load(config: Config, progress: Progress) -> Live:
     helper = HelperProcess()
     generates = spec.task == "generate"
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
-    executor = build_executor(spec, checkpoint.path, config.model, config.cache, config.schedule, progress)
+    drafting = _drafting(config, progress)
+    executor = build_executor(
+        spec, checkpoint.path, config.model, config.cache, config.schedule, progress, drafting
+    )
     executor.prepare(partial(progress, "graphs"))
     progress("ready", 1.0)
     engine = _engine(executor, config)
@@ -91,6 +92,15 @@ def load(config: Config, progress: Progress) -> Live:
         helper=helper,
     )
     return Live(engine, submitter, loaded, grammars)
+
+
+def _drafting(config: Config, progress: Progress) -> Drafting:
+    """The settings of speculative decoding, with the algorithm that the draft model is for."""
+    path = resolve_draft(config.speculative.draft_model_path, config.model, lambda text: progress(text, 0.0))
+    facts = None
+    if path is not None:
+        facts = config_from_gguf(path) if path.is_file() else read_object(path / "config.json")
+    return Drafting(resolve_algorithm(config.speculative, facts, algorithm_of), path)
 
 
 def _grammars(tokenizer: Tokenizer, width: int, helper: HelperProcess) -> Compiler | None:

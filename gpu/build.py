@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
 
-from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig
+from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
@@ -18,6 +19,9 @@ from core.models.quant import BLOCK
 from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
+from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
+from gpu.draft.build import Make as MakeDrafter
+from gpu.draft.chain import DraftMachine
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
 from gpu.maintenance import Maintenance
@@ -25,7 +29,7 @@ from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
 from gpu.parts import Parts, Sizes, Target
-from gpu.runner import Machine, ModelRunner
+from gpu.runner import Machine, ModelRunner, most_samples
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors
 from gpu.step.begin import begin_step
@@ -46,6 +50,16 @@ CPU_STEP = 2048
 CUDA_STEP = 8192
 """Tokens of a step: on an H200 8,192 in place of 2,048 brought 8% more of Qwen3-30B-A3B's prompts and answers
 together (256 at a time) and 22% more of its prompts, tiles of the experts tuned in between; nothing on 8B."""
+
+
+class Drafting(NamedTuple):
+    """Settings of speculative decoding, whose algorithm is known, and where the draft model lies."""
+
+    settings: SpeculativeConfig
+    path: Path | None = None
+
+
+NO_DRAFTS = Drafting(SpeculativeConfig(algorithm="none"))
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
@@ -76,6 +90,7 @@ def build_executor(
     cache: CacheConfig,
     schedule: ScheduleConfig,
     progress: Progress,
+    drafting: Drafting = NO_DRAFTS,
 ) -> LocalExecutor:
     """Estimate memory, load, allocate. The executor is not prepared: ranks capture on threads of their own.
 
@@ -89,13 +104,15 @@ def build_executor(
     device, dtype = target.device, target.dtype
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
+    dummy = model.load_format == "dummy"
+    draft = read_drafting(drafting.settings, drafting.path, spec, dummy, spec_of)
     progress("memory", 0.0)
-    memory = _memory(spec, target, sizes, cache)
+    memory = _memory(spec, target, sizes, cache, draft)
 
     def load(path: str) -> CausalModel:
         if Path(path) != source and spec_of(Path(path)) != spec_of(source):
             raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
-        weights = None if model.load_format == "dummy" else Path(path)
+        weights = None if dummy else Path(path)
         loaded = load_model(spec, weights, dtype, device, lambda share: progress("weights", share))
         loaded.seal()
         return loaded
@@ -105,7 +122,7 @@ def build_executor(
         loaded = load(str(source))
         if device.type == "cuda":
             # Weights are what they are now; before, they were reckoned.
-            memory = _memory(spec, target, sizes, cache, loaded=free - free_bytes(device))
+            memory = _memory(spec, target, sizes, cache, draft, loaded=free - free_bytes(device))
         for line in memory_table(memory):
             log.info("%s", line)
         sizes = sizes._replace(context=min(sizes.context, memory.tokens))
@@ -117,7 +134,7 @@ def build_executor(
 
         progress("pool", 0.0)
         maintenance = Maintenance(str(source), load, make_pool, both=device.type == "cpu")
-        parts = Parts(spec, target, sizes, processors, maintenance)
+        parts = Parts(spec, target, sizes, processors, maintenance, draft)
         if target.captures(spec):
             from gpu.cuda import captured_runner  # Triton, which a CPU may not have
 
@@ -136,6 +153,8 @@ def build_executor(
             vocab_size=spec.vocab_size,
             max_step_tokens=sizes.tokens,
             max_chunks=runner.shape.chunks,
+            max_drafts=runner.shape.drafts,
+            max_samples=runner.shape.samples,
             causal=spec.causal,
             dtype=str(dtype).removeprefix("torch."),
             weight_dtype=memory.weight_dtype,
@@ -166,7 +185,25 @@ def _called_runner(parts: Parts, page_size: int) -> ModelRunner:
 
         machine = with_kernels(machine)
     shape = parts.shape(page_size, parts.sizes.rows)
-    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.maintenance)
+    drafter = None
+    if (draft := parts.draft) is not None:
+        drafter = _called_drafter(draft, parts, shape.samples)
+    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.maintenance, drafter)
+
+
+def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
+    """The same of drafts."""
+    device, dtype, _ = parts.target
+    run = None
+    if (layers := draft.layers) is not None:
+        attention = TorchAttention([layers.window(layer) for layer in range(layers.layers)])
+        run = DraftMachine(
+            attention,
+            lambda pool: lambda view: TorchOps(view, attention),
+            pool_of(layers, dtype, device),
+            torch_kernels,
+        )
+    return make_drafter(draft, parts.sizes.context, samples, dtype, device, run)
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:
@@ -237,14 +274,21 @@ def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
         raise ConfigError(f"{flag} needs compute capability {least}, {target.facts.name} has {have}.")
 
 
-def _memory(spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, loaded: int = 0) -> MemoryPlan:
-    needs = None
+def _memory(
+    spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, draft: Draft | None, loaded: int = 0
+) -> MemoryPlan:
+    needs, page = None, 0
+    rows, tokens, _ = sizes
+    if draft is not None:
+        page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
     if target.device.type == "cuda":
-        rows, tokens, _ = sizes
-        graphs = len(list(PaddedSizes(rows, tokens, rows).all())) if target.captures(spec) else 0
-        needs = device_needs(spec, target.dtype, rows, tokens, graphs)
-    most = sizes.rows * sizes.context
-    return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)
+        samples = most_samples(rows, tokens, 0 if draft is None else draft.most)
+        graphs = len(list(PaddedSizes(samples, tokens, rows).all())) if target.captures(spec) else 0
+        needs = device_needs(spec, target.dtype, samples, rows, tokens, graphs)
+        if draft is not None:
+            needs = needs._replace(drafts=draft.held_bytes(spec, sizes, target.dtype))
+    most = rows * sizes.context
+    return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded, page)
 
 
 def _with_budget(schedule: ScheduleConfig, device: torch.device) -> ScheduleConfig:

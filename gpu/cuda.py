@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
 from core.models import ModelSpec
-from gpu.attention.backend import attention_config
+from gpu.attention.backend import AttentionBackend, attention_config
 from gpu.attention.selector import device_attention
 from gpu.device import HOPPER, CudaFacts
+from gpu.draft.build import make_drafter, pool_of
+from gpu.draft.chain import DraftMachine
+from gpu.kernels.draft import look_up
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
@@ -20,7 +25,7 @@ from gpu.kv.pool import KvPool
 from gpu.layers.moe import expert_scales
 from gpu.memory import page_dtype
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.parts import Parts
+from gpu.parts import Parts, Target
 from gpu.runner import Machine, ModelRunner
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.view import StepView
@@ -36,10 +41,37 @@ def captured_runner(
     parts: Parts, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig
 ) -> ModelRunner:
     """One whose steps are graphs. Raises `ConfigError` for an attention backend that is unavailable."""
-    spec, (device, dtype, facts), sizes = parts.spec, parts.target, parts.sizes
+    spec, (device, dtype, _), sizes = parts.spec, parts.target, parts.sizes
     shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
     entries = shape.entries(device)
     samples = entries.limits.samples  # each token of a decode row is sampled from, and a row to attention
+    attention, ops, pdl = _layers(spec, parts.target, model, cache, samples)
+    launcher = CudaGraphs if schedule.cuda_graphs else Plain
+    padded = PaddedSizes(samples, shape.tokens, shape.chunks)
+    machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
+    drafter = None
+    if (draft := parts.draft) is not None:
+        run = None
+        if (layers := draft.layers) is not None:
+            own = _layers(layers, parts.target, model, cache, samples)
+            run = DraftMachine(
+                own.attention, own.ops, pool_of(layers, page_dtype(cache, dtype), device), triton_kernels, pdl
+            )
+        drafter = make_drafter(draft, sizes.context, samples, dtype, device, run, partial(look_up, pdl=pdl))
+    return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
+
+
+class _Layers(NamedTuple):
+    """How a model's layers run."""
+
+    attention: AttentionBackend
+    ops: Callable[[KvPool], Callable[[StepView], TritonOps]]
+    pdl: bool
+
+
+def _layers(spec: ModelSpec, target: Target, model: ModelConfig, cache: CacheConfig, samples: int) -> _Layers:
+    """Those of `spec`, for steps of up to `samples` samples."""
+    device, dtype, facts = target
     config = attention_config(spec, cache.page_size, samples, dtype, device, facts)
     config = config._replace(cascade_rows=CASCADE_ROWS)
     if page_dtype(cache, dtype).itemsize == 1:
@@ -53,10 +85,7 @@ def captured_runner(
         kernels = Kernels(attention, pool.caches(), experts, pdl, config.kv_scales, counters, dense)
         return lambda view: TritonOps(view, kernels)
 
-    launcher = CudaGraphs if schedule.cuda_graphs else Plain
-    padded = PaddedSizes(samples, shape.tokens, shape.chunks)
-    machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
-    return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance)
+    return _Layers(attention, ops, pdl)
 
 
 def with_kernels(machine: Machine) -> Machine:

@@ -59,6 +59,7 @@ class Needs(NamedTuple):
     logits: int = 0
     counts: int = 0
     workspace: int = 0
+    drafts: int = 0
 
 
 class MemoryPlan(NamedTuple):
@@ -87,9 +88,11 @@ class MemoryPlan(NamedTuple):
         return self.available - self.weights - sum(self.needs) - self.pool
 
 
-def device_needs(spec: ModelSpec, dtype: torch.dtype, rows: int, step_tokens: int, graphs: int) -> Needs:
-    """What a GPU needs for `graphs` captured forwards of up to `step_tokens` tokens and `rows` samples, each
-    of which may be penalised. Reasoned from sizes, nothing is allocated.
+def device_needs(
+    spec: ModelSpec, dtype: torch.dtype, samples: int, rows: int, step_tokens: int, graphs: int
+) -> Needs:
+    """What a GPU needs for `graphs` captured forwards of up to `step_tokens` tokens and `samples` samples of
+    `rows` rows, each of which may be penalised. Reasoned from sizes, nothing is allocated.
 
     Graphs share one pool, so the largest decides; the warm-up runs of the same steps take as much again,
     outside it. Logits of all samples stand there three times: those of a graph, those that rows with options
@@ -98,7 +101,7 @@ def device_needs(spec: ModelSpec, dtype: torch.dtype, rows: int, step_tokens: in
     step = int(SLACK * step_tokens * _activation_bytes(spec, dtype))
     return Needs(
         graphs=step + graphs * spec.layers * NODES * NODE_BYTES,
-        logits=(3 * rows + SCORED) * spec.vocab_size * 4,
+        logits=(3 * samples + SCORED) * spec.vocab_size * 4,
         counts=rows * spec.vocab_size * COUNT_BYTES,
         workspace=step + WORKSPACE,
     )
@@ -151,11 +154,12 @@ def plan_memory(
     most_tokens: int,
     needs: Needs | None = None,
     loaded: int = 0,
+    draft_page: int = 0,
 ) -> MemoryPlan:
     """Weights first, then what the device needs, then as many pages as allowed, at most for `most_tokens`.
 
     `needs` are a GPU's; without, it is planned for a CPU. `loaded` is what weights that lie there already
-    were measured to take, beside what is `available` now.
+    were measured to take, beside what is `available` now; `draft_page` bytes a draft model has in each page.
 
     Raises `ConfigError` with need, have and the flag to change.
     """
@@ -182,7 +186,7 @@ def plan_memory(
             )
     size = cache.page_size
     kept = page_dtype(cache, dtype)
-    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), kept)
+    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), kept) + draft_page
     plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs(), _name(kept), kinds)
     if cache.kv_tokens:
         pages = -(-cache.kv_tokens // size) + 1
@@ -220,7 +224,7 @@ def _budget(left: int, fraction: float, on_cpu: bool) -> int:
 def memory_table(plan: MemoryPlan) -> Sequence[str]:
     """Lines for the log; what a device does not need has none."""
     pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens in {plan.kv_dtype}"
-    needs = zip(("graphs", "logits", "penalty counts", "workspace"), plan.needs, strict=True)
+    needs = zip(("graphs", "logits", "penalty counts", "workspace", "drafts"), plan.needs, strict=True)
     rows = [
         ("free before loading", plan.available, ""),
         ("weights", plan.weights, f"in {plan.weight_dtype}"),

@@ -9,6 +9,7 @@ import torch
 
 from core.models import ModelSpec
 from gpu.device import CudaFacts
+from gpu.draft.build import Draft
 from gpu.maintenance import Maintenance
 from gpu.runner import Shape
 from gpu.sample.processors import Processor
@@ -42,9 +43,11 @@ class Parts(NamedTuple):
     sizes: Sizes
     processors: Mapping[str, Processor]
     maintenance: Maintenance
+    draft: Draft | None = None
 
     def shape(self, page_size: int, chunks: int) -> Shape:
         """Of a runner whose steps have up to so many `chunks`."""
         spec, (rows, tokens, context) = self.spec, self.sizes
         pages, hidden = -(-context // page_size), HiddenShape(spec.hidden, self.target.dtype)
-        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, hidden)
+        drafts = 0 if self.draft is None else self.draft.most
+        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, hidden, drafts)

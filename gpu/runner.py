@@ -65,6 +65,11 @@ MAX_SAMPLES = 1024
 drafts each, and more tokens than a step verifies at the speed of its weights."""
 
 
+def most_samples(rows: int, tokens: int, drafts: int) -> int:
+    """Tokens that a step may sample: one of each row and its drafts, up to `MAX_SAMPLES`."""
+    return max(rows, min(rows * (1 + drafts), tokens, MAX_SAMPLES))
+
+
 class Shape(NamedTuple):
     """What the steps of a runner can hold. `pages` is the longest row of the page table, `drafts` the most
     that one row has."""
@@ -80,8 +85,8 @@ class Shape(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Tokens that a step may sample: one of each row and its drafts, up to `MAX_SAMPLES`."""
-        return max(self.rows, min(self.rows * (1 + self.drafts), self.tokens, MAX_SAMPLES))
+        """Tokens that a step may sample."""
+        return most_samples(self.rows, self.tokens, self.drafts)
 
     def entries(self, device: torch.device) -> Entries:
         """Memory for the plans of such steps, which all ranks read."""

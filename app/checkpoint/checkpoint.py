@@ -67,7 +67,7 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
     Reads and writes files and may run for minutes: call it before the loop starts or in a thread.
     Raises `ModelError` with one line that says what to change.
     """
-    offline = config.offline or (read("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on")
+    offline = _offline(config)
     name = config.model
     if not name:
         return _from_gguf(default_model(offline, progress), DEFAULT.name, config, progress)
@@ -85,6 +85,30 @@ def resolve(config: ModelConfig, progress: Progress) -> Checkpoint:
         f"there is no {name!r}. --model takes a directory with config.json, a .gguf file "
         "or a hub id like org/name."
     )
+
+
+def resolve_draft(name: str, config: ModelConfig, progress: Progress) -> Path | None:
+    """Where the draft model of speculative decoding lies, None for no name; a hub id is fetched, with the
+    settings of `config`. See `resolve`."""
+    if not name:
+        return None
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if (PACKAGE_ROOT / name).is_dir():
+        return PACKAGE_ROOT / name
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(
+            f"there is no {name!r}. --speculative-draft-model-path takes a directory with config.json, a "
+            ".gguf file or a hub id like org/name."
+        )
+    offline = _offline(config)
+    progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
+    return _download(name, offline, [*_HUB_CONFIG, _HUB_WEIGHTS])
+
+
+def _offline(config: ModelConfig) -> bool:
+    return config.offline or (read("HF_HUB_OFFLINE") or "").lower() in ("1", "true", "yes", "on")
 
 
 def _from_directory(path: Path, name: str, config: ModelConfig, progress: Progress) -> Checkpoint:

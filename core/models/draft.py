@@ -112,6 +112,16 @@ def read_draft(config: Config, target: ModelSpec) -> DraftSpec:
     return msgspec.structs.replace(spec, tokens=_tokens(fields), own=_needed(spec))
 
 
+def algorithm_of(config: Config) -> Algorithm | Literal["draft-model"]:
+    """How a checkpoint drafts, by its config.json: a head as its architecture says, any other model as a
+    small one. The config of EAGLE's own heads is a plain Llama's of one layer."""
+    fields = Fields(_unwrapped(config), _WHERE)
+    name = read.architecture_of(fields)
+    if name == "LlamaForCausalLM" and not fields.has("draft_vocab_size"):
+        return "eagle" if fields.size("num_hidden_layers", 0) == 1 else "draft-model"
+    return _kind(fields)[0] if name in _ARCHITECTURES else "draft-model"
+
+
 def _kind(fields: Fields) -> tuple[Algorithm, Reader]:
     name = read.architecture_of(fields)
     if name == "LlamaForCausalLM" and fields.has("draft_vocab_size"):

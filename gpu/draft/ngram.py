@@ -114,7 +114,7 @@ class NgramDrafter:
     samples: of a step that it missed its texts lack the tokens, and its drafts are worse until they are
     out of the ring."""
 
-    aux = None
+    aux: tuple[int, ...] | None = None
     keeps_kv = False
 
     def __init__(

@@ -51,8 +51,8 @@ class DraftStage:
         outcome: Callable[[Forward | None], StepOutcome],
         padded: bool,
     ) -> None:
-        """`outcome` gives what a step of that size leaves, for None the whole of its buffers. `padded`: work is
-        captured, in few sizes."""
+        """`outcome` gives what a step of that size leaves, for None the whole of its buffers. `padded`: work
+        is captured, in few sizes."""
         self.drafter = drafter
         self._tables, self._outcome = tables, outcome
         self._sizes = decode_sizes(tables.slots - 1) if padded else None

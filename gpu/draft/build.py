@@ -1,0 +1,149 @@
+"""From settings to what drafts: its sizes before anything is loaded, and the drafter itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from core.config import CacheConfig, SpeculativeConfig
+from core.env import read_object
+from core.errors import ConfigError, ModelError
+from core.models import DraftSpec, ModelSpec, read_draft
+from gpu.draft.chain import Chain, ChainDrafter, DraftMachine
+from gpu.draft.drafter import Drafter
+from gpu.draft.ngram import LookUp, NgramDrafter, look_up
+from gpu.kv.pool import KvPool
+from gpu.models.base import CausalModel
+from gpu.models.small import SmallModel
+from gpu.state.history import history_bytes
+from gpu.state.tables import SlotTables
+from gpu.weights import load_draft, load_model
+
+DRAFTS: Mapping[str, int] = {"ngram": 4, "eagle": 3, "eagle3": 3, "draft-model": 4}
+"""Drafts of a row where neither a flag nor the checkpoint says."""
+
+Make = Callable[[SlotTables], Drafter]
+SpecOf = Callable[[Path], ModelSpec]
+
+
+class Draft(NamedTuple):
+    """What drafts for a target.
+
+    settings  with the algorithm known
+    most      drafts of a row in one step
+    spec      of the draft model, a head or a small model; None: there is none
+    path      of its checkpoint; None: random weights
+    """
+
+    settings: SpeculativeConfig
+    most: int
+    spec: DraftSpec | ModelSpec | None = None
+    path: Path | None = None
+
+    @property
+    def layers(self) -> ModelSpec | None:
+        """The draft model's own layers."""
+        return self.spec.decoder if isinstance(self.spec, DraftSpec) else self.spec
+
+    @property
+    def aux(self) -> tuple[int, ...] | None:
+        """See `gpu.draft.drafter.Drafter.aux`."""
+        return self.spec.aux_layers if isinstance(self.spec, DraftSpec) else None
+
+    def page_bytes(self, cache: CacheConfig, dtype: torch.dtype) -> int:
+        """Bytes of the draft model's KV in pages of `dtype`, of one page."""
+        if (layers := self.layers) is None:
+            return 0
+        heads = (layers.kv_heads, layers.head_dim)
+        return KvPool.page_bytes(layers.kv_layers, cache.page_size, heads, dtype)
+
+    def held_bytes(self, target: ModelSpec, sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
+        """Bytes that drafting takes on a device beside pages; `sizes` are rows, tokens of a step and of a
+        text."""
+        rows, tokens, context = sizes
+        layers = self.layers
+        if layers is None:
+            return history_bytes(rows + 1, context)
+        weights = layers.num_parameters()
+        vocab = layers.vocab_size
+        if isinstance(self.spec, DraftSpec):
+            aux = max(len(self.spec.aux_layers), 1)
+            # The first layer's projections read two hidden states, and `fc` those of the target.
+            weights += layers.hidden * (layers.q_size + 2 * layers.kv_size + aux * target.hidden)
+            kept = tokens * aux * target.hidden
+            vocab = self.spec.draft_vocab
+        else:
+            kept = 0
+        logits = rows * (vocab + target.vocab_size) * 4
+        return (weights + kept + 8 * tokens * layers.hidden) * dtype.itemsize + logits
+
+
+def read_drafting(
+    settings: SpeculativeConfig, path: Path | None, target: ModelSpec, dummy: bool, spec_of: SpecOf
+) -> Draft | None:
+    """What `settings`, whose algorithm is known, ask for; `path` is the draft model's. Raises `ConfigError`
+    or `ModelError` for what cannot draft for the target."""
+    algorithm = settings.algorithm
+    if algorithm == "none":
+        return None
+    if not target.causal or target.task != "generate":
+        raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")
+    if algorithm == "dflash":
+        raise ConfigError("--speculative-algorithm dflash: block drafters are not served yet.")
+    most = settings.max_drafts
+    if algorithm == "ngram":
+        return Draft(settings, most or DRAFTS[algorithm])
+    assert path is not None, "checked with the settings"
+    held = None if dummy else path
+    if algorithm == "draft-model":
+        own = spec_of(path)
+        if own.vocab_size != target.vocab_size:
+            raise ModelError(
+                f"{path}: the draft model's vocab_size ({own.vocab_size}) is not the target's "
+                f"({target.vocab_size})."
+            )
+        return Draft(settings, most or DRAFTS[algorithm], own, held)
+    config = read_object(path / "config.json")
+    if config is None:
+        raise ModelError(f"{path} has no config.json: a head is a directory with one and safetensors.")
+    spec = read_draft(config, target)
+    return Draft(settings, most or spec.tokens or DRAFTS[algorithm], spec, held)
+
+
+def pool_of(layers: ModelSpec, dtype: torch.dtype, device: torch.device) -> Callable[[KvPool], KvPool]:
+    """Makes pages of a draft model's `layers` for a target's pool: as many, of as many tokens."""
+    heads = (layers.kv_heads, layers.head_dim)
+    return lambda pool: KvPool(layers.kv_layers, pool.num_pages, pool.page_size, heads, dtype, device)
+
+
+def make_drafter(
+    draft: Draft,
+    context: int,
+    samples: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    machine: DraftMachine | None,
+    look_up: LookUp = look_up,
+) -> Make:
+    """Makes the drafter of a runner whose steps have up to `samples` samples and whose texts `context`
+    tokens. `machine` runs the draft model, if there is one."""
+    if machine is None:
+        longest, shortest = draft.settings.prompt_lookup_max, draft.settings.prompt_lookup_min
+        return lambda tables: NgramDrafter(tables, context, draft.most, longest, shortest, look_up)
+    ready = machine
+
+    def load(target: CausalModel) -> Chain:
+        spec = draft.spec
+        if isinstance(spec, DraftSpec):
+            head = load_draft(spec, draft.path, target, dtype, device)
+            assert isinstance(head, Chain)
+            return head
+        assert spec is not None
+        model = load_model(spec, draft.path, dtype, device)
+        model.seal()
+        return SmallModel(model, target)
+
+    return lambda tables: ChainDrafter(load, ready, tables, draft.aux, samples)
