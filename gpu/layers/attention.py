@@ -7,7 +7,7 @@ import torch
 from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.parameters import Parameters
-from gpu.ops.base import HeadNorms, Rotation
+from gpu.ops.base import HeadNorms, Matrix, Rotation
 
 
 class Attention:
@@ -37,6 +37,18 @@ class Attention:
         """Attention output of the heads for `x` [n, inputs]: [n, heads * head_dim]."""
         ops = ctx.ops
         return ops.attend(self._layer, self._qkv(x, ops), self._heads, rotation, self._norms)
+
+    def kv_matrix(self) -> Matrix:
+        """The part of the projection that makes keys and values; void once the weights are sealed."""
+        weight, bias, _ = self._qkv.matrix
+        heads, kv_heads = self._heads
+        first = len(weight) // (heads + 2 * kv_heads) * heads
+        return Matrix(weight[first:], None if bias is None else bias[first:])
+
+    def store(self, ctx: ForwardContext, rotation: Rotation, kv: torch.Tensor) -> None:
+        """Write keys and values [n, 2 * kv_heads * head_dim], by `kv_matrix`, to their pages; attend to
+        nothing."""
+        ctx.ops.store(self._layer, kv, self._heads[1], rotation, self._norms)
 
     def project(self, ctx: ForwardContext, found: torch.Tensor) -> torch.Tensor:
         """Output projection of the heads' output: [n, hidden]."""

@@ -29,7 +29,7 @@ class Layer:
         prefix = f"model.layers.{layer}."
         self.number = layer
         self._before = RmsNorm(spec, f"{prefix}input_layernorm", parameters)
-        self._attention = Attention(spec, layer, f"{prefix}self_attn.", parameters, inputs)
+        self.attention = Attention(spec, layer, f"{prefix}self_attn.", parameters, inputs)
         self._after = RmsNorm(spec, f"{prefix}post_attention_layernorm", parameters)
         self._mlp: Mlp | SparseMlp
         if spec.moe is not None and layer in spec.moe.layers:
@@ -44,12 +44,12 @@ class Layer:
     ) -> torch.Tensor:
         """Attention output of the heads for `residual` [n, hidden], to which `part`, the output of the layer
         before (None in the first layer), is added in place. Rows are independent from here on."""
-        return self._attention.attend(ctx, rotation, self._before(ctx, part, residual))
+        return self.attention.attend(ctx, rotation, self._before(ctx, part, residual))
 
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
         `found` is added in place."""
-        x = self._attention.project(ctx, found)
+        x = self.attention.project(ctx, found)
         return self._mlp(ctx, self._after(ctx, x, residual))
 
 

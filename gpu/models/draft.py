@@ -32,10 +32,10 @@ class DraftModel(ABC):
         parameters = self._parameters = Parameters(dtype, device)
         decoder, own = spec.decoder, spec.own
         self._target = target
-        self._embedding = target.embedding
+        self.embedding = target.embedding
         if "embed_tokens.weight" in own:
             name = "model.embed_tokens.weight"
-            self._embedding = parameters.tensor(name, decoder.vocab_size, decoder.hidden)
+            self.embedding = parameters.tensor(name, decoder.vocab_size, decoder.hidden)
         self._head: Linear | None = None
         if "lm_head.weight" in own:
             self._head = parameters.linear("", decoder.hidden, {"lm_head": spec.draft_vocab})
@@ -76,9 +76,9 @@ class DraftModel(ABC):
             if low < 0 or high >= vocab:
                 raise ModelError(f"d2t of the draft model names token {low if low < 0 else high} of {vocab}.")
             self.token_ids, self._offsets = ids, None
-        own, shared = self._embedding, self._target.embedding
+        own, shared = self.embedding, self._target.embedding
         if own.shape == shared.shape and own.dtype == shared.dtype and torch.equal(own, shared):
-            self._embedding = shared  # some checkpoints carry a copy: up to a gigabyte
+            self.embedding = shared  # some checkpoints carry a copy: up to a gigabyte
         for linear in self._parameters.linears:
             linear.seal()
         self._parameters.places.clear()

@@ -27,7 +27,7 @@ class _Unnormed(Layer):
         del parameters.places["model.layers.0.input_layernorm.weight"]
 
     def attend(self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: Tensor) -> Tensor:
-        return self._attention.attend(ctx, rotation, residual)
+        return self.attention.attend(ctx, rotation, residual)
 
 
 class _Fused(Layer):
@@ -43,7 +43,7 @@ class _Fused(Layer):
         """Attention output of the heads, and the normed `hidden`."""
         normed = self._hidden_norm(ctx, None, hidden)
         pair = torch.cat([self._before(ctx, None, embedding), normed], dim=-1)
-        return self._attention.attend(ctx, rotation, pair), normed
+        return self.attention.attend(ctx, rotation, pair), normed
 
 
 def _rest(
@@ -78,7 +78,7 @@ class Eagle(ChainModel):
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChainModel.forward`."""
         rotation = self._rope(ctx)
-        pair = torch.cat([ctx.ops.embed(self._embedding, ids), hidden], dim=-1)
+        pair = torch.cat([ctx.ops.embed(self.embedding, ids), hidden], dim=-1)
         residual = self._fc(pair, ctx.ops)
         found = self._layers[0].attend(ctx, rotation, None, residual)
         part = _rest(ctx, rotation, self._layers, found, residual)
@@ -124,7 +124,7 @@ class Eagle3(ChainModel):
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChainModel.forward`."""
         rotation = self._rope(ctx)
-        embedding = ctx.ops.embed(self._embedding, ids)
+        embedding = ctx.ops.embed(self.embedding, ids)
         found, normed = self._first.attend_pair(ctx, rotation, embedding, hidden)
         residual = normed if self.spec.norm_before_residual else hidden
         part = _rest(ctx, rotation, self._layers, found, residual)

@@ -80,6 +80,13 @@ class Ops(Protocol):
         """
         ...
 
+    def store(
+        self, layer: int, kv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None
+    ) -> None:
+        """Norm and rotate keys and store them and values in their pages, as `attend` does. `kv`
+        [n, 2 * kv_heads * head_dim], whose rows may be strided, is used up."""
+        ...
+
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype: [n, outputs]."""
         ...

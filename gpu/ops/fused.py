@@ -134,6 +134,22 @@ class TritonOps:
         )
         return kernels.attention.attend(layer, q, view)
 
+    def store(
+        self, layer: int, kv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None
+    ) -> None:
+        """See `Ops.store`: `attend`'s kernel without queries."""
+        kernels = self._kernels
+        norm_rope_store(
+            kv,
+            kernels.caches[layer],
+            self._view.kv_slot_mapping,
+            rotation,
+            norms,
+            scales=kernels.kv_scales or (1.0, 1.0),
+            num_rows=self._rows,
+            pdl=kernels.pdl,
+        )
+
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
         return self._linear(x, matrix, gated=False)

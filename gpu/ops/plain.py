@@ -67,6 +67,17 @@ class TorchOps:
         self._attention.store(layer, x[:, q_heads:].view(n, 2, kv_heads, -1))
         return self._attention.attend(layer, x[:, :q_heads], self._view)
 
+    def store(
+        self, layer: int, kv: Tensor, kv_heads: int, rotation: Rotation, norms: HeadNorms | None
+    ) -> None:
+        """See `Ops.store`."""
+        x = kv.view(len(kv), 2, kv_heads, -1)
+        if norms is not None:
+            _, k_weight, eps = norms
+            x[:, 0] = F.rms_norm(x[:, 0], k_weight.shape, k_weight, eps)
+        rotate(x[:, 0], rotation)
+        self._attention.store(layer, x)
+
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
         weight, bias, scale = matrix

@@ -11,6 +11,7 @@ import torch
 from core.errors import ModelError
 from core.models import DraftSpec
 from gpu.models.base import CausalModel
+from gpu.models.dflash import DFlash
 from gpu.models.draft import DraftModel
 from gpu.models.eagle import Eagle, Eagle3
 from gpu.thread import device_thread
@@ -19,7 +20,7 @@ from gpu.weights.files import Progress, fill_from_safetensors, names_by_file
 from gpu.weights.fill import Filler
 from gpu.weights.stage import copier
 
-_MODELS: Mapping[str, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3}
+_MODELS: Mapping[str, type[DraftModel]] = {"eagle": Eagle, "eagle3": Eagle3, "dflash": DFlash}
 
 _BASE = "model."
 """What a checkpoint may leave out."""

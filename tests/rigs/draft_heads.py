@@ -19,6 +19,7 @@ from gpu.attention import TorchAttention
 from gpu.context import ForwardContext
 from gpu.kv.pool import KvPool
 from gpu.ops.plain import TorchOps
+from gpu.state.view import StepView
 from tests.rigs.arrays import ints
 from tests.rigs.views import Views
 
@@ -63,7 +64,8 @@ def _wrapped(kind: str, layers: Mapping[str, Any], **more: Any) -> dict[str, Any
 
 
 _REDUCED = {"draft_vocab_size": DRAFT_VOCAB, "target_hidden_size": HIDDEN}
-_QWEN3 = {**_LAYERS, "model_type": "qwen3", "num_hidden_layers": 2}
+_QWEN3 = {**_LAYERS, "model_type": "qwen3", "num_hidden_layers": 2, "attention_bias": False}
+BLOCK, MASK = 4, 200
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "eagle": {**_LAYERS, "architectures": ["LlamaForCausalLM"]},
@@ -95,6 +97,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "eagle3-speculators": _wrapped(
         "eagle3", _LAYERS, **_REDUCED, eagle_aux_hidden_state_layer_ids=[1, 3, 4], norm_before_residual=True
     ),
+    "dflash": {
+        **_QWEN3,
+        "architectures": ["DFlashDraftModel"],
+        "block_size": BLOCK,
+        "num_target_layers": 6,
+        "layer_types": ["full_attention"] * 2,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 3]},
+    },
+    "dflash-bias": {
+        **_QWEN3,
+        "architectures": ["DFlashDraftModel"],
+        "attention_bias": True,
+        "block_size": BLOCK,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4], "causal": True},
+    },
+    "dflash-speculators": _wrapped(
+        "dflash",
+        _QWEN3,
+        draft_vocab_size=DRAFT_VOCAB,
+        target_hidden_size=HIDDEN,
+        block_size=BLOCK,
+        mask_token_id=MASK,
+        aux_hidden_state_layer_ids=[2, 4],
+        sample_from_anchor=False,
+    ),
 }
 """By format."""
 
@@ -104,11 +131,16 @@ AUX: dict[str, tuple[int, ...]] = {
     "eagle3-vllm": (1, 2, 5),
     "eagle3.1": (2, 3, 3),
     "eagle3-speculators": (1, 3, 4),
+    "dflash": (2, 4),
+    "dflash-bias": (1, 3, 5),
+    "dflash-speculators": (2, 4),
 }
 """Layers of the target whose inputs they read."""
 
 
-def _layer(prefix: str, inputs: int = HIDDEN, qk_norm: bool = False) -> dict[str, tuple[int, ...]]:
+def _layer(
+    prefix: str, inputs: int = HIDDEN, qk_norm: bool = False, bias: bool = False
+) -> dict[str, tuple[int, ...]]:
     q, kv = HEADS * 16, KV_HEADS * 16
     norms = {f"self_attn.{of}_norm": (16,) for of in "qk"} if qk_norm else {}
     shapes: dict[str, tuple[int, ...]] = {
@@ -123,7 +155,10 @@ def _layer(prefix: str, inputs: int = HIDDEN, qk_norm: bool = False) -> dict[str
         "input_layernorm": (HIDDEN,),
         "post_attention_layernorm": (HIDDEN,),
     }
-    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+    biases = {f"{prefix}{name}.bias": shape[:1] for name, shape in shapes.items() if "_attn" in name and bias}
+    return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()} | {
+        name: shape for name, shape in biases.items() if "norm" not in name
+    }
 
 
 def _eagle(first: str = "layers.0.", fc: str = "fc") -> dict[str, tuple[int, ...]]:
@@ -138,6 +173,16 @@ def _eagle3(first: str = "midlayer.", count: int = 3, vocab: int = DRAFT_VOCAB) 
         "fc.weight": (HIDDEN, count * HIDDEN),
         "norm.weight": (HIDDEN,),
         "lm_head.weight": (vocab, HIDDEN),
+    }
+
+
+def _dflash(count: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    return {
+        **_layer("layers.0.", qk_norm=True, bias=bias),
+        **_layer("layers.1.", qk_norm=True, bias=bias),
+        "fc.weight": (HIDDEN, count * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
     }
 
 
@@ -161,6 +206,13 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     ),
     "eagle3.1": {**_eagle3(vocab=VOCAB), **{f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}},
     "eagle3-speculators": {**_eagle3("layers.0."), "embed_tokens.weight": (VOCAB, HIDDEN)},
+    "dflash": _dflash(2),
+    "dflash-bias": _dflash(3, bias=True),
+    "dflash-speculators": {
+        **_dflash(2),
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (DRAFT_VOCAB, HIDDEN),
+    },
 }
 
 
@@ -189,11 +241,13 @@ def write(name: str, directory: Path, **changes: torch.Tensor | None) -> Path:
 
 
 class Pages(NamedTuple):
-    """Runs chunks of slots over pages of a draft model's own."""
+    """Runs chunks and blocks of slots over pages of a model's own."""
 
     views: Views
     attention: TorchAttention
     pool: KvPool
+    seen: list[StepView]
+    """The views of all contexts so far."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int = 4) -> Pages:
@@ -201,10 +255,14 @@ class Pages(NamedTuple):
         attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
         pool = KvPool(spec.layers, 64, page_size, (spec.kv_heads, spec.head_dim), torch.float32, CPU)
         attention.bind(pool)
-        return cls(Views(2, 32, page_size, 256), attention, pool)
+        return cls(Views(2, 32, page_size, 256), attention, pool, [])
 
     def chunk(self, slot: int, start: int, count: int) -> ForwardContext:
-        """For tokens `start` ... of a slot, whose pages lie backwards."""
+        """For `count` tokens of a slot from `start` on."""
+        return self._context(self._view(slot, start, count))
+
+    def _view(self, slot: int, start: int, count: int) -> StepView:
+        """Of a chunk. The pages of a slot lie backwards."""
         size = self.pool.page_size
         new = NewSlot(slot, SamplingParams(), ints([0] * count), ints([]), 0)
         last = range(-(-start // size), -(-(start + count) // size))
@@ -212,8 +270,29 @@ class Pages(NamedTuple):
         cells.setflags(write=False)
         chunk = Chunk(slot, start, ints([0] * count), False)
         plan = StepPlan(1, ints([]), (chunk,), (new,) if start == 0 else (), PageWrites(*cells.T))
-        view = self.views.take(plan)
+        return self.views.take(plan)
+
+    def block(self, slot: int, start: int, count: int, causal: bool) -> ForwardContext:
+        """For a block behind `start` tokens: rows that see each other, or those before them alone."""
+        view = self._view(slot, start, count)
+        return self._context(
+            view._replace(
+                max_decode=count,
+                max_chunks=0,
+                chunk_slots=view.chunk_slots[:0],
+                chunk_starts=view.chunk_starts[:0],
+                chunk_firsts=view.chunk_firsts[:1],
+                counts=torch.tensor([count, count, 0, 0], dtype=torch.int32),
+                decode_slots=torch.full((count,), slot, dtype=torch.int32),
+                decode_lengths=view.positions + 1
+                if causal
+                else torch.full_like(view.positions, start + count),
+            )
+        )
+
+    def _context(self, view: StepView) -> ForwardContext:
         self.attention.plan(view)
+        self.seen.append(view)
         return ForwardContext(view.positions.long(), TorchOps(view, self.attention))
 
 
