@@ -146,11 +146,12 @@ def _unwrapped(config: Config) -> Config:
             f"{_WHERE}: speculators_model_type {kind} with layers of {model} is not supported. "
             f"Supported: {known}."
         )
-    found = {**layers, **config, "architectures": [_SPECULATORS[kind, model]]}
-    if kind == "eagle3":
-        found.setdefault("norm_before_residual", True)
+    told = {name: value for name, value in config.items() if value is not None}
+    found = {"norm_before_residual": True, **layers, **told, "architectures": [_SPECULATORS[kind, model]]}
     if kind == "dflash":
-        found["dflash_config"] = {"mask_token_id": config.get("mask_token_id")}
+        # Layers without a window are never causal here; those with one are where this field says so.
+        causal = False if fields.flag("sliding_window_non_causal", True) else None
+        found["dflash_config"] = {"mask_token_id": config.get("mask_token_id"), "causal": causal}
     return found
 
 

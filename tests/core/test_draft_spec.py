@@ -83,6 +83,18 @@ def test_dflash_windows() -> None:
         spec("dflash", dflash_config={**block, "use_swa": True})
 
 
+def test_windows_of_speculators_are_causal_where_it_says_so() -> None:
+    sliding = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7}
+    assert not spec("dflash-speculators", **sliding).causal
+    assert spec("dflash-speculators", **sliding, sliding_window_non_causal=False).causal
+    assert not spec("dflash-speculators", sliding_window_non_causal=False).causal
+
+
+def test_a_null_beside_the_layers_of_speculators_is_nothing() -> None:
+    got = spec("dflash-speculators", target_hidden_size=None, torch_dtype=None, hidden_act=None)
+    assert (got.target_hidden, got.decoder.dtype, got.decoder.activation) == (HIDDEN, "float32", "silu")
+
+
 def test_a_dflash_head_without_rope_has_its_targets() -> None:
     config = {key: value for key, value in CONFIGS["dflash"].items() if key != "rope_theta"}
     other = target(rope_theta=5e5)
