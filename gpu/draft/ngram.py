@@ -17,7 +17,7 @@ from gpu.draft.drafter import StepOutcome
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.state.history import (
-    AVERAGE,
+    EXPECTED,
     LEAST,
     NO_TOKEN,
     RETRY,
@@ -41,9 +41,9 @@ class LookUp(Protocol):
 
     Of the suffixes of a text, `history.longest` to `history.shortest` tokens, the longest that occurs
     earlier is taken, and its most recent occurrence. Drafts are the tokens behind that occurrence. Where the
-    text ends before there are enough, they start over: such a text repeats itself with that period. There are
-    at most as many as the slot's `limit` and `max_drafts` allow. A row that accepted nothing is at its limit
-    and gets none.
+    text ends before there are enough, they start over: such a text repeats itself with that period. How many
+    a row gets, `gpu.state.history` says; at most as many as the slot's `limit` and `max_drafts` allow: none
+    for a row that accepted nothing, which is at its limit.
     """
 
     def __call__(
@@ -73,25 +73,32 @@ def look_up(
     slots, firsts = (each.numpy()[: min(own, rows)] for each in (samples.slots, samples.positions))
     columns = (tables.length, tables.limit, tables.max_drafts)
     lasts, limits, allowed = (column.numpy()[slots] for column in columns)
-    rooms = np.minimum(np.minimum(limits - lasts - 1, allowed), history.most)
+    rooms = np.minimum(np.minimum(limits - lasts - 1, allowed), history.most).tolist()
     for row, (slot, first, last) in enumerate(zip(slots, firsts, lasts, strict=True)):
-        drafts[slot, 0] = 0
-        if last < first:
-            continue
         accepted, given = last - first, before[row + 1] - before[row]
         ring, state = words[slot, :width], words[slot, width:]
         behind = own + before[row]
         taken = np.append(made[row], made[behind : behind + accepted])
         ring[np.arange(first, last + 1) % width] = np.maximum(taken, 0)
-        if given:
-            state[AVERAGE] += UNIT // WEIGHT * accepted // given - state[AVERAGE] // WEIGHT
-        state[WAITED] = 0 if given else state[WAITED] + 1
-        if rooms[row] > 0 and (state[AVERAGE] >= LEAST or state[WAITED] >= RETRY):
+        count = min(rooms[row], _wanted(state, accepted, given, history.most))
+        drafts[slot, 0] = 0
+        if count > 0:
             text = ring[np.arange(max(0, last + 1 - width), last + 1) % width]
             found = _continuation(text, history.longest, history.shortest)
             if len(found):
-                drafts[slot, 0] = rooms[row]
-                drafts[slot, 1 : 1 + rooms[row]] = np.resize(found, rooms[row])
+                drafts[slot, 0] = count
+                drafts[slot, 1 : 1 + count] = np.resize(found, count)
+
+
+def _wanted(state: Ints, accepted: int, given: int, most: int) -> int:
+    """Count what became of a step's drafts. Returns how many the row is to have next."""
+    if given:
+        worth = accepted if accepted < given else min(2 * given, most)
+        state[EXPECTED] += worth * (UNIT // WEIGHT) - state[EXPECTED] // WEIGHT
+    state[WAITED] = 0 if given else state[WAITED] + 1
+    if state[EXPECTED] >= LEAST:
+        return -(-int(state[EXPECTED]) // UNIT)
+    return int(state[WAITED] >= RETRY)
 
 
 def _continuation(text: Ints, longest: int, shortest: int) -> Ints:
@@ -122,13 +129,14 @@ class NgramDrafter:
         tables: SlotTables,
         context: int,
         most: int,
-        longest: int = 4,
+        longest: int = 8,
         shortest: int = 2,
         look_up: LookUp = look_up,
     ) -> None:
         """For texts of up to `context` tokens, at most `most` drafts of a row; the newest `longest` tokens
         are looked up, or down to `shortest` of them (vLLM's `prompt_lookup_max` and `prompt_lookup_min`).
-        A single token says little of what follows, and four or more rarely differ from five.
+        By replay of texts (`gpu.state.history`) single tokens lose time, and against at most four, eight
+        give a tenth more for an edited copy, where the same few tokens occur at many places.
 
         Raises `ValueError` for numbers that do not fit together.
         """
@@ -170,5 +178,5 @@ def _begun(new: NewSlot, width: int, stride: int) -> tuple[NDArray[np.int64], In
     if known > width:
         text = np.roll(text, known % width)
     first = new.slot * stride
-    cells = np.append(np.arange(first, first + len(text)), first + width + np.array([AVERAGE, WAITED]))
+    cells = np.append(np.arange(first, first + len(text)), first + width + np.array([EXPECTED, WAITED]))
     return cells, np.append(text, np.array([START, 0], np.int32))

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, launch_options, pow2
 from gpu.sample.rows import DraftSamples
-from gpu.state.history import AVERAGE, LEAST, RETRY, UNIT, WAITED, WEIGHT, History
+from gpu.state.history import EXPECTED, LEAST, RETRY, UNIT, WAITED, WEIGHT, History
 from gpu.state.tables import SlotTables, row_of
 
 _LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
 _LIMIT: tl.constexpr = tl.constexpr(row_of("limit"))
 _MAX_DRAFTS: tl.constexpr = tl.constexpr(row_of("max_drafts"))
-_AVERAGE: tl.constexpr = tl.constexpr(AVERAGE)
+_EXPECTED: tl.constexpr = tl.constexpr(EXPECTED)
 _WAITED: tl.constexpr = tl.constexpr(WAITED)
 _UNIT: tl.constexpr = tl.constexpr(UNIT)
 _WEIGHT: tl.constexpr = tl.constexpr(WEIGHT)
@@ -25,15 +25,17 @@ _BLOCK = 2048
 
 
 @jit
-def _pays(state: tl.tensor, accepted: tl.tensor, given: tl.tensor) -> tl.tensor:
-    """Take what became of the step's drafts into the row's average. Whether it is to have drafts again."""
-    average, waited = tl.load(state + _AVERAGE), tl.load(state + _WAITED)
-    share = _UNIT // _WEIGHT * accepted // tl.maximum(given, 1)
-    average = tl.where(given > 0, average - average // _WEIGHT + share, average)
+def _wanted(state: tl.tensor, accepted: tl.tensor, given: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
+    """Count what became of a step's drafts. Returns how many the row is to have next. Has a barrier."""
+    expected, waited = tl.load(state + _EXPECTED), tl.load(state + _WAITED)
+    worth = tl.where(accepted < given, accepted, tl.minimum(2 * given, MOST))
+    after = expected + worth * (_UNIT // _WEIGHT) - expected // _WEIGHT
+    expected = tl.where(given > 0, after, expected)
     waited = tl.where(given > 0, 0, waited + 1)
-    tl.store(state + _AVERAGE, average)
+    tl.debug_barrier()  # one warp stores what all have loaded
+    tl.store(state + _EXPECTED, expected)
     tl.store(state + _WAITED, waited)
-    return (average >= _LEAST) | (waited >= _RETRY)
+    return tl.where(expected >= _LEAST, (expected + _UNIT - 1) // _UNIT, (waited >= _RETRY).to(tl.int32))
 
 
 @jit
@@ -91,9 +93,6 @@ def _look_up(
     slot, first = tl.load(slots + row), tl.load(positions + row)
     last = tl.load(columns + _LENGTH * column + slot)
     out = drafts + slot * (DRAFTS + 1)
-    if last < first:
-        tl.store(out, 0)
-        return
     ahead = tl.load(before + row)
     given = tl.load(before + row + 1) - ahead
     ring = words + slot.to(tl.int64) * stride
@@ -101,10 +100,10 @@ def _look_up(
     mine = first + j <= last
     token = tl.load(chosen + tl.where(j > 0, rows + ahead + j - 1, row), mask=mine, other=0)
     tl.store(ring + ((first + j) & (WIDTH - 1)), tl.maximum(token, 0).to(tl.int32), mask=mine)
-    wanted = tl.load(columns + _LIMIT * column + slot) - last - 1
-    wanted = tl.minimum(tl.minimum(wanted, tl.load(columns + _MAX_DRAFTS * column + slot)), MOST)
-    wanted = tl.where(_pays(ring + WIDTH, last - first, given), wanted, 0)
-    tl.debug_barrier()
+    room = tl.load(columns + _LIMIT * column + slot) - last - 1
+    room = tl.minimum(tl.minimum(room, tl.load(columns + _MAX_DRAFTS * column + slot)), MOST)
+    wanted = tl.minimum(room, _wanted(ring + WIDTH, last - first, given, MOST))
+    # Behind a barrier: the search reads the tokens just stored.
     known = tl.where(wanted > 0, tl.minimum(last + 1, WIDTH), 0)
     period = _last_match(ring, last, known, WIDTH, LONGEST, SHORTEST, BLOCK)
     count = tl.where(period < WIDTH, wanted, 0)
@@ -125,8 +124,8 @@ def look_up(
     """See `gpu.draft.ngram.LookUp`; `samples` are those of `gpu.step.buffers.Samples`.
 
     A program per row reads the row's ring once, four bytes a token: 32 KiB of 8,192 tokens, 17 MB of 512 such
-    rows. That is 4 us at 4.3 TB/s if none of it is in the L2 cache; the shifted loads of the longer suffixes
-    hit the L1 cache and take as long again. By reasoning, not measured.
+    rows. That is 4 us at 4.3 TB/s if none of it is in the L2 cache; the loads of `history.longest` tokens for
+    each hit the L1 cache, and eight take as long again or twice that. By reasoning, not measured.
     """
     _, slots, positions, drafts = samples
     width = history.width

@@ -22,7 +22,7 @@ from tests.rigs.ngram import UNTOUCHED, Texts, draft_by_lookup
 from tests.rigs.runner import CPU
 from tests.rigs.tiny_model import VOCAB
 
-ROWS, SAMPLES, STEPS = 7, 60, 400
+ROWS, SAMPLES, STEPS = 7, 60, 800
 
 
 @pytest.mark.parametrize("longest", [4, 2])
@@ -102,7 +102,8 @@ async def test_every_option_has_the_answer_that_it_has_without_drafts(
         if answer.run.id in HOSTS_OWN:
             assert most == 1
         elif len(answer.tokens) == 2 * TOKENS and answer.run.id not in UNPREDICTABLE:
-            assert most > 2, f"{answer.run.id}: at most {most} tokens in a step"
+            assert most > 1, f"no draft of {answer.run.id} was taken"
+    assert max(engine.runner.most.values()) == 5
 
 
 async def test_retracted_rows_are_looked_up_in_their_whole_texts(engines: Engines) -> None:

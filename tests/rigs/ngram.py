@@ -66,7 +66,7 @@ class Texts:
         """Drafts that were accepted."""
         self._most, self._width = most, width
         self._random = np.random.default_rng(seed)
-        self._average: dict[int, int] = {}
+        self._expected: dict[int, int] = {}
         self._waited: dict[int, int] = {}
         self._step = 0
 
@@ -94,10 +94,10 @@ class Texts:
         prompt = np.concatenate([np.zeros(embedded, np.int32), prompt])
         output = ints(random.integers(0, 4, random.integers(1, 9))) if random.random() < 0.3 else NO_TOKENS
         self.texts[slot] = [*[NO_TOKEN] * embedded, *prompt[embedded:].tolist(), *output.tolist()]
-        self._average[slot], self._waited[slot] = START, 0
+        self._expected[slot], self._waited[slot] = START, 0
         known = len(self.texts[slot])
         tables.length[slot] = int(random.integers(0, known))  # what was cached
-        tables.limit[slot] = known + int(random.integers(-1, 400))
+        tables.limit[slot] = known + int(random.integers(0, 600))
         tables.max_drafts[slot] = 0 if random.random() < 0.1 else int(random.integers(1, 2 * self._most))
         tables.drafts[slot] = torch.tensor([self._most, *[3] * self._most])  # of the slot's former owner
         return NewSlot(slot, GREEDY, prompt, output, 0, embedded=embedded)
@@ -131,7 +131,7 @@ class Texts:
         text, period = list(self.texts[slot]), 3 + slot
         found = []
         for draft in [*drafts, 0]:
-            quotes = self._random.random() < (0.97 if slot % 2 else 0.2)
+            quotes = self._random.random() < (0.97 if slot % 2 else 0.1)
             token = text[-min(period, len(text))] if quotes else int(self._random.integers(0, 4))
             token = -1 if self._random.random() < 0.005 or token == NO_TOKEN else token
             found.append(token)
@@ -141,22 +141,25 @@ class Texts:
     def _count(self, slot: int, accepted: int, given: int) -> None:
         self._waited[slot] += 1
         if given:
-            average = self._average[slot]
-            self._average[slot] = average - average // WEIGHT + (UNIT // WEIGHT * accepted) // given
+            worth = accepted if accepted < given else min(2 * given, self._most)
+            before = self._expected[slot]
+            self._expected[slot] = before - before // WEIGHT + worth * UNIT // WEIGHT
             self._waited[slot] = 0
 
     def drafts(self, slot: int, first: int, longest: int, shortest: int) -> list[int]:
         """Those that a row should have whose sample was of position `first`."""
         text, tables = self.texts[slot], self.tables
         room = min(int(tables.limit[slot]) - len(text), int(tables.max_drafts[slot]), self._most)
-        if len(text) == first or room <= 0 or (self.quiet(slot) and self._waited[slot] < RETRY):
+        wanted = int(self._waited[slot] >= RETRY) if self.quiet(slot) else -(-self._expected[slot] // UNIT)
+        count = min(room, wanted)
+        if len(text) == first or count <= 0:
             return []
         found = continuation(text[-self._width :], longest, shortest)
-        return [found[at % len(found)] for at in range(room)] if found else []
+        return [found[at % len(found)] for at in range(count)] if found else []
 
     def quiet(self, slot: int) -> bool:
         """Whether too few of its drafts were accepted."""
-        return self._average[slot] < LEAST
+        return self._expected[slot] < LEAST
 
 
 def continuation(text: list[int], longest: int, shortest: int) -> list[int]:
