@@ -277,18 +277,17 @@ def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
 def _memory(
     spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, draft: Draft | None, loaded: int = 0
 ) -> MemoryPlan:
-    needs, page = None, 0
+    needs = None
     rows, tokens, _ = sizes
-    if draft is not None:
-        page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
     if target.device.type == "cuda":
         samples = most_samples(rows, tokens, 0 if draft is None else draft.most)
         graphs = len(list(PaddedSizes(samples, tokens, rows).all())) if target.captures(spec) else 0
-        needs = device_needs(spec, target.dtype, samples, rows, tokens, graphs)
+        needs = device_needs(spec, target.dtype, rows, tokens, graphs, samples)
         if draft is not None:
-            needs = needs._replace(drafts=draft.held_bytes(spec, sizes, target.dtype))
+            page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
+            needs = needs._replace(drafts=draft.held_bytes(spec, sizes, target.dtype), page=page)
     most = rows * sizes.context
-    return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded, page)
+    return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)
 
 
 def _with_budget(schedule: ScheduleConfig, device: torch.device) -> ScheduleConfig:

