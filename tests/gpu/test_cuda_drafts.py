@@ -1,0 +1,94 @@
+"""Every drafter in graphs on a GPU: texts are those without drafts, and no launch waits for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from core.config import CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
+from core.plan import StepPlan
+from core.request import SamplingParams
+from gpu.build import NO_DRAFTS, Drafting, build_executor, spec_of
+from gpu.executor import LocalExecutor
+from tests.rigs import draft_heads, tiny_model
+from tests.rigs.driver import Answer, Driver
+
+pytestmark = pytest.mark.gpu
+
+TIE = 5e-3
+"""See `tests/gpu/test_cuda.py`."""
+PROMPTS = [[int(i * 37 % 251) + 3 for i in range(n)] for n in (40, 23, 7, 90, 40, 1)]
+PROMPTS += [[*PROMPTS[0][:33], 9, 8, 7], [5, 6, 7] * 30]
+PARAMS = [
+    *[SamplingParams(temperature=0.0, max_tokens=40, logprobs=2)] * 5,
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=40, logprobs=2),
+    SamplingParams(temperature=0.0, max_tokens=40, logprobs=2),
+]
+SCHEDULE = ScheduleConfig(step_tokens=128, max_running=8)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe")).path
+
+
+def executor(path: Path, drafting: Drafting, graphs: bool) -> LocalExecutor:
+    model = ModelConfig(model=str(path), device="cuda", dtype="float32")
+    cache, schedule = CacheConfig(page_size=16, kv_tokens=4096), msgspec.structs.replace(SCHEDULE)
+    schedule = msgspec.structs.replace(schedule, cuda_graphs=graphs)
+    made = build_executor(spec_of(path), path, model, cache, schedule, lambda stage, share: None, drafting)
+    made.prepare(lambda share: None)
+    return made
+
+
+def answered(made: LocalExecutor, steps: list[int]) -> list[Answer]:
+    """`steps` gets how many were taken."""
+    driver = Driver(made, SCHEDULE)
+    try:
+        return driver.run(PROMPTS, PARAMS)
+    finally:
+        steps.append(driver.scheduler.counters.steps)
+        driver.close()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["ngram", "draft-model", "eagle", "eagle3", "eagle3.1"])
+def test_drafts_change_no_text(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, graphs: bool
+) -> None:
+    steps: list[int] = []
+    want = answered(executor(path, NO_DRAFTS, graphs), steps)
+    algorithm: Any = name.partition(".")[0]
+    settings = SpeculativeConfig(algorithm=algorithm, num_draft_tokens=5)
+    draft = {"ngram": None, "draft-model": path}
+    where = draft[name] if name in draft else draft_heads.write(name, tmp_path)
+    made = executor(path, Drafting(settings, where), graphs)
+    runner: Any = made._workers[0]._runner
+    kind, launch = type(runner), type(runner).launch
+
+    def watched(self: Any, plan: StepPlan) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(kind, "launch", watched)
+    for mine, theirs in zip(answered(made, steps), want, strict=True):
+        same_text(mine, theirs)
+    if name == "draft-model":
+        assert steps[1] < 0.6 * steps[0], "its drafts are the target's own tokens"
+
+
+def same_text(got: Answer, want: Answer) -> None:
+    assert len(got.tokens) == len(want.tokens)
+    for at, (mine, theirs) in enumerate(zip(got.tokens, want.tokens, strict=True)):
+        if mine != theirs:
+            assert want.margins[at] < TIE, f"token {at}: {mine} for {theirs}"
+            return  # from here on the texts are two
+        assert got.logprobs[at] == pytest.approx(want.logprobs[at], abs=2e-2)
