@@ -280,8 +280,9 @@ def _memory(
     needs = None
     rows, tokens, _ = sizes
     if target.device.type == "cuda":
-        samples = most_samples(rows, tokens, 0 if draft is None else draft.most)
-        graphs = len(list(PaddedSizes(samples, tokens, rows).all())) if target.captures(spec) else 0
+        drafts = 0 if draft is None else draft.most
+        samples = most_samples(rows, tokens, drafts)
+        graphs = len(list(PaddedSizes(samples, tokens, rows, drafts).all())) if target.captures(spec) else 0
         needs = device_needs(spec, target.dtype, rows, tokens, graphs, samples)
         if draft is not None:
             page = draft.page_bytes(cache, page_dtype(cache, target.dtype))

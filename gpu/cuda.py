@@ -45,15 +45,15 @@ def captured_runner(
     shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
     entries = shape.entries(device)
     samples = entries.limits.samples  # each token of a decode row is sampled from, and a row to attention
-    attention, ops, pdl = _layers(spec, parts.target, model, cache, samples)
+    attention, ops, pdl = _layers(spec, parts.target, model, cache, samples, 1 + shape.drafts)
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
-    padded = PaddedSizes(samples, shape.tokens, shape.chunks)
+    padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
     drafter = None
     if (draft := parts.draft) is not None:
         run = None
         if (layers := draft.layers) is not None:
-            own = _layers(layers, parts.target, model, cache, samples)
+            own = _layers(layers, parts.target, model, cache, samples, 1 + shape.drafts)
             run = DraftMachine(
                 own.attention, own.ops, pool_of(layers, page_dtype(cache, dtype), device), triton_kernels, pdl
             )
@@ -70,10 +70,10 @@ class _Layers(NamedTuple):
 
 
 def _layers(spec: ModelSpec, target: Target, model: ModelConfig, cache: CacheConfig, samples: int) -> _Layers:
-    """Those of `spec`, for steps of up to `samples` samples."""
+    """Those of `spec`, for steps of up to `samples` samples and rows of up to `query` tokens."""
     device, dtype, facts = target
     config = attention_config(spec, cache.page_size, samples, dtype, device, facts)
-    config = config._replace(cascade_rows=CASCADE_ROWS)
+    config = config._replace(cascade_rows=CASCADE_ROWS, query=query)
     if page_dtype(cache, dtype).itemsize == 1:
         # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
         config = config._replace(kv_scales=(1.0, 1.0))

@@ -67,7 +67,8 @@ class AttentionConfig(NamedTuple):
     """What a backend is made for, and how it runs.
 
     windows       per layer the positions a token sees, itself included; 0 for all
-    max_rows      decode rows of the largest graph
+    max_rows      tokens of decode rows in the largest graph
+    query         the most tokens of a decode row
     dtype         of queries and results
     gpu           the device's compute capability and number of multiprocessors
     cap           scores s become cap · tanh(s / cap); 0 for none
@@ -91,6 +92,7 @@ class AttentionConfig(NamedTuple):
     kv_scales: tuple[float, float] | None = None
     pdl: bool = False
     cascade_rows: int = 0
+    query: int = 1
 
 
 def attention_config(

@@ -16,6 +16,7 @@ from gpu.kernels.attention.decode import (
     decode_workspace,
     paged_decode,
     plan_decode,
+    verify_config,
 )
 from gpu.kernels.attention.merge_state import merge_state
 from gpu.kernels.attention.pages import Pages
@@ -55,8 +56,13 @@ class TritonDecode:
         _check(config)
         heads, dim, device = config.heads, config.head_dim, config.device
         self._config = config
-        cuts = [self._cut(rows, few) for rows in (1, config.max_rows) for few in (False, True)]
-        most = max(cuts, key=lambda cut: cut.programs)
+        cuts = [
+            self._cut(rows, few, query)
+            for rows in (1, config.max_rows)
+            for few in (False, True)
+            for query in {1, config.query}
+        ]
+        most = max(cuts, key=lambda cut: cut.programs * cut.queries)
         self._space = decode_workspace(config.max_rows, heads, config.kv_heads, dim, most, device)
         self._plans: dict[int, DecodePlan] = {}
         self._prefix: PrefixConfig = prefix_config(dim)
@@ -67,14 +73,16 @@ class TritonDecode:
             self._shared = partials(*shape, head_dim=dim, device=device)
             self._lse = torch.empty(config.max_rows, heads, dtype=torch.float32, device=device)
 
-    def _cut(self, rows: int, few: bool) -> DecodeConfig:
-        """How a graph of so many decode rows is cut, with `few` keys each or any number."""
+    def _cut(self, tokens: int, few: bool, query: int) -> DecodeConfig:
+        """How a graph of so many tokens of decode rows is cut, up to `query` of a row, with `few` keys each
+        or any number."""
         config = self._config
         deep = config.dtype.itemsize <= 2 and config.gpu.capability >= HOPPER
         processors, group = config.gpu.processors, config.heads // config.kv_heads
-        return decode_config(
-            config.head_dim, config.kv_heads, processors, rows, group=group, few=few, deep=deep
-        )
+        sizes = config.head_dim, config.kv_heads, processors, tokens
+        if query > 1:
+            return verify_config(*sizes, query, group=group, few=few, deep=deep)
+        return decode_config(*sizes, group=group, few=few, deep=deep)
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: once for each window that layers have."""
@@ -82,7 +90,8 @@ class TritonDecode:
             window: plan_decode(
                 view.decode_slots,
                 view.decode_lengths,
-                self._cut(view.max_decode, self._cascades(window, view)),
+                self._cut(view.max_decode, self._cascades(window, view), view.query),
+                longest=view.query,
                 window=window,
                 num_rows=view.num_decode,
                 skip=view.common if self._cascades(window, view) else None,
@@ -103,7 +112,8 @@ class TritonDecode:
             pages,
             self._plans[window],
             self._space,
-            self._cut(rows, cascades),
+            self._cut(rows, cascades, view.query),
+            window=window,
             out=out,
             lse=lse,
             pdl=self._config.pdl,

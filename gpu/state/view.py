@@ -65,8 +65,8 @@ class StepView(NamedTuple):
     """The inputs of one forward. Sizes in Python are padded where the forward is a graph; true counts are on
     the device. Tokens are packed: those of decode rows first, then each chunk's, then padding.
 
-    A decode row has its last token and its drafts. Attention sees each of these as a row of its own, with the
-    keys up to itself: those of the tokens before it are written ahead of every layer's attention.
+    A decode row has its last token and its drafts, neighbours of one slot, which no other row has. Each sees
+    the keys up to itself: those of the tokens before it are written ahead of every layer's attention.
 
     tokens          N, tokens of the forward
     max_decode      D, tokens of decode rows it can hold: N in a decode graph, at most N in a mixed one
@@ -84,6 +84,8 @@ class StepView(NamedTuple):
     common          int32 [1]: leading keys that all decode rows share (whole pages), 0 for none
     shared          whether the graph attends to those keys apart; one that does not leaves `common` alone
     deep            whether the graph is for few queries behind many keys, which are then cut among processors
+    query           the most tokens of a decode row, which share one pass over its keys; 1: attention takes
+                    each token as a row of its own, however many rows have
     placed          the chunks as the host knows them, in forwards that no graph holds
 
     Entries behind the true counts are arbitrary in ids, positions, slots, lengths and starts, but always
@@ -106,6 +108,7 @@ class StepView(NamedTuple):
     common: Tensor
     shared: bool = False
     deep: bool = False
+    query: int = 1
     placed: tuple[ChunkRow, ...] = ()
 
     @property

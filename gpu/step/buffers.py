@@ -81,7 +81,7 @@ class StepBuffers:
         return StepView(
             key.tokens, key.decode, key.chunks, self._counts, ids, positions, mapping,
             self._tables.page_table, slots, lengths, chunk_slots, chunk_starts,
-            self._chunks[1][: key.chunks + 1], self._at, key.shared, key.deep, placed,
+            self._chunks[1][: key.chunks + 1], self._at, key.shared, key.deep, key.query, placed,
         )  # fmt: skip
 
     @property

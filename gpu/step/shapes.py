@@ -17,6 +17,12 @@ def decode_sizes(most: int) -> list[int]:
     return _upto(sizes, most)
 
 
+def query_sizes(most_drafts: int) -> list[int]:
+    """Tokens of a decode row that steps are padded to: one, then the powers of two that fill a tile of
+    attention's queries, then all. A padded one costs arithmetic only."""
+    return _upto([1, 4, 8, 16, 32], 1 + most_drafts)
+
+
 def mixed_sizes(max_tokens: int) -> list[int]:
     """Token counts of steps with chunks: by 64 to 512, by 256 to 4,096, then by 512.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import product
 from typing import Protocol
@@ -11,7 +12,7 @@ import msgspec
 from core.plan import StepPlan
 from gpu.state.entry import CASCADE_ROWS, shared_keys
 from gpu.step.sampling import Key, sampling_keys
-from gpu.step.shapes import decode_sizes, fit, mixed_sizes
+from gpu.step.shapes import decode_sizes, fit, mixed_sizes, query_sizes
 
 DEEP_TOKENS = 256
 DEEP_KEYS = 1024
@@ -26,7 +27,8 @@ class Forward(msgspec.Struct, frozen=True):
     """A forward of `tokens` padded tokens: at most `decode` of decode rows, and those of `chunks` chunks, of
     which at most `samples` are sampled from. One that is `shared` attends apart to the keys that the decode
     rows have in common, which takes launches of its own, and one that is `deep` cuts the keys of its chunks,
-    which takes more."""
+    which takes more. With `query` above 1 a decode row has at most so many tokens, which share one pass over
+    its keys."""
 
     tokens: int
     decode: int
@@ -34,6 +36,7 @@ class Forward(msgspec.Struct, frozen=True):
     samples: int
     shared: bool = False
     deep: bool = False
+    query: int = 1
 
 
 class StepSizes(Protocol):
@@ -55,12 +58,14 @@ class StepSizes(Protocol):
 
 class PaddedSizes:
     """`StepSizes` of graphs: few, for steps of up to `max_samples` samples, which bound the tokens of decode
-    rows, `max_tokens` tokens and `max_chunks` chunks."""
+    rows, `max_tokens` tokens and `max_chunks` chunks. Where decode rows may have drafts, up to `most_drafts`
+    each, graphs of chunks are made for the longest rows alone: shorter ones read no more keys in them."""
 
-    def __init__(self, max_samples: int, max_tokens: int, max_chunks: int) -> None:
+    def __init__(self, max_samples: int, max_tokens: int, max_chunks: int, most_drafts: int = 0) -> None:
         self._samples = decode_sizes(max_samples)
         self._mixed = mixed_sizes(max_tokens)
         self._chunks = max_chunks
+        self._queries = query_sizes(most_drafts)
 
     def forward(self, plan: StepPlan) -> Forward:
         """See `StepSizes.forward`: the smallest."""
@@ -68,8 +73,10 @@ class PaddedSizes:
         if plan.chunks:
             size = fit(self._mixed, plan.num_tokens)
             deep = size <= DEEP_TOKENS and max(chunk.start for chunk in plan.chunks) >= DEEP_KEYS
-            return self._sized(size, True, shared, deep)
-        return self._sized(fit(self._samples, max(plan.num_tokens, 1)), False, shared)
+            return self._sized(size, True, self._queries[-1], shared, deep)
+        longest = min(plan.query_length, 1 + plan.drafts)
+        query = next((size for size in self._queries if size >= longest), 1)
+        return self._sized(fit(self._samples, max(plan.num_tokens, 1)), False, query, shared)
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`: the fewest."""
@@ -81,15 +88,22 @@ class PaddedSizes:
             for size, deep in product(reversed(sizes), (False, True)):
                 if deep and (not mixed or size > DEEP_TOKENS):
                     continue
-                yield self._sized(size, mixed, deep=deep)
-                if size >= CASCADE_ROWS:
-                    yield self._sized(size, mixed, shared=True, deep=deep)
+                for query in self._queries[-1:] if mixed else self._longest_in(size):
+                    yield self._sized(size, mixed, query, deep=deep)
+                    if size >= CASCADE_ROWS:
+                        yield self._sized(size, mixed, query, shared=True, deep=deep)
         for samples in reversed(self._samples):
             yield from sampling_keys(samples)
 
-    def _sized(self, tokens: int, mixed: bool, shared: bool = False, deep: bool = False) -> Forward:
+    def _longest_in(self, tokens: int) -> list[int]:
+        """Sizes of the longest row of a step of up to so many tokens."""
+        return self._queries[: bisect_left(self._queries, tokens) + 1]
+
+    def _sized(
+        self, tokens: int, mixed: bool, query: int, shared: bool = False, deep: bool = False
+    ) -> Forward:
         samples = min(tokens, self._samples[-1])
-        return Forward(tokens, samples, self._chunks if mixed else 0, samples, shared, deep)
+        return Forward(tokens, samples, self._chunks if mixed else 0, samples, shared, deep, query)
 
 
 class ExactSizes:

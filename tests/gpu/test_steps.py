@@ -13,13 +13,16 @@ from gpu.step.steps import DEEP_KEYS, DEEP_TOKENS, ExactSizes, Forward, PaddedSi
 from tests.rigs.arrays import ints
 
 STEPS = PaddedSizes(64, 2048, 16)
+DRAFTING = PaddedSizes(64, 2048, 16, most_drafts=7)
 
 
-def padded(tokens: int, mixed: bool, **kind: bool) -> Forward:
-    return Forward(tokens, min(tokens, 64), 16 if mixed else 0, min(tokens, 64), **kind)
+def padded(tokens: int, mixed: bool, query: int = 1, **kind: bool) -> Forward:
+    return Forward(tokens, min(tokens, 64), 16 if mixed else 0, min(tokens, 64), query=query, **kind)
 
 
-def plan(rows: int, *chunks: tuple[int, int], common: int = 0, drafts: int = 0) -> StepPlan:
+def plan(
+    rows: int, *chunks: tuple[int, int], common: int = 0, drafts: int = 0, query_length: int = 4
+) -> StepPlan:
     """Decode rows, and (start, tokens) of chunks; `drafts` of all rows together."""
     tables = tuple(Chunk(100 + i, start, np.zeros(n, np.int32), True) for i, (start, n) in enumerate(chunks))
     return StepPlan(
@@ -27,7 +30,7 @@ def plan(rows: int, *chunks: tuple[int, int], common: int = 0, drafts: int = 0) 
         ints(range(1, rows + 1)) if rows else NO_TOKENS,
         tables,
         common=common,
-        query_length=4,
+        query_length=query_length,
         drafts=drafts,
     )
 
@@ -55,17 +58,44 @@ def test_the_smallest_that_holds_it(step: StepPlan, expected: Forward) -> None:
     assert STEPS.forward(step) == expected
 
 
-def test_whatever_a_plan_takes_was_made_before() -> None:
-    made = list(STEPS.all())
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (plan(3, query_length=8), padded(4, False)),  # no drafts
+        (plan(3, drafts=1, query_length=8), padded(4, False, query=4)),
+        (plan(3, drafts=5, query_length=4), padded(8, False, query=4)),
+        (plan(3, drafts=5, query_length=5), padded(8, False, query=8)),
+        (plan(CASCADE_ROWS, common=CASCADE_KEYS, drafts=8), padded(16, False, shared=True, query=4)),
+        (plan(3, (0, 55), drafts=6), padded(64, True, query=8)),
+        (plan(3, (0, 55)), padded(64, True, query=8)),
+        (plan(3, drafts=20, query_length=9), padded(24, False)),  # longer than was foreseen: token by token
+    ],
+)
+def test_rows_with_drafts_share_passes_over_their_keys(step: StepPlan, expected: Forward) -> None:
+    assert DRAFTING.forward(step) == expected
+
+
+def test_sizes_without_drafts_are_as_many_as_ever() -> None:
+    assert {key.query for key in STEPS.all() if isinstance(key, Forward)} == {1}
+    mixed = [
+        sum(key.chunks > 0 for key in each.all() if isinstance(key, Forward)) for each in (STEPS, DRAFTING)
+    ]
+    assert mixed[0] == mixed[1]
+
+
+@pytest.mark.parametrize("sizes", [STEPS, DRAFTING], ids=["plain", "drafts"])
+def test_whatever_a_plan_takes_was_made_before(sizes: PaddedSizes) -> None:
+    made = list(sizes.all())
     assert len(made) == len(set(made))
     for rows, drafts in ((0, 0), (1, 0), (1, 3), (CASCADE_ROWS, 0), (CASCADE_ROWS, 7), (20, 44), (64, 0)):
-        if rows:
-            assert STEPS.forward(plan(rows, common=CASCADE_KEYS, drafts=drafts)) in made
-            assert {*sampling_keys(STEPS.samples(rows + drafts))} <= {*made}
+        for longest in range(1, 10) if rows else ():
+            step = plan(rows, common=CASCADE_KEYS, drafts=drafts, query_length=longest)
+            assert sizes.forward(step) in made
+            assert {*sampling_keys(sizes.samples(rows + drafts))} <= {*made}
         for tokens in (1, 60, 200, DEEP_TOKENS, 700, 1900):
             for start in (0, DEEP_KEYS):
                 step = plan(rows, (start, tokens), common=CASCADE_KEYS, drafts=drafts)
-                assert STEPS.forward(step) in made
+                assert sizes.forward(step) in made
 
 
 def test_exact_sizes_are_the_plans_own() -> None:

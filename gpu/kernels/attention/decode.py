@@ -18,6 +18,12 @@ A program runs through its tiles in one loop, whatever row they are of: the next
 are on their way while a row ends. (A loop per row ran dry at each end: 512 rows of 96 keys took 89 us
 where the bytes take 47, and now 58.) The loop holds no barrier, so the counters are incremented after it.
 
+With drafts a row has several tokens: neighbours of one slot, each of which sees one key more than the one
+before it. Up to `DecodeConfig.queries` of them share one pass over the row's keys: their queries, of all
+heads of a group, are the matrix that a tile of keys is multiplied by. Rows are packed and ragged: the plan
+finds by the slots where one begins. An early token may see nothing of the row's last tile, and with a window
+a late one nothing of its first: such a partial result is empty (-inf), and the merge leaves it out.
+
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
 launch at least one kernel stands between the two: the plan is read before the wait.
 """
@@ -57,10 +63,18 @@ MOST_MERGED = 16
 SOME = 32
 """Rows up to which a third program of a multiprocessor pays more than its copies further ahead."""
 
+LANES = 64
+"""Queries times heads of a group that share a pass at most: as many as wgmma multiplies at once, and as many
+accumulators as leave two programs of a multiprocessor room in its registers."""
+
+WIDE_LANES = 16
+"""The same where heads are wider than 128 or elements than 2 bytes: with 32, 3 KB a thread are spilled."""
+
 
 class DecodeConfig(NamedTuple):
     """How decode attention is cut. `programs` per KV head; `least` tiles per program: below that a
-    program is cheaper than the merge of two. `registers` of a thread at most, 0 for the compiler's choice."""
+    program is cheaper than the merge of two. `registers` of a thread at most, 0 for the compiler's choice.
+    `queries` of a row's tokens share one pass over its keys; with 1 each token is a row of its own."""
 
     tile: int
     warps: int
@@ -68,6 +82,7 @@ class DecodeConfig(NamedTuple):
     programs: int
     least: int = 1
     registers: int = 0
+    queries: int = 1
 
 
 class DecodePlan(NamedTuple):
@@ -78,6 +93,10 @@ class DecodePlan(NamedTuple):
     segments  int32 [programs + rows, 8]  row, slot, its first tile of the row's, the tile behind its last,
               first key position that the row attends to, its length, the row's first segment, and how
               many it has; arbitrary where there is no segment
+
+    Where several tokens share a pass, `rows` are tokens, and a segment is of up to `queries` of a row: its
+    row is the first one's index times `queries` plus how many follow it, and in place of the row's first
+    segment stands the place of that one's results in `Workspace.parts`.
     """
 
     runs: Tensor
@@ -85,8 +104,12 @@ class DecodePlan(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Partial results [programs + rows, heads], and `counters` int32 [rows, kv_heads], which must be zero
-    before the first call and are zero after each. One for all layers."""
+    """Partial results [programs * queries + rows, heads], and `counters` int32 [rows, kv_heads], which must
+    be zero before the first call and are zero after each. One for all layers.
+
+    Where several tokens share a pass, those of program c's segment of the tokens from t on lie from
+    c * queries + t on. No two segments overlap: along the staircase above a step to the next program leaves
+    room for `queries` tokens, and one to the next row for as many as this one has."""
 
     parts: Partials
     counters: Tensor
@@ -132,12 +155,62 @@ def decode_config(
     return DecodeConfig(tile, 4, stages, max(int(2 * per_head), 1))
 
 
+_Cut = DecodeConfig
+
+VERIFY: dict[int, tuple[tuple[int, DecodeConfig], ...]] = {
+    16: (
+        (4, _Cut(64, 4, 2, 2, least=2)),
+        (SOME, _Cut(64, 4, 4, 3, registers=168)),
+        (256, _Cut(64, 4, 7, 2)),
+        (0, _Cut(32, 2, 5, 4)),
+    ),
+    32: ((4, _Cut(64, 4, 2, 2, least=3)), (256, _Cut(64, 4, 7, 2)), (0, _Cut(32, 4, 7, 2))),
+    64: ((4, _Cut(32, 4, 4, 2, least=8)), (0, _Cut(32, 4, 7, 2))),
+}
+"""By lanes, for heads of up to 128 in two bytes: up to how many rows which cut; the last one is for more, and
+for `few` keys. `programs` here are those of a multiprocessor. By reasoning, not yet measured:
+
+Two programs of 4 warps may have 255 registers a thread each, and need 210 with 16 lanes, all with 32 and 64.
+Their 113 KB of shared memory each hold three tiles of 64 keys, of which two are under way: 128 KB, where
+4.3 TB/s at 1 us are 33 KB a multiprocessor. 64 lanes go through wgmma, which holds one tile more, and 33 KB
+in which results are laid out: with tiles of 32 keys two programs have room (99 KB each), of 64 one.
+Few rows are cut into fewer pieces the more lanes they have: one program reads all pieces of a row again, and
+one of 64 lanes is 32 KB, as much as a tile of 64 keys."""
+
+
+def verify_config(
+    head_dim: int,
+    kv_heads: int,
+    processors: int,
+    tokens: int,
+    query: int,
+    *,
+    group: int = 8,
+    few: bool = False,
+    deep: bool = True,
+) -> DecodeConfig:
+    """As `decode_config`, for a graph of so many tokens of rows that have up to `query` each. A longer row
+    than a tile of queries is taken for several; where two have no room in one, each token is a row of its
+    own."""
+    plain = head_dim <= 128 and deep
+    queries = min(query, (LANES if plain else WIDE_LANES) // group)
+    if queries < 2:
+        return decode_config(head_dim, kv_heads, processors, tokens, group=group, few=few, deep=deep)
+    rows = cdiv(tokens, query)
+    if plain:
+        *some, (_, cut) = VERIFY[max(pow2(queries * group), 16)]
+        cut = next((each for most, each in some if rows <= most and not few), cut)
+    else:
+        cut = DecodeConfig(64 if head_dim <= 128 else 32, 4, 2 if rows <= 4 else 5, 2)
+    return cut._replace(programs=max(int(cut.programs * processors / kv_heads), 1), queries=queries)
+
+
 def decode_workspace(
     max_rows: int, heads: int, kv_heads: int, head_dim: int, config: DecodeConfig, device: torch.device
 ) -> Workspace:
     """For up to `max_rows` rows."""
     return Workspace(
-        partials(config.programs + max_rows, heads, head_dim=head_dim, device=device),
+        partials(config.programs * config.queries + max_rows, heads, head_dim=head_dim, device=device),
         torch.zeros(max_rows, kv_heads, dtype=torch.int32, device=device),
     )
 
@@ -148,7 +221,7 @@ def _pick(own: tl.tensor, values: tl.tensor) -> tl.tensor:
     return tl.sum(tl.where(own, values[None, :], 0), 1)
 
 
-@jit_loose("rows", "programs")
+@jit_loose("rows", "programs", "longest")
 def _plan(
     slots: tl.tensor,
     lengths: tl.tensor,
@@ -157,9 +230,11 @@ def _plan(
     plan: DecodePlan,
     rows: int,
     programs: int,
+    longest: tl.tensor,
     WINDOW: tl.constexpr,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
@@ -167,7 +242,8 @@ def _plan(
     r = tl.arange(0, BLOCK)
     p = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     begin(PDL)
-    live = r < true_rows(num_rows, rows)
+    n = true_rows(num_rows, rows)
+    live = r < n
     slot = tl.load(slots + r, mask=live, other=0).to(tl.int32)
     end = tl.load(lengths + r, mask=live, other=0).to(tl.int32)
     start = tl.zeros([BLOCK], tl.int32)
@@ -175,6 +251,16 @@ def _plan(
         start += tl.load(skip).to(tl.int32)
     if WINDOW > 0:
         start = tl.maximum(start, end - WINDOW)
+    if QUERIES > 1:
+        # Of every QUERIES tokens of a row the first one stands for all: it begins where its own keys do and
+        # ends where the last one's do. The others have no keys.
+        before = tl.zeros([BLOCK], tl.int32)
+        behind = tl.zeros([BLOCK], tl.int32)
+        for i in range(1, longest):
+            before += (tl.load(slots + r - i, mask=live & (r >= i), other=-1) == slot).to(tl.int32)
+            behind += (tl.load(slots + r + i, mask=r + i < n, other=-1) == slot).to(tl.int32)
+        queries = tl.where(live & (before % QUERIES == 0), tl.minimum(behind + 1, QUERIES), 0)
+        end = tl.where(queries > 0, end + queries - 1, 0)
     start = tl.minimum(start, end)
     tiles = tl.where(start < end, (end + TILE - 1) // TILE - start // TILE, 0)
     upto = tl.cumsum(tiles, 0)
@@ -192,11 +278,15 @@ def _plan(
     own_first = tl.maximum(c * each, _pick(own, first))
     own_last = tl.minimum((c + 1) * each, _pick(own, upto))
     shift = _pick(own, start // TILE - first)
+    base = head
+    if QUERIES > 1:
+        base = first // each * QUERIES + r
+        r = r * QUERIES + queries - 1
     own_row, own_slot = _pick(own, r), _pick(own, slot)
     own_start, own_end = _pick(own, start), _pick(own, end)
     low, high = own_first + shift, own_last + shift
     at, count = plan.segments + p * FIELDS, _pick(own, tail - head + 1)
-    store_record(at, (own_row, own_slot, low, high, own_start, own_end, _pick(own, head), count), known)
+    store_record(at, (own_row, own_slot, low, high, own_start, own_end, _pick(own, base), count), known)
     # A program's run is written with its first segment; programs without work get a count of 0 below.
     leads = known & (own_first == c * each)
     at, count = plan.runs + c * FIELDS, tl.minimum(each, total - c * each)
@@ -210,6 +300,7 @@ def plan_decode(
     lengths: Tensor,
     config: DecodeConfig,
     *,
+    longest: int = 1,
     window: int = 0,
     num_rows: Tensor | None = None,
     skip: Tensor | None = None,
@@ -219,6 +310,7 @@ def plan_decode(
 
     slots     integer [rows]  slot of each row
     lengths   integer [rows]  its tokens, this step's included
+    longest   the most tokens of a row, where several share a pass: rows are then tokens
     window    positions a row sees, 0 for all
     num_rows  int32 [1] on the device; rows from there on have no work
     skip      integer [1] on the device: leading keys that are attended to elsewhere (cascade); less
@@ -240,9 +332,11 @@ def plan_decode(
         plan,
         rows,
         config.programs,
+        longest if config.queries > 1 else None,
         WINDOW=window,
         TILE=config.tile,
         LEAST=config.least,
+        QUERIES=config.queries,
         BLOCK=block,
         SPAN=span,
         **launch_options(pdl, 4),
@@ -260,6 +354,21 @@ def _next_record(at: tl.tensor, turns: tl.tensor, record: tl.tensor) -> tl.tenso
 
 
 @jit
+def _lanes(
+    lane: tl.tensor,
+    more: tl.tensor,
+    kv_head: tl.tensor,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+) -> tl.tensor:
+    """The heads of a row's first query and of `more` others, GROUP lanes each: HEADS further from one query
+    to the next. Lanes behind them get a number past all."""
+    query = lane // GROUP
+    return tl.where(query <= more, query * HEADS + kv_head * GROUP + lane % GROUP, HEADS * QUERIES)
+
+
+@jit
 def _decode(
     q: tl.tensor,
     keys: Keys,
@@ -270,6 +379,8 @@ def _decode(
     q_stride: int,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_G: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -286,6 +397,7 @@ def _decode(
     # Heads past the group get a number past all heads: one comparison masks them everywhere.
     head = tl.where(h < group, kv_head * group + h, heads)
     inside = (head < heads)[:, None] & (d < dim)[None, :]
+    query, own = h // group, kv_head * group + h % group
     k_cache = keys.k + kv_head * dim
     v_cache = keys.v + kv_head * dim
     # The kernel before made the queries and stored this step's keys and values, and may run still. The plan
@@ -300,25 +412,40 @@ def _decode(
     first, pieces = load_record(segments + segment * FIELDS + 6, 2, ".cg")
     lead, lead_row, lead_first, lead_pieces = segment, row, first, pieces
     begin(PDL)
+    if QUERIES > 1:
+        opens = count > 0
+        queries = tl.zeros([BLOCK_H, block_d], q.dtype.element_ty)
     high = tl.zeros([BLOCK_H], tl.float32) - float("inf")
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, block_d], tl.float32)
     for i in range(count):
-        # Anew for each tile: so they come as the keys do, and no row waits for its queries.
-        q_at = q + row.to(tl.int64) * q_stride + head[:, None] * dim + d[None, :]
-        queries = tl.load(q_at, mask=inside, other=0.0)
+        if QUERIES == 1:
+            # Anew for each tile: so they come as the keys do, and no row waits for its queries.
+            q_at = q + row.to(tl.int64) * q_stride + head[:, None] * dim + d[None, :]
+            queries = tl.load(q_at, mask=inside, other=0.0)
+            token, place, own_ends = row, segment, None
+        else:
+            # Once for each row: these are up to half as many bytes as a tile of keys.
+            token, more = row // QUERIES, row % QUERIES
+            if opens:
+                q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + own[:, None] * dim + d[None, :]
+                queries = tl.load(q_at, mask=(query <= more)[:, None] & (d < dim)[None, :], other=0.0)
+            head = _lanes(h, more, kv_head, group, heads, QUERIES)
+            place, own_ends = c * QUERIES + token, end - more + query
         table = keys.table + slot.to(tl.int64) * keys.table_stride
         page = load_pages(table, tile, end, SHAPE.page, TILE)
         high, total, acc = attend_tile(
             queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride, keys.scale,
-            SHAPE, TILE,
+            SHAPE, TILE, own_ends, WINDOW,
         )  # fmt: skip
         ends = tile + 1 == last
         if ends:
             store_segment(
-                acc, high, total, row, segment, pieces, space.parts, out, lse, head, keys.v_scale,
-                heads, dim,
+                acc, high, total, token, place, pieces, space.parts, out, lse, head, keys.v_scale,
+                heads, dim, QUERIES,
             )  # fmt: skip
+        if QUERIES > 1:
+            opens = ends
         high = tl.where(ends, float("-inf"), high)
         total = tl.where(ends, 0.0, total)
         acc = tl.where(ends, 0.0, acc)
@@ -332,7 +459,7 @@ def _decode(
     two = tl.arange(0, 2)
     whole = tl.where(two == 0, lead_pieces, pieces)
     partial = tl.where((two == 0) | (segment > lead), whole, 1) > 1
-    counter = space.counters + tl.where(two == 0, lead_row, row) * SHAPE.kv + kv_head
+    counter = space.counters + tl.where(two == 0, lead_row, row) // QUERIES * SHAPE.kv + kv_head
     tl.debug_barrier()  # all threads' partials, before one thread increments the counters
     arrived = tl.atomic_add(counter, 1, mask=partial, sem="acq_rel", scope="gpu")
     due = tl.where(partial & (arrived + 1 == whole), 1, 0)
@@ -343,12 +470,15 @@ def _decode(
         if tl.sum(tl.where(two == side, due, 0), 0) > 0:
             whose = tl.where(side == 0, lead_row, row)
             base, n = tl.where(side == 0, lead_first, first), tl.where(side == 0, lead_pieces, pieces)
-            merged, sums = merge_parts(space.parts, base, n, head, d, heads, dim, UNROLL)
-            within = (head < heads)[:, None] & (d < dim)[None, :]
+            if QUERIES > 1:
+                head = _lanes(g, whose % QUERIES, kv_head, group, heads, QUERIES)
+                whose = whose // QUERIES
+            merged, sums = merge_parts(space.parts, base, n, head, d, heads, dim, UNROLL, QUERIES)
+            known = head < heads * QUERIES
             out_at = out + (whose * heads + head)[:, None] * dim + d[None, :]
-            tl.store(out_at, merged.to(out.dtype.element_ty), mask=within)
+            tl.store(out_at, merged.to(out.dtype.element_ty), mask=known[:, None] & (d < dim)[None, :])
             if lse is not None:
-                tl.store(lse + whose * heads + head, sums, mask=head < heads)
+                tl.store(lse + whose * heads + head, sums, mask=known)
 
 
 def paged_decode(
@@ -358,6 +488,7 @@ def paged_decode(
     workspace: Workspace,
     config: DecodeConfig,
     *,
+    window: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     pdl: bool = False,
@@ -365,7 +496,7 @@ def paged_decode(
     """One query per row over its keys, grouped heads.
 
     q        [rows, heads, dim], heads and dim contiguous
-    plan     of `plan_decode` with the same `config`
+    plan     of `plan_decode` with the same `config` and `window`
     lse      float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
     returns  [rows, heads * dim] (`out`, or new); padded rows are not written
     """
@@ -373,7 +504,9 @@ def paged_decode(
     keys, shape = kernel_args(q, pages)
     if out is None:
         out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
-    block_g = pow2(shape.group)
+    ragged = config.queries > 1
+    block_g = pow2(shape.group * config.queries)
+    block_h, least = (max(block_g, 16), 1) if ragged else (max(block_g, 8), 2)
     _decode[(shape.kv, config.programs)](
         q,
         keys,
@@ -384,9 +517,11 @@ def paged_decode(
         q.stride(0),
         SHAPE=shape,
         TILE=config.tile,
-        BLOCK_H=max(block_g, 8),
+        QUERIES=config.queries,
+        WINDOW=window if ragged else 0,
+        BLOCK_H=block_h,
         BLOCK_G=block_g,
-        UNROLL=min(max(MERGED * config.warps // (block_g * shape.block_d), 2), MOST_MERGED),
+        UNROLL=min(max(MERGED * config.warps // (block_g * shape.block_d), least), MOST_MERGED),
         **launch_options(pdl, config.warps, config.stages),
         **({"maxnreg": config.registers} if config.registers and pdl else {}),
     )

@@ -42,10 +42,15 @@ def attend_tile(
     scale: float,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
+    ends: tl.tensor | None = None,
+    WINDOW: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A step of the online softmax of queries [n, block_d] over a tile of keys, `start` to `end` of which
     are seen, at least one: the greatest score in powers of two `high` [n], the sum `total` [n] relative to
-    it, and the weighted values `acc` [n, block_d]. SHAPE is a `Shape`."""
+    it, and the weighted values `acc` [n, block_d]. SHAPE is a `Shape`.
+
+    With `ends` [n] each query sees the keys before its own end, at most WINDOW where that is not 0, and
+    perhaps none of the tile: its `high` is then -inf and its `total` 0 until it sees one."""
     d = tl.arange(0, SHAPE.block_d)
     at = tile * TILE + tl.arange(0, TILE)
     seen = (at >= start) & (at < end)
@@ -62,10 +67,18 @@ def attend_tile(
     if SHAPE.cap > 0:
         # tanh from a sigmoid: there is no other in both the compiler and the interpreter
         s = SHAPE.cap * (2 * tl.sigmoid(2 * s / SHAPE.cap) - 1)
-    s = tl.where(seen[None, :], s * LOG2E, float("-inf"))
+    shown = seen[None, :]
+    if ends is not None:
+        shown = shown & (at[None, :] < ends[:, None])
+        if WINDOW > 0:
+            shown = shown & (at[None, :] >= ends[:, None] - WINDOW)
+    s = tl.where(shown, s * LOG2E, float("-inf"))
     top = tl.maximum(high, tl.max(s, 1))
-    p = tl.exp2(s - top[:, None])
-    shrink = tl.exp2(high - top)
+    level = top
+    if ends is not None:  # -inf minus -inf is NaN
+        level = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(s - level[:, None])
+    shrink = tl.exp2(high - level)
     total = total * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
     return top, total, acc

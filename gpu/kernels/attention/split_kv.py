@@ -46,19 +46,24 @@ def store_segment(
     v_scale: float,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
 ) -> None:
-    """Store the result of a segment: the row's own where it is the only one, else a part of it."""
+    """Store the result of a segment: the row's own where it is the only one, else a part of it. Of the up to
+    QUERIES queries of a row each has HEADS heads, and `head` counts them from the first one's on."""
     d = tl.arange(0, acc.shape[1])
-    inside = (head < HEADS)[:, None] & (d < DIM)[None, :]
+    known = head < HEADS * QUERIES
+    inside = known[:, None] & (d < DIM)[None, :]
+    if QUERIES > 1:  # a query that sees none of the segment's keys
+        total = tl.where(total == 0, 1.0, total)
     found, sums = acc * (v_scale / total)[:, None], high + tl.log2(total)
     if pieces == 1:
         out_at = out + (row * HEADS + head)[:, None] * DIM + d[None, :]
         tl.store(out_at, found.to(out.dtype.element_ty), mask=inside)
         if lse is not None:
-            tl.store(lse + row * HEADS + head, sums, mask=head < HEADS)
+            tl.store(lse + row * HEADS + head, sums, mask=known)
     else:
         tl.store(parts.out + (segment * HEADS + head)[:, None] * DIM + d[None, :], found, mask=inside)
-        tl.store(parts.lse + segment * HEADS + head, sums, mask=head < HEADS)
+        tl.store(parts.lse + segment * HEADS + head, sums, mask=known)
 
 
 @jit
@@ -71,9 +76,10 @@ def merge_parts(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     UNROLL: tl.constexpr,
+    STEP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Partials `first` ... `first + count - 1` of heads `head` as one, UNROLL of them at once: their loads
-    are under way together, and so is their arithmetic. Past L1: other processors wrote them."""
+    """Partials `first`, `first + STEP`, ..., `count` of them, of heads `head` as one, UNROLL of them at once:
+    their loads are under way together, and so is their arithmetic. Past L1: other processors wrote them."""
     high = tl.zeros([head.shape[0]], tl.float32) - float("inf")
     total = tl.zeros([head.shape[0]], tl.float32)
     acc = tl.zeros([head.shape[0], d.shape[0]], tl.float32)
@@ -83,8 +89,8 @@ def merge_parts(
         found: tl.tensor = ()
         top = high
         for i in tl.static_range(UNROLL):
-            place = first + at + i
-            here = head < tl.where(at + i < count, HEADS, 0)
+            place = first + at * STEP + i * STEP
+            here = head < tl.where(at + i < count, HEADS * STEP, 0)
             lse_at = parts.lse + place * HEADS + head
             lse = tl.load(lse_at, mask=here, other=float("-inf"), cache_modifier=".cg")
             at_d = parts.out + (place * HEADS + head)[:, None] * DIM + d[None, :]

@@ -7,6 +7,7 @@ its page 0.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple, cast
 
 import pytest
@@ -23,9 +24,10 @@ from gpu.attention.registry import check_cpu_backends, parse_backends
 from gpu.attention.selector import PhasedAttention, choose, device_attention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.device import CudaFacts, cuda_facts
-from gpu.kernels.attention.decode import DecodeConfig, decode_config
+from gpu.kernels.attention.decode import DecodeConfig, decode_config, verify_config
 from gpu.kv.pool import KvPool
 from gpu.state.view import StepView
+from gpu.step.shapes import query_sizes
 
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -38,6 +40,7 @@ class Case(NamedTuple):
     """A step: lengths of decode rows, (start, tokens) of chunks, padding in rows, decode rows, chunks.
 
     Layer 0 sees everything, layer 1 `window` positions. All decode rows share their first `common` keys.
+    Decode rows have a token each or `tokens`, and a graph's attention up to `query` of a row at once.
     """
 
     heads: Heads = Heads(4, 2, 16)
@@ -50,6 +53,14 @@ class Case(NamedTuple):
     common: int = 0
     cascade: bool = False
     deep: bool = False
+    tokens: tuple[int, ...] = ()
+    query: int = 1
+
+    @property
+    def decoded(self) -> list[tuple[int, int]]:
+        """Row and length of each token of decode rows."""
+        each = enumerate(zip(self.decode, self.tokens or [1] * len(self.decode), strict=True))
+        return [(row, end - count + 1 + i) for row, (end, count) in each for i in range(count)]
 
 
 CASES = {
@@ -82,6 +93,24 @@ CASES = {
     "cascade, mixed": Case(decode=(40, 33), chunks=((16, 10),), common=32, cascade=True, pad=(3, 1, 2)),
     "cascade, soft cap": Case(decode=(40, 33, 50), common=32, cascade=True, cap=1.5),
     "shared but no cascade": Case(decode=(40, 33, 50), common=32),
+    **{
+        f"drafts, {name}": case._replace(query=query)
+        for query in (1, 4)
+        for name, case in {
+            f"{query} at once": Case(decode=(65, 40, 18, 4), tokens=(4, 1, 3, 2), pad=(3, 3, 0)),
+            f"{query} at once, mixed": Case(
+                decode=(33, 70), tokens=(3, 4), chunks=((16, 10), (0, 3)), pad=(9, 5, 2), deep=True
+            ),
+            f"{query} at once, cascade": Case(
+                decode=(40, 36, 50), tokens=(4, 2, 1), common=32, cascade=True, cap=1.5
+            ),
+        }.items()
+    },
+    "drafts, none": Case(decode=(1, 40, 17), query=4),
+    "drafts, group 7": Case(Heads(14, 2, 16), decode=(65, 40), tokens=(8, 5), query=8),
+    "drafts, group 1": Case(Heads(3, 3, 16), decode=(65, 40), tokens=(8, 5), query=8, window=3),
+    "drafts, longer than a tile of queries": Case(Heads(8, 1, 16), decode=(65, 40), tokens=(9, 5), query=9),
+    "drafts, head_dim 256": Case(Heads(4, 2, 256), decode=(20, 8), tokens=(2, 3), query=3),
 }
 
 
@@ -109,7 +138,7 @@ class Step(NamedTuple):
 
     @property
     def live(self) -> int:
-        return len(self.case.decode) + sum(count for _, count in self.case.chunks)
+        return len(self.case.decoded) + sum(count for _, count in self.case.chunks)
 
     @property
     def config(self) -> AttentionConfig:
@@ -125,6 +154,7 @@ class Step(NamedTuple):
             scale=case.heads.dim**-0.5,
             cap=case.cap,
             cascade_rows=int(case.cascade),
+            query=case.query,
         )
 
 
@@ -146,27 +176,30 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
     table[kept.slots[:rows], : case.common // case.page] = table[kept.slots[:1], : case.common // case.page]
     table[0] = 0
     pad, pad_decode, pad_chunks = case.pad
-    cut = chunks(list(case.chunks), kept._replace(slots=kept.slots[rows:]), rows, device)
-    n = rows + sum(count for _, count in case.chunks) + pad
+    owner, seen = [list(each) for each in zip(*case.decoded, strict=True)] or [[], []]
+    tokens = len(owner)
+    cut = chunks(list(case.chunks), kept._replace(slots=kept.slots[rows:]), tokens, device)
+    n = tokens + sum(count for _, count in case.chunks) + pad
     max_chunks = parts + pad_chunks
     blank = ints([0] * n, device)
     view = StepView(
         tokens=n,
-        max_decode=rows + pad_decode,
+        max_decode=tokens + pad_decode,
         max_chunks=max_chunks,
-        counts=ints([n - pad, rows, parts, rows], device),
+        counts=ints([n - pad, tokens, parts, tokens], device),
         ids=blank,
         positions=blank,
         kv_slot_mapping=blank,
         page_table=table,
-        decode_slots=ints([*kept.slots[:rows].tolist(), *[0] * pad_decode], device),
-        decode_lengths=ints([*case.decode, *[1] * pad_decode], device),
+        decode_slots=ints([*kept.slots[owner].tolist(), *[0] * pad_decode], device),
+        decode_lengths=ints([*seen, *[1] * pad_decode], device),
         chunk_slots=ints([*cut.slots[:parts].tolist(), *[0] * pad_chunks], device),
         chunk_starts=ints([*cut.starts[:parts].tolist(), *[0] * pad_chunks], device),
         chunk_firsts=ints([*cut.firsts[: parts + 1].tolist(), *[0] * pad_chunks], device),
         common=ints([case.common], device),
         shared=case.cascade,
         deep=case.deep,
+        query=case.query,
     )
     q = torch.randn(n, case.heads.q, case.heads.dim, device=device).to(dtype)
     q[n - pad :] = float("nan")
@@ -176,7 +209,7 @@ def make(case: Case, dtype: torch.dtype, device: torch.device) -> Step:
         args = (case.page, case.heads.dim**-0.5)
         more = {"cap": case.cap, "window": window}
         out = reference.prefill_attention(q, cache, own[rows:-1], cut.true, *args, **more)
-        out[:rows] = reference.decode_attention(q[:rows], cache, own[:rows], case.decode, *args, **more)[0]
+        out[:tokens] = reference.decode_attention(q[:tokens], cache, own[owner], seen, *args, **more)[0]
         expected.append(out[: n - pad].flatten(1))
     return Step(case, view, cache, q, expected)
 
@@ -229,6 +262,24 @@ def test_partial_results_have_room_in_every_graph(most: int, monkeypatch: pytest
     for rows in range(1, most + 1):
         for few in (False, True):
             assert space.programs >= decode_config(128, 8, 132, rows, group=4, few=few).programs
+
+
+@pytest.mark.parametrize("most", [3, 20, 100, 1024])
+def test_partial_results_of_drafts_have_room_in_every_graph(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[DecodeConfig] = []
+    monkeypatch.setattr("gpu.attention.triton_paged.decode_workspace", lambda *args: made.append(args[4]))
+    for longest, heads in product((2, 4, 8, 16), (8, 32, 64)):
+        config = AttentionConfig(
+            heads, 8, 128, (0,), 16, most, torch.bfloat16, torch.device("cpu"), HOPPER, 0.1, query=longest
+        )
+        TritonDecode(config)
+        room = made[-1].programs * made[-1].queries
+        for tokens, query, few in product(range(1, most + 1, 3), query_sizes(longest - 1), (False, True)):
+            if query > 1:
+                cut = verify_config(128, 8, 132, tokens, query, group=heads // 8, few=few)
+                assert room >= cut.programs * cut.queries
 
 
 @pytest.mark.gpu
@@ -288,13 +339,14 @@ def test_torch(name: str) -> None:
     cpu = torch.device("cpu")
     step = make(CASES[name], torch.float32, cpu)
     case, view, heads = step.case, step.view, step.case.heads
-    rows, table = len(case.decode), view.page_table
+    rows, table = len(case.decoded), view.page_table
     pool = KvPool(2, len(step.cache[0]) // case.page, case.page, (heads.kv, heads.dim), torch.float32, cpu)
     for layer in range(2):
         for kind, side in enumerate(step.cache):
             pool.data[layer, :, :, kind] = side.nan_to_num(0.0).unflatten(0, (-1, case.page))
     counts = view.counts.tolist()
-    owners = [(slot, length - 1, 1) for slot, length in zip(view.decode_slots, case.decode, strict=False)]
+    seen = [length for _, length in case.decoded]
+    owners = [(slot, length - 1, 1) for slot, length in zip(view.decode_slots, seen, strict=False)]
     owners += [(slot, *chunk) for slot, chunk in zip(view.chunk_slots, case.chunks, strict=False)]
     positions = torch.cat([torch.arange(start, start + count) for _, start, count in owners])
     owner = torch.cat([torch.full((count,), int(slot)) for slot, _, count in owners])
@@ -318,7 +370,9 @@ def test_torch(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["mixed, padded", "cascade, mixed", "head_dim 128"])
+@pytest.mark.parametrize(
+    "name", ["mixed, padded", "cascade, mixed", "head_dim 128", "drafts, 4 at once, mixed"]
+)
 def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """What the interpreter's one dtype and a GPU's first do not show."""
     step = make(CASES[name], dtype, device)
@@ -327,7 +381,10 @@ def test_triton_in(name: str, dtype: torch.dtype, device: torch.device) -> None:
     check(step, backend, 2e-3 if dtype == torch.float16 else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["decode", "mixed, padded", "cascade, mixed", "few queries, many keys"])
+@pytest.mark.parametrize(
+    "name",
+    ["decode", "mixed, padded", "cascade, mixed", "few queries, many keys", "drafts, 4 at once, mixed"],
+)
 def test_float8_pages(name: str, device: torch.device) -> None:
     step = make(CASES[name], DTYPE, device)
     k_scale, v_scale = 0.5, 2.0
@@ -345,6 +402,7 @@ def test_float8_pages(name: str, device: torch.device) -> None:
     ("name", "backends"),
     [
         *((name, "triton") for name in ("mixed, padded", "cascade, mixed", "few queries, many keys")),
+        *((f"drafts, 4 at once{kind}", "triton") for kind in ("", ", mixed", ", cascade")),
         ("mixed, padded", "prefill=triton,decode=flashinfer"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,3 +164,95 @@ def test_a_dependent_launch_sees_what_the_one_before_stored(lengths: list[int], 
         expected, _ = reference.decode_attention(q, caches[i], kept.table[kept.slots], lengths, page, scale)
         assert error(out.view_as(q), expected) < 1e-2
         assert error(out, layer(i, False)[1]) < 1e-2
+
+
+class Ragged(NamedTuple):
+    """Rows as (keys, tokens): a row's last token sees all its keys, the one before it one less."""
+
+    heads: Heads
+    page: int
+    rows: list[tuple[int, int]]
+    queries: int
+    programs: int
+    least: int = 1
+    tile: int = 32
+    window: int = 0
+    cap: float = 0.0
+    skip: int = 0
+    dead: int = 0
+
+
+MANY = [(40, 3), (33, 1), (131, 8), (64, 5), (2, 2), (65, 2), (8, 8), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Ragged(Heads(8, 2, 32), 16, MANY, 8, 4),
+        Ragged(Heads(8, 2, 32), 16, MANY, 8, 1),  # one program does all
+        Ragged(Heads(8, 2, 32), 16, MANY, 8, 40),  # a tile each
+        Ragged(Heads(8, 2, 32), 16, MANY, 8, 7, least=2),
+        Ragged(Heads(2, 2, 32), 16, MANY, 8, 5),
+        Ragged(Heads(14, 2, 32), 16, MANY, 8, 5),
+        Ragged(Heads(8, 1, 32), 64, MANY, 8, 6),
+        Ragged(Heads(8, 1, 32), 16, [(n, 1) for n, _ in MANY], 8, 4),  # no drafts at all
+        Ragged(Heads(8, 1, 24), 1, MANY, 3, 6),  # rows of several tiles of queries
+        Ragged(Heads(8, 1, 64), 16, [(90, 13), (33, 16), (300, 4)], 8, 5),
+        Ragged(Heads(8, 1, 32), 16, [(33 + i, 8) for i in range(7)], 8, 9),  # first keys behind a tile's end
+        Ragged(Heads(8, 2, 32), 16, MANY, 8, 6, window=9),
+        Ragged(Heads(8, 2, 32), 16, [(67, 4), (97, 8), (230, 8)], 8, 7, window=1),
+        Ragged(Heads(8, 2, 32), 16, [(67, 4), (97, 8), (230, 8)], 8, 7, window=32),  # begins between queries
+        Ragged(Heads(4, 2, 32), 16, MANY, 8, 6, cap=1.5),
+        Ragged(Heads(4, 2, 16), 16, [(40, 4), (70, 8), (33, 1), (41, 2)], 8, 3, skip=32),
+        Ragged(Heads(8, 2, 32), 16, [(40, 3), (33, 1), (131, 8), (64, 5)], 8, 4, dead=5),
+    ],
+)
+def test_a_row_reads_its_keys_once_for_all_its_tokens(
+    case: Ragged, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    heads, keys = case.heads, [count for count, _ in case.rows]
+    kept = pages(keys, case.page, heads, dtype, device)
+    row = [i for i, (_, tokens) in enumerate(case.rows) for _ in range(tokens)]
+    lengths = [count - tokens + 1 + j for count, tokens in case.rows for j in range(tokens)]
+    live, slots = len(row) - case.dead, kept.slots[row]
+    q = torch.randn(len(row), heads.q, heads.dim, device=device).to(dtype)
+    config = DecodeConfig(case.tile, 4, 2, case.programs, case.least, queries=case.queries)
+    plan = plan_decode(
+        slots, torch.tensor(lengths, device=device), config,
+        longest=max(tokens for _, tokens in case.rows), window=case.window,
+        num_rows=scalar(live, device), skip=scalar(case.skip, device) if case.skip else None,
+    )  # fmt: skip
+    space = decode_workspace(len(row), heads.q, heads.kv, heads.dim, config, device)
+    for part in space.parts:
+        part.fill_(float("nan"))
+    lse, scale = torch.zeros(len(row), heads.q, device=device), heads.dim**-0.5
+    expected, sums = reference.decode_attention(
+        q, (kept.k, kept.v), kept.table[slots], lengths[:live], case.page, scale,
+        cap=case.cap, window=case.window, skip=case.skip,
+    )  # fmt: skip
+    layer = kept.layer(case.page, scale, case.cap)
+    for _ in range(2):  # a second layer finds the counters as the first did
+        found = paged_decode(q, layer, plan, space, config, window=case.window, lse=lse).view_as(q)
+        for i in range(live):
+            assert error(found[i], expected[i]) < tolerance
+        assert error(lse[:live], sums[:live]) < tolerance
+        assert not lse[live:].any()  # padded rows are left alone
+        assert not space.counters.any()
+
+
+def test_one_token_gone_wrong_stays_alone_in_its_row(
+    device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    heads, rows = Heads(4, 2, 16), [(40, 3), (70, 4), (33, 1)]
+    kept = pages([count for count, _ in rows], 16, heads, dtype, device)
+    row, lengths = [0] * 3 + [1] * 4 + [2], [38, 39, 40, 67, 68, 69, 70, 33]
+    q = torch.randn(8, heads.q, heads.dim, device=device).to(dtype)
+    q[4] = float("nan")
+    config = DecodeConfig(32, 4, 2, 3, queries=4)
+    plan = plan_decode(kept.slots[row], torch.tensor(lengths, device=device), config, longest=4)
+    space = decode_workspace(8, heads.q, heads.kv, heads.dim, config, device)
+    cache, scale = (kept.k, kept.v), heads.dim**-0.5
+    found = paged_decode(q, kept.layer(16, scale), plan, space, config).view_as(q)
+    expected, _ = reference.decode_attention(q, cache, kept.table[kept.slots[row]], lengths, 16, scale)
+    assert found[4].isnan().all()
+    assert error(found[[0, 1, 2, 3, 5, 6, 7]], expected[[0, 1, 2, 3, 5, 6, 7]]) < tolerance
