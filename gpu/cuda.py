@@ -69,7 +69,9 @@ class _Layers(NamedTuple):
     pdl: bool
 
 
-def _layers(spec: ModelSpec, target: Target, model: ModelConfig, cache: CacheConfig, samples: int) -> _Layers:
+def _layers(
+    spec: ModelSpec, target: Target, model: ModelConfig, cache: CacheConfig, samples: int, query: int
+) -> _Layers:
     """Those of `spec`, for steps of up to `samples` samples and rows of up to `query` tokens."""
     device, dtype, facts = target
     config = attention_config(spec, cache.page_size, samples, dtype, device, facts)

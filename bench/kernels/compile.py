@@ -69,12 +69,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     def empty(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def attention(page: int, size: Heads) -> None:
-        config = decode.decode_config(size.dim, size.kv, 132, group=size.q // size.kv)
+    def attention(page: int, size: Heads, query: int = 1) -> None:
+        config = decode.verify_config(size.dim, size.kv, 132, 256 * query, query, group=size.q // size.kv)
         slots, lengths = torch.zeros(256, dtype=torch.int64), torch.zeros(256, dtype=torch.int64)
         table = torch.zeros(512, 64, dtype=torch.int32)
         both = empty(64, 2, size.kv, size.dim)
-        plan = decode.plan_decode(slots, lengths, config, num_rows=n, pdl=pdl)
+        plan = decode.plan_decode(slots, lengths, config, longest=query, num_rows=n, pdl=pdl)
         space = decode.decode_workspace(256, size.q, size.kv, size.dim, config, CPU)
         q = empty(256, size.q, size.dim)
         layer = Pages(both[:, 0], both[:, 1], table, page, 0.1)
@@ -194,6 +194,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "decode, page 16": lambda: attention(16, heads),
         "decode, page 64": lambda: attention(64, heads),
         "decode, dim 256": lambda: attention(16, Heads(16, 8, 256)),
+        "verify, 16 lanes": lambda: attention(16, Heads(32, 8, 128), 4),
+        "verify, 32 lanes": lambda: attention(16, heads, 4),
+        "verify, 64 lanes": lambda: attention(16, heads, 8),
+        "verify, dim 256": lambda: attention(16, Heads(16, 8, 256), 4),
         "chunks, page 16": lambda: chunks(16, heads),
         "chunks, page 64": lambda: chunks(64, heads),
         "chunks, 8 kv": lambda: chunks(16, Heads(32, 8, 128)),

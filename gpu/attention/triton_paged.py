@@ -12,7 +12,6 @@ from gpu.kernels.attention.cascade import PrefixConfig, prefix_attention, prefix
 from gpu.kernels.attention.decode import (
     DecodeConfig,
     DecodePlan,
-    decode_config,
     decode_workspace,
     paged_decode,
     plan_decode,
@@ -79,10 +78,9 @@ class TritonDecode:
         config = self._config
         deep = config.dtype.itemsize <= 2 and config.gpu.capability >= HOPPER
         processors, group = config.gpu.processors, config.heads // config.kv_heads
-        sizes = config.head_dim, config.kv_heads, processors, tokens
-        if query > 1:
-            return verify_config(*sizes, query, group=group, few=few, deep=deep)
-        return decode_config(*sizes, group=group, few=few, deep=deep)
+        return verify_config(
+            config.head_dim, config.kv_heads, processors, tokens, query, group=group, few=few, deep=deep
+        )
 
     def plan(self, view: StepView) -> None:
         """See `PhaseAttention.plan`: once for each window that layers have."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from core.plan import Chunk, NewSlot, StepPlan, StepResult
+from gpu.attention import AttentionBackend
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
@@ -37,10 +38,15 @@ class NoWarmUp:
         return work
 
 
-def captured_machine(rig: Rig, sizes: PaddedSizes, launcher: Callable[[], Launcher] = NoWarmUp) -> Machine:
-    """With a GPU's kernels, in padded sizes."""
+def captured_machine(
+    rig: Rig,
+    sizes: PaddedSizes,
+    launcher: Callable[[], Launcher] = NoWarmUp,
+    attention: AttentionBackend | None = None,
+) -> Machine:
+    """With a GPU's kernels, in padded sizes. Without `attention` it is plain, token by token."""
     spec = rig.spec
-    attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
+    attention = attention or EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
     configs = None
     if (moe := spec.moe) is not None:
         configs = MoeConfigs(
