@@ -45,7 +45,12 @@ SHAPES = {"8b": Heads(32, 8, 128), "30b": Heads(32, 4, 128)}
 
 _Cut = DecodeConfig
 
-FEW = [_Cut(64, 4, 2, 2, least=least) for least in (1, 2, 4, 8)] + [_Cut(32, 4, 4, 2, least=8)]
+FEW = [
+    *(_Cut(64, 4, 2, 2, least=least) for least in (1, 2)),
+    *(_Cut(64, 4, 5, 2, least=least) for least in (2, 4)),
+    *(_Cut(64, 4, 7, 2, least=least) for least in (3, 6)),
+    _Cut(32, 4, 7, 2, least=4),
+]
 """For one row."""
 
 CUTS = {

@@ -159,13 +159,13 @@ _Cut = DecodeConfig
 
 VERIFY: dict[int, tuple[tuple[int, DecodeConfig], ...]] = {
     16: (
-        (4, _Cut(64, 4, 2, 2, least=2)),
+        (4, _Cut(64, 4, 5, 2, least=2)),
         (SOME, _Cut(64, 4, 4, 3, registers=168)),
         (256, _Cut(64, 4, 7, 2)),
         (0, _Cut(32, 2, 5, 4)),
     ),
-    32: ((4, _Cut(64, 4, 2, 2, least=3)), (256, _Cut(64, 4, 7, 2)), (0, _Cut(32, 4, 7, 2))),
-    64: ((4, _Cut(32, 4, 4, 2, least=8)), (0, _Cut(32, 4, 7, 2))),
+    32: ((4, _Cut(64, 4, 7, 2, least=3)), (256, _Cut(64, 4, 7, 2)), (0, _Cut(32, 4, 7, 2))),
+    64: ((4, _Cut(32, 4, 7, 2, least=8)), (0, _Cut(32, 4, 7, 2))),
 }
 """By lanes, for heads of up to 128 in two bytes: up to how many rows which cut; the last one is for more, and
 for `few` keys. `programs` here are those of a multiprocessor. By reasoning, not yet measured:
@@ -174,8 +174,8 @@ Two programs of 4 warps may have 255 registers a thread each, and need 210 with 
 Their 113 KB of shared memory each hold three tiles of 64 keys, of which two are under way: 128 KB, where
 4.3 TB/s at 1 us are 33 KB a multiprocessor. 64 lanes go through wgmma, which holds one tile more, and 33 KB
 in which results are laid out: with tiles of 32 keys two programs have room (99 KB each), of 64 one.
-Few rows are cut into fewer pieces the more lanes they have: one program reads all pieces of a row again, and
-one of 64 lanes is 32 KB, as much as a tile of 64 keys."""
+Few rows are cut into fewer pieces the more lanes they have, as one program reads all pieces of a row again:
+of 64 lanes one is 32 KB, as much as a tile of 64 keys. The tiles of a piece are under way together."""
 
 
 def verify_config(
