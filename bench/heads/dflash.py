@@ -55,9 +55,6 @@ class DFlash(Head):
         self.norm = RmsNorm(spec.hidden, spec.norm_eps)
         self.norm.weight.data.copy_(target.norm)
 
-    def begin(self, states: Tensor) -> None:
-        self.fc.calibrate(states, passes=False)
-
     def config(self) -> dict[str, Any]:
         return super().config() | {
             "block_size": self.size.block,

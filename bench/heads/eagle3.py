@@ -62,11 +62,6 @@ class Eagle3(Head):
             self.lm_head.weight.data.copy_(target.head[ids.to(target.head.device)])
             self.register_buffer("d2t", ids - torch.arange(size.draft_vocab))
 
-    def begin(self, states: Tensor) -> None:
-        self.fc.calibrate(states, passes=True)
-        for linear in (self.midlayer.self_attn.o_proj, self.midlayer.mlp.down_proj):
-            nn.init.zeros_(linear.weight)
-
     def config(self) -> dict[str, Any]:
         return super().config() | {
             "draft_vocab_size": self.size.draft_vocab or self.target.spec.vocab_size,

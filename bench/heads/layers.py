@@ -53,10 +53,6 @@ class Head(nn.Module, ABC):
         return self._target[0]
 
     @abstractmethod
-    def begin(self, states: Tensor) -> None:
-        """Initialise what depends on the target's joined states [n, aux * hidden]."""
-
-    @abstractmethod
     def loss(self, batch: Batch, seen: Seen) -> Tensor:
         """The loss over the answers of a batch, a float32 scalar."""
 
@@ -118,15 +114,9 @@ class Fusion(nn.Linear):
         return super().forward(x * self.get_buffer("scale").to(x.dtype))
 
     @torch.no_grad()
-    def calibrate(self, x: Tensor, passes: bool) -> None:
-        """Take the scales from states [n, inputs]; if it `passes`, begin with the states of the last layer
-        alone, times one number, which the target's own output norm and matrix make sense of."""
-        size = x.float().square().mean(0).sqrt().clamp(min=1e-3)
-        self.get_buffer("scale").copy_(1 / size)
-        if passes:
-            last = size[-self.out_features :]
-            self.weight.zero_()
-            self.weight[:, -self.out_features :] = torch.diag(last / last.square().mean().sqrt())
+    def calibrate(self, x: Tensor) -> None:
+        """Take the scales from states [n, inputs]."""
+        self.get_buffer("scale").copy_(x.float().square().mean(0).rsqrt().clamp(max=1e3))
 
     @torch.no_grad()
     def fold(self) -> None:

@@ -23,7 +23,7 @@ RATE = 2e-3
 WARMUP = 50
 """Steps until it is reached."""
 SAMPLE = 32
-"""Rows whose states heads are initialised from."""
+"""Rows whose states give the scales of `Fusion`."""
 REPORT = 10.0
 """Seconds between two lines of losses."""
 
@@ -57,7 +57,7 @@ def train(
         told = torch.arange(first.ids.shape[1], device=target.device) < first.length[:, None]
         told[:, 0] = False  # the first position's states are thousands of times as large
         for head in heads.values():
-            head.begin(seen.join(head.size.aux)[told])
+            head.fc.calibrate(seen.join(head.size.aux)[told])
     begun = reported = time.monotonic()
     sums = dict.fromkeys(heads, torch.zeros((), device=target.device))
     losses = dict.fromkeys(heads, math.nan)

@@ -49,7 +49,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def head(name: str, target: Target) -> Head:
     torch.manual_seed(1)
     made = make_head(target, SIZES[name], torch.randperm(VOCAB), MASK)
-    made.begin(torch.rand(50, len(made.size.aux) * HIDDEN) + 0.5)
+    made.fc.calibrate(torch.rand(50, len(made.size.aux) * HIDDEN) + 0.5)
     for parameter in made.parameters():  # no zeros, no ones: they would hide a term that is missing
         parameter.data += torch.randn_like(parameter) * 0.1
     return made
