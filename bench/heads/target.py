@@ -82,6 +82,7 @@ class Target:
         weights = {name: place.clone() for name, place in places.items()}
         self.embedding = weights["model.embed_tokens.weight"]
         self.head = self.embedding if spec.tied else weights["lm_head.weight"]
+        self._exact_head = self.head.float()
         self.norm = weights["model.norm.weight"]
 
         def layer(prefix: str) -> _Layer:
@@ -180,7 +181,8 @@ class Target:
 
     def _choose(self, final: Tensor, heat: Tensor) -> Tensor:
         # The largest of logits + T * Gumbel noise is a sample at temperature T, and the best token at 0.
-        logits = self.logits(final).float()
+        # In float32 as in the server: logits of 16 bits have ties.
+        logits = F.linear(final.float(), self._exact_head)
         noise = torch.empty_like(logits).exponential_().clamp_(min=1e-20).log_()
         return logits.sub_(noise.mul_(heat)).argmax(-1)
 
