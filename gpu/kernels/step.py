@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
 from gpu.sample.penalties import Counts
-from gpu.sample.rows import DraftSamples, Rows
+from gpu.sample.rows import COUNT_BITS, DraftSamples, Rows
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
 from gpu.state.tables import WIDE, SlotTables, row_of
 from gpu.state.view import StepView
@@ -25,6 +25,7 @@ _NEW: tl.constexpr = tl.constexpr(NEW)
 _WRITE: tl.constexpr = tl.constexpr(WRITE)
 _TOKEN: tl.constexpr = tl.constexpr(TOKEN)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
+_COUNT_BITS: tl.constexpr = tl.constexpr(COUNT_BITS)
 _LAST_TOKEN: tl.constexpr = tl.constexpr(row_of("last_token"))
 _LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
 _MAX_DRAFTS: tl.constexpr = tl.constexpr(row_of("max_drafts"))
@@ -355,7 +356,7 @@ def _accept(
             after = tl.load(tokens + sampling + ahead + j - 1, mask=more, other=0).to(tl.int32)
             token = tl.where(more, after, token)
             count += more.to(tl.int32)
-        tl.store(entry + AT_COUNTS + i, count, mask=i < sampling)
+        tl.store(entry + AT_COUNTS + i, count | given << _COUNT_BITS, mask=i < sampling)
         at, position = tl.cumsum(count) - count, position + count - 1
     if generated is not None:
         counted = tl.load(columns + _COUNT_ROW * column + slot, mask=live, other=-1).to(tl.int64)

@@ -68,8 +68,8 @@ class SamplingKernels(Protocol):
         """Take of each row's sampled `tokens` int64 [samples] those up to the first that its next draft does
         not equal, none of a row at its limit. Write the row's length and last token, there 0 for -1, and to
         the current entry of the answer ring `out` the tokens taken, row by row, and behind them, where rows
-        may have drafts, how many are each row's. With `counts`, count them for the slots that have any; -1 is
-        not counted."""
+        may have drafts, a word for each row: its tokens, and from `COUNT_BITS` on its drafts. With `counts`,
+        count the tokens for the slots that have any; -1 is not counted."""
         ...
 
     def draw_weights(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:

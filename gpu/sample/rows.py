@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +10,10 @@ from torch import Tensor
 
 from core.types import NAN_TOKEN, Ints
 from gpu.state.tables import SlotTables
+
+COUNT_BITS: Final = 16
+"""A row's word of an answer: its tokens in so many bits, and above them its drafts that were verified."""
+COUNT_MASK: Final = (1 << COUNT_BITS) - 1
 
 
 class DraftSamples(NamedTuple):
@@ -47,10 +51,10 @@ class Rows(NamedTuple):
 
 class RowTokens:
     """The tokens of a step that has ended, int32 [n], row by row: `counts` int32 [rows] of each, None for one
-    each."""
+    each. `drafted` int32 [rows]: drafts that were verified, None where no row may have any."""
 
-    def __init__(self, tokens: Ints, counts: Ints | None = None) -> None:
-        self.tokens, self.counts = tokens, counts
+    def __init__(self, tokens: Ints, counts: Ints | None = None, drafted: Ints | None = None) -> None:
+        self.tokens, self.counts, self.drafted = tokens, counts, drafted
         self._firsts = None if counts is None else np.cumsum(counts) - counts
 
     def index(self, row: int, drafts: int = 0) -> int:

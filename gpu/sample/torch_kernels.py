@@ -15,7 +15,7 @@ from gpu.sample.filters import Rule, survivors
 from gpu.sample.kernels import MaskRows
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.penalties import Counts, Penalty
-from gpu.sample.rows import Rows
+from gpu.sample.rows import COUNT_BITS, Rows
 from gpu.sample.select import argmax
 from gpu.sample.token_tables import TokenTables
 from gpu.state.entry import MARK, NEW, EntryRing
@@ -137,7 +137,7 @@ def accept(
         # A sample is taken while every one before it in its row is what its next draft says.
         right = (made[:, :-1] == tables.drafts.numpy()[slots, 1:]) & (each[1:] <= np.diff(before)[:, None])
         lengths = (1 + right.cumprod(1).sum(1)) * (positions <= tables.limit.numpy()[slots])
-        answer[len(answer) - tables.slots + 1 :][:live] = lengths
+        answer[len(answer) - tables.slots + 1 :][:live] = lengths | np.diff(before) << COUNT_BITS
         taken, owners = made[each < lengths[:, None]], np.repeat(slots, lengths)
         kept = lengths > 0
         last = made[kept, lengths[kept] - 1]

@@ -15,7 +15,6 @@ from core.types import NAN_TOKEN, frozen
 from gpu.grammar.matchers import Masks, Matchers
 from gpu.hidden import NO_EXTRAS, StepExtras
 from gpu.sample.logprobs import PromptScores
-from gpu.sample.rows import RowTokens
 from gpu.step.rings import Rings, Ticket
 from gpu.step.sampling import Sampled
 
@@ -121,7 +120,7 @@ class LaunchedStep:
         """The step's answer. Raises what the device raised."""
         try:
             self._marks.ended.wait()
-            answer, made = self._answer, RowTokens(*self._rings.read(self._ticket))
+            answer, made = self._answer, self._rings.read(self._ticket)
             broken = dict[int, str]()
             if answer.masks is not None:
                 broken = self._matchers.accept(answer.masks, made.of_rows().tolist())
@@ -137,6 +136,7 @@ class LaunchedStep:
             step=self.step,
             tokens=frozen(made.tokens),
             counts=made.counts,
+            drafted=made.drafted,
             logprobs=answer.sampled.read(made),
             prompt_logprobs={slot: scores.read() for slot, scores in answer.prompt.items()},
             hidden=hidden,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from core.plan import StepPlan
 from core.types import Ints
+from gpu.sample.rows import COUNT_BITS, COUNT_MASK, RowTokens
 from gpu.state.entry import EntryRing, EntryWriter, Limits, Surplus, layout
 
 
@@ -97,14 +98,15 @@ class Rings:
         if self._turn - min(self._shared.read) >= count:
             raise RuntimeError(f"step {step}: {count} steps before it have not been read")
 
-    def read(self, ticket: Ticket) -> tuple[Ints, Ints | None]:
-        """Copies of the tokens of a step that has ended, and of how many each row has, None for one each."""
-        answer, counts = self._answers[ticket.entry], None
+    def read(self, ticket: Ticket) -> RowTokens:
+        """A copy of the answer of a step that has ended."""
+        answer, counts, drafted = self._answers[ticket.entry], None, None
         if self._counted:
-            counts = answer[self._counted : self._counted + ticket.rows].copy()
+            words = answer[self._counted : self._counted + ticket.rows]
+            counts, drafted = words & COUNT_MASK, words >> COUNT_BITS
         tokens = answer[: ticket.rows if counts is None else counts.sum()].copy()
         self._shared.read[self._rank] += 1
-        return tokens, counts
+        return RowTokens(tokens, counts, drafted)
 
 
 def _shared(entries: int, words: int, device: torch.device) -> Tensor:

@@ -134,13 +134,12 @@ class FakeExecutor:
         self.table[writes.slots, writes.indices] = writes.pages
         before = self.length.copy()
         self._check_common(plan)
-        rows, drafted = self._decode(plan)
+        rows, queries = self._decode(plan)
         for chunk in plan.chunks:
             assert self.length[chunk.slot] == chunk.start
             self._store(chunk.slot, chunk.start, chunk.tokens)
         ends = [chunk.slot for chunk in plan.chunks if chunk.samples]
         rows += [[self._sample(slot)] for slot in ends]
-        drafted += [0] * len(ends)
         slots = [
             slot for slot, made in zip([*plan.decode_slots.tolist(), *ends], rows, strict=True) for _ in made
         ]
@@ -154,16 +153,17 @@ class FakeExecutor:
         }
         prompt = {chunk.slot: _prompt_logprobs(chunk) for chunk in plan.chunks if chunk.logprobs >= 0}
         counts = np.array([len(made) for made in rows], np.int32)
+        drafted = np.array([max(query - 1, 0) for query in queries] + [0] * len(ends), np.int32)
         return StepResult(
             plan.step, np.asarray(tokens, np.int32), logprobs, prompt, hidden=self._hidden(plan, before),
             experts=self._experts(plan, before),
             counts=None if all(len(made) == 1 for made in rows) else counts,
-            drafted=np.array(drafted, np.int32) if capabilities.max_drafts else None,
+            drafted=drafted if capabilities.max_drafts else None,
         )  # fmt: skip
 
     def _decode(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
-        """The tokens that each decode row accepts, and its number of drafts. All tokens are stored before any
-        row reads."""
+        """The tokens that each decode row accepts, and its query length. All tokens are stored before any row
+        reads."""
         left, queries = plan.drafts, []
         for slot in plan.decode_slots.tolist():
             free = int(self.limit[slot] - self.length[slot])
@@ -175,8 +175,7 @@ class FakeExecutor:
                 self._store(slot, int(self.length[slot]), np.asarray([self.cell[slot], *rejected]))
                 self.length[slot] -= drafts
         slots = plan.decode_slots.tolist()
-        rows = [self._accept(slot, query) for slot, query in zip(slots, queries, strict=True)]
-        return rows, [max(query - 1, 0) for query in queries]
+        return [self._accept(slot, query) for slot, query in zip(slots, queries, strict=True)], queries
 
     def _accept(self, slot: int, query: int) -> list[int]:
         """Accepted tokens of a row with query length `query`; its last token is stored already."""

@@ -174,8 +174,8 @@ def test_entries_become_tables_and_views(kernels: str, exact: bool, seed: int, d
         # Sampled tokens come back through the ring, and stand in their cells in the next step.
         tokens = torch.arange(s, device=device) + 100 * plan.step
         accept(run, tokens, buffers, rings)
-        answered, counts = rings.read(ticket)
-        assert (answered.tolist(), counts) == (tokens.tolist(), None)
+        answer = rings.read(ticket)
+        assert answer.tokens.tolist() == tokens.tolist() and answer.counts is answer.drafted is None
         for (_, slot, position), token in zip(expected.samples, tokens.tolist(), strict=True):
             expected.cells[slot], expected.lengths[slot] = token, position
         assert tables.length.tolist() == expected.lengths
@@ -335,9 +335,11 @@ def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: to
         assert not samples.rows[s:].any() and not samples.slots[s:].any()
         chosen = drafting.rng.integers(-1, 3, s).tolist()
         accept(run, torch.tensor(chosen, device=device), buffers, rings, counts)
-        tokens, lengths = rings.read(ticket)
+        answer = rings.read(ticket)
         expected = drafting.accept(rows, sampling, chosen)
-        assert (tokens.tolist(), lengths.tolist()) == expected
+        assert answer.counts is not None and answer.drafted is not None
+        assert (answer.tokens.tolist(), answer.counts.tolist()) == expected
+        assert answer.drafted.tolist() == [len(row.tokens) - 1 for row in rows] + [0] * len(sampling)
         assert counts.tables[0].tolist() == drafting.counts.tolist()
         assert torch.equal(counts.tables[1], counts.tables[0] > 0)
         for slot in drafting.length:
