@@ -16,7 +16,7 @@ from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import COUNT_BITS, DraftSamples, Rows
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
-from gpu.state.tables import WIDE, SlotTables, row_of
+from gpu.state.tables import LEVEL_BITS, LEVELS, ONE, WIDE, SlotTables, row_of
 from gpu.state.view import StepView
 
 _CHUNK: tl.constexpr = tl.constexpr(CHUNK)
@@ -25,6 +25,9 @@ _NEW: tl.constexpr = tl.constexpr(NEW)
 _WRITE: tl.constexpr = tl.constexpr(WRITE)
 _TOKEN: tl.constexpr = tl.constexpr(TOKEN)
 _WIDE: tl.constexpr = tl.constexpr(WIDE)
+_ONE: tl.constexpr = tl.constexpr(ONE)
+_LEVEL_BITS: tl.constexpr = tl.constexpr(LEVEL_BITS)
+_LEVELS: tl.constexpr = tl.constexpr(LEVELS)
 _COUNT_BITS: tl.constexpr = tl.constexpr(COUNT_BITS)
 _LAST_TOKEN: tl.constexpr = tl.constexpr(row_of("last_token"))
 _LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
@@ -53,10 +56,77 @@ def _take_new(
 
 
 @jit
+def _wanted(
+    columns: tl.tensor,
+    drafts: tl.tensor,
+    slot: tl.tensor,
+    live: tl.tensor,
+    longest: tl.tensor,
+    stride: int,
+    DRAFTS: tl.constexpr,
+) -> tl.tensor:
+    """Drafts that each row may have verified by its own limits."""
+    before = tl.load(columns + _LENGTH * stride + slot, mask=live, other=0)
+    limit = tl.load(columns + _LIMIT * stride + slot, mask=live, other=0)
+    most = tl.load(columns + _MAX_DRAFTS * stride + slot, mask=live, other=0)
+    ready = tl.minimum(tl.load(drafts + slot * (DRAFTS + 1), mask=live, other=0), most)
+    wanted = tl.maximum(tl.minimum(tl.minimum(ready, limit - before - 1), longest - 1), 0)
+    return tl.where(live, wanted, 0)
+
+
+@jit
+def _within(
+    survival: tl.tensor, slot: tl.tensor, wanted: tl.tensor, places: tl.tensor, DRAFTS: tl.constexpr
+) -> tl.tensor:
+    """How many of its `wanted` drafts each row has in the first `places` places: those of the highest level
+    come first, and within a level a row's earlier drafts."""
+    level, count = tl.zeros_like(wanted), tl.zeros_like(wanted)
+    for j in tl.static_range(DRAFTS):
+        mine = j < wanted
+        bits = tl.load(survival + slot * DRAFTS + j, mask=mine, other=0.0).to(tl.int32, bitcast=True)
+        below = tl.minimum((_ONE - tl.maximum(bits, 0)) >> _LEVEL_BITS, _LEVELS - 1)
+        level = tl.maximum(level, below)
+        count += (mine & (level * DRAFTS + j < places)).to(tl.int32)
+    return count
+
+
+@jit
+def _divide(
+    entry: tl.tensor,
+    columns: tl.tensor,
+    drafts: tl.tensor,
+    survival: tl.tensor,
+    stride: int,
+    DRAFTS: tl.constexpr,
+    AT_DECODE: tl.constexpr,
+    PLACES: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """How many places have all their drafts verified, by bisection; and how many drafts are left for the next
+    place, which rows take in their order."""
+    rows, longest, budget = tl.load(entry + 1), tl.load(entry + 8), tl.load(entry + 9)
+    places, taken = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    more = tl.full([], PLACES, tl.int32)  # mostly all fit, which the first look tells
+    while more > 0:
+        count = tl.full([], 0, tl.int32)
+        for first in range(0, rows, SPAN):
+            i = first + tl.arange(0, SPAN)
+            slot = tl.load(entry + AT_DECODE + i, mask=i < rows, other=0)
+            wanted = _wanted(columns, drafts, slot, i < rows, longest, stride, DRAFTS)
+            count += tl.sum(_within(survival, slot, wanted, places + more, DRAFTS))
+        fits = count <= budget
+        taken = tl.where(fits, count, taken)
+        places = tl.where(fits, places + more, places)
+        more = tl.where(places < PLACES, more // 2, 0)
+    return places, budget - taken
+
+
+@jit
 def _take_rows(
     entry: tl.tensor,
     columns: tl.tensor,
     drafts: tl.tensor,
+    survival: tl.tensor,
     ids: tl.tensor,
     positions: tl.tensor,
     decode_slots: tl.tensor,
@@ -67,11 +137,13 @@ def _take_rows(
     stride: int,
     DRAFTS: tl.constexpr,
     AT_DECODE: tl.constexpr,
+    PLACES: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> tl.tensor:
-    """Lay out the queries of rows that may have drafts: as many as the row's limits and the step's budget
-    allow, in the order of rows; and their samples. Returns how many tokens they have together."""
-    rows, longest, left = tl.load(entry + 1), tl.load(entry + 8), tl.load(entry + 9)
+    """Lay out the queries of rows that may have drafts, as `gpu.step.begin` divides them, and their samples.
+    Returns how many tokens they have together."""
+    places, left = _divide(entry, columns, drafts, survival, stride, DRAFTS, AT_DECODE, PLACES, SPAN)
+    rows, longest = tl.load(entry + 1), tl.load(entry + 8)
     sampling = rows + tl.load(entry + 3)
     tokens = tl.full([], 0, tl.int32)
     for first in range(0, rows, SPAN):
@@ -79,12 +151,10 @@ def _take_rows(
         live = i < rows
         slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
         before = tl.load(columns + _LENGTH * stride + slot, mask=live, other=0)
-        limit = tl.load(columns + _LIMIT * stride + slot, mask=live, other=0)
-        most = tl.load(columns + _MAX_DRAFTS * stride + slot, mask=live, other=0)
-        ready = tl.minimum(tl.load(drafts + slot * (DRAFTS + 1), mask=live, other=0), most)
-        wanted = tl.maximum(tl.minimum(tl.minimum(ready, limit - before - 1), longest - 1), 0)
-        wanted = tl.where(live, wanted, 0)
-        given = tl.maximum(tl.minimum(left - tl.cumsum(wanted) + wanted, wanted), 0)
+        wanted = _wanted(columns, drafts, slot, live, longest, stride, DRAFTS)
+        given = _within(survival, slot, wanted, places, DRAFTS)
+        next_place = _within(survival, slot, wanted, places + 1, DRAFTS) - given
+        given += tl.where(tl.cumsum(next_place) <= left, next_place, 0)
         query = tl.where(live, 1 + given, 0)
         at = tokens + tl.cumsum(query) - query
         tl.store(drafts_before + i, at - i, mask=live)
@@ -102,7 +172,7 @@ def _take_rows(
             tl.store(sample_rows + sample, at + j, mask=mine)
             tl.store(sample_slots + sample, slot, mask=mine)
             tl.store(sample_positions + sample, before + j + 1, mask=mine)
-        left -= tl.sum(wanted)
+        left -= tl.sum(next_place)
         tokens += tl.sum(query)
     return tokens
 
@@ -114,6 +184,7 @@ def _begin(
     columns: tl.tensor,
     table: tl.tensor,
     drafts: tl.tensor,
+    survival: tl.tensor,
     counts: tl.tensor,
     ids: tl.tensor,
     positions: tl.tensor,
@@ -146,6 +217,7 @@ def _begin(
     AT_NEW: tl.constexpr,
     AT_WRITES: tl.constexpr,
     AT_TOKENS: tl.constexpr,
+    PLACES: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -167,8 +239,8 @@ def _begin(
     queries = rows
     if DRAFTS:
         queries = _take_rows(
-            entry, columns, drafts, ids, positions, decode_slots, sample_rows, sample_slots,
-            sample_positions, drafts_before, stride, DRAFTS, AT_DECODE, SPAN,
+            entry, columns, drafts, survival, ids, positions, decode_slots, sample_rows, sample_slots,
+            sample_positions, drafts_before, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
         )  # fmt: skip
         tl.store(sampling_rows, rows + samples)
         for first in range(0, samples + 1, SPAN):
@@ -271,6 +343,7 @@ def begin_step(
         tables.words,
         tables.page_table,
         tables.drafts,
+        tables.survival,
         view.counts,
         view.ids,
         view.positions,
@@ -302,6 +375,7 @@ def begin_step(
         AT_NEW=at.new,
         AT_WRITES=at.writes,
         AT_TOKENS=at.tokens,
+        PLACES=pow2(LEVELS * tables.most_drafts),
         SPAN=span,
         PDL=pdl,
         **options(span // 32, pdl=pdl),

@@ -14,6 +14,13 @@ from core.types import NO_LIMIT
 _ALIGNED: Final = 4
 """Words: every column starts at a multiple of 16 bytes, so that an int64 column may be viewed as one."""
 
+ONE: Final = 0x3F800000
+"""Bits of the float32 1: those of positive numbers ascend as the numbers do."""
+LEVEL_BITS: Final = 20
+"""Of a float32 without these bits eight values are left to an octave."""
+LEVELS: Final = 64
+"""So many levels of probabilities are told apart: of eight octaves below 1, what is less in the last."""
+
 
 class Column:
     """One value per slot: int32, float32, or int64 in two words.
@@ -50,6 +57,8 @@ class SlotTables:
     words        int32 [WORDS, slots, padded]: the rows of a column hold its words, slot by slot
     page_table   int32 [slots, pages]; entries past a slot's pages are stale
     drafts       int32 [slots, 1 + most]: how many tokens may follow the slot's last one, and those
+    survival     float32 [slots, most]: of each of these the probability that it and all before it are
+                 accepted, by which a step's drafts are divided among its rows; 1 where its drafter cannot say
 
     Written by the kernels of the step alone: what the host has to say travels in the step's entry.
     """
@@ -87,6 +96,7 @@ class SlotTables:
         self.page_table = torch.zeros(self.slots, max_pages, dtype=torch.int32, device=device)
         self.most_drafts = most_drafts
         self.drafts = torch.zeros(self.slots, 1 + most_drafts, dtype=torch.int32, device=device)
+        self.survival = torch.ones(self.slots, most_drafts, device=device)
         self.columns: dict[int, Tensor] = {}
         for column in COLUMNS:
             words = self.words[column.row : column.row + column.width].view(-1)

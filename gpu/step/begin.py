@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.types import Ints
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
-from gpu.state.tables import WIDE, SlotTables
+from gpu.state.tables import LEVEL_BITS, LEVELS, ONE, WIDE, SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import Samples
 
@@ -106,12 +106,23 @@ def begin_step(
 
 
 def _query_lengths(tables: SlotTables, slots: Ints, longest: int, drafts: int) -> Ints:
-    """Tokens of each decode row: its last one, and drafts as far as its limits and those of all rows allow,
-    in the order of rows."""
+    """Tokens of each decode row: its last one, and drafts as far as its limits and those of all rows allow.
+
+    Where rows have more than `drafts` in all, those are taken that most likely survive, by level. Of equal
+    ones a row's earlier drafts come first, then earlier rows: where no drafter tells probabilities, every row
+    gets its first draft before one gets its second.
+    """
     columns = (tables.length, tables.limit, tables.max_drafts, tables.drafts[:, 0])
     length, limit, most, ready = (column.numpy()[slots] for column in columns)
-    wanted = np.clip(np.minimum(np.minimum(ready, most), limit - length - 1), 0, longest - 1)
-    query: Ints = 1 + np.clip(drafts - np.cumsum(wanted) + wanted, 0, wanted)
+    wanted: Ints = np.clip(np.minimum(np.minimum(ready, most), limit - length - 1), 0, longest - 1)
+    if wanted.sum() > drafts:
+        each = np.arange(tables.most_drafts)
+        levels = ONE - np.maximum(tables.survival.numpy().view(np.int32)[slots], 0) >> LEVEL_BITS
+        levels = np.maximum.accumulate(np.clip(levels, 0, LEVELS - 1), axis=1)
+        places = np.where(each < wanted[:, None], levels * len(each) + each, LEVELS * len(each))
+        best = np.argsort(places, axis=None, kind="stable")[:drafts]
+        wanted = np.bincount(best // len(each), minlength=len(slots)).astype(np.int32)
+    query: Ints = 1 + wanted
     return query
 
 

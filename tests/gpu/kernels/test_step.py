@@ -19,7 +19,7 @@ from gpu.sample import torch_kernels
 from gpu.sample.kernels import MaskRows, SamplingKernels
 from gpu.sample.penalties import Counts
 from gpu.state.entry import EntryRing, Limits
-from gpu.state.tables import COLUMNS, SlotTables
+from gpu.state.tables import COLUMNS, LEVEL_BITS, LEVELS, ONE, SlotTables
 from gpu.step import begin
 from gpu.step.begin import BeginStep
 from gpu.step.buffers import HiddenShape, StepBuffers
@@ -198,6 +198,18 @@ PENALISED = 4
 """The last slot with token counts."""
 
 
+def divided(survival: np.ndarray, wanted: list[int], budget: int) -> list[int]:
+    """Drafts of each row, `wanted` at most: one at a time to the row whose next one is the likeliest, by
+    level, then the earliest of its row, then of the first row."""
+    edges = (ONE - (np.arange(1, LEVELS) << LEVEL_BITS)).astype(np.int32).view(np.float32)
+    levels = [[sum(each <= edges) for each in row] for row in survival]
+    given = [0] * len(wanted)
+    for _ in range(min(budget, sum(wanted))):
+        able = [row for row, most in enumerate(wanted) if given[row] < most]
+        given[min(able, key=lambda row: (max(levels[row][: given[row] + 1]), given[row], row))] += 1
+    return given
+
+
 class Row(NamedTuple):
     """A decode row: its query's tokens, its first position, and whether it is at its limit."""
 
@@ -241,16 +253,22 @@ class Drafting:
         rng, self.step = self.rng, self.step + 1
         slots = [slot for slot in self.length if rng.random() < 0.6][:4]
         longest = int(rng.integers(1, DRAFTS + 2))
-        left = drafts = int(rng.integers(0, 5)) if longest > 1 else 0
-        rows = []
+        drafts = int(rng.integers(0, 5)) if longest > 1 else 0
+        known, wanted, survival = [], [], []
         for slot in slots:
-            known = rng.integers(0, 3, DRAFTS).tolist()
+            known.append(rng.integers(0, 3, DRAFTS).tolist())
             ready = int(rng.integers(0, DRAFTS + 1))
-            self.tables.drafts[slot] = torch.tensor([ready, *known], dtype=torch.int32)
-            start, room = self.length[slot], self.limit[slot] - self.length[slot]
-            given = min(max(min(ready, room - 1, longest - 1), 0), left) if slot != HOSTS_OWN else 0
-            left -= given
-            rows.append(Row(slot, [self.cell[slot], *known[:given]], start, room <= 0))
+            self.tables.drafts[slot] = torch.tensor([ready, *known[-1]], dtype=torch.int32)
+            survival.append(rng.choice([1.0, 0.99, 0.9, 0.5, 0.2, 0.001], DRAFTS).astype(np.float32))
+            self.tables.survival[slot] = torch.from_numpy(survival[-1])
+            room = self.limit[slot] - self.length[slot]
+            wanted.append(max(min(ready, room - 1, longest - 1), 0) if slot != HOSTS_OWN else 0)
+        rows = []
+        given = divided(np.array(survival), wanted, drafts)
+        for slot, tokens, count in zip(slots, known, given, strict=True):
+            start = self.length[slot]
+            full = start >= self.limit[slot]
+            rows.append(Row(slot, [self.cell[slot], *tokens[:count]], start, full))
         rest = [slot for slot in self.length if slot not in slots]
         chunks = tuple(
             Chunk(slot, 4 * (slot % 3), ints(rng.integers(0, 99, rng.integers(1, 5))), rng.random() < 0.6)
@@ -347,6 +365,41 @@ def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: to
             assert held == (drafting.length[slot], drafting.cell[slot])
         seen |= {*expected[1]}
     assert seen >= {0, 1, 2}, "no row was at its limit, or no draft was taken"
+
+
+MANY = 1100
+"""Rows that one pass of the kernel does not hold."""
+
+
+@pytest.mark.parametrize("budget", [0, 1, 400, 1100, 1500, 2047, 3300])
+@pytest.mark.parametrize("told", ["nothing", "levels", "anything"])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_drafts_go_to_the_rows_that_will_most_likely_take_them(
+    kernels: str, told: str, budget: int, device: torch.device
+) -> None:
+    run, rng = on(kernels, device), np.random.default_rng(budget)
+    limits = Limits(MANY, 1, 4 * MANY, 8, 8, samples=4 * MANY, drafts=DRAFTS)
+    tables = SlotTables(MANY, 8, device, DRAFTS)
+    survival: np.ndarray = np.ones((MANY + 1, DRAFTS), np.float32)
+    if told == "levels":
+        survival = rng.choice([0.99, 0.7, 0.3], survival.shape).cumprod(1).astype(np.float32)
+    elif told == "anything":  # also rising, above 1, below 0
+        survival = rng.normal(0.5, 0.6, survival.shape).astype(np.float32)
+        survival[::7, 1] = np.nan
+    tables.survival.copy_(torch.from_numpy(survival))
+    ready = rng.integers(0, DRAFTS + 1, MANY + 1)
+    tables.drafts[:, 0] = torch.from_numpy(ready)
+    tables.max_drafts.fill_(DRAFTS)
+    tables.limit.fill_(30)
+    rings = Rings(Entries(limits, 2, device), device)
+    buffers = StepBuffers(tables, limits, HiddenShape(8, torch.float32))
+    slots = rng.permutation(MANY) + 1
+    rings.write(StepPlan(0, ints(slots), query_length=1 + DRAFTS, drafts=budget))
+    view = buffers.view(Forward(4 * MANY, 4 * MANY, 0, 4 * MANY))
+    run.begin_step(rings.entries, tables, view, buffers.samples, page_size=PAGE)
+    given = np.diff(buffers.samples.drafts.before.numpy()[: MANY + 1])
+    assert given.tolist() == divided(survival[slots], ready[slots].tolist(), budget)
+    assert given.sum() == min(budget, ready[1:].sum())
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
