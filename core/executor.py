@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from core.command import Command, CommandDone
+from core.costs import StepCosts
 from core.plan import StepFailure, StepPlan, StepResult
 
 
@@ -26,6 +27,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks that a step can hold; 0: as many as its tokens."""
     max_drafts: int = 0
     """Draft tokens that a decode row's query may have besides its last token."""
+    costs: StepCosts | None = None
+    """Of steps with drafts and without, by which their number is chosen; None: always the most."""
     max_samples: int = 0
     """Rows of logits that a step can hold, at least `max_rows`; 0: as many as `max_rows`."""
     max_depth: int = 2

@@ -93,6 +93,9 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     A decode row's query is that token and the drafts that the device has for it: at most `query_length`
     tokens, for which the row has pages, and at most `drafts` drafts in all rows together.
 
+    Where the step `proposes`, the drafter proposes drafts behind it, for each row that samples; a step allows
+    drafts only if the one before it did.
+
     The first `common` tokens of all decode rows are the same and in the same, whole pages.
 
     `new_slots` and `page_writes` are applied before the forward, in that order. Rows that sample:
@@ -108,6 +111,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     common: int = 0
     query_length: int = 1
     drafts: int = 0
+    proposes: bool = False
 
     @property
     def num_tokens(self) -> int:

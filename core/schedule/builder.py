@@ -8,6 +8,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.plan.plan import NO_WRITES
 from core.request import Request
 from core.schedule.ledger import InFlightChunk, InFlightStep
+from core.schedule.speculation import NO_DRAFTS, Grant
 from core.schedule.table import SlotTable
 from core.types import Ints, NDArray64, frozen
 
@@ -33,8 +34,9 @@ class PlanBuilder:
         """Of the rows that decode in this step."""
         self.decode_tokens = 0
         """Their last tokens and drafts."""
-        self._query_length = 1
-        self._drafts = 0
+        self.prompt_tokens = 0
+        self.grant = NO_DRAFTS
+        """Drafts of the decode rows."""
         self._common = 0
         self._chunks: list[Chunk] = []
         self._chunk_requests: list[Request] = []
@@ -49,20 +51,19 @@ class PlanBuilder:
         requests: list[Request],
         slots: NDArray64,
         common: int = 0,
-        query_length: int = 1,
-        drafts: int = 0,
+        grant: Grant = NO_DRAFTS,
     ) -> None:
-        """Rows of up to `query_length` tokens, `drafts` drafts in all, for each of `slots`, whose first
-        `common` tokens are in the same pages."""
-        self._decode, self.decode_slots, self._common = requests, slots, common
-        self._query_length, self._drafts = query_length, drafts
-        self.decode_tokens = len(slots) + drafts
+        """A row for each of `slots`, whose first `common` tokens are in the same pages, with the drafts of
+        `grant`."""
+        self._decode, self.decode_slots, self._common, self.grant = requests, slots, common, grant
+        self.decode_tokens = len(slots) + grant.drafts
         self.room -= self.decode_tokens
 
     def chunk(self, request: Request, chunk: Chunk) -> None:
         self._chunks.append(chunk)
         self._chunk_requests.append(request)
         self.room -= len(chunk.tokens)
+        self.prompt_tokens += len(chunk.tokens)
         if len(self._chunks) == self._max_chunks:
             self.room = 0
 
@@ -84,8 +85,9 @@ class PlanBuilder:
             new_slots=tuple(self._new),
             page_writes=self._page_writes(),
             common=self._common,
-            query_length=self._query_length,
-            drafts=self._drafts,
+            query_length=self.grant.query_length,
+            drafts=self.grant.drafts,
+            proposes=self.grant.proposes,
         )
         rows, slots = self._decode, self.decode_slots
         sampling = [r for r, c in zip(self._chunk_requests, self._chunks, strict=True) if c.samples]
@@ -102,7 +104,7 @@ class PlanBuilder:
             table.in_flight[chunk.slot] += 1
         decoding = len(self._decode)
         return plan, InFlightStep(
-            step, rows, slots, table.epoch[slots], notable, decoding, self._query_length
+            step, rows, slots, table.epoch[slots], notable, decoding, self.prompt_tokens, self.grant
         )
 
     def _page_writes(self) -> PageWrites:

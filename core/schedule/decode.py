@@ -12,6 +12,7 @@ from core.request import Request, State
 from core.schedule.builder import PlanBuilder
 from core.schedule.new_token_ratio import NewTokenRatio
 from core.schedule.shared_prefix import SharedPrefix
+from core.schedule.speculation import NO_DRAFTS, DraftBudget, Grant
 from core.schedule.table import SlotTable
 from core.types import Ints, NDArray64
 
@@ -27,14 +28,14 @@ class DecodeRows:
         table: SlotTable,
         cache: CacheManager,
         new_token_ratio: NewTokenRatio,
-        max_drafts: int,
+        budget: DraftBudget,
         retract: Callable[[Request], None],
     ) -> None:
         self._table = table
         self._cache = cache
         self._new_token_ratio = new_token_ratio
         self._retract = retract
-        self._max_drafts = max_drafts
+        self._budget = budget
         self._shift = (cache.page_size - 1).bit_length()
         self._shared_prefix = SharedPrefix()
         self._requests: list[Request] = []
@@ -58,24 +59,26 @@ class DecodeRows:
         """Put every row that can take one more token into the step, with drafts where there is room."""
         self._drop_complete()
         if not self._requests:
+            builder.grant = self._budget.without_rows()
             return
         requests, slots = self._requests, self._slots
-        drafts = self._drafts(builder)
-        if drafts and not self._take_pages(builder, 1 + self._max_drafts):
-            drafts = 0
-        if not drafts and not self._take_pages(builder, 1):
+        grant = self._grant(builder)
+        if grant.drafts and not self._take_pages(builder, grant.query_length):
+            grant = grant._replace(drafts=0)
+        if not grant.drafts and not self._take_pages(builder, 1):
             requests, slots = self._plan_short(builder)
         if len(slots):
-            query_length = 1 + self._max_drafts if drafts else 1
             self._table.least[slots] += 1
-            self._table.most[slots] += query_length
-            builder.decode(requests, slots, self._shared_prefix.count() << self._shift, query_length, drafts)
+            self._table.most[slots] += self._table.queries(slots, grant.query_length)
+            builder.decode(requests, slots, self._shared_prefix.count() << self._shift, grant)
             self._new_token_ratio.step()
 
-    def _drafts(self, builder: PlanBuilder) -> int:
+    def _grant(self, builder: PlanBuilder) -> Grant:
         """Drafts of the whole step. Prompts keep at least half of the tokens beside the rows."""
-        rows = len(self._requests)
-        return min(self._max_drafts * rows, (builder.room - rows) // 2, builder.samples - rows)
+        if not self._budget.most:
+            return NO_DRAFTS
+        rows, able = len(self._requests), int(self._table.drafting[self._slots].sum())
+        return self._budget.grant(rows, able, min((builder.room - rows) // 2, builder.samples - rows))
 
     def _drop_complete(self) -> None:
         """Rows whose last token is planned, even if no draft is accepted, only wait for their results."""
@@ -85,15 +88,16 @@ class DecodeRows:
             self._set([r for r, done in zip(self._requests, complete.tolist(), strict=True) if not done])
             self._shared_prefix.leave(self._requests)
 
-    def _take_pages(self, builder: PlanBuilder, tokens: int) -> bool:
-        """Give every row pages for `tokens` more; False, with nothing changed, when there are too few."""
+    def _take_pages(self, builder: PlanBuilder, query_length: int) -> bool:
+        """Give every row pages for a query of at most `query_length`; False, with nothing changed, when there
+        are too few."""
         table, slots = self._table, self._slots
-        lacking = table.lacking(slots, tokens)
+        lacking = table.lacking(slots, query_length)
         due = np.flatnonzero(lacking > 0)
         if not len(due):
             return True
         # For one token a page is enough, whatever the size of pages.
-        count = len(due) if tokens == 1 else int(-(-lacking[due] >> self._shift).sum())
+        count = len(due) if query_length == 1 else int(-(-lacking[due] >> self._shift).sum())
         pages = self._cache.try_take(count)
         if pages is None:
             return False
@@ -102,7 +106,7 @@ class DecodeRows:
             pages = pages[len(due) :]
             if not len(pages):
                 return True
-            due = due[table.lacking(slots[due], tokens) > 0]
+            due = due[table.lacking(slots[due], query_length) > 0]
 
     def _grow(self, builder: PlanBuilder, due: NDArray[np.intp], pages: Ints) -> None:
         """A page for each of the rows `due`."""

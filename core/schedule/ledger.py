@@ -9,6 +9,7 @@ import numpy as np
 
 from core.plan import RowLogprobs, StepResult
 from core.request import Request
+from core.schedule.speculation import Grant
 from core.schedule.table import SlotTable
 from core.types import Ints, NDArray64
 
@@ -27,7 +28,8 @@ class InFlightChunk(NamedTuple):
 class InFlightStep(NamedTuple):
     """One submitted step. `rows`, `slots`, `epochs` are its sampling rows in plan order; `chunks`
     the prompt chunks that report prompt logprobs, hidden states or experts, or end a request without
-    output. The first `decoding` rows have queries of at most `query_length` tokens, the others are chunks."""
+    output. The first `decoding` rows have the drafts of `grant`, the others are chunks; all chunks have
+    `prompts` tokens."""
 
     step: int
     rows: list[Request]
@@ -35,7 +37,8 @@ class InFlightStep(NamedTuple):
     epochs: NDArray64
     chunks: list[InFlightChunk]
     decoding: int
-    query_length: int
+    prompts: int
+    grant: Grant
 
 
 class Arrived(NamedTuple):
@@ -78,12 +81,13 @@ def arrive(flight: InFlightStep, result: StepResult, table: SlotTable) -> Arrive
     alive = table.epoch[flight.slots] == flight.epochs
     slots = flight.slots if (whole := alive.all()) else flight.slots[alive]
     table.in_flight[slots] -= 1
-    if result.counts is None and flight.query_length == 1:
+    if not flight.grant.drafts and (result.counts is None or (result.counts == 1).all()):
         table.made[slots] += 1
     else:
         rows = len(flight.slots)
         counts = np.ones(rows, np.int32) if result.counts is None else result.counts
-        assumed = np.where(np.arange(rows) < flight.decoding, flight.query_length, 1)
+        assumed = np.ones(rows, np.int32)
+        assumed[: flight.decoding] = table.queries(flight.slots[: flight.decoding], flight.grant.query_length)
         table.made[slots] += counts[alive]
         table.least[slots] += counts[alive] - 1
         table.most[slots] += (counts - assumed)[alive]

@@ -24,6 +24,7 @@ from core.schedule.policy import by_priority, schedule_policy
 from core.schedule.preempt import preempted
 from core.schedule.prefill import Prefills
 from core.schedule.queue import Waiting
+from core.schedule.speculation import DraftBudget
 from core.schedule.table import SlotTable
 from core.stats import SchedulerStatistics
 from core.types import NAN_TOKEN, Finish, FinishReason
@@ -73,9 +74,8 @@ class Scheduler:
         self._table = SlotTable(capabilities.max_rows)
         self._new_token_ratio = NewTokenRatio(config.conservativeness)
         self._flights: deque[InFlightStep] = deque()  # executors answer in the order of submission
-        self._decodes = DecodeRows(
-            self._table, cache, self._new_token_ratio, capabilities.max_drafts, self.retract
-        )
+        self._budget = DraftBudget(capabilities)
+        self._decodes = DecodeRows(self._table, cache, self._new_token_ratio, self._budget, self.retract)
         self._prefills = Prefills(
             self._table,
             cache,
@@ -186,6 +186,7 @@ class Scheduler:
         plan, flight = builder.build(self.counters.steps, self._table)
         self.counters.steps += 1
         self._flights.append(flight)
+        self._budget.spend(flight.grant, flight.decoding, flight.prompts)
         return plan
 
     def _decode_samples(self) -> int:
@@ -222,6 +223,7 @@ class Scheduler:
         flight, table = self._flights.popleft(), self._table
         if flight.step != result.step:
             raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
+        self._budget.learn(flight.grant, flight.decoding, flight.prompts, result)
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = by_request(flight, result.hidden, table)
         experts = by_request(flight, result.experts, table)
@@ -243,7 +245,7 @@ class Scheduler:
             arrived, ends = arrived.kept(keep), renumbered(ends, keep)
             tokens = arrived.tokens.tolist()
         requests = arrived.requests
-        rows = len(requests) if flight.query_length == 1 else len(set(requests))
+        rows = len(requests) if not flight.grant.drafts else len(set(requests))
         self.counters.output_tokens += len(tokens)
         self._end_drains()
         return Confirmed(requests, tokens, ends, arrived.logprobs, finished, rows)

@@ -16,7 +16,8 @@ class SlotTable:
 
     Owner: event loop. How many tokens' KV submitted steps write depends, for steps in flight, on the drafts
     that they accept: `least` counts one token for each such step, `most` the whole query. `limit` counts the
-    tokens that ever need KV, `room` those that the slot's pages have a place for. `made` counts confirmed
+    tokens that ever need KV, `room` those that the slot's pages have a place for. `drafting` is 1 where the
+    slot may have drafts. `made` counts confirmed
     output tokens of at most `max_tokens`, `in_flight` answers that submitted steps still owe it. `epoch`
     changes whenever a slot is freed, so that a late result cannot be taken for the slot's next owner.
     """
@@ -31,6 +32,7 @@ class SlotTable:
         self.room = np.zeros(rows, np.int32)
         self.made = np.zeros(rows, np.int32)
         self.max_tokens = np.zeros(rows, np.int32)
+        self.drafting = np.zeros(rows, np.int32)
         self.in_flight = np.zeros(rows, np.int32)
         self.epoch = np.zeros(rows, np.int64)
 
@@ -53,6 +55,8 @@ class SlotTable:
         self.room[slot] = room
         self.made[slot] = len(request.output)
         self.max_tokens[slot] = request.params.max_tokens
+        # The host has a say between two tokens of the others: see `gpu.state.tables`.
+        self.drafting[slot] = not (request.grammar or request.params.processor)
         self.in_flight[slot] = 0
         return slot
 
@@ -69,9 +73,15 @@ class SlotTable:
         """Tokens that `slots` may still add to the pool, each counted up to `clip`."""
         return int((self.limit[slots] - self.least[slots]).clip(0, clip).sum())
 
-    def lacking(self, slots: NDArray64, tokens: int) -> Ints:
-        """Tokens that each of `slots`, `tokens` longer than `most`, has no page for; 0 or less: none."""
-        return np.minimum(self.most[slots] + tokens, self.limit[slots]) - self.room[slots]
+    def queries(self, slots: NDArray64, query_length: int) -> Ints | int:
+        """Tokens that each of `slots` may have in a step whose rows have at most `query_length`."""
+        return 1 + (query_length - 1) * self.drafting[slots] if query_length > 1 else 1
+
+    def lacking(self, slots: NDArray64, query_length: int) -> Ints:
+        """Tokens of such queries that each of `slots` has no page for; 0 or less: none."""
+        tokens = self.most[slots] + self.queries(slots, query_length)
+        found: Ints = np.minimum(tokens, self.limit[slots]) - self.room[slots]
+        return found
 
     def written(self, request: Request) -> int:
         """Tokens of the request whose KV is in its pages when the steps submitted so far have run."""

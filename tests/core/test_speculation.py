@@ -1,0 +1,226 @@
+"""How many drafts steps verify: throughput in simulated time, by measured costs and given acceptance."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from core.cache.manager import CacheManager
+from core.config import ScheduleConfig
+from core.costs import CostTable, StepCosts
+from core.executor import Capabilities
+from core.plan import StepPlan, StepResult
+from core.request import Request, SamplingParams
+from core.schedule.scheduler import Scheduler
+
+MOST = 5
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32), *range(576, 1025, 64))
+
+
+def table(points: dict[int, float], sizes: Sequence[int] = SIZES) -> CostTable:
+    """Milliseconds at some sizes as seconds of all."""
+    seconds = np.interp(sizes, list(points), list(points.values())) / 1e3
+    return CostTable(tuple(sizes), tuple(seconds.tolist()))
+
+
+DENSE = StepCosts(
+    verify=table({1: 4.4, 64: 5.0, 256: 7.5, 512: 10.5, 1024: 17.0}), draft=table({1: 0.9, 32: 1.0, 256: 1.6})
+)
+"""Like an 8B on an H200."""
+EXPERTS = StepCosts(
+    verify=table({1: 3.0, 2: 4.0, 4: 5.6, 8: 7.6, 16: 9.0, 32: 9.8, 64: 10.5, 256: 13.0, 1024: 26.0}),
+    draft=table({1: 0.6, 32: 0.7, 256: 1.2}),
+)
+"""Like a mixture of experts: a few tokens more wake many more of them."""
+
+
+class Load(NamedTuple):
+    """`rows` requests of `tokens` tokens each. The draft at each position of a row is accepted with `chances`
+    if those before it are; from half of the tokens on with `later`. Of all rows a share of `found` has drafts
+    in a step, others in the next."""
+
+    rows: int
+    tokens: int
+    chances: tuple[float, ...]
+    later: tuple[float, ...] | None = None
+    found: float = 1.0
+
+
+class Simulation:
+    """The step loop over a device that has no model but takes its time: a step's padded tokens, what its
+    drafter takes, and `reads` seconds that no table knows."""
+
+    def __init__(
+        self, load: Load, costs: StepCosts, capabilities: Capabilities, reads: float = 0.0, seed: int = 0
+    ) -> None:
+        self.now, self.made = 0.0, 0
+        self.lengths: dict[int, int] = {}
+        self.limits: dict[int, int] = {}
+        self.plans: list[StepPlan] = []
+        self._load, self._costs, self._reads = load, costs, reads
+        self._rng = np.random.default_rng(seed)
+        self._most = capabilities.max_drafts
+        cache = CacheManager(capabilities.num_pages, capabilities.page_size)
+        self.scheduler = Scheduler(capabilities, cache, ScheduleConfig(), lambda: self.now)
+        self.steps: deque[StepPlan] = deque()
+
+    def run(self, requests: list[Request], depth: int = 1) -> float:
+        """Simulated seconds until all have ended."""
+        self.scheduler.add(requests)
+        while not self.scheduler.idle:
+            while self.scheduler.in_flight <= depth and (plan := self.scheduler.plan()) is not None:
+                self.steps.append(plan)
+                self.plans.append(plan)
+            self.scheduler.apply(self._step(self.steps.popleft()))
+            if len(self.plans) % 50 == 0:
+                self.scheduler.check_integrity()
+        self.scheduler.check_integrity()
+        return self.now
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        before = self.plans[plan.step - 1] if plan.step else None
+        assert not plan.drafts or (before is not None and before.proposes), "nobody drafted them"
+        for new in plan.new_slots:
+            self.lengths[new.slot], self.limits[new.slot] = new.cached, new.limit
+        slots = plan.decode_slots.tolist()
+        given, left = [0] * len(slots), plan.drafts
+        found = (self._rng.random(len(slots)) < self._load.found).tolist()
+        for depth in range(1, plan.query_length):
+            for row, slot in enumerate(slots):
+                if left and found[row] and self.lengths[slot] + depth < self.limits[slot]:
+                    given[row], left = depth, left - 1
+        chances = self._load.chances
+        if self._load.later is not None and 2 * self.made >= self._load.rows * self._load.tokens:
+            chances = self._load.later
+        hits = self._rng.random((len(slots), len(chances))) < chances
+        counts = 1 + np.minimum(hits.cumprod(1).sum(1), given)
+        for row, slot in enumerate(slots):
+            counts[row] = min(counts[row], max(self.limits[slot] - self.lengths[slot], 0))
+            self.lengths[slot] += int(counts[row])
+        for chunk in plan.chunks:
+            self.lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+        ends = sum(chunk.samples for chunk in plan.chunks)
+        counts = np.append(counts, np.ones(ends)).astype(np.int32)
+        self.made += int(counts.sum())
+        seconds = self._seconds(self._costs.verify, plan.num_tokens) + self._reads
+        if plan.proposes:
+            seconds += self._seconds(self._costs.draft, len(counts))
+        self.now += seconds
+        drafted = np.array(given + [0] * ends, np.int32) if self._most else None
+        tokens = np.ones(counts.sum(), np.int32)
+        return StepResult(plan.step, tokens, counts=counts, drafted=drafted, seconds=seconds)
+
+    @staticmethod
+    def _seconds(costs: CostTable, count: int) -> float:
+        """Of the next size, as graphs are padded."""
+        return costs.seconds[min(int(np.searchsorted(costs.sizes, count)), len(costs.sizes) - 1)]
+
+
+def simulated(
+    load: Load,
+    costs: StepCosts,
+    drafts: int = MOST,
+    adaptive: bool = True,
+    reads: float = 0.0,
+    depth: int = 1,
+) -> Simulation:
+    """With at most `drafts` a row, always or as the costs tell."""
+    pages = -(-(load.tokens + 8) // 16) + 1
+    capabilities = Capabilities(
+        num_pages=load.rows * pages + 8, page_size=16, max_rows=load.rows, context_length=16 * pages,
+        vocab_size=10, max_step_tokens=2048, max_drafts=drafts, max_samples=1024,
+        costs=costs if adaptive else None,
+    )  # fmt: skip
+    simulation = Simulation(load, costs, capabilities, reads, seed=load.rows)
+    params = SamplingParams(max_tokens=load.tokens)
+    prompts = [np.array([1 + at // 9, 1 + at % 9, *range(6)], np.int32) for at in range(load.rows)]
+    simulation.run([Request(f"r{at}", prompt, params) for at, prompt in enumerate(prompts)], depth)
+    return simulation
+
+
+def chances(length: float) -> tuple[float, ...]:
+    """Those that make rows of `length` tokens a step with all drafts, falling with the position."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        made = 1 + sum(np.cumprod([middle * 0.97**j for j in range(MOST)]))
+        low, high = (middle, high) if made < length else (low, middle)
+    return tuple(low * 0.97**j for j in range(MOST))
+
+
+GOOD, BAD = chances(3.0), chances(1.0)
+
+
+def tokens(rows: int) -> int:
+    return 1024 if rows <= 16 else 500
+
+
+@cache
+def without(rows: int, costs: StepCosts) -> float:
+    """Seconds of the load without drafts."""
+    return simulated(Load(rows, tokens(rows), BAD), costs, drafts=0).now
+
+
+ROWS = (1, 4, 16, 64, 128, 256)
+COSTS = pytest.mark.parametrize("costs", [DENSE, EXPERTS], ids=["dense", "experts"])
+
+
+@COSTS
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rejected_drafts_cost_nothing(rows: int, depth: int, costs: StepCosts) -> None:
+    simulation = simulated(Load(rows, tokens(rows), BAD), costs, depth=depth)
+    assert without(rows, costs) / simulation.now >= 0.99
+    assert sum(plan.proposes for plan in simulation.plans[-400:]) > 0, "it is tried again"
+
+
+@COSTS
+@pytest.mark.parametrize("rows", ROWS)
+def test_acceptance_that_ends_halfway(rows: int, costs: StepCosts) -> None:
+    simulation = simulated(Load(rows, 2 * tokens(rows), GOOD, later=BAD), costs)
+    assert 2 * without(rows, costs) / simulation.now >= 0.99
+
+
+@COSTS
+@pytest.mark.parametrize("rows", ROWS)
+def test_acceptance_that_begins_halfway(rows: int, costs: StepCosts) -> None:
+    load = Load(rows, 2 * tokens(rows), BAD, later=GOOD)
+    best = simulated(Load(rows, tokens(rows), GOOD), costs).now
+    half = simulated(load, costs).now - without(rows, costs)
+    assert half <= 1.3 * best
+
+
+@COSTS
+@pytest.mark.parametrize("rows", ROWS)
+def test_as_good_as_the_best_fixed_number(rows: int, costs: StepCosts) -> None:
+    load = Load(rows, tokens(rows), GOOD)
+    fixed = [simulated(load, costs, drafts, adaptive=False).now for drafts in range(1, MOST + 1)]
+    assert simulated(load, costs).now <= min(*fixed, without(rows, costs)) / 0.95
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+def test_time_that_no_table_knows_counts_for_both(rows: int) -> None:
+    """Attention over long prompts: a step takes twice as long, and drafts cost half as much of it."""
+    load = Load(rows, tokens(rows), GOOD)
+    plain, fixed, adaptive = (
+        simulated(load, DENSE, drafts, adaptive=adapts, reads=0.01)
+        for drafts, adapts in ((0, False), (MOST, False), (MOST, True))
+    )
+    assert adaptive.now <= 1.02 * fixed.now < plain.now
+    few = simulated(load, DENSE)
+    most = [max(plan.drafts for plan in each.plans[100:]) for each in (few, adaptive)]
+    assert most[0] < most[1]
+
+
+def test_rows_without_drafts_are_not_paid_for() -> None:
+    """A prompt lookup that finds something for a fourth of the rows: the others' drafts fill no graph."""
+    load = Load(64, 500, GOOD, found=0.25)
+    lookup = StepCosts(DENSE.verify, table({1: 0.05, 256: 0.1}))
+    adaptive, fixed = (simulated(load, lookup, adaptive=adapts) for adapts in (True, False))
+    assert 32 <= np.mean([plan.drafts for plan in adaptive.plans[50:250]]) <= 64 * MOST / 2
+    assert adaptive.now < 0.95 * fixed.now
