@@ -1,0 +1,96 @@
+"""What steps and drafts cost, measured before a runner serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from core.clock import monotonic
+from core.costs import CostTable, StepCosts
+from core.plan import StepPlan
+from gpu.state.tables import SlotTables
+from gpu.step.launched import LaunchedStep
+
+REPEATS: Final = 3
+"""Launches of a size, one behind the other: the first one waits for the host."""
+SECONDS: Final = 0.6
+"""Sizes that are left by then are not measured: a table's line leads to them."""
+SPACING: Final = 1.4
+"""The next size that is measured is so many times the last one; those between are on a line."""
+
+Launch = Callable[[StepPlan], LaunchedStep]
+
+
+def measure_costs(launch: Launch, tables: SlotTables, sizes: Sequence[int], vocab: int) -> StepCosts:
+    """The costs of decode-only steps by tokens and of drafting by rows.
+
+    `launch` is a runner's before any request runs: each of its slots is used, which a new request writes
+    anew. `sizes` ascend: those that tokens are padded to (`gpu.step.shapes.decode_sizes`), or all where none
+    is. With several ranks each has to call this at once, and the first one's costs are for all.
+
+    The rows are true ones with different tokens, since padded ones would use no expert; their drafts are
+    wrong. They have no context. So reads of KV are left out: they take as long with drafts as without, since
+    a row's query tokens share them. Also left out is what requests may ask for: filters, penalties, masks.
+    The host's time does not count as long as it is shorter than the device's. The drafter's cost is that of a
+    step that `proposes` beyond one that does not.
+
+    Takes at most 1.5 `SECONDS` and a few of the longest steps. A CPU measures fewer sizes in that time.
+    """
+    rows, deadline = tables.slots - 1, monotonic() + SECONDS
+
+    def seconds(tokens: int, proposes: bool) -> float:
+        return _seconds(launch, tables, vocab, _plan(tokens, rows, proposes))
+
+    held = [size for size in sizes if size <= rows * (1 + tables.most_drafts)]
+    verify = dict[int, float]()
+    for size in _spaced(held):
+        if len(verify) > 1 and monotonic() > deadline:
+            break
+        verify[size] = seconds(size, False)
+    known = [size for size in held if size <= max(verify)]
+    line = np.interp(known, list(verify), list(verify.values()))
+    deadline = monotonic() + SECONDS / 2
+    draft = dict[int, float]()
+    for size in verify:
+        if size <= rows and not (draft and monotonic() > deadline):
+            draft[size] = max(seconds(size, True) - verify[size], 0.0)
+    tables.drafts.zero_()
+    tables.length.zero_()
+    return StepCosts(
+        CostTable(tuple(known), tuple(line.tolist())), CostTable(tuple(draft), tuple(draft.values()))
+    )
+
+
+def _spaced(sizes: Sequence[int]) -> list[int]:
+    """Some of ascending `sizes`, the first and the last among them."""
+    found = list(sizes[:1])
+    for size in sizes[1:]:
+        if size >= SPACING * found[-1] or size == sizes[-1]:
+            found.append(size)
+    return found
+
+
+def _plan(tokens: int, rows: int, proposes: bool) -> StepPlan:
+    """A step of `tokens` tokens: as many rows as there may be, and the rest drafts."""
+    count = min(tokens, rows)
+    longest = -(-tokens // count)
+    slots = np.arange(1, count + 1, dtype=np.int32)
+    return StepPlan(0, slots, query_length=longest, drafts=tokens - count, proposes=proposes)
+
+
+def _seconds(launch: Launch, tables: SlotTables, vocab: int, plan: StepPlan) -> float:
+    """The device's time for `plan`."""
+    launched = []
+    for turn in range(REPEATS):
+        # Different tokens, for which routers choose different experts, at the beginning of their texts.
+        ids = torch.arange(tables.drafts.numel(), dtype=torch.int32, device=tables.drafts.device)
+        tables.drafts.copy_((ids * 7919 + turn).view_as(tables.drafts) % vocab)
+        tables.last_token[1:].copy_(tables.drafts[1:, 0])
+        tables.drafts[:, 0] = tables.most_drafts
+        tables.max_drafts[1:] = tables.most_drafts
+        tables.length.zero_()
+        launched.append(launch(plan))
+    return min([step.wait().seconds for step in launched][1:])
