@@ -8,7 +8,7 @@ from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.plan.plan import NO_WRITES
 from core.request import Request
 from core.schedule.ledger import InFlightChunk, InFlightStep
-from core.schedule.speculation import NO_DRAFTS, Grant
+from core.schedule.speculation import Grant
 from core.schedule.table import SlotTable
 from core.types import Ints, NDArray64, frozen
 
@@ -21,8 +21,8 @@ class PlanBuilder:
     Owner: event loop. Lives for one call of `Scheduler.plan`.
     """
 
-    def __init__(self, room: int, samples: int, now: float, max_chunks: int = 0) -> None:
-        """`max_chunks` 0: as many as there is room for."""
+    def __init__(self, room: int, samples: int, now: float, grant: Grant, max_chunks: int = 0) -> None:
+        """`grant` is that of a step without decode rows. `max_chunks` 0: as many as there is room for."""
         self._max_chunks = max_chunks
         self.samples = samples
         """Rows of logits that decode rows can have."""
@@ -35,7 +35,7 @@ class PlanBuilder:
         self.decode_tokens = 0
         """Their last tokens and drafts."""
         self.prompt_tokens = 0
-        self.grant = NO_DRAFTS
+        self.grant = grant
         """Drafts of the decode rows."""
         self._common = 0
         self._chunks: list[Chunk] = []
@@ -50,8 +50,8 @@ class PlanBuilder:
         self,
         requests: list[Request],
         slots: NDArray64,
-        common: int = 0,
-        grant: Grant = NO_DRAFTS,
+        common: int,
+        grant: Grant,
     ) -> None:
         """A row for each of `slots`, whose first `common` tokens are in the same pages, with the drafts of
         `grant`."""

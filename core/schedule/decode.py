@@ -59,7 +59,6 @@ class DecodeRows:
         """Put every row that can take one more token into the step, with drafts where there is room."""
         self._drop_complete()
         if not self._requests:
-            builder.grant = self._budget.without_rows()
             return
         requests, slots = self._requests, self._slots
         grant = self._grant(builder)

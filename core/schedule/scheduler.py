@@ -171,7 +171,8 @@ class Scheduler:
         if self._config.order == "priority":
             self._preempt()
         limits = self._capabilities
-        builder = PlanBuilder(limits.max_step_tokens, self._decode_samples(), now, limits.max_chunks)
+        grant, samples = self._budget.without_rows(), self._decode_samples()
+        builder = PlanBuilder(limits.max_step_tokens, samples, now, grant, limits.max_chunks)
         if self._config.prefill_first:
             self._plan_prefills(builder)
             if not builder:

@@ -121,9 +121,9 @@ class DraftBudget:
         """What a step of `rows` rows may verify, `able` of which may have drafts, `room` in all."""
         most = min(self.most * able, room)
         if most <= 0:
-            return NO_DRAFTS
+            return self.without_rows() if able else NO_DRAFTS
         if self._costs is None:
-            return Grant(most, self.most, able, proposes=True)
+            return Grant(most if self._proposed else 0, self.most, able, proposes=True)
         trial = Grant(min(most, max(self.most, PROBE, rows // 2)), self.most, able, proposes=True)
         price = self._price(trial, rows, 0)
         if self._account < (0.0 if self._proposed else price):
@@ -137,7 +137,7 @@ class DraftBudget:
         return trial._replace(proposes=False) if self._proposed else trial._replace(drafts=0)
 
     def without_rows(self) -> Grant:
-        """What a step of prompts alone has: their drafts are proposed where rows would verify them."""
+        """What a step has in which no row can verify a draft: where drafting is on, the next one may."""
         return Grant(proposes=self.most > 0 and self._on)
 
     def _best(self, rows: int, able: int, most: int) -> tuple[int, float]:

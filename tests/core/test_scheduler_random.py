@@ -7,6 +7,7 @@ import random
 import pytest
 
 from core.config import CacheConfig, Eviction, SchedulePolicy
+from core.costs import CostTable, StepCosts
 from core.request import Request
 from core.schedule import throttle
 from core.types import FinishReason, RootKey
@@ -14,6 +15,9 @@ from tests.rigs.scheduler import VOCAB, Harness, prompts
 
 POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 EVICTIONS: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
+
+COSTS = StepCosts(CostTable((1, 8, 64), (4.0, 4.4, 6.0)), CostTable((1, 8), (0.5, 0.6)))
+"""With these, drafts pay in some steps."""
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +40,7 @@ class Traffic:
             drafts=drafts,
             samples=rng.choice([0, 20, 80]) if drafts else 0,
             seed=seed,
+            costs=COSTS if seed % 2 else None,
             depth=rng.randrange(3),
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
@@ -58,6 +63,8 @@ class Traffic:
             options["frequency_penalty"] = 0.5
         if rng.random() < 0.2:
             options["prompt_logprobs"] = 0
+        if rng.random() < 0.2:
+            options["processor"] = "its rows have no drafts"
         self.sent.append(
             self.harness.request(
                 prompt,
@@ -78,6 +85,8 @@ class Traffic:
                 self.send()
             if self.rng.random() < 0.08:
                 self.abort()
+            if self.rng.random() < 0.02:
+                self.harness.scheduler.retract_all()
             self.harness.turn()
             self.harness.scheduler.check_integrity()
         self.harness.run()

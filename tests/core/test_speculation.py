@@ -17,6 +17,7 @@ from core.executor import Capabilities
 from core.plan import StepPlan, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
+from tests.rigs.scheduler import Harness
 
 MOST = 5
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32), *range(576, 1025, 64))
@@ -42,13 +43,14 @@ EXPERTS = StepCosts(
 class Load(NamedTuple):
     """`rows` requests of `tokens` tokens each. The draft at each position of a row is accepted with `chances`
     if those before it are; from half of the tokens on with `later`. Of all rows a share of `found` has drafts
-    in a step, others in the next."""
+    in a step, others in the next. One request of 32 after the other has `spread` tokens less."""
 
     rows: int
     tokens: int
     chances: tuple[float, ...]
     later: tuple[float, ...] | None = None
     found: float = 1.0
+    spread: int = 0
 
 
 class Simulation:
@@ -125,21 +127,24 @@ def simulated(
     load: Load,
     costs: StepCosts,
     drafts: int = MOST,
+    *,
     adaptive: bool = True,
     reads: float = 0.0,
     depth: int = 1,
+    slots: int = 256,
 ) -> Simulation:
-    """With at most `drafts` a row, always or as the costs tell."""
+    """With at most `drafts` a row, always or as the costs tell. `slots` requests run at once."""
     pages = -(-(load.tokens + 8) // 16) + 1
+    rows = min(load.rows, slots)
     capabilities = Capabilities(
-        num_pages=load.rows * pages + 8, page_size=16, max_rows=load.rows, context_length=16 * pages,
+        num_pages=rows * pages + 8, page_size=16, max_rows=rows, context_length=16 * pages,
         vocab_size=10, max_step_tokens=2048, max_drafts=drafts, max_samples=1024,
         costs=costs if adaptive else None,
     )  # fmt: skip
     simulation = Simulation(load, costs, capabilities, reads, seed=load.rows)
-    params = SamplingParams(max_tokens=load.tokens)
+    params = [SamplingParams(max_tokens=load.tokens - load.spread * at) for at in range(32)]
     prompts = [np.array([1 + at // 9, 1 + at % 9, *range(6)], np.int32) for at in range(load.rows)]
-    simulation.run([Request(f"r{at}", prompt, params) for at, prompt in enumerate(prompts)], depth)
+    simulation.run([Request(f"r{at}", prompt, params[at % 32]) for at, prompt in enumerate(prompts)], depth)
     return simulation
 
 
@@ -224,3 +229,48 @@ def test_rows_without_drafts_are_not_paid_for() -> None:
     adaptive, fixed = (simulated(load, lookup, adaptive=adapts) for adapts in (True, False))
     assert 32 <= np.mean([plan.drafts for plan in adaptive.plans[50:250]]) <= 64 * MOST / 2
     assert adaptive.now < 0.95 * fixed.now
+
+
+def test_prompts_that_keep_coming_beside_rows() -> None:
+    """Rejected drafts, and steps that are mostly mixed."""
+    plain, adaptive = (
+        simulated(Load(600, 100, BAD, spread=3), DENSE, drafts, slots=32) for drafts in (0, MOST)
+    )
+    assert sum(len(plan.chunks) > 0 for plan in plain.plans) > 100
+    assert plain.now / adaptive.now >= 0.99
+
+
+def test_no_row_starves() -> None:
+    """A budget for fewer drafts than rows: each row has a token of every step."""
+    simulation = simulated(Load(256, 200, GOOD), DENSE)
+    decoding = [plan for plan in simulation.plans if len(plan.decode_slots) == 256]
+    assert len(decoding) > 50 and len(simulation.plans) <= 202
+    assert min(plan.drafts for plan in decoding[20:]) < 256 * MOST
+
+
+def test_only_rows_that_may_have_drafts_reserve_pages_for_them() -> None:
+    h = Harness(pages=200, page_size=1, drafts=7, samples=64, depth=0)
+    free, own = h.request([1, 2, 3], 60), h.request([4, 5, 6], 60, processor="it")
+    for _ in range(6):
+        h.turn()
+    assert all(plan.drafts <= 7 for plan in h.executor.plans)
+    h.submit()
+    held = [len(each.hold.pages) - each.num_tokens for each in (free, own) if each.hold is not None]
+    assert held == [7, 0]
+    h.run()
+    h.check(free)
+    h.check(own)
+
+
+def test_steps_without_drafts_reserve_nothing() -> None:
+    """Where verification never pays."""
+    dear = StepCosts(CostTable((1, 2, 64), (1.0, 100.0, 200.0)), CostTable((1,), (10.0,)))
+    h = Harness(pages=200, page_size=1, drafts=7, samples=64, depth=0, costs=dear)
+    a = h.request([1, 2, 3], 60)
+    for _ in range(6):
+        h.turn()
+    for _ in range(20):
+        h.submit()
+        assert a.hold is not None and len(a.hold.pages) == a.num_tokens
+        h.executor.complete()
+        h.apply()

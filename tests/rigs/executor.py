@@ -78,6 +78,9 @@ class FakeExecutor:
         self.logprob_slots: dict[int, int] = {}
         self.hidden_slots: dict[int, bool] = {}
         self.routed_slots: dict[int, bool] = {}
+        self.undrafted: set[int] = set()
+        """Slots whose drafts are never verified."""
+        self._proposed = False
         self.closed = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -126,7 +129,11 @@ class FakeExecutor:
         capabilities = self._capabilities
         assert plan.num_tokens <= capabilities.max_step_tokens
         assert plan.num_samples <= max(capabilities.max_samples, capabilities.max_rows)
+        assert self._proposed or not plan.drafts, "the step before had no drafter"
+        self._proposed = plan.proposes
         for new in plan.new_slots:
+            self.undrafted -= {new.slot}
+            self.undrafted |= {new.slot} if new.grammar or new.params.processor else set()
             self.length[new.slot] = new.cached
             self.limit[new.slot] = new.limit
             self.logprob_slots[new.slot] = new.params.logprobs
@@ -167,7 +174,8 @@ class FakeExecutor:
         left, queries = plan.drafts, []
         for slot in plan.decode_slots.tolist():
             free = int(self.limit[slot] - self.length[slot])
-            drafts = self._rng.randint(0, max(min(plan.query_length - 1, left, free - 1), 0))
+            most = 0 if slot in self.undrafted else plan.query_length - 1
+            drafts = self._rng.randint(0, max(min(most, left, free - 1), 0))
             left -= drafts
             queries.append(min(1 + drafts, free))
             if free > 0:

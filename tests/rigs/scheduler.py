@@ -10,6 +10,7 @@ import numpy as np
 
 from core.cache.manager import CacheManager
 from core.config import CacheConfig, ScheduleConfig
+from core.costs import StepCosts
 from core.executor import Capabilities
 from core.plan import StepResult
 from core.request import Request, SamplingParams
@@ -45,6 +46,7 @@ class Harness:
         drafts: int = 0,
         samples: int = 0,
         seed: int = 0,
+        costs: StepCosts | None = None,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
         **schedule: object,
     ) -> None:
@@ -62,6 +64,7 @@ class Harness:
             causal=causal,
             max_drafts=drafts,
             max_samples=samples,
+            costs=costs,
         )
         self.executor = FakeExecutor(capabilities, seed=seed)
         manager = CacheManager(
