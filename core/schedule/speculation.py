@@ -23,6 +23,8 @@ READINESS: Final = 1 / 8
 """Weight of a step's share of rows that had drafts."""
 EXCESS: Final = 1 / 16
 """Weight of a step's seconds beyond the measured ones."""
+MOST_EXCESS: Final = 4.0
+"""Times the measured seconds: more is an accident, not attention."""
 ALLOWANCE: Final = 0.004
 """Share of the time that drafting may lose, to learn whether it pays."""
 FIRST_CREDIT: Final = 2.0
@@ -71,7 +73,7 @@ class DraftBudget:
     account is empty, whatever estimates say. While it is off a share of the time (`ALLOWANCE`) flows into the
     account, and each time that pays for it, one step's drafts are proposed and verified in the next. If these
     are accepted they pay for the next try at once, and soon the estimate turns drafting on. So drafting never
-    loses more than that share, and what was in the account when acceptance fell.
+    loses more than that share, what was in the account when acceptance fell, and the steps then in flight.
 
     Attention's reads of KV are not in measured costs. A row reads its KV once, with drafts or without, so
     they are alike for both: the seconds by which steps exceed the measured ones, averaged.
@@ -92,8 +94,6 @@ class DraftBudget:
         """Prompt tokens of the last step."""
         self._excess = 0.0
         """Seconds of a step beyond the measured ones."""
-        self._gain = 1.0
-        """Of drafting, when last no prompt was in the step."""
         self._cap = MOST_CREDIT
         self._least = np.where(np.arange(most) > 0, 0.0, LEAST_WEIGHT)
         self._tried = self._least.copy()
@@ -110,9 +110,8 @@ class DraftBudget:
         """The probability [most] that a row's draft at each position and all before it are accepted. What was
         never tried is as likely as what is before it."""
         found, before, survives = np.empty(self.most), FIRST_GUESS, 1.0
-        for j, (tried, accepted) in enumerate(
-            zip(self._tried.tolist(), self._accepted.tolist(), strict=True)
-        ):
+        counts = zip(self._tried.tolist(), self._accepted.tolist(), strict=True)
+        for j, (tried, accepted) in enumerate(counts):
             before = accepted / tried if j == 0 else (accepted + before) / (tried + 1.0)
             found[j] = survives = survives * before
         return found
@@ -129,21 +128,32 @@ class DraftBudget:
         if self._account < (0.0 if self._proposed else price):
             return NO_DRAFTS
         drafts, gain = self._best(rows, able, most)
-        if gain > (LOSS if self._on else MARGIN):
-            self._on = True
-            return Grant(drafts if self._proposed else 0, self.most, able, proposes=self._account >= price)
-        if self._on:
-            self._on, self._account = False, min(self._account, price)
-        return trial._replace(proposes=False) if self._proposed else trial._replace(drafts=0)
+        if not self._switch(gain, price):
+            return trial._replace(proposes=False) if self._proposed else trial._replace(drafts=0)
+        if self._prompts:
+            drafts, beside = self._best(rows, able, most, self._prompts, gain)
+            if beside <= 1.0:
+                return NO_DRAFTS
+        return Grant(drafts if self._proposed else 0, self.most, able, proposes=self._account >= price)
+
+    def _switch(self, gain: float, price: float) -> bool:
+        """Whether drafting is on, now that it is expected to bring `gain`. Where it ends one try is left."""
+        was, self._on = self._on, gain > (LOSS if self._on else MARGIN)
+        if was and not self._on:
+            self._account = min(self._account, price)
+        return self._on
 
     def without_rows(self) -> Grant:
         """What a step has in which no row can verify a draft: where drafting is on, the next one may."""
         return Grant(proposes=self.most > 0 and self._on)
 
-    def _best(self, rows: int, able: int, most: int) -> tuple[int, float]:
+    def _best(
+        self, rows: int, able: int, most: int, prompts: int = 0, usual: float = 1.0
+    ) -> tuple[int, float]:
         """How many drafts, at most `most`, make the most tokens a second, and how many times those of a plain
-        step."""
-        first = min(rows + self._prompts, len(self._verify) - 1 - most)
+        step. Beside `prompts` prompt tokens a draft is worth its share of a step without any, which makes
+        `usual` times the tokens of a plain one."""
+        first = min(rows + prompts, len(self._verify) - 1 - most)
         plain = self._plain(rows)
         ready = able * np.cumsum(self._ready)
         tokens = np.cumsum(able * self._ready * self.survival())
@@ -152,11 +162,9 @@ class DraftBudget:
         tries = np.concatenate([self._sizes[low:high] - first, ready.astype(np.int64).clip(1, most), [most]])
         made = np.interp(tries, np.append(0.0, ready), np.append(0.0, tokens))
         added = (self._verify[first + tries] - self._verify[first] + self._draft[rows]) / plain
-        if self._prompts:
-            gains = 1.0 + made / (rows * self._gain) - added
-        else:
-            gains = (1.0 + made / rows) / (1.0 + added)
-            self._gain = max(float(gains.max()), 1.0)
+        gains = (1.0 + made / rows) / (1.0 + added)
+        if prompts:
+            gains = 1.0 + made / (rows * usual) - added
         best = int(gains.argmax())
         return int(tries[best]), float(gains[best])
 
@@ -185,7 +193,7 @@ class DraftBudget:
             return
         if result.seconds and not prompts:
             known = float(self._verify[rows + grant.drafts] + self._draft[rows] * grant.proposes)
-            beyond = min(max(result.seconds - known, 0.0), known)
+            beyond = min(max(result.seconds - known, 0.0), MOST_EXCESS * known)
             self._excess += (beyond - self._excess) * EXCESS
         fading = np.where(self._tried > self._least, FADING, 1.0)
         self._tried *= fading
