@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 
+import msgspec
+
 from core.command import Command, CommandDone
 from core.errors import EngineFailed
 from core.executor import Capabilities
@@ -48,9 +50,10 @@ class LocalExecutor:
         for worker in self._workers:
             worker.start(progress)
         try:
-            ended, _ = wait([worker.prepared for worker in self._workers], return_when=FIRST_EXCEPTION)
-            for prepared in ended:
-                prepared.result()
+            ranks = [worker.prepared for worker in self._workers]
+            wait(ranks, return_when=FIRST_EXCEPTION)
+            costs = [prepared.result() for prepared in ranks if prepared.done()]
+            self._capabilities = msgspec.structs.replace(self._capabilities, costs=costs[0])
         except EngineFailed:
             self.close()
             raise

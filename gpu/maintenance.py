@@ -33,7 +33,7 @@ class Replaceable(Protocol):
         """The same for the pages. A new pool is empty."""
         ...
 
-    def prepare(self) -> None:
+    def prepare(self) -> object:
         """Capture the launches of steps, where weights and pages are both there."""
         ...
 

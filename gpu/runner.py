@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from core.command import Command, CommandDone
+from core.costs import StepCosts
 from core.plan import StepPlan
 from gpu.attention import AttentionBackend
-from gpu.context import AuxStates, ForwardContext
+from gpu.context import ForwardContext
 from gpu.draft.drafter import Drafter, StepOutcome
 from gpu.draft.stage import DraftStage
 from gpu.draft.stage import Key as DraftKey
@@ -255,9 +256,11 @@ class ModelRunner:
     def _outcome(self, key: Forward | None) -> StepOutcome:
         """What a step of this size leaves for the drafter; None: of any size."""
         buffers, shape = self._buffers, self.shape
-        key = key or Forward(shape.tokens, shape.samples, shape.chunks, shape.samples)
+        most = len(buffers.samples.slots)
+        key = key or Forward(shape.tokens, most, shape.chunks, most)
         samples = buffers.samples.first(key.samples)
-        return StepOutcome(buffers.view(key), samples, buffers.rows.live, self._stage.chosen, buffers.aux)
+        kept = None if buffers.aux is None else buffers.aux.out
+        return StepOutcome(buffers.view(key), samples, buffers.rows.live, self._stage.chosen, kept)
 
     def _forward(self, key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> Tensor:
         """Everything up to the hidden states of the rows that sample, which it leaves in the buffers.
@@ -276,7 +279,7 @@ class ModelRunner:
             given = given._replace(rows=given.rows + view.num_decode)
         wanted = samples.rows if key.chunks and key.samples and not every else None
         ctx = ForwardContext(
-            view.positions, self._ops(view), pairs, wanted, brief, given, routes, self._aux()
+            view.positions, self._ops(view), pairs, wanted, brief, given, routes, buffers.aux
         )
         hidden = self._ready().forward(ctx, view.ids)
         out = buffers.sample_hidden[: key.samples]
@@ -285,11 +288,6 @@ class ModelRunner:
         else:
             torch.index_select(hidden, 0, samples.rows, out=out)
         return hidden
-
-    def _aux(self) -> AuxStates | None:
-        """Where a forward keeps the hidden states that a draft model reads."""
-        aux, drafts = self._buffers.aux, self._drafts
-        return None if aux is None or drafts is None else AuxStates(drafts.drafter.aux or (), aux)
 
     def _head(self, rows: int) -> Tensor:
         """Logits float32 [rows, vocab] of the first rows that sample."""
@@ -301,14 +299,14 @@ class ModelRunner:
 
     # -- what may change between steps -------------------------------------------------------------
 
-    def prepare(self, progress: Callable[[float], None] = lambda share: None) -> None:
+    def prepare(self, progress: Callable[[float], None] = lambda share: None) -> StepCosts | None:
         """See `gpu.worker.Runner`. Does nothing while weights or pages are given back, or where it is done.
 
         Warms up on empty entries: all rows are padding, and what running slots have stays as it is.
         """
         assert_device_thread(self.device)
         if self._launches is not None or self._model is None or self._ops is None:
-            return
+            return None
         make = self._machine.launcher
         launches: Launches[StepKey] = Launches(None if make is None else make(), self._run)
         keys: list[StepKey] = list(self._machine.sizes.all())
@@ -322,6 +320,7 @@ class ModelRunner:
             progress(done / len(keys))
         self._stage.warm()
         self._launches = launches
+        return None if self._drafts is None else self._drafts.measure(self.launch, self.shape.vocab)
 
     def carry_out(self, command: Command) -> CommandDone:
         """Do what an operator asked between steps."""

@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from core.command import Command, CommandDone
+from core.costs import StepCosts
 from core.errors import EngineFailed
 from core.mailbox import Mailbox
 from core.plan import StepFailure, StepPlan, StepResult
@@ -48,8 +49,9 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def prepare(self, progress: Progress) -> None:
-        """Capture the launches of steps. Called once, before any other, from the launch thread."""
+    def prepare(self, progress: Progress) -> StepCosts | None:
+        """Capture the launches of steps. Called once, before any other, from the launch thread. Returns what
+        steps cost, where drafts may be in them."""
         ...
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -87,8 +89,9 @@ class Worker:
         self._plans: Mailbox[StepPlan | Command] = Mailbox()
         self._launched: Mailbox[Launched | StepFailure | CommandDone] = Mailbox()
         self._progress: Progress = lambda share: None
-        self.prepared: Future[None] = Future()
-        """Done when steps can be launched; fails with `EngineFailed` when the launch thread ends before."""
+        self.prepared: Future[StepCosts | None] = Future()
+        """What steps cost, when they can be launched; fails with `EngineFailed` when the launch thread ends
+        before."""
         # Daemons: a process that dies for another reason must not hang on a step.
         self._threads = tuple(
             threading.Thread(target=self._run, args=(work,), name=f"loom-{name}-{rank}", daemon=True)
@@ -142,8 +145,7 @@ class Worker:
     def _launch(self) -> None:
         """Launch thread: until the plans end, launch them, or drop them after a failure."""
         with device_thread(self._runner.device):
-            self._runner.prepare(self._progress)
-            self.prepared.set_result(None)
+            self.prepared.set_result(self._runner.prepare(self._progress))
             for plan in self._plans:
                 if self._failed.is_set():
                     continue

@@ -62,9 +62,11 @@ class DecodeRows:
             return
         requests, slots = self._requests, self._slots
         grant = self._grant(builder)
-        if grant.drafts and not self._take_pages(builder, grant.query_length):
-            grant = grant._replace(drafts=0)
-        if not grant.drafts and not self._take_pages(builder, 1):
+        # A draft model writes KV ahead of the tokens: its rows have pages for drafts that are proposed, too.
+        drafting = bool(grant.drafts or grant.proposes)
+        if drafting and not self._take_pages(builder, 1 + grant.longest):
+            drafting, grant = False, NO_DRAFTS
+        if not drafting and not self._take_pages(builder, 1):
             requests, slots = self._plan_short(builder)
         if len(slots):
             self._table.least[slots] += 1

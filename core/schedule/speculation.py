@@ -145,7 +145,7 @@ class DraftBudget:
 
     def without_rows(self) -> Grant:
         """What a step has in which no row can verify a draft: where drafting is on, the next one may."""
-        return Grant(proposes=self.most > 0 and self._on)
+        return Grant(longest=self.most, proposes=self.most > 0 and self._on)
 
     def _best(
         self, rows: int, able: int, most: int, prompts: int = 0, usual: float = 1.0

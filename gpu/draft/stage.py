@@ -10,9 +10,11 @@ from typing import Protocol
 
 import msgspec
 
+from core.costs import StepCosts
 from core.plan import StepPlan
 from gpu.draft.drafter import Drafter, StepOutcome
 from gpu.state.tables import SlotTables
+from gpu.step.costs import Launch, measure_costs
 from gpu.step.graphs import Work
 from gpu.step.shapes import decode_sizes, fit
 from gpu.step.steps import Forward
@@ -51,34 +53,35 @@ class DraftStage:
         outcome: Callable[[Forward | None], StepOutcome],
         padded: bool,
     ) -> None:
-        """`outcome` gives what a step of that size leaves, for None the whole of its buffers. `padded`: work
-        is captured, in few sizes."""
+        """`outcome` gives what a step of that size leaves, for None the whole
+        of its buffers. `padded`: work is captured, in few sizes."""
         self.drafter = drafter
         self._tables, self._outcome = tables, outcome
         self._sizes = decode_sizes(tables.slots - 1) if padded else None
-        self._stale = False
-        """Whether slots have drafts that a step left there and that are for none behind it."""
+        self._measured = False
 
     def launch(self, plan: StepPlan, forward: Forward, launches: Launchable) -> None:
         """Behind the sampling of `plan`, whose launches had the sizes of `forward`."""
         if self.drafter.keeps_kv:
             launches[Follow(forward)]()
         rows = plan.num_samples - plan.drafts
-        if not rows:
-            return
-        if self.drafter.keeps_kv and len(plan.decode_slots) and plan.query_length == 1:
-            if self._stale:
-                self._tables.drafts[:, 0].zero_()
-            self._stale = False
-            return
-        launches[Propose(rows if self._sizes is None else fit(self._sizes, rows))]()
-        self._stale = True
+        if rows and (plan.proposes or not self.drafter.keeps_kv):
+            launches[Propose(rows if self._sizes is None else fit(self._sizes, rows))]()
 
     def keys(self, forwards: Iterable[Forward]) -> Iterator[Key]:
         """All that is captured, largest first."""
         if self.drafter.keeps_kv:
             yield from map(Follow, forwards)
         yield from map(Propose, reversed(self._sizes or ()))
+
+    def measure(self, launch: Launch, vocab: int) -> StepCosts | None:
+        """What steps cost, by a runner's `launch`; once, before requests have slots."""
+        if self._measured:
+            return None
+        self._measured = True
+        samples = len(self._outcome(None).samples.slots)
+        sizes = range(1, samples + 1) if self._sizes is None else decode_sizes(samples)
+        return measure_costs(launch, self._tables, sizes, vocab)
 
     def run(self, key: Key) -> None:
         """The work of `key`."""

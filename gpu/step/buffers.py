@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.context import AuxStates
 from gpu.sample.rows import DraftSamples, Rows
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
@@ -62,8 +63,8 @@ class StepBuffers:
         drafts = DraftSamples(ints(1), ints(limits.rows + 1))
         self.samples = Samples(ints(samples), ints(samples), ints(samples), drafts)
         self._hidden = hidden
-        self.aux: Tensor | None = None
-        """[tokens, layers * hidden]: hidden states that a draft model reads, where there is one."""
+        self.aux: AuxStates | None = None
+        """Where a forward keeps the hidden states that a draft model reads, if there is one."""
         self.sample_hidden = torch.zeros(samples, hidden.width, dtype=hidden.dtype, device=device)
 
     def keep_aux(self, layers: tuple[int, ...] | None, tokens: int) -> None:
@@ -71,7 +72,7 @@ class StepBuffers:
         if layers is not None:
             width, dtype = self._hidden
             shape = tokens, max(len(layers), 1) * width
-            self.aux = torch.zeros(shape, dtype=dtype, device=self._at.device)
+            self.aux = AuxStates(layers, torch.zeros(shape, dtype=dtype, device=self._at.device))
 
     def view(self, key: Forward, placed: tuple[ChunkRow, ...] = ()) -> StepView:
         """The inputs of a forward of these sizes."""
