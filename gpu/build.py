@@ -21,7 +21,7 @@ from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
 from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
-from gpu.draft.chain import DraftMachine
+from gpu.draft.model import DraftMachine
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
 from gpu.maintenance import Maintenance

@@ -14,7 +14,7 @@ from gpu.attention.backend import AttentionBackend, attention_config
 from gpu.attention.selector import device_attention
 from gpu.device import HOPPER, CudaFacts
 from gpu.draft.build import make_drafter, pool_of
-from gpu.draft.chain import DraftMachine
+from gpu.draft.model import DraftMachine
 from gpu.kernels.draft import look_up
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters

@@ -12,8 +12,9 @@ from core.config import CacheConfig, SpeculativeConfig
 from core.env import read_object
 from core.errors import ConfigError, ModelError
 from core.models import DraftSpec, ModelSpec, read_draft
-from gpu.draft.chain import Chain, ChainDrafter, DraftMachine
+from gpu.draft.chain import Chain, ChainDrafter
 from gpu.draft.drafter import Drafter
+from gpu.draft.model import DraftMachine
 from gpu.draft.ngram import LookUp, NgramDrafter, look_up
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel

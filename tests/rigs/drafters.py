@@ -11,8 +11,9 @@ from core.env import read_json
 from core.models import ModelSpec, read_draft
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
-from gpu.draft.chain import Chain, ChainDrafter, DraftMachine
+from gpu.draft.chain import Chain, ChainDrafter
 from gpu.draft.drafter import Drafter
+from gpu.draft.model import DraftMachine
 from gpu.draft.ngram import NgramDrafter
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
