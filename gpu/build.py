@@ -286,7 +286,7 @@ def _memory(
         needs = device_needs(spec, target.dtype, rows, tokens, graphs, samples)
         if draft is not None:
             page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
-            needs = needs._replace(drafts=draft.held_bytes(spec, sizes, target.dtype), page=page)
+            needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)
     most = rows * sizes.context
     return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)
 

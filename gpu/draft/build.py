@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from core.config import CacheConfig, SpeculativeConfig
+from core.config import MAX_DRAFTS, CacheConfig, SpeculativeConfig
 from core.env import read_object
 from core.errors import ConfigError, ModelError
 from core.models import DraftSpec, ModelSpec, read_draft
+from gpu.draft.block import BlockDrafter
 from gpu.draft.chain import Chain, ChainDrafter
 from gpu.draft.drafter import Drafter
 from gpu.draft.model import DraftMachine
 from gpu.draft.ngram import LookUp, NgramDrafter, look_up
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
+from gpu.models.draft import BlockModel
 from gpu.models.small import SmallModel
 from gpu.state.history import history_bytes
 from gpu.state.tables import SlotTables
@@ -61,9 +63,11 @@ class Draft(NamedTuple):
         heads = (layers.kv_heads, layers.head_dim)
         return KvPool.page_bytes(layers.kv_layers, cache.page_size, heads, dtype)
 
-    def held_bytes(self, target: ModelSpec, sizes: tuple[int, int, int], dtype: torch.dtype) -> int:
+    def held_bytes(
+        self, target: ModelSpec, sizes: tuple[int, int, int], samples: int, dtype: torch.dtype
+    ) -> int:
         """Bytes that drafting takes on a device beside pages; `sizes` are rows, tokens of a step and of a
-        text."""
+        text, `samples` those of a step."""
         rows, tokens, context = sizes
         layers = self.layers
         if layers is None:
@@ -76,6 +80,7 @@ class Draft(NamedTuple):
             weights += layers.hidden * (layers.q_size + 2 * layers.kv_size + aux * target.hidden)
             kept = tokens * aux * target.hidden
             vocab = self.spec.draft_vocab
+            rows = samples if self.spec.block_size else rows
         else:
             kept = 0
         logits = rows * (vocab + target.vocab_size) * 4
@@ -92,8 +97,6 @@ def read_drafting(
         return None
     if not target.causal or target.task != "generate":
         raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")
-    if algorithm == "dflash":
-        raise ConfigError("--speculative-algorithm dflash: block drafters are not served yet.")
     most = settings.max_drafts
     if algorithm == "ngram":
         return Draft(settings, most or DRAFTS[algorithm])
@@ -111,6 +114,11 @@ def read_drafting(
     if config is None:
         raise ModelError(f"{path} has no config.json: a head is a directory with one and safetensors.")
     spec = read_draft(config, target)
+    if spec.block_size:
+        block = spec.block_size - 1
+        if most > block:
+            raise ConfigError(f"{path}: blocks of {spec.block_size} tokens have {block} drafts, not {most}.")
+        return Draft(settings, most or min(block, MAX_DRAFTS), spec, held)
     return Draft(settings, most or spec.tokens or DRAFTS[algorithm], spec, held)
 
 
@@ -134,17 +142,24 @@ def make_drafter(
     if machine is None:
         longest, shortest = draft.settings.prompt_lookup_max, draft.settings.prompt_lookup_min
         return lambda tables: NgramDrafter(tables, context, draft.most, longest, shortest, look_up)
-    ready = machine
+    ready, spec, path = machine, draft.spec, draft.path
 
-    def load(target: CausalModel) -> Chain:
-        spec = draft.spec
+    def load_block(target: CausalModel) -> BlockModel:
+        assert isinstance(spec, DraftSpec)
+        head = load_draft(spec, path, target, dtype, device)
+        assert isinstance(head, BlockModel)
+        return head
+
+    def load_chain(target: CausalModel) -> Chain:
         if isinstance(spec, DraftSpec):
-            head = load_draft(spec, draft.path, target, dtype, device)
+            head = load_draft(spec, path, target, dtype, device)
             assert isinstance(head, Chain)
             return head
         assert spec is not None
-        model = load_model(spec, draft.path, dtype, device)
+        model = load_model(spec, path, dtype, device)
         model.seal()
         return SmallModel(model, target)
 
-    return lambda tables: ChainDrafter(load, ready, tables, draft.aux, samples)
+    if isinstance(spec, DraftSpec) and spec.block_size:
+        return lambda tables: BlockDrafter(load_block, ready, tables, draft.aux, samples)
+    return lambda tables: ChainDrafter(load_chain, ready, tables, draft.aux, samples)

@@ -70,6 +70,16 @@ class DraftRows(NamedTuple):
     ends: Tensor
     live: Tensor
 
+    def part(self, first: int, end: int) -> DraftRows:
+        """Rows `first` to `end`."""
+        slots, lengths, ends = (each[first:end] for each in self[:3])
+        return DraftRows(slots, lengths, ends, (self.live - first).clamp(min=0))
+
+    def repeat(self, times: int) -> DraftRows:
+        """Each row so many times: its tokens."""
+        slots, lengths, ends = (each.repeat_interleave(times) for each in self[:3])
+        return DraftRows(slots, lengths, ends, self.live * times)
+
 
 class ModelDrafter(Generic[Model]):
     """The part of a `gpu.draft.drafter.Drafter` over a draft model that does not depend on its kind.

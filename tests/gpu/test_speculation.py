@@ -18,7 +18,8 @@ from tests.rigs.tiny_model import VOCAB, Tiny
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"))
+    """Of the layers that the heads of `draft_heads` are for."""
+    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"), num_hidden_layers=6)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,17 @@ async def test_a_draft_model_that_is_the_target_is_always_right(
 @pytest.mark.parametrize("name", ["eagle", "eagle-sglang", "eagle3", "eagle3.1"])
 @pytest.mark.parametrize(("depth", "overlap"), [(1, 0), (3, 1), (5, 2)])
 async def test_a_heads_guesses_change_no_text(
+    engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
+) -> None:
+    plain = await engines.plain(jobs())
+    engine = engines.make(Drafts(depth, 0.0, drafters.head(name, tmp_path)), overlap)
+    for answer in await engine.answers(jobs()):
+        same(answer, plain[answer.run.id])
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash-bias", "dflash-speculators"])
+@pytest.mark.parametrize(("depth", "overlap"), [(3, 0), (2, 1), (3, 2)])
+async def test_a_blocks_guesses_change_no_text(
     engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
     plain = await engines.plain(jobs())

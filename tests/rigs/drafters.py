@@ -11,12 +11,14 @@ from core.env import read_json
 from core.models import ModelSpec, read_draft
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
+from gpu.draft.block import BlockDrafter
 from gpu.draft.chain import Chain, ChainDrafter
 from gpu.draft.drafter import Drafter
 from gpu.draft.model import DraftMachine
 from gpu.draft.ngram import NgramDrafter
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
+from gpu.models.draft import BlockModel
 from gpu.models.small import SmallModel
 from gpu.ops.plain import TorchOps
 from gpu.sample import torch_kernels
@@ -42,12 +44,21 @@ def head(name: str, directory: Path) -> Make:
         spec = read_draft(read_json(path / "config.json") or {}, rig.spec)
         aux = spec.aux_layers or (() if spec.final else None)
 
-        def load(target: CausalModel) -> Chain:
+        machine = _machine(spec.decoder)
+
+        def block(target: CausalModel) -> BlockModel:
+            found = load_draft(spec, path, target, torch.float32, CPU)
+            assert isinstance(found, BlockModel)
+            return found
+
+        def chain(target: CausalModel) -> Chain:
             found = load_draft(spec, path, target, torch.float32, CPU)
             assert isinstance(found, Chain)
             return found
 
-        return ChainDrafter(load, _machine(spec.decoder), tables, aux, SAMPLES)
+        if spec.block_size:
+            return BlockDrafter(block, machine, tables, aux, SAMPLES)
+        return ChainDrafter(chain, machine, tables, aux, SAMPLES)
 
     return make
 
