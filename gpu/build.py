@@ -19,6 +19,7 @@ from core.models.quant import BLOCK
 from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
+from gpu.draft import chain_kernels
 from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
 from gpu.draft.model import DraftMachine
@@ -202,6 +203,7 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
             lambda pool: lambda view: TorchOps(view, attention),
             pool_of(layers, dtype, device),
             torch_kernels,
+            chain_kernels,
         )
     return make_drafter(draft, parts.sizes.context, samples, dtype, device, run)
 

@@ -19,6 +19,7 @@ from gpu.kernels.draft import look_up
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.sampling import chain
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
@@ -54,9 +55,8 @@ def captured_runner(
         run = None
         if (layers := draft.layers) is not None:
             own = _layers(layers, parts.target, model, cache, samples, 1 + shape.drafts)
-            run = DraftMachine(
-                own.attention, own.ops, pool_of(layers, page_dtype(cache, dtype), device), triton_kernels, pdl
-            )
+            pages = pool_of(layers, page_dtype(cache, dtype), device)
+            run = DraftMachine(own.attention, own.ops, pages, triton_kernels, chain, pdl)
         drafter = make_drafter(draft, sizes.context, samples, dtype, device, run, partial(look_up, pdl=pdl))
     return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
 

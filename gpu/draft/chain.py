@@ -19,7 +19,9 @@ from torch import Tensor
 from gpu.context import ForwardContext
 from gpu.draft.drafter import StepOutcome
 from gpu.draft.model import AnyDraftModel, DraftMachine, ModelDrafter
+from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
+from gpu.state.chain import ChainRows
 from gpu.state.tables import SlotTables
 
 
@@ -56,9 +58,10 @@ class ChainDrafter(ModelDrafter[Chain]):
         aux: tuple[int, ...] | None,
         samples: int,
     ) -> None:
-        """See `ModelDrafter`; steps have up to `samples` samples."""
-        super().__init__(load, machine, tables, aux, tables.slots)
-        self._samples = samples
+        """`load` gives the draft model of a target; steps have up to `samples` samples."""
+        super().__init__(load, machine, tables, aux, draws=0)
+        self._chain = ChainRows.of(tables)
+        self._kept = min(samples, tables.slots - 1)
         self._states: tuple[Tensor, Tensor] | None = None
 
     def use_model(self, target: CausalModel | None) -> None:
@@ -67,49 +70,39 @@ class ChainDrafter(ModelDrafter[Chain]):
         self._states = None
         if target is None:
             return
-        model, device = self._ready(), self._tables.words.device
-        made, ahead = (
-            torch.zeros(self._samples, model.width, dtype=model.dtype, device=device) for _ in range(2)
-        )
-        self._states = made, ahead
+        model = self._ready()
+        self._chain = self._chain._replace(shifted=model.shifted)
+        shape, device = (self._kept, model.width), target.embedding.device
+        states, ahead = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))
+        self._states = states, ahead
+
+    def use_pool(self, pool: KvPool | None) -> None:
+        """See `Drafter.use_pool`."""
+        super().use_pool(pool)
+        if pool is not None:
+            self._chain = self._chain._replace(page_size=pool.page_size)
 
     def follow(self, outcome: StepOutcome) -> None:
-        """See `Drafter.follow`."""
-        view, samples, model = outcome.view, outcome.samples, self._ready()
-        count = len(samples.rows)
-        ids = view.ids
-        if model.shifted:
-            # Each token's successor; behind a row's last token the one that was chosen there.
-            ids = torch.cat([ids[1:], ids.new_zeros(2)])
-            at = torch.arange(count, device=ids.device)
-            rows = torch.where(at < outcome.live, samples.rows, view.tokens)
-            ids.index_copy_(0, rows.long(), outcome.chosen[:count].clamp(min=0).to(ids.dtype))
-            ids = ids[: view.tokens]
+        """See `Drafter.follow`. Behind the last layer's attention only the rows' last tokens go on."""
+        model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
+        view, samples, live, chosen, aux = outcome
+        row = self._chain.first(min(len(samples.rows), self._kept))
+        ids, last = kernels.follow(view, samples, live, chosen, row, pdl=pdl)
         ctx = self._context(view)
-        hidden = model.fuse(outcome.aux[: view.tokens], ctx.ops) if outcome.aux is not None else ids
-        states = model.forward(ctx, ids, hidden)
-        accepted = self._tables.length[samples.slots.long()] + 1 - samples.positions
-        last = (samples.rows + accepted - 1).clamp(0, view.tokens - 1).long()
-        assert self._states is not None
-        for out, found in zip(self._states, states, strict=True):
-            torch.index_select(found, 0, last, out=out[:count])
+        wanted = last if view.max_chunks and len(last) else None
+        hidden = ids if aux is None else model.fuse(aux[: view.tokens], ctx.ops)
+        states = model.forward(ctx._replace(wanted=wanted), ids, hidden)
+        if len(last):
+            assert self._states is not None
+            kernels.keep(states, last if wanted is None else None, self._states, pdl=pdl)
 
     def propose(self, outcome: StepOutcome, rows: int) -> None:
         """See `Drafter.propose`."""
-        tables, model = self._tables, self._ready()
+        model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
         assert self._states is not None
-        most, row = tables.most_drafts, self._rows(outcome, rows)
-        position, hidden = row.lengths, self._states[1][:rows]
-        made = list[Tensor]()
-        if model.shifted:
-            made.append(ids := self._draw(self._states[0][:rows], row, position + 1))
-        else:
-            ids = tables.last_token[row.slots]
-        while len(made) < most:
-            view = self._view(row, ids, position)
-            states, hidden = model.forward(self._context(view), view.ids, hidden)
-            position = position + 1
-            made.append(ids := self._draw(states, row, position + model.shifted))
-        count = (row.ends - row.lengths + model.shifted).clamp(0, most)
-        count = torch.where(row.slots > 0, count, 0)
-        tables.drafts[row.slots] = torch.stack([count, *made], 1).to(torch.int32)
+        row, (states, hidden) = self._chain.first(rows), (each[:rows] for each in self._states)
+        kernels.start(outcome.view, outcome.samples, row, pdl=pdl)
+        for made in range(self._tables.most_drafts):
+            if made or not model.shifted:
+                states, hidden = model.forward(self._context(row.view), row.view.ids, hidden)
+            kernels.draw(model.logits(states), model.token_ids, row, made, pdl=pdl)

@@ -18,6 +18,7 @@ from torch import Tensor
 from core.plan import StepPlan
 from gpu.attention.backend import AttentionBackend
 from gpu.context import ForwardContext
+from gpu.draft.chain_kernels import ChainKernels
 from gpu.draft.drafter import StepOutcome
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
@@ -51,13 +52,14 @@ Model = TypeVar("Model", bound=AnyDraftModel)
 
 class DraftMachine(NamedTuple):
     """How a draft model is run: `attention` and `ops` of its layers over its own pages, `sampling` kernels of
-    the target. `make_pool` allocates pages of the draft's heads for as many as the target's pool has. `pdl`
-    is programmatic dependent launch."""
+    the target, and the `chain` kernels between the forwards of a chain. `make_pool` allocates pages of the
+    draft's heads for as many as the target's pool has. `pdl` is programmatic dependent launch."""
 
     attention: AttentionBackend
     ops: Callable[[KvPool], Callable[[StepView], Ops]]
     make_pool: Callable[[KvPool], KvPool]
     sampling: SamplingKernels
+    chain: ChainKernels
     pdl: bool = False
 
 

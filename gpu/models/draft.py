@@ -93,7 +93,8 @@ class ChainModel(DraftModel):
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """`ids` [n] are the tokens that follow each position, `hidden` [n, hidden] is what `fuse` made of the
         target's states or the second of what the last call returned; it is used up. Returns hidden states for
-        `logits` and for the next call, [n, hidden] each, which may be one tensor."""
+        `logits` and for the next call, [n, hidden] each, which may be one tensor; of `ctx.wanted` alone where
+        that is given."""
 
 
 class BlockModel(DraftModel):

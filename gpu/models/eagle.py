@@ -6,6 +6,9 @@ EAGLE-3  x = norm(embedding) | norm(state), which the first layer's attention pr
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,14 +49,26 @@ class _Fused(Layer):
         return self.attention.attend(ctx, rotation, pair), normed
 
 
+class _Made(NamedTuple):
+    """What layers make: `part` is to be added to `residual`, in operations of `ctx`."""
+
+    ctx: ForwardContext
+    part: Part
+    residual: Tensor
+
+
 def _rest(
     ctx: ForwardContext, rotation: Rotation, layers: list[Layer], found: Tensor, residual: Tensor
-) -> Part:
-    """What the last of `layers` adds to `residual`, the first having attended: `found`."""
-    part = layers[0].transform(ctx, found, residual)
-    for layer in layers[1:]:
-        part = layer.transform(ctx, layer.attend(ctx, rotation, part, residual), residual)
-    return part
+) -> _Made:
+    """Behind the attention of the first of `layers`, which `found`: of the rows that are wanted."""
+    for layer, after in pairwise(layers):
+        part = layer.transform(ctx, found, residual)
+        found = after.attend(ctx, rotation, part, residual)
+    if ctx.wanted is not None:
+        # Of a long prompt's chunk one row goes on, or none.
+        found, residual = (rows.index_select(0, ctx.wanted) for rows in (found, residual))
+        ctx = ForwardContext(ctx.positions, ctx.ops.for_samples())
+    return _Made(ctx, layers[-1].transform(ctx, found, residual), residual)
 
 
 class Eagle(ChainModel):
@@ -81,7 +96,7 @@ class Eagle(ChainModel):
         pair = torch.cat([ctx.ops.embed(self.embedding, ids), hidden], dim=-1)
         residual = self._fc(pair, ctx.ops)
         found = self._layers[0].attend(ctx, rotation, None, residual)
-        part = _rest(ctx, rotation, self._layers, found, residual)
+        _, part, residual = _rest(ctx, rotation, self._layers, found, residual)
         assert isinstance(part, Tensor), "the layers are dense"
         residual.add_(part)
         return residual, residual
@@ -127,6 +142,6 @@ class Eagle3(ChainModel):
         embedding = ctx.ops.embed(self.embedding, ids)
         found, normed = self._first.attend_pair(ctx, rotation, embedding, hidden)
         residual = normed if self.spec.norm_before_residual else hidden
-        part = _rest(ctx, rotation, self._layers, found, residual)
+        ctx, part, residual = _rest(ctx, rotation, self._layers, found, residual)
         out = self._norm(ctx, part, residual)
         return out, out if self.spec.norm_output else residual

@@ -166,6 +166,10 @@ def test_a_chain_model_in_chunks_is_the_whole_sequence_at_once(
         got, then = model.forward(ctx, ids[part], model.fuse(aux[part]))
         torch.testing.assert_close(model.logits(got), logits[part], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(then, following[part], rtol=1e-4, atol=1e-4)
+        wanted = torch.tensor([end - start - 1, 0])
+        few = model.forward(ctx._replace(wanted=wanted), ids[part], model.fuse(aux[part]))
+        for mine, every in zip(few, (got, then), strict=True):
+            torch.testing.assert_close(mine, every[wanted])
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -11,6 +11,7 @@ from core.env import read_json
 from core.models import ModelSpec, read_draft
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
+from gpu.draft import chain_kernels
 from gpu.draft.block import BlockDrafter
 from gpu.draft.chain import Chain, ChainDrafter
 from gpu.draft.drafter import Drafter
@@ -23,6 +24,7 @@ from gpu.models.small import SmallModel
 from gpu.ops.plain import TorchOps
 from gpu.sample import torch_kernels
 from gpu.state.tables import SlotTables
+from gpu.state.view import StepView
 from gpu.weights import load_draft, load_model
 from tests.rigs import draft_heads
 from tests.rigs.drafting import SAMPLES
@@ -36,15 +38,15 @@ def ngram(depth: int) -> Make:
     return lambda rig, tables: NgramDrafter(tables, 256, depth, longest=3, shortest=1)
 
 
-def head(name: str, directory: Path) -> Make:
-    """One of the formats of `draft_heads`, which this writes."""
+def head(name: str, directory: Path, machine: Callable[[ModelSpec], DraftMachine] | None = None) -> Make:
+    """One of the formats of `draft_heads`, which this writes; run by a CPU's machine or another."""
     path = draft_heads.write(name, directory)
 
     def make(rig: Rig, tables: SlotTables) -> Drafter:
         spec = read_draft(read_json(path / "config.json") or {}, rig.spec)
         aux = spec.aux_layers or (() if spec.final else None)
 
-        machine = _machine(spec.decoder)
+        run = (machine or cpu_machine)(spec.decoder)
 
         def block(target: CausalModel) -> BlockModel:
             found = load_draft(spec, path, target, torch.float32, CPU)
@@ -57,8 +59,8 @@ def head(name: str, directory: Path) -> Make:
             return found
 
         if spec.block_size:
-            return BlockDrafter(block, machine, tables, aux, SAMPLES)
-        return ChainDrafter(chain, machine, tables, aux, SAMPLES)
+            return BlockDrafter(block, run, tables, aux, SAMPLES)
+        return ChainDrafter(chain, run, tables, aux, SAMPLES)
 
     return make
 
@@ -72,18 +74,20 @@ def small(path: Path) -> Make:
             model.seal()
             return SmallModel(model, target)
 
-        return ChainDrafter(load, _machine(spec_of(path)), tables, None, SAMPLES)
+        return ChainDrafter(load, cpu_machine(spec_of(path)), tables, None, SAMPLES)
 
     return make
 
 
-def _machine(spec: ModelSpec) -> DraftMachine:
+def cpu_machine(spec: ModelSpec) -> DraftMachine:
+    """For the layers of `spec`."""
     attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
     heads = (spec.kv_heads, spec.head_dim)
 
     def make_pool(pool: KvPool) -> KvPool:
         return KvPool(spec.kv_layers, pool.num_pages, pool.page_size, heads, torch.float32, CPU)
 
-    return DraftMachine(
-        attention, lambda pool: lambda view: TorchOps(view, attention), make_pool, torch_kernels
-    )
+    def ops(pool: KvPool) -> Callable[[StepView], TorchOps]:
+        return lambda view: TorchOps(view, attention)
+
+    return DraftMachine(attention, ops, make_pool, torch_kernels, chain_kernels)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, launch_options, padding, pow2
 from gpu.sample.rows import Rows
+from gpu.state.tables import SlotTables
 
 BLOCK = 1024
 RUN = 4
@@ -35,7 +36,7 @@ FILTER_BLOCK = 8192
 """Logits a row's one filtering program looks at at a time: 16 for each of 512 threads."""
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """Columns of `SlotTables`, by slot."""
 
     temperature: Tensor
@@ -44,8 +45,13 @@ class _Columns(NamedTuple):
     top_p: Tensor
     min_p: Tensor
 
+    @classmethod
+    def of(cls, tables: SlotTables) -> Columns:
+        """Those of `tables`."""
+        return cls(*(getattr(tables, name) for name in cls._fields))
 
-class _Runs(NamedTuple):
+
+class Runs(NamedTuple):
     """What a program finds in its run of a row, all [rows, runs].
 
     score  float32: the best logit or, of a row that draws, the best of logit / temperature + noise
@@ -58,6 +64,12 @@ class _Runs(NamedTuple):
     token: Tensor
     high: Tensor
     mass: Tensor
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int], device: torch.device) -> Runs:
+        """Room for what programs find."""
+        score, high, mass = (torch.empty(shape, device=device) for _ in range(3))
+        return cls(score, torch.empty(shape, dtype=torch.int32, device=device), high, mass)
 
 
 class _Totals(NamedTuple):
@@ -121,26 +133,30 @@ def _gumbel(bits: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _inverse_temperature(temperature: tl.tensor) -> tl.tensor:
+def inverse_temperature(temperature: tl.tensor) -> tl.tensor:
     """1 / temperature. Under 1e-6 the noise is lost beside the logits in float32 anyway."""
     return 1.0 / tl.where(temperature > 0, tl.maximum(temperature, 1e-6), 1.0)
 
 
 @jit
-def _sample_runs(
+def sample_runs(
     logits: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
-    columns: _Columns,
+    columns: Columns,
     num_rows: tl.tensor,
-    runs: _Runs,
+    runs: Runs,
+    names: tl.tensor | None,
     stride: int,
     vocab: int,
     count: int,
+    WEIGHED: tl.constexpr,
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """`names` int64 [vocab], if any, are the ids whose noise is drawn; WEIGHED: greedy rows have a mass as
+    well, at temperature 1."""
     row = tl.program_id(0)
     run = tl.program_id(1)
     begin(PDL)
@@ -150,7 +166,7 @@ def _sample_runs(
     temperature = tl.load(columns.temperature + slot)
     draws = temperature > 0
     key0, key1 = _keys(columns.seed, positions, slot, row)
-    inverse = _inverse_temperature(temperature)
+    inverse = inverse_temperature(temperature)
     mass = tl.full([], 0.0, tl.float32)  # of exp(logit / t), relative to exp(high / t)
     top = tl.full([], float("-inf"), tl.float32)
     where = tl.full([], 2147483647, tl.int32)
@@ -163,12 +179,16 @@ def _sample_runs(
         x = x.to(tl.float32)
         x = tl.where(x == x, x, float("inf"))
         peaks = tl.maximum(high, tl.max(x, 0))
-        if draws:
+        if draws | WEIGHED:
             # A row with +inf has no token: its mass may be anything, but not make inf - inf.
             level = tl.where((peaks > float("-inf")) & (peaks < float("inf")), peaks, 0.0)
             old = tl.exp((tl.minimum(high, level) - level) * inverse)
             mass = mass * old + tl.sum(tl.exp((tl.minimum(x, level) - level) * inverse), 0)
-            x = x * inverse + _gumbel(_bits(key0, key1, ids))
+        if draws:
+            named = ids
+            if names is not None:
+                named = tl.load(names + ids, mask=inside, other=0).to(tl.int32)
+            x = x * inverse + _gumbel(_bits(key0, key1, named))
         high = peaks
         found = tl.max(x, 0)
         at = tl.min(tl.where((x == found) & inside, ids, 2147483647), 0)
@@ -184,9 +204,9 @@ def _sample_runs(
 
 @jit
 def _reduce_runs(
-    runs: _Runs,
+    runs: Runs,
     slots: tl.tensor,
-    columns: _Columns,
+    columns: Columns,
     tokens: tl.tensor,
     totals: _Totals | None,
     num_rows: tl.tensor,
@@ -208,7 +228,7 @@ def _reduce_runs(
     finite = (high > float("-inf")) & (high < float("inf"))
     tl.store(tokens + row, tl.where(finite, token, -1).to(tl.int64))
     if totals is not None:
-        inverse = _inverse_temperature(tl.load(columns.temperature + tl.load(slots + row)))
+        inverse = inverse_temperature(tl.load(columns.temperature + tl.load(slots + row)))
         mass = tl.load(runs.mass + row * count + r, mask=inside, other=0.0)
         level = tl.where(finite, high, 0.0)
         tl.store(totals.mass + row, tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * inverse), 0))
@@ -275,7 +295,7 @@ def _filter(
     logits: tl.tensor,
     slots: tl.tensor,
     positions: tl.tensor,
-    columns: _Columns,
+    columns: Columns,
     num_rows: tl.tensor,
     tokens: tl.tensor,
     totals: _Totals,
@@ -297,7 +317,7 @@ def _filter(
         return
     own = logits + row.to(tl.int64) * stride
     key0, key1 = _keys(columns.seed, positions, slot, row)
-    high, inverse = tl.load(totals.high + row), _inverse_temperature(temperature)
+    high, inverse = tl.load(totals.high + row), inverse_temperature(temperature)
     k = tl.where((k <= 0) | (k > vocab), vocab, k)
     total = tl.load(totals.mass + row).to(tl.float64)
     if (k < vocab) & (p < 1.0):
@@ -335,19 +355,14 @@ def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: b
     """A token per row of `logits` float [rows, vocab], which may be strided: the argmax where the slot's
     temperature is 0 (lowest id on ties), else drawn. Written to `tokens` int64 [rows], -1 where a logit is
     NaN or +inf or all are -inf. Without `filtered` no row has top_k, top_p or min_p: a launch less."""
-    vocab, tables = logits.shape[1], rows.tables
-    count = cdiv(vocab, BLOCK * RUN)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits.device)
-
-    shape = len(logits), count
-    runs = _Runs(empty(*shape), empty(*shape, dtype=torch.int32), empty(*shape), empty(*shape))
-    totals = _Totals(empty(len(logits)), empty(len(logits))) if filtered else None
-    columns = _Columns(*(getattr(tables, name) for name in _Columns._fields))
-    _sample_runs[shape](
-        logits, rows.slots, rows.positions, columns, rows.live, runs, logits.stride(0), vocab, count,
-        BLOCK=BLOCK, RUN=RUN, **launch_options(pdl, 4),
+    vocab = logits.shape[1]
+    shape = _, count = len(logits), cdiv(vocab, BLOCK * RUN)
+    runs, columns, totals = Runs.empty(shape, logits.device), Columns.of(rows.tables), None
+    if filtered:
+        totals = _Totals(*(torch.empty(len(logits), device=logits.device) for _ in range(2)))
+    sample_runs[shape](
+        logits, rows.slots, rows.positions, columns, rows.live, runs, None, logits.stride(0), vocab, count,
+        WEIGHED=False, BLOCK=BLOCK, RUN=RUN, **launch_options(pdl, 4),
     )  # fmt: skip
     _reduce_runs[(len(logits),)](
         runs, rows.slots, columns, tokens, totals, rows.live, count, BLOCK=pow2(count),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,14 +11,21 @@ import torch
 
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
+from core.models import ModelSpec
 from gpu.attention import AttentionBackend
 from gpu.attention.backend import attention_config
 from gpu.attention.selector import device_attention
 from gpu.device import CudaFacts
+from gpu.draft.model import DraftMachine
 from gpu.grammar import Compiler
+from gpu.kernels.sampling import chain
+from gpu.kv.pool import KvPool
+from gpu.ops.fused import Kernels, TritonOps
 from gpu.state.entry import CASCADE_ROWS
+from gpu.state.view import StepView
 from gpu.step.steps import PaddedSizes
-from tests.rigs import tiny_model
+from tests.rigs import drafters, tiny_model
+from tests.rigs.attention import EagerAttention
 from tests.rigs.draft_jobs import STOP, Engines, jobs, same
 from tests.rigs.drafting import PAGE, ROWS, SAMPLES, STEP_TOKENS, Drafts
 from tests.rigs.graph_runner import captured_machine
@@ -56,3 +64,33 @@ async def test_a_gpus_kernels_verify_drafts(engines: Engines) -> None:
         same(answer, plain[answer.run.id], 1e-3)
     assert max(engine.runner.most.values()) == 1 + DEPTH
     assert 1 + DEPTH in {sizes.forward(plan).query for plan in engine.runner.plans}
+
+
+def gpus_machine(spec: ModelSpec) -> DraftMachine:
+    """How a GPU runs a head."""
+    attention = EagerAttention((), [spec.window(layer) for layer in range(spec.layers)])
+
+    def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
+        return lambda view: TritonOps(view, Kernels(attention, pool.caches(), None))
+
+    return drafters.cpu_machine(spec)._replace(attention=attention, ops=ops, chain=chain)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+async def test_a_gpus_kernels_draft_in_chains(engines: Engines, tmp_path: Path, name: str) -> None:
+    """What they draft changes no text, and the steps are those of a CPU: as many drafts were accepted."""
+    kinds = [msgspec.structs.replace(job, max_tokens=TOKENS) for job in jobs() if job.id in KINDS]
+    plain = await engines.plain(kinds)
+    sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS)
+    most = []
+    for machine in (gpus_machine, drafters.cpu_machine):
+        drafts = Drafts(2, 0.0, drafters.head(name, tmp_path, machine))
+        if machine is gpus_machine:
+            engine = engines.make(drafts, 0, lambda rig: captured_machine(rig, sizes))
+        else:
+            engine = engines.make(drafts, 0)
+        for answer in await engine.answers(kinds):
+            same(answer, plain[answer.run.id], 1e-3)
+        most.append(len(engine.runner.plans))
+    assert most[0] == most[1]

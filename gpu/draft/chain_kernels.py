@@ -1,0 +1,158 @@
+"""What `gpu.draft.chain` does between the forwards of a draft model: its kernels, and those of a CPU.
+
+A draft step has a few numbers for each row, and a launch takes longer than their arithmetic: each of these is
+one or two launches. On a GPU they are `gpu.kernels.sampling.chain`.
+
+`view`, `samples`, `live` and `chosen` are those of `gpu.draft.drafter.StepOutcome`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpu.sample.noise import bits, exponential, row_keys
+from gpu.sample.select import argmax
+from gpu.state.chain import ChainRows
+from gpu.state.view import StepView
+from gpu.step.buffers import Samples
+
+
+class ChainKernels(Protocol):
+    """See the module. None waits for the device; `pdl` is programmatic dependent launch."""
+
+    def follow(
+        self,
+        view: StepView,
+        samples: Samples,
+        live: Tensor,
+        chosen: Tensor,
+        rows: ChainRows,
+        *,
+        pdl: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The ids int32 [tokens] that the draft model reads of a step, where it is shifted each token's
+        successor; and of each of the first samples the index int32 [rows] of its row's last accepted
+        token."""
+        ...
+
+    def keep(
+        self,
+        states: tuple[Tensor, Tensor],
+        at: Tensor | None,
+        out: tuple[Tensor, Tensor],
+        *,
+        pdl: bool = False,
+    ) -> None:
+        """Copy rows `at` int32 [n] of both `states` [any, width] to the first of `out`; None: all rows."""
+        ...
+
+    def start(self, view: StepView, samples: Samples, rows: ChainRows, *, pdl: bool = False) -> None:
+        """Begin the drafts of a step's rows that sample: write how many each gets, and `rows` for the forward
+        of its last token. A row has pages for its whole query if it is a decode row, else for its tokens. A
+        forward without a page stores in the dump."""
+        ...
+
+    def draw(
+        self,
+        logits: Tensor,
+        token_ids: Tensor | None,
+        rows: ChainRows,
+        made: int,
+        *,
+        pdl: bool = False,
+    ) -> None:
+        """Draw each row's draft behind `made` others from `logits` float32 [rows, draft vocabulary], whose
+        ids are the target's `token_ids`. Write it and its survival to the tables, and `rows` for the forward
+        of it.
+
+        It is drawn as the target's token at its position will be, by the same noise of the same ids, but from
+        the whole vocabulary: top_k, top_p and min_p cost passes over the logits, and a wrong guess little.
+        """
+        ...
+
+
+def follow(
+    view: StepView, samples: Samples, live: Tensor, chosen: Tensor, rows: ChainRows, *, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See `ChainKernels.follow`."""
+    ids, count = view.ids, len(rows.ends)
+    accepted = rows.tables.length[samples.slots[:count].long()] + 1 - samples.positions[:count]
+    last = (samples.rows[:count] + accepted - 1).clamp(0, max(len(ids) - 1, 0))
+    if rows.shifted:
+        at, ids = samples.rows[: int(live)].long(), torch.cat([ids[1:], ids.new_zeros(1)])
+        ids.index_copy_(0, at, chosen[: len(at)].clamp(min=0).to(ids.dtype))
+    return ids, last
+
+
+def keep(
+    states: tuple[Tensor, Tensor], at: Tensor | None, out: tuple[Tensor, Tensor], *, pdl: bool = False
+) -> None:
+    """See `ChainKernels.keep`."""
+    for found, into in zip(states, out, strict=True):
+        found = found if at is None else found.index_select(0, at)
+        into[: len(found)] = found
+
+
+def start(view: StepView, samples: Samples, rows: ChainRows, *, pdl: bool = False) -> None:
+    """See `ChainKernels.start`."""
+    tables, count = rows.tables, len(rows.ends)
+    slots, lengths, ends = _rows(view, samples, rows)
+    rows.view.counts.copy_(samples.drafts.rows.clamp(max=count) * torch.tensor([1, 1, 0, 1]))
+    rows.view.decode_slots.copy_(slots)
+    rows.ends.copy_(ends)
+    _forward(rows, tables.last_token[slots], lengths, lengths + 1)
+    drafts = (ends - lengths + rows.shifted).clamp(0, tables.most_drafts)
+    tables.drafts[slots, 0] = torch.where(slots > 0, drafts, 0).to(torch.int32)
+
+
+def _rows(view: StepView, samples: Samples, rows: ChainRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots (0 for padding), lengths and ends [rows] of a step's rows that sample."""
+    tables, size, count = rows.tables, rows.page_size, len(rows.ends)
+    slots, positions = samples.slots[:count], samples.positions[:count]
+    own, before = samples.drafts.rows, samples.drafts.before
+    at = torch.arange(count)
+    slots = torch.where(at < own, slots, 0).long()
+    decode = view.num_decode - before[own.long()]
+    held = positions + torch.where(at < decode, tables.most_drafts, 0)
+    ends = torch.minimum(tables.limit[slots], (held + size - 1) // size * size)
+    return slots, tables.length[slots], torch.where(slots > 0, ends, 0)
+
+
+def _forward(rows: ChainRows, ids: Tensor, position: Tensor, ahead: Tensor) -> None:
+    """Write the forward of a token of each row at `position`, and the position to draw for behind it."""
+    view, size = rows.view, rows.page_size
+    slots = view.decode_slots.long()
+    held = torch.minimum(position, rows.ends.clamp(min=1) - 1)
+    cells = rows.tables.page_table[slots, held // size] * size + held % size
+    view.ids.copy_(torch.where(slots > 0, ids, 0))
+    view.positions.copy_(held)
+    view.decode_lengths.copy_(held + 1)
+    view.kv_slot_mapping.copy_(torch.where(position < rows.ends, cells, 0))
+    rows.positions.copy_(ahead)
+
+
+def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *, pdl: bool = False) -> None:
+    """See `ChainKernels.draw`: a row at a time."""
+    tables = rows.tables
+    slots = rows.view.decode_slots[: int(rows.view.counts[0])].long()
+    ids = torch.arange(logits.shape[1], dtype=torch.int32) if token_ids is None else token_ids.int()
+    tokens, shares = torch.zeros_like(rows.ends), torch.zeros(len(rows.ends))
+    seeds, positions = tables.seed[slots].numpy(), rows.positions[: len(slots)].numpy()
+    keys = row_keys(seeds, positions.astype(np.int64))
+    for row, temperature in enumerate(tables.temperature[slots].tolist()):
+        best = int(logits[row].argmax())  # NaN wins the argmax
+        if not (high := logits[row, best]).isfinite():
+            continue
+        weights = ((logits[row] - high) / max(temperature or 1.0, 1e-6)).exp_()
+        if temperature > 0:
+            best = int(argmax(weights / exponential(bits(keys[row], ids))))
+        tokens[row], shares[row] = ids[best], weights[best] / weights.sum()
+    known = rows.survival[slots, made - 1] if made else torch.ones(len(slots))
+    rows.survival[slots, made] = known * shares[: len(slots)]
+    tables.drafts[slots, 1 + made] = tokens[: len(slots)]
+    position = tables.length[rows.view.decode_slots.long()] + made + 1
+    _forward(rows, tokens, position - int(rows.shifted), position + 1)

@@ -1,0 +1,294 @@
+"""`gpu.draft.chain_kernels.ChainKernels` for a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, padding, pow2
+from gpu.kernels.sampling.sample import BLOCK, RUN, Columns, Runs, inverse_temperature, sample_runs
+from gpu.sample.rows import DraftSamples
+from gpu.state.chain import ChainRows
+from gpu.state.tables import row_of
+from gpu.state.view import StepView
+
+_LAST_TOKEN: tl.constexpr = tl.constexpr(row_of("last_token"))
+_LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
+_LIMIT: tl.constexpr = tl.constexpr(row_of("limit"))
+
+_FEW = 16
+"""Up to so many rows a program draws from one block of logits: runs would leave most of the device idle."""
+
+
+@jit_loose("tokens", "samples", "count")
+def _follow(
+    ids: tl.tensor,
+    out: tl.tensor,
+    sample_rows: tl.tensor,
+    sample_slots: tl.tensor,
+    sample_positions: tl.tensor,
+    live: tl.tensor,
+    chosen: tl.tensor,
+    last: tl.tensor,
+    columns: tl.tensor,
+    column: int,
+    tokens: int,
+    samples: int,
+    count: int,
+    SHIFTED: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    if SHIFTED:
+        for first in range(0, tokens, SPAN):
+            i = first + tl.arange(0, SPAN)
+            successor = tl.load(ids + i + 1, mask=i + 1 < tokens, other=0)
+            tl.store(out + i, successor, mask=i < tokens)
+        tl.debug_barrier()  # what was chosen goes over those of a row's last token
+        true = tl.minimum(tl.load(live), samples)
+        for first in range(0, samples, SPAN):
+            i = first + tl.arange(0, SPAN)
+            mine = i < true
+            at = tl.load(sample_rows + i, mask=mine, other=0)
+            token = tl.load(chosen + i, mask=mine, other=0)
+            tl.store(out + at, tl.maximum(token, 0).to(tl.int32), mask=mine)
+    for first in range(0, count, SPAN):
+        i = first + tl.arange(0, SPAN)
+        inside = i < count
+        slot = tl.load(sample_slots + i, mask=inside, other=0)
+        accepted = tl.load(columns + _LENGTH * column + slot, mask=inside, other=0) + 1
+        accepted -= tl.load(sample_positions + i, mask=inside, other=0)
+        at = tl.load(sample_rows + i, mask=inside, other=0) + accepted - 1
+        tl.store(last + i, tl.minimum(tl.maximum(at, 0), tokens - 1), mask=inside)
+
+
+def follow(
+    view: StepView,
+    samples: tuple[Tensor, Tensor, Tensor, DraftSamples],
+    live: Tensor,
+    chosen: Tensor,
+    rows: ChainRows,
+    *,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `ChainKernels.follow`. One program, which needs no order between programs."""
+    words, (at, slots, positions, _) = rows.tables.words, samples
+    ids = torch.empty_like(view.ids) if rows.shifted else view.ids
+    last = torch.empty_like(rows.ends)
+    span = 1024 if view.tokens > 256 else 256
+    _follow[(1,)](
+        view.ids, ids, at, slots, positions, live, chosen, last, words, words.stride(0), view.tokens, len(at),
+        len(last), SHIFTED=rows.shifted, SPAN=span, **launch_options(pdl, span // 32),
+    )  # fmt: skip
+    return ids, last
+
+
+@jit
+def _keep(
+    first: tl.tensor,
+    second: tl.tensor | None,
+    at: tl.tensor | None,
+    out_first: tl.tensor,
+    out_second: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    begin(PDL)
+    origin = row
+    if at is not None:
+        origin = tl.load(at + row).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(first + origin * WIDTH + i, mask=i < WIDTH)
+    tl.store(out_first + row * WIDTH + i, x, mask=i < WIDTH)
+    if second is not None:
+        x = tl.load(second + origin * WIDTH + i, mask=i < WIDTH)
+    tl.store(out_second + row * WIDTH + i, x, mask=i < WIDTH)
+
+
+def keep(
+    states: tuple[Tensor, Tensor], at: Tensor | None, out: tuple[Tensor, Tensor], *, pdl: bool = False
+) -> None:
+    """See `ChainKernels.keep`. All are contiguous."""
+    first, second = states
+    rows, width = len(first) if at is None else len(at), first.shape[1]
+    block = pow2(width)
+    _keep[(rows,)](
+        first, None if second is first else second, at, *out, WIDTH=width, BLOCK=block,
+        **launch_options(pdl, min(max(block // 512, 1), 8)),
+    )  # fmt: skip
+
+
+@jit
+def _forward(
+    table: tl.tensor,
+    slot: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    width: int,
+    PAGE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where a token at `position` stands and is stored: behind the row's last page (`end`) in the dump."""
+    held = tl.minimum(position, tl.maximum(end, 1) - 1)
+    page = tl.load(table + slot.to(tl.int64) * width + held // PAGE)
+    return held, tl.where(position < end, page * PAGE + held % PAGE, 0)
+
+
+@jit_loose("count")
+def _start(
+    sample_slots: tl.tensor,
+    sample_positions: tl.tensor,
+    sampling: tl.tensor,
+    before: tl.tensor,
+    num_decode: tl.tensor,
+    columns: tl.tensor,
+    table: tl.tensor,
+    drafts: tl.tensor,
+    counts: tl.tensor,
+    ids: tl.tensor,
+    positions: tl.tensor,
+    mapping: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    ends: tl.tensor,
+    draws: tl.tensor,
+    column: int,
+    width: int,
+    count: int,
+    DRAFTS: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    i = tl.arange(0, SPAN)
+    own, inside = tl.load(sampling), i < count
+    live = inside & (i < own)
+    slot = tl.load(sample_slots + i, mask=live, other=0)
+    length = tl.load(columns + _LENGTH * column + slot, mask=live, other=0)
+    token = tl.load(columns + _LAST_TOKEN * column + slot, mask=live, other=0)
+    limit = tl.load(columns + _LIMIT * column + slot, mask=live, other=0)
+    # A decode row has pages for its whole query, any other for its tokens.
+    decode = tl.load(num_decode) - tl.load(before + own)
+    held = tl.load(sample_positions + i, mask=live, other=0) + tl.where(i < decode, DRAFTS, 0)
+    end = tl.where(live, tl.minimum(limit, (held + PAGE - 1) // PAGE * PAGE), 0)
+    room = tl.minimum(tl.maximum(end - length + SHIFTED, 0), DRAFTS)
+    tl.store(drafts + slot * (DRAFTS + 1), room, mask=live & (slot > 0))
+    position, cell = _forward(table, slot, length, end, width, PAGE)
+    tl.store(ids + i, token, mask=inside)
+    tl.store(positions + i, position, mask=inside)
+    tl.store(mapping + i, cell, mask=inside)
+    tl.store(slots + i, slot, mask=inside)
+    tl.store(lengths + i, position + 1, mask=inside)
+    tl.store(ends + i, end, mask=inside)
+    tl.store(draws + i, length + 1, mask=inside)
+    i = tl.arange(0, 4)
+    tl.store(counts + i, tl.where(i == 2, 0, tl.minimum(own, count)))
+
+
+def start(
+    view: StepView,
+    samples: tuple[Tensor, Tensor, Tensor, DraftSamples],
+    rows: ChainRows,
+    *,
+    pdl: bool = False,
+) -> None:
+    """See `ChainKernels.start`. One program."""
+    own, tables, (_, slots, positions, drafts) = rows.view, rows.tables, samples
+    span = pow2(tables.slots - 1)  # of the tables, not of the step: one kernel for all sizes
+    _start[(1,)](
+        slots, positions, *drafts, view.num_decode, tables.words, tables.page_table, tables.drafts,
+        own.counts, own.ids, own.positions, own.kv_slot_mapping, own.decode_slots, own.decode_lengths,
+        rows.ends, rows.positions, tables.words.stride(0), tables.page_table.stride(0), len(rows.ends),
+        DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted), PAGE=rows.page_size, SPAN=span,
+        **launch_options(pdl, min(max(span // 32, 1), 8)),
+    )  # fmt: skip
+
+
+@jit_loose("made", "count")
+def _take(
+    runs: Runs,
+    logits: tl.tensor,
+    names: tl.tensor | None,
+    temperature: tl.tensor,
+    columns: tl.tensor,
+    table: tl.tensor,
+    drafts: tl.tensor,
+    survival: tl.tensor,
+    num_rows: tl.tensor,
+    ids: tl.tensor,
+    positions: tl.tensor,
+    mapping: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    ends: tl.tensor,
+    draws: tl.tensor,
+    stride: int,
+    column: int,
+    width: int,
+    made: int,
+    count: int,
+    DRAFTS: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    r = tl.arange(0, BLOCK)
+    begin(PDL)
+    if padding(row, num_rows):
+        return
+    slot, inside, at = tl.load(slots + row), r < count, row * count + r
+    score = tl.load(runs.score + at, mask=inside, other=float("-inf"))
+    found = tl.load(runs.token + at, mask=inside, other=2147483647)
+    peaks = tl.load(runs.high + at, mask=inside, other=float("-inf"))
+    mass = tl.load(runs.mass + at, mask=inside, other=0.0)
+    high = tl.max(peaks, 0)
+    finite = (high > float("-inf")) & (high < float("inf"))
+    level = tl.where(finite, high, 0.0)
+    best = tl.min(tl.where(score == tl.max(score, 0), found, 2147483647), 0)
+    best = tl.where(finite, best, 0)
+    # Behind a row without a token stands token 0, which nobody expects to be accepted.
+    inverse = inverse_temperature(tl.load(temperature + slot))
+    total = tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * inverse), 0)
+    share = tl.exp((tl.load(logits + row.to(tl.int64) * stride + best) - level) * inverse) / total
+    share = tl.where(finite, share, 0.0)
+    if made > 0:
+        share *= tl.load(survival + slot * DRAFTS + made - 1)
+    token = best
+    if names is not None:
+        token = tl.load(names + best).to(tl.int32)
+    token = tl.where(finite, token, 0)
+    tl.store(survival + slot * DRAFTS + made, share)
+    tl.store(drafts + slot * (DRAFTS + 1) + 1 + made, token)
+    draw = tl.load(columns + _LENGTH * column + slot) + made + 1
+    position, cell = _forward(table, slot, draw - SHIFTED, tl.load(ends + row), width, PAGE)
+    tl.store(ids + row, token)
+    tl.store(positions + row, position)
+    tl.store(mapping + row, cell)
+    tl.store(lengths + row, position + 1)
+    tl.store(draws + row, draw + 1)
+
+
+def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *, pdl: bool = False) -> None:
+    """See `ChainKernels.draw`: the first kernel of `choose`, and one that takes what it found."""
+    vocab, tables, view = logits.shape[1], rows.tables, rows.view
+    run = 1 if len(logits) <= _FEW else RUN
+    shape = len(logits), cdiv(vocab, BLOCK * run)
+    runs = Runs.empty(shape, logits.device)
+    sample_runs[shape](
+        logits, view.decode_slots, rows.positions, Columns.of(tables), view.num_tokens, runs, token_ids,
+        logits.stride(0), vocab, shape[1], WEIGHED=True, BLOCK=BLOCK, RUN=run, **launch_options(pdl, 4),
+    )  # fmt: skip
+    _take[(len(logits),)](
+        runs, logits, token_ids, tables.temperature, tables.words, tables.page_table, tables.drafts,
+        rows.survival, view.num_tokens, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots,
+        view.decode_lengths, rows.ends, rows.positions, logits.stride(0), tables.words.stride(0),
+        tables.page_table.stride(0), made, shape[1], DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted),
+        PAGE=rows.page_size, BLOCK=pow2(shape[1]), **launch_options(pdl, 1),
+    )  # fmt: skip

@@ -1,0 +1,172 @@
+"""What drafts in a chain take between their forwards: the kernels write what a CPU does, and say what the
+target would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpu.draft import chain_kernels as plain
+from gpu.draft.chain_kernels import ChainKernels
+from gpu.kernels.sampling import chain as triton_kernels
+from gpu.sample import torch_kernels
+from gpu.sample.rows import DraftSamples, Rows
+from gpu.state.chain import ChainRows
+from gpu.state.tables import SlotTables
+from gpu.state.view import StepView
+from gpu.step.buffers import Samples
+from tests.rigs.runner import CPU
+
+SLOTS, PAGES, PAGE, MOST, VOCAB = 7, 8, 4, 3, 3000
+PLAIN: ChainKernels = plain
+KERNELS: list[ChainKernels] = [plain, triton_kernels]
+
+# Behind a step of two decode rows of three and one token, a chunk that ends its prompt and one that does not:
+# slots 5, 2, 3, and a sample and two tokens of padding.
+IDS = [11, 12, 13, 21, 31, 32, 33, 41, 0, 0]
+SAMPLE_ROWS = [0, 3, 6, 1, 2, 0]
+SAMPLE_SLOTS = [5, 2, 3, 5, 5, 0]
+SAMPLE_POSITIONS = [9, 17, 6, 10, 11, 0]
+CHOSEN = [101, -1, 103, 104, 105, 0]
+LENGTHS = {5: 10, 2: 17, 3: 6}
+"""Slot 5 accepted one draft of two."""
+
+
+def tables(device: torch.device) -> SlotTables:
+    """Slot 2 is at its limit; all have pages of numbers of their own."""
+    made = SlotTables(SLOTS - 1, PAGES, device, MOST)
+    made.page_table.copy_(torch.arange(1, 1 + SLOTS * PAGES).view(SLOTS, PAGES))
+    for slot, length in LENGTHS.items():
+        made.length[slot], made.last_token[slot] = length, 200 + slot
+        made.limit[slot] = 17 if slot == 2 else 60
+        made.seed[slot] = 2**40 + slot
+    made.temperature[5], made.temperature[2] = 0.7, 1.3
+    return made
+
+
+def step(device: torch.device) -> tuple[StepView, Samples]:
+    def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    none = ints([])
+    view = StepView(
+        10, 4, 2, ints([8, 4, 2, 5]), ints(IDS), none, none, none, none, none, none, none, none, none
+    )
+    drafts = DraftSamples(ints([3]), ints([0, 2, 2, 2, 0, 0]))
+    return view, Samples(ints(SAMPLE_ROWS), ints(SAMPLE_SLOTS), ints(SAMPLE_POSITIONS), drafts)
+
+
+def begun(device: torch.device, shifted: bool, rows: int) -> ChainRows:
+    made = ChainRows.of(tables(device))
+    return made._replace(page_size=PAGE, shifted=shifted).first(rows)
+
+
+def contents(rows: ChainRows) -> list[list[float]]:
+    """All that kernels write; of the dump no drafts."""
+    view, live = rows.view, int(rows.view.counts[0])
+    written = (
+        view.counts, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots, view.decode_lengths,
+        rows.ends, rows.positions[:live], rows.tables.drafts[1:],
+    )  # fmt: skip
+    return [each.tolist() for each in written]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_draft_model_reads_successors(kernels: ChainKernels, shifted: bool, device: torch.device) -> None:
+    where = CPU if kernels is PLAIN else device
+    live, chosen = torch.tensor([5], dtype=torch.int32), torch.tensor(CHOSEN)
+    rows = begun(where, shifted, 4)
+    ids, last = kernels.follow(*step(where), live.to(where), chosen.to(where), rows)
+    # What a row has no token for stands as 0; the draft that was rejected has a successor nobody reads.
+    assert ids.tolist() == ([101, 104, 105, 0, 32, 33, 103, 0, 0, 0] if shifted else IDS)
+    assert last.tolist()[:3] == [1, 3, 6]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("at", [None, [4, 0, 1]])
+def test_states_of_last_tokens_are_kept(
+    kernels: ChainKernels, at: list[int] | None, device: torch.device
+) -> None:
+    where = CPU if kernels is PLAIN else device
+    rows = None if at is None else torch.tensor(at, dtype=torch.int32, device=where)
+    first, second = torch.randn(5, 24, device=where), torch.randn(5, 24, device=where)
+    for states in ((first, second), (first, first)):
+        out = torch.zeros(6, 24, device=where), torch.zeros(6, 24, device=where)
+        kernels.keep(states, rows, out)
+        for got, given in zip(out, states, strict=True):
+            want = given if at is None else given[at]
+            assert torch.equal(got[: len(want)], want)
+            assert not got[len(want) :].any()
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("rows", [3, 5])
+def test_drafts_begin_behind_the_last_token(shifted: bool, rows: int, device: torch.device) -> None:
+    found = []
+    for kernels, where in ((plain, CPU), (triton_kernels, device)):
+        made = begun(where, shifted, rows)
+        kernels.start(*step(where), made)
+        found.append(contents(made))
+        tables, view = made.tables, made.view
+        # The decode rows have pages up to 12 and 20, the last one for a limit of 17; the prompt up to 8.
+        assert made.ends.tolist()[:3] == [12, 17, 8]
+        assert tables.drafts[[5, 2, 3], 0].tolist() == [2 + shifted, 0 + shifted, 2 + shifted]
+        assert view.positions.tolist()[:3] == [10, 16, 6]
+        assert view.kv_slot_mapping.tolist()[:3] == [4 * (5 * PAGES + 3) + 2, 0, 4 * (3 * PAGES + 2) + 2]
+        assert view.kv_slot_mapping.tolist()[3:] == [0] * (rows - 3)
+        assert view.decode_lengths.tolist()[3:] == [1] * (rows - 3)
+        assert view.counts.tolist() == [3, 3, 0, 3]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("rows", [5, 6])
+def test_drafts_are_drawn_as_the_targets_tokens(
+    reduced: bool, shifted: bool, rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot 3 is greedy, slots 5 and 2 draw; the second row's logits have no token at the second draft."""
+    monkeypatch.setattr(triton_kernels, "_FEW", 5)  # in single blocks, and in runs of them
+    ids = torch.randperm(VOCAB)[:2100].sort().values if reduced else None
+    pairs = [(plain, CPU), (triton_kernels, device)]
+    made = [begun(where, shifted, rows) for _, where in pairs]
+    for (kernels, where), each in zip(pairs, made, strict=True):
+        kernels.start(*step(where), each)
+    known = torch.ones(3)
+    for at in range(MOST):
+        logits = torch.randn(rows, VOCAB if ids is None else len(ids)) * 3
+        logits[2, [40, 1900]] = 30.0  # a tie
+        if at == 1:
+            logits[1, 5] = float("nan")
+        for (kernels, where), each in zip(pairs, made, strict=True):
+            kernels.draw(logits.to(where), None if ids is None else ids.to(where), each, at)
+        assert contents(made[0]) == contents(made[1])
+        torch.testing.assert_close(made[1].survival.cpu(), made[0].survival, atol=1e-6, rtol=1e-4)
+        want, own = by_the_target(logits, ids, at), made[0].tables
+        drafts = own.drafts[[5, 2, 3], 1 + at]
+        assert drafts.tolist() == want.clamp(min=0).tolist()
+        heat = torch.tensor([0.7, 1.3, 1.0])
+        index = drafts if ids is None else torch.searchsorted(ids, drafts.long()).clamp(max=len(ids) - 1)
+        known = known * (logits[:3] / heat[:, None]).softmax(-1)[range(3), index.long()].nan_to_num()
+        torch.testing.assert_close(made[0].survival[[5, 2, 3], at], known, atol=1e-6, rtol=1e-4)
+        assert made[0].view.positions.tolist()[3:] == [0] * (rows - 3)
+        # A forward behind the pages is stored in the dump, and stays within them.
+        assert made[0].view.positions[1] == 16 and made[0].view.kv_slot_mapping[1] == 0
+        assert made[0].view.positions[0] == min(11 + at - shifted, 11)
+
+
+def by_the_target(logits: Tensor, ids: Tensor | None, made: int) -> Tensor:
+    """What the target draws of the same logits, tokens that the draft lacks being impossible."""
+    own = tables(CPU)
+    whole = logits
+    if ids is not None:
+        whole = torch.full((len(logits), VOCAB), float("-inf"))
+        whole[:, ids] = logits
+    slots = torch.tensor([5, 2, 3], dtype=torch.int32)
+    positions = own.length[slots.long()] + 1 + made
+    tokens = torch.zeros(3, dtype=torch.int64)
+    rows = Rows(slots, positions, torch.tensor([3]), own)
+    torch_kernels.choose(whole, rows, tokens, filtered=False)
+    return tokens
