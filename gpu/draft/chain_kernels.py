@@ -151,8 +151,8 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
         if temperature > 0:
             best = int(argmax(weights / exponential(bits(keys[row], ids))))
         tokens[row], shares[row] = ids[best], weights[best] / weights.sum()
-    known = rows.survival[slots, made - 1] if made else torch.ones(len(slots))
-    rows.survival[slots, made] = known * shares[: len(slots)]
+    known = rows.tables.survival[slots, made - 1] if made else torch.ones(len(slots))
+    rows.tables.survival[slots, made] = known * shares[: len(slots)]
     tables.drafts[slots, 1 + made] = tokens[: len(slots)]
     position = tables.length[rows.view.decode_slots.long()] + made + 1
     _forward(rows, tokens, position - int(rows.shifted), position + 1)
