@@ -101,7 +101,7 @@ class DraftingRunner:
 
     def _propose(self, slot: int, position: int) -> list[int]:
         """For the tokens from `position` on."""
-        prompt, (depth, right) = self._prompts[slot], self._drafts
+        prompt, (depth, right, _) = self._prompts[slot], self._drafts
         ahead = self._texts[prompt.tobytes()][position - len(prompt) :][:depth]
         known = [*ahead, *[0] * (depth - len(ahead))]
         others = (self._random.randrange(1, self._vocab) * (self._random.random() >= right) for _ in known)
