@@ -92,16 +92,14 @@ def resolve_draft(name: str, config: ModelConfig, progress: Progress) -> Path | 
     settings of `config`. See `resolve`."""
     if not name:
         return None
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if (PACKAGE_ROOT / name).is_dir():
-        return PACKAGE_ROOT / name
+    takes = "--speculative-draft-model-path takes a directory with config.json, a .gguf file or a hub id."
+    for path in (Path(name).expanduser(), PACKAGE_ROOT / name):
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json: {takes}")
+        if path.exists():
+            return path
     if not _HUB_ID.fullmatch(name):
-        raise ModelError(
-            f"there is no {name!r}. --speculative-draft-model-path takes a directory with config.json, a "
-            ".gguf file or a hub id like org/name."
-        )
+        raise ModelError(f"there is no {name!r}: {takes}")
     offline = _offline(config)
     progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
     return _download(name, offline, [*_HUB_CONFIG, _HUB_WEIGHTS])

@@ -103,12 +103,7 @@ def read_drafting(
     assert path is not None, "checked with the settings"
     held = None if dummy else path
     if algorithm == "draft-model":
-        own = spec_of(path)
-        if own.vocab_size != target.vocab_size:
-            raise ModelError(
-                f"{path}: the draft model's vocab_size ({own.vocab_size}) is not the target's "
-                f"({target.vocab_size})."
-            )
+        own = _small_model(path, spec_of(path), target)
         return Draft(settings, most or DRAFTS[algorithm], own, held)
     config = read_object(path / "config.json")
     if config is None:
@@ -120,6 +115,18 @@ def read_drafting(
             raise ConfigError(f"{path}: blocks of {spec.block_size} tokens have {block} drafts, not {most}.")
         return Draft(settings, most or min(block, MAX_DRAFTS), spec, held)
     return Draft(settings, most or spec.tokens or DRAFTS[algorithm], spec, held)
+
+
+def _small_model(path: Path, own: ModelSpec, target: ModelSpec) -> ModelSpec:
+    """`own`, of the model at `path`, if it makes text of the target's vocabulary."""
+    if not own.causal or own.task != "generate":
+        raise ModelError(f"{path}: {own.architecture} generates no text, so it cannot draft any.")
+    if own.vocab_size != target.vocab_size:
+        raise ModelError(
+            f"{path}: the draft model's vocab_size ({own.vocab_size}) is not the target's "
+            f"({target.vocab_size})."
+        )
+    return own
 
 
 def pool_of(layers: ModelSpec, dtype: torch.dtype, device: torch.device) -> Callable[[KvPool], KvPool]:

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
-from app.checkpoint.checkpoint import Checkpoint, resolve
+from app.checkpoint.checkpoint import Checkpoint, resolve, resolve_draft
 from app.checkpoint.convert import gguf_config, with_split
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
@@ -375,3 +375,15 @@ def test_whatever_a_tokenizer_of_a_gguf_file_raises_is_one_line(
     with pytest.raises(ModelError, match="cannot read the tokenizer of") as caught:
         find(tmp_path / "x.gguf")
     assert "\n" not in str(caught.value)
+
+
+def test_a_draft_model_is_a_directory_with_a_config(tmp_path: Path) -> None:
+    """Without one its algorithm would not be known, and none would be used."""
+    config = ModelConfig(model="m")
+    assert resolve_draft("", config, quiet) is None
+    with pytest.raises(ModelError, match=r"has no config\.json: --speculative-draft-model-path"):
+        resolve_draft(str(tmp_path), config, quiet)
+    with pytest.raises(ModelError, match="there is no '/no/where': --speculative-draft-model-path"):
+        resolve_draft("/no/where", config, quiet)
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_draft(str(tmp_path), config, quiet) == tmp_path
