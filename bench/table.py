@@ -38,14 +38,14 @@ def free_port() -> int:
 
 
 class Server:
-    """`python -m app` as a process."""
+    """`python -m app` as a process, or another `module` that takes its flags."""
 
-    def __init__(self, flags: list[str], log: Path) -> None:
+    def __init__(self, flags: list[str], log: Path, module: str = "app") -> None:
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._begun = time.perf_counter()
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "app", "--port", str(port), *flags],
+            [sys.executable, "-m", module, "--port", str(port), *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )

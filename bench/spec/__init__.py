@@ -1,0 +1,1 @@
+"""What speculative decoding gains, against the same server without: `python -m bench.spec`."""

@@ -1,0 +1,133 @@
+"""One wave of requests at a server, and what it says of speed and of drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import uvloop
+
+from bench.load import server
+from bench.load.client import Client, Target
+from bench.load.prompts import PreparedRequest, Source
+from bench.load.records import Record
+from bench.load.report import span
+from bench.load.workloads import Workload
+from bench.spec.cases import DATA, Case
+from bench.spec.simulate import seed_for
+
+_COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
+_SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+
+
+class Sizes(NamedTuple):
+    """Tokens of prompts and answers, and the highest token id of random prompts."""
+
+    input_len: int
+    output_len: int
+    vocab_high: int
+
+
+class Drafts(NamedTuple):
+    """Rows that verified drafts, those drafts, the accepted ones, and the most of a row in one step."""
+
+    rows: int
+    drafted: int
+    accepted: int
+    most: int
+
+    def since(self, before: Drafts) -> Drafts:
+        """What was counted after `before`."""
+        rows, drafted, accepted, _ = before
+        return Drafts(self.rows - rows, self.drafted - drafted, self.accepted - accepted, self.most)
+
+
+class Wave(NamedTuple):
+    """Output tokens per second of the wave, p99 of the time between two events of a stream and median of the
+    time per token of a stream."""
+
+    tok_s: float
+    itl_p99_ms: float
+    tpot_ms: float
+    drafts: Drafts
+
+
+def workload(case: Case, sizes: Sizes, data: Path | None) -> Workload:
+    """Requests of `case`. ValueError where it needs --data."""
+    low = min(1_000, sizes.vocab_high // 2)
+    common = Workload(
+        name=case.data or "spec", requests=case.clients, concurrency=case.clients,
+        output_len=sizes.output_len, temperature=case.temperature, vocab_low=low, vocab_high=sizes.vocab_high,
+        input_len=sizes.input_len,
+    )  # fmt: skip
+    if not case.data:
+        return common
+    if data is None:
+        raise ValueError(f"{case.name} needs --data")
+    return msgspec.structs.replace(
+        common, endpoint="chat", prompt_kind="text", dataset=str(data / DATA[case.data]), input_len=0,
+        ignore_eos=False,
+    )  # fmt: skip
+
+
+def run(url: str, case: Case, work: Workload, turn: int, seconds: float) -> Wave:
+    """Send wave number `turn` of `case`; equal turns have equal requests. Raises `TimeoutError` after
+    `seconds`, `RuntimeError` if a request fails."""
+    target = Target.of(url)
+    source = Source(work, server.first_model(target))
+    extra: dict[str, Any] = {}
+    if case.accept:
+        half = work.input_len + work.output_len // 2
+        extra["seed"] = seed_for(case.accept, case.then, half)
+    requests = [_with(source.request(turn * case.clients + i), extra) for i in range(case.clients)]
+    before = drafts(url)
+    records = uvloop.run(_send(target, work.endpoint, requests, seconds))
+    return _figures(records, drafts(url).since(before))
+
+
+def _with(request: PreparedRequest, extra: Mapping[str, Any]) -> PreparedRequest:
+    if not extra:
+        return request
+    body = msgspec.json.encode(msgspec.json.decode(request.body) | extra)
+    return msgspec.structs.replace(request, body=body)
+
+
+async def _send(
+    target: Target, endpoint: str, requests: Sequence[PreparedRequest], seconds: float
+) -> list[Record]:
+    client = Client(target, endpoint)
+    try:
+        async with asyncio.timeout(seconds):
+            return [record for record, _ in await asyncio.gather(*map(client.send, requests))]
+    finally:
+        client.close()
+
+
+def _figures(records: Sequence[Record], drafts: Drafts) -> Wave:
+    for record in records:
+        if record.bad is not None:
+            raise RuntimeError(f"a request failed: {record.bad} {record.detail}")
+    gaps = np.concatenate([np.diff(record.times) for record in records])
+    each = [tpot for record in records if (tpot := record.tpot) is not None]
+    return Wave(
+        sum(record.out for record in records) / span(records),
+        float(np.percentile(gaps, 99)) * 1e3 if len(gaps) else 0.0,
+        median(each) * 1e3 if each else 0.0,
+        drafts,
+    )
+
+
+def drafts(url: str) -> Drafts:
+    """What the server's /metrics have counted; zeros of one without speculation."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        found = _SAMPLE.findall(answer.read().decode())
+    totals = {name: int(float(value)) for name, value in found}
+    rows, drafted, accepted = (totals.get(name, 0) for name in _COUNTS)
+    return Drafts(rows, drafted, accepted, sum(name == "accepted_tokens_per_pos" for name, _ in found))
