@@ -55,6 +55,10 @@ class Clock:
         """Seconds until the run must end."""
         return self._end - time.monotonic()
 
+    def share(self, part: float) -> Clock:
+        """One that ends when `part` of the time left has passed."""
+        return Clock(self.left() * part, self._each)
+
     def case(self) -> Callable[[], float]:
         """Says how many seconds a case that begins now has left."""
         end = min(self._end, time.monotonic() + self._each)
@@ -103,12 +107,13 @@ class Bench(NamedTuple):
         self, server: Callable[[str], AbstractContextManager[str]], cases: Sequence[Case]
     ) -> list[Result]:
         """One server runs at a time: all cases on the one, then on the other."""
-        waves: dict[tuple[str, Case], list[Wave]] = {}
+        waves, done = dict[tuple[str, Case], list[Wave]](), list[Result]()
         for side in SIDES:
+            clock = self.clock.share(0.5 if side == "base" else 1.0)
             with server(side) as url:
                 for case in cases:
                     mine = waves.setdefault((side, case), [])
-                    left = self.clock.case()
+                    left = clock.case()
                     try:
                         self.warm(url, case, left)
                         for turn in range(self.rounds):
@@ -116,9 +121,8 @@ class Bench(NamedTuple):
                     except TimeoutError:
                         print(f"{case.name}: {side} out of time after {len(mine)} waves", flush=True)
                     if side == "spec" and (pairs := list(zip(waves["base", case], mine, strict=False))):
-                        self.save(case, pairs)
-        every = ((case, list(zip(waves["base", case], waves["spec", case], strict=False))) for case in cases)
-        return [result(case, pairs, self.about) for case, pairs in every if pairs]
+                        done.append(self.save(case, pairs))
+        return done
 
     def save(self, case: Case, pairs: Sequence[Pair]) -> Result:
         """Write the results with those of `case` in place of older ones."""

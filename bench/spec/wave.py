@@ -23,6 +23,8 @@ from bench.load.workloads import Workload
 from bench.spec.cases import DATA, Case
 from bench.spec.simulate import seed_for
 
+DATA_WORDS = 1_000
+"""Of a prompt of data; its tokens then fit into a context of 2,048 and the answer."""
 _COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 _SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -63,7 +65,7 @@ def workload(case: Case, sizes: Sizes, data: Path | None) -> Workload:
     """Requests of `case`. ValueError where it needs --data."""
     low = min(1_000, sizes.vocab_high // 2)
     common = Workload(
-        name=case.data or "spec", requests=case.clients, concurrency=case.clients,
+        name=case.name, requests=case.clients, concurrency=case.clients,
         output_len=sizes.output_len, temperature=case.temperature, vocab_low=low, vocab_high=sizes.vocab_high,
         input_len=sizes.input_len,
     )  # fmt: skip
@@ -72,8 +74,8 @@ def workload(case: Case, sizes: Sizes, data: Path | None) -> Workload:
     if data is None:
         raise ValueError(f"{case.name} needs --data")
     return msgspec.structs.replace(
-        common, endpoint="chat", prompt_kind="text", dataset=str(data / DATA[case.data]), input_len=0,
-        ignore_eos=False,
+        common, endpoint="chat", prompt_kind="text", dataset=str(data / DATA[case.data]),
+        input_len=DATA_WORDS, ignore_eos=False,
     )  # fmt: skip
 
 

@@ -121,14 +121,16 @@ async def test_answers_end_at_their_stops(url: str) -> None:
     assert cut["meta_info"]["finish_reason"]["type"] == "stop"
 
 
+@pytest.mark.parametrize("together", [True, False])
 def test_a_run_of_cases(
+    together: bool,
     model: Path,
     head: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(main, "SETUPS", {"8b": Setup(str(model), str(head))})
+    monkeypatch.setattr(main, "SETUPS", {"8b": Setup(str(model), str(head), together)})
     out = tmp_path / "out.json"
     out.write_text(json.dumps([{"name": "8b-accept3-c1-16/32", "speedup": 0}, {"name": "older"}]))
     sizes = ["--input-len", "16", "--output-len", "32", "--vocab-high", "200", "--rounds", "1"]
@@ -141,6 +143,22 @@ def test_a_run_of_cases(
     assert found[0]["accept_len"] == pytest.approx(3.0, abs=0.2)
     assert found[1]["accept_len"] == 1.0 and found[1]["drafted_tokens"] > 0
     assert "8b-accept1-c4" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_what_runs_out_of_time_is_left_out(
+    model: Path,
+    head: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(main, "SETUPS", {"8b": Setup(str(model), str(head))})
+    out = tmp_path / "out.json"
+    server = ["--device", "cpu", "--chat-template", str(model / "template.jinja"), "--vocab-high", "200"]
+    with pytest.raises(SystemExit):
+        main.main(["--cases", "8b-accept3-c1", "--out", str(out), "--case-seconds", "0", *server])
+    assert "out of time after 0 pairs" in capsys.readouterr().out
+    assert not out.exists()
 
 
 def test_prompts_of_data_need_their_directory(tmp_path: Path) -> None:
