@@ -117,7 +117,8 @@ def _rows(view: StepView, samples: Samples, rows: ChainRows) -> tuple[Tensor, Te
     at = torch.arange(count)
     slots = torch.where(at < own, slots, 0).long()
     decode = view.num_decode - before[own.long()]
-    held = positions + torch.where(at < decode, tables.most_drafts, 0)
+    query = tables.max_drafts[slots].clamp(max=tables.most_drafts)
+    held = positions + torch.where(at < decode, query, 0)
     ends = torch.minimum(tables.limit[slots], (held + size - 1) // size * size)
     return slots, tables.length[slots], torch.where(slots > 0, ends, 0)
 

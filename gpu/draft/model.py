@@ -137,7 +137,8 @@ class ModelDrafter(Generic[Model]):
         at = torch.arange(rows, device=slots.device)
         slots = torch.where(at < own, slots, 0).long()
         decode = outcome.view.num_decode - before[own.long()]
-        held = positions + torch.where(at < decode, tables.most_drafts, 0)
+        query = tables.max_drafts[slots].clamp(max=tables.most_drafts)
+        held = positions + torch.where(at < decode, query, 0)
         ends = torch.minimum(tables.limit[slots], (held + size - 1) // size * size)
         return DraftRows(slots, tables.length[slots], ends, own)
 

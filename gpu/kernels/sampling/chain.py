@@ -16,6 +16,7 @@ from gpu.state.view import StepView
 _LAST_TOKEN: tl.constexpr = tl.constexpr(row_of("last_token"))
 _LENGTH: tl.constexpr = tl.constexpr(row_of("length"))
 _LIMIT: tl.constexpr = tl.constexpr(row_of("limit"))
+_MAX_DRAFTS: tl.constexpr = tl.constexpr(row_of("max_drafts"))
 
 _FEW = 16
 """Up to so many rows a program draws from one block of logits: runs would leave most of the device idle."""
@@ -172,9 +173,10 @@ def _start(
     length = tl.load(columns + _LENGTH * column + slot, mask=live, other=0)
     token = tl.load(columns + _LAST_TOKEN * column + slot, mask=live, other=0)
     limit = tl.load(columns + _LIMIT * column + slot, mask=live, other=0)
+    most = tl.minimum(tl.load(columns + _MAX_DRAFTS * column + slot, mask=live, other=0), DRAFTS)
     # A decode row has pages for its whole query, any other for its tokens.
     decode = tl.load(num_decode) - tl.load(before + own)
-    held = tl.load(sample_positions + i, mask=live, other=0) + tl.where(i < decode, DRAFTS, 0)
+    held = tl.load(sample_positions + i, mask=live, other=0) + tl.where(i < decode, most, 0)
     end = tl.where(live, tl.minimum(limit, (held + PAGE - 1) // PAGE * PAGE), 0)
     room = tl.minimum(tl.maximum(end - length + SHIFTED, 0), DRAFTS)
     tl.store(drafts + slot * (DRAFTS + 1), room, mask=live & (slot > 0))
