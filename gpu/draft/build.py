@@ -109,12 +109,18 @@ def read_drafting(
     if config is None:
         raise ModelError(f"{path} has no config.json: a head is a directory with one and safetensors.")
     spec = read_draft(config, target)
-    if spec.block_size:
-        block = spec.block_size - 1
-        if most > block:
-            raise ConfigError(f"{path}: blocks of {spec.block_size} tokens have {block} drafts, not {most}.")
-        return Draft(settings, most or min(block, MAX_DRAFTS), spec, held)
-    return Draft(settings, most or spec.tokens or DRAFTS[algorithm], spec, held)
+    return Draft(settings, _most_drafts(spec, most, path), spec, held)
+
+
+def _most_drafts(spec: DraftSpec, asked: int, path: Path) -> int:
+    """Of a row in one step: as many as `asked` for; for 0, as the checkpoint says. Raises `ConfigError` for
+    more than a block has."""
+    if not spec.block_size:
+        return asked or spec.tokens or DRAFTS[spec.algorithm]
+    block = spec.block_size - 1
+    if asked > block:
+        raise ConfigError(f"{path}: blocks of {spec.block_size} tokens have {block} drafts, not {asked}.")
+    return asked or min(block, MAX_DRAFTS)
 
 
 def _small_model(path: Path, own: ModelSpec, target: ModelSpec) -> ModelSpec:
