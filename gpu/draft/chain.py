@@ -16,9 +16,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from core.plan import StepPlan
 from gpu.context import ForwardContext
 from gpu.draft.drafter import StepOutcome
 from gpu.draft.model import AnyDraftModel, DraftMachine, ModelDrafter
+from gpu.draft.successors import Successors
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.state.chain import ChainRows
@@ -63,6 +65,7 @@ class ChainDrafter(ModelDrafter[Chain]):
         self._chain = ChainRows.of(tables)
         self._kept = min(samples, tables.slots - 1)
         self._states: tuple[Tensor, Tensor] | None = None
+        self._successors = Successors(tables.slots, tables.words.device)
 
     def use_model(self, target: CausalModel | None) -> None:
         """See `Drafter.use_model`."""
@@ -82,12 +85,18 @@ class ChainDrafter(ModelDrafter[Chain]):
         if pool is not None:
             self._chain = self._chain._replace(page_size=pool.page_size)
 
+    def prepare(self, plan: StepPlan) -> None:
+        """See `Drafter.prepare`: a new slot's cached tokens have the draft's KV in the same pages."""
+        self._successors.prepare(plan)
+
     def follow(self, outcome: StepOutcome) -> None:
         """See `Drafter.follow`. Behind the last layer's attention only the rows' last tokens go on."""
         model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
         view, samples, live, chosen, aux = outcome
         row = self._chain.first(min(len(samples.rows), self._kept))
         ids, last = kernels.follow(view, samples, live, chosen, row, pdl=pdl)
+        if model.shifted:
+            ids = self._successors.put(ids, view)
         ctx = self._context(view)
         wanted = last if view.max_chunks and len(last) else None
         hidden = ids if aux is None else model.fuse(aux[: view.tokens], ctx.ops)
