@@ -76,7 +76,7 @@ class Recorded:
         slots = outcome.samples.slots[: int(outcome.samples.drafts.rows)].tolist()
         tables.drafts[slots] = -1
         self._inner.propose(outcome, rows)
-        for slot in slots:
+        for slot in slots if self._new else ():  # none while costs are measured
             count, *drafts = tables.drafts[slot].tolist()
             columns = (tables.length, tables.last_token, tables.seed)
             length, last, seed = (int(column[slot]) for column in columns)

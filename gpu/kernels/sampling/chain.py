@@ -289,7 +289,7 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
     )  # fmt: skip
     _take[(len(logits),)](
         runs, logits, token_ids, tables.temperature, tables.words, tables.page_table, tables.drafts,
-        rows.tables.survival, view.num_tokens, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots,
+        tables.survival, view.num_tokens, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots,
         view.decode_lengths, rows.ends, rows.positions, logits.stride(0), tables.words.stride(0),
         tables.page_table.stride(0), made, shape[1], DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted),
         PAGE=rows.page_size, BLOCK=pow2(shape[1]), **launch_options(pdl, 1),
