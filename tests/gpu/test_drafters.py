@@ -25,7 +25,7 @@ from gpu.sample.noise import bits, exponential, row_keys
 from gpu.state.tables import SlotTables
 from tests.rigs import draft_heads, drafters, tiny_model
 from tests.rigs.draft_jobs import STOP, Engines
-from tests.rigs.drafting import PAGE, Drafts
+from tests.rigs.drafting import PAGE, SAMPLES, Drafts
 from tests.rigs.naive_heads import Naive
 from tests.rigs.runner import Rig
 from tests.rigs.tiny_model import VOCAB, Tiny
@@ -117,7 +117,7 @@ class Guesses:
         before it."""
         block = self.spec.algorithm == "dflash"
         out = self._block(fused, text, len(drafts)) if block else self._chain(fused, text, drafts)
-        found = out @ self._head.T
+        found: torch.Tensor = out @ self._head.T
         if "d2t" not in self._naive.weights:
             return found
         offsets = self._naive.weights["d2t"]
@@ -175,15 +175,17 @@ def jobs() -> list[Job]:
 
 
 @pytest.mark.parametrize("retract", [False, True])
-@pytest.mark.parametrize("name", draft_heads.CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "samples"), [*((name, SAMPLES) for name in draft_heads.CONFIGS), ("dflash-speculators", 9)]
+)
 async def test_drafts_are_those_of_the_whole_text(
-    engines: Engines, tiny: Tiny, tmp_path: Path, name: str, retract: bool
+    engines: Engines, tiny: Tiny, tmp_path: Path, name: str, samples: int, retract: bool
 ) -> None:
     """Of several rows at once, behind prompts in chunks and across pages; and where prompts and answers come
-    from the cache."""
+    from the cache. In 9 samples there is room for the blocks of two rows."""
     texts = {answer.run.prompt.tobytes(): answer for answer in (await engines.plain(jobs())).values()}
     made = list[Made]()
-    head = drafters.head(name, tmp_path)
+    head = drafters.head(name, tmp_path, samples)
 
     def recorded(rig: Rig, tables: SlotTables) -> Drafter:
         return Recorded(head(rig, tables), tables, made)

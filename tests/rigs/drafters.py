@@ -38,8 +38,14 @@ def ngram(depth: int) -> Make:
     return lambda rig, tables: NgramDrafter(tables, 256, depth, longest=3, shortest=1)
 
 
-def head(name: str, directory: Path, machine: Callable[[ModelSpec], DraftMachine] | None = None) -> Make:
-    """One of the formats of `draft_heads`, which this writes; run by a CPU's machine or another."""
+def head(
+    name: str,
+    directory: Path,
+    machine: Callable[[ModelSpec], DraftMachine] | None = None,
+    samples: int = SAMPLES,
+) -> Make:
+    """One of the formats of `draft_heads`, which this writes; run by a CPU's machine or another, for steps of
+    up to `samples` samples."""
     path = draft_heads.write(name, directory)
 
     def make(rig: Rig, tables: SlotTables) -> Drafter:
@@ -59,8 +65,8 @@ def head(name: str, directory: Path, machine: Callable[[ModelSpec], DraftMachine
             return found
 
         if spec.block_size:
-            return BlockDrafter(block, run, tables, aux, SAMPLES)
-        return ChainDrafter(chain, run, tables, aux, SAMPLES)
+            return BlockDrafter(block, run, tables, aux, samples)
+        return ChainDrafter(chain, run, tables, aux, samples)
 
     return make
 

@@ -143,7 +143,9 @@ def test_drafts_are_drawn_as_the_targets_tokens(
         for (kernels, where), each in zip(pairs, made, strict=True):
             kernels.draw(logits.to(where), None if ids is None else ids.to(where), each, at)
         assert contents(made[0]) == contents(made[1])
-        torch.testing.assert_close(made[1].tables.survival.cpu(), made[0].tables.survival, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            made[1].tables.survival.cpu(), made[0].tables.survival, atol=1e-6, rtol=1e-4
+        )
         want, own = by_the_target(logits, ids, at), made[0].tables
         drafts = own.drafts[[5, 2, 3], 1 + at]
         assert drafts.tolist() == want.clamp(min=0).tolist()
