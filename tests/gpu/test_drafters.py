@@ -185,7 +185,7 @@ async def test_drafts_are_those_of_the_whole_text(
     from the cache. In 9 samples there is room for the blocks of two rows."""
     texts = {answer.run.prompt.tobytes(): answer for answer in (await engines.plain(jobs())).values()}
     made = list[Made]()
-    head = drafters.head(name, tmp_path, samples)
+    head = drafters.head(name, tmp_path, samples=samples)
 
     def recorded(rig: Rig, tables: SlotTables) -> Drafter:
         return Recorded(head(rig, tables), tables, made)

@@ -152,7 +152,7 @@ def test_drafts_are_drawn_as_the_targets_tokens(
         heat = torch.tensor([0.7, 1.3, 1.0])
         index = drafts if ids is None else torch.searchsorted(ids, drafts.long()).clamp(max=len(ids) - 1)
         known = known * (logits[:3] / heat[:, None]).softmax(-1)[range(3), index.long()].nan_to_num()
-        torch.testing.assert_close(made[0].tables.survival[[5, 2, 3], at], known, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(own.survival[[5, 2, 3], at], known, atol=1e-6, rtol=1e-4)
         assert made[0].view.positions.tolist()[3:] == [0] * (rows - 3)
         # A forward behind the pages is stored in the dump, and stays within them.
         assert made[0].view.positions[1] == 16 and made[0].view.kv_slot_mapping[1] == 0
