@@ -1,6 +1,6 @@
 """One step, on every device: write the entry, run the forward, choose tokens, mark the end.
 
-    launch(plan)   ring entry ─► forward ─► (masks) ─► sampling ─► mark ─► LaunchedStep.wait: StepResult
+    launch(plan)   ring entry ─► forward ─► (masks) ─► sampling ─► (drafts) ─► mark ─► LaunchedStep.wait
                                   │ begin: tables, view  │ logits, mask, penalties, choice
                                   │ attention's plan     │ accept ─► lengths, cells, answer ring
                                   └ layers ─► rows that sample

@@ -70,8 +70,9 @@ class ChainDrafter(ModelDrafter[Chain]):
     def use_model(self, target: CausalModel | None) -> None:
         """See `Drafter.use_model`."""
         super().use_model(target)
-        self._states = None
         if target is None:
+            self._states = None
+        if target is None or self._states is not None:
             return
         model = self._ready()
         self._chain = self._chain._replace(shifted=model.shifted)

@@ -38,6 +38,10 @@ class AnyDraftModel(Protocol):
     @property
     def token_ids(self) -> Tensor | None: ...
 
+    def retarget(self, target: CausalModel) -> None:
+        """Draft for other weights of its target from now on."""
+        ...
+
     def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
         """What it reads of the target's states."""
         ...
@@ -108,7 +112,11 @@ class ModelDrafter(Generic[Model]):
         self._logits: Tensor | None = None
 
     def use_model(self, target: CausalModel | None) -> None:
-        """See `Drafter.use_model`."""
+        """See `Drafter.use_model`. The draft model stays where the target's weights are exchanged: reading it
+        again could fail, and then no target would be left to go back to."""
+        if target is not None and self._model is not None:
+            self._model.retarget(target)
+            return
         self._model = self._logits = None
         if target is None:
             return

@@ -43,6 +43,12 @@ class DraftModel(ABC):
         if "d2t" in own:
             self._offsets = torch.zeros(spec.draft_vocab, dtype=torch.int64, device=device)
 
+    def retarget(self, target: CausalModel) -> None:
+        """Draft for `target` from now on, which has other weights than the one before it and is alike."""
+        if self.embedding is self._target.embedding:
+            self.embedding = target.embedding
+        self._target = target
+
     @abstractmethod
     def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
         """What the draft reads of the target, a new [n, hidden] or `aux` itself, from [n, layers * hidden] of

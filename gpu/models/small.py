@@ -24,6 +24,9 @@ class SmallModel:
         self._model = model
         self.width, self.dtype = model.spec.hidden, model.embedding.dtype
 
+    def retarget(self, target: CausalModel) -> None:
+        """See `gpu.models.draft.DraftModel.retarget`: it reads nothing of its target."""
+
     def fuse(self, aux: Tensor, ops: Ops | None = None) -> Tensor:
         """See `Chain.fuse`."""
         return aux

@@ -143,6 +143,19 @@ def test_a_copy_of_the_targets_embedding_is_not_kept(target: CausalModel, tmp_pa
     assert load("eagle", target, tmp_path).embedding is not target.embedding
 
 
+def test_a_head_goes_on_with_other_weights_of_its_target(target: CausalModel, tmp_path: Path) -> None:
+    """What it shares is the new target's, as if it had been loaded for that one."""
+    path = draft_heads.write("eagle3.1", tmp_path, **{"lm_head.weight": None})
+    spec = read_draft(draft_heads.CONFIGS["eagle3.1"], target.spec)
+    other = load_model(target.spec, None, torch.float32, CPU)
+    other.seal()
+    moved, loaded = (load_draft(spec, path, each, torch.float32, CPU) for each in (target, other))
+    moved.retarget(other)
+    assert moved.embedding is other.embedding
+    states = torch.randn(3, target.spec.hidden)
+    torch.testing.assert_close(moved.logits(states), loaded.logits(states))
+
+
 @pytest.mark.parametrize("name", draft_heads.CONFIGS)
 def test_random_weights_need_no_checkpoint(name: str, target: CausalModel) -> None:
     model = load_draft(spec_for(name, target), None, target, torch.float32, CPU)
