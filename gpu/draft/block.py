@@ -26,7 +26,7 @@ class BlockDrafter(ModelDrafter[BlockModel]):
     def follow(self, outcome: StepOutcome) -> None:
         """See `Drafter.follow`."""
         assert outcome.aux is not None, "a block reads its target's states"
-        model, ctx = self._ready(), self._context(outcome.view)
+        model, ctx = self._ready(), self._context(self._gaps.close(outcome, self._page_size))
         model.store(ctx, model.fuse(outcome.aux[: outcome.view.tokens], ctx.ops))
 
     def propose(self, outcome: StepOutcome, rows: int) -> None:
@@ -43,7 +43,8 @@ class BlockDrafter(ModelDrafter[BlockModel]):
         tokens = row.repeat(1 + most)
         view = self._view(tokens, ids.flatten(), positions.flatten())
         if not model.spec.causal:
-            seen = torch.minimum(tokens.lengths + 1 + most, tokens.ends).clamp(min=1)
+            seen = torch.minimum(tokens.lengths + 1 + most, tokens.ends) - self._gaps.skipped[tokens.slots]
+            seen = seen.clamp(min=1)
             view = view._replace(decode_lengths=seen.to(torch.int32))
         hidden = model.forward(self._context(view), view.ids).view(*ids.shape, -1)
         drafts = self._draw(hidden[:, 1:].flatten(0, 1), row.repeat(most), positions[:, 1:].flatten())

@@ -62,7 +62,7 @@ class ChainDrafter(ModelDrafter[Chain]):
     ) -> None:
         """`load` gives the draft model of a target; steps have up to `samples` samples."""
         super().__init__(load, machine, tables, aux, draws=0)
-        self._chain = ChainRows.of(tables)
+        self._chain = ChainRows.of(tables, self._gaps.skipped)
         self._kept = min(samples, tables.slots - 1)
         self._states: tuple[Tensor, Tensor] | None = None
         self._successors = Successors(tables.slots, tables.words.device)
@@ -96,6 +96,7 @@ class ChainDrafter(ModelDrafter[Chain]):
         view, samples, live, chosen, aux = outcome
         row = self._chain.first(min(len(samples.rows), self._kept))
         ids, last = kernels.follow(view, samples, live, chosen, row, pdl=pdl)
+        view = self._gaps.close(outcome, self._page_size)
         if model.shifted:
             ids = self._successors.put(ids, view)
         ctx = self._context(view)

@@ -104,7 +104,7 @@ def start(view: StepView, samples: Samples, rows: ChainRows, *, pdl: bool = Fals
     rows.view.counts.copy_(samples.drafts.rows.clamp(max=count) * torch.tensor([1, 1, 0, 1]))
     rows.view.decode_slots.copy_(slots)
     rows.ends.copy_(ends)
-    _forward(rows, tables.last_token[slots], lengths, lengths + 1)
+    _forward(rows, tables.last_token[slots], lengths - rows.skipped[slots], lengths + 1)
     drafts = (ends - lengths + rows.shifted).clamp(0, tables.most_drafts)
     tables.drafts[slots, 0] = torch.where(slots > 0, drafts, 0).to(torch.int32)
 
@@ -155,5 +155,6 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
     known = rows.tables.survival[slots, made - 1] if made else torch.ones(len(slots))
     rows.tables.survival[slots, made] = known * shares[: len(slots)]
     tables.drafts[slots, 1 + made] = tokens[: len(slots)]
-    position = tables.length[rows.view.decode_slots.long()] + made + 1
-    _forward(rows, tokens, position - int(rows.shifted), position + 1)
+    slots = rows.view.decode_slots.long()
+    position = tables.length[slots] + made + 1
+    _forward(rows, tokens, position - int(rows.shifted) - rows.skipped[slots], position + 1)

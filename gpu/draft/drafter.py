@@ -57,7 +57,8 @@ class Drafter(Protocol):
         ...
 
     def follow(self, outcome: StepOutcome) -> None:
-        """Behind acceptance: take in the step's tokens, of decode rows and of chunks."""
+        """Behind acceptance: take in the step's tokens, of decode rows and of chunks. Steps of decode rows
+        alone behind which nothing is proposed are left out."""
         ...
 
     def propose(self, outcome: StepOutcome, rows: int) -> None:

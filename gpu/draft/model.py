@@ -20,6 +20,7 @@ from gpu.attention.backend import AttentionBackend
 from gpu.context import ForwardContext
 from gpu.draft.chain_kernels import ChainKernels
 from gpu.draft.drafter import StepOutcome
+from gpu.draft.gaps import Gaps
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
@@ -109,6 +110,7 @@ class ModelDrafter(Generic[Model]):
         self._model: Model | None = None
         self._ops: Callable[[StepView], Ops] | None = None
         self._page_size = 1
+        self._gaps = Gaps(tables)
         self._logits: Tensor | None = None
 
     def use_model(self, target: CausalModel | None) -> None:
@@ -151,8 +153,10 @@ class ModelDrafter(Generic[Model]):
         return DraftRows(slots, tables.length[slots], ends, own)
 
     def _view(self, rows: DraftRows, ids: Tensor, position: Tensor) -> StepView:
-        """One token of each row, at `position`; a row without a page there stores it in the dump."""
+        """One token of each row, at `position` of its text; a row without a page there stores it in the
+        dump."""
         size, count = self._page_size, len(ids)
+        position = position - self._gaps.skipped[rows.slots]
         ends = rows.ends.clamp(min=1)
         inside = (position < rows.ends) & (rows.slots > 0)
         held = torch.minimum(position, ends - 1)

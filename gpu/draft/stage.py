@@ -62,7 +62,7 @@ class DraftStage:
 
     def launch(self, plan: StepPlan, forward: Forward, launches: Launchable) -> None:
         """Behind the sampling of `plan`, whose launches had the sizes of `forward`."""
-        if self.drafter.keeps_kv:
+        if self.drafter.keeps_kv and (plan.proposes or plan.chunks):
             launches[Follow(forward)]()
         rows = plan.num_samples - plan.drafts
         if rows and (plan.proposes or not self.drafter.keeps_kv):

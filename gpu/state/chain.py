@@ -17,6 +17,7 @@ class ChainRows(NamedTuple):
     tables     of their slots
     view       the next forward of the draft model: one token of each row
     ends       int32 [rows]: the first position without a page
+    skipped    int32 [slots]: tokens of each slot that the draft model did not take in (`gpu.draft.gaps`)
     positions  int32 [rows]: of the token to draw next
     page_size  tokens of a page
     shifted    see `gpu.draft.chain.Chain`
@@ -26,11 +27,12 @@ class ChainRows(NamedTuple):
     view: StepView
     ends: Tensor
     positions: Tensor
+    skipped: Tensor
     page_size: int = 1
     shifted: bool = False
 
     @classmethod
-    def of(cls, tables: SlotTables) -> ChainRows:
+    def of(cls, tables: SlotTables, skipped: Tensor) -> ChainRows:
         """For as many rows as there are slots."""
         device, rows = tables.words.device, tables.slots - 1
         ints = torch.zeros(6, rows, dtype=torch.int32, device=device)
@@ -41,7 +43,7 @@ class ChainRows(NamedTuple):
             none[:0], few, few,
         )  # fmt: skip
         ends, ahead = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        return cls(tables, view, ends, ahead)
+        return cls(tables, view, ends, ahead, skipped)
 
     def first(self, rows: int) -> ChainRows:
         """The first `rows`."""

@@ -154,6 +154,7 @@ def _start(
     mapping: tl.tensor,
     slots: tl.tensor,
     lengths: tl.tensor,
+    skipped: tl.tensor,
     ends: tl.tensor,
     draws: tl.tensor,
     column: int,
@@ -180,7 +181,8 @@ def _start(
     end = tl.where(live, tl.minimum(limit, (held + PAGE - 1) // PAGE * PAGE), 0)
     room = tl.minimum(tl.maximum(end - length + SHIFTED, 0), DRAFTS)
     tl.store(drafts + slot * (DRAFTS + 1), room, mask=live & (slot > 0))
-    position, cell = _forward(table, slot, length, end, width, PAGE)
+    gap = tl.load(skipped + slot, mask=live, other=0)
+    position, cell = _forward(table, slot, length - gap, end, width, PAGE)
     tl.store(ids + i, token, mask=inside)
     tl.store(positions + i, position, mask=inside)
     tl.store(mapping + i, cell, mask=inside)
@@ -205,8 +207,8 @@ def start(
     _start[(1,)](
         slots, positions, *drafts, view.num_decode, tables.words, tables.page_table, tables.drafts,
         own.counts, own.ids, own.positions, own.kv_slot_mapping, own.decode_slots, own.decode_lengths,
-        rows.ends, rows.positions, tables.words.stride(0), tables.page_table.stride(0), len(rows.ends),
-        DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted), PAGE=rows.page_size, SPAN=span,
+        rows.skipped, rows.ends, rows.positions, tables.words.stride(0), tables.page_table.stride(0),
+        len(rows.ends), DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted), PAGE=rows.page_size, SPAN=span,
         **launch_options(pdl, min(max(span // 32, 1), 8)),
     )  # fmt: skip
 
@@ -227,6 +229,7 @@ def _take(
     mapping: tl.tensor,
     slots: tl.tensor,
     lengths: tl.tensor,
+    skipped: tl.tensor,
     ends: tl.tensor,
     draws: tl.tensor,
     stride: int,
@@ -269,7 +272,8 @@ def _take(
     tl.store(survival + slot * DRAFTS + made, share)
     tl.store(drafts + slot * (DRAFTS + 1) + 1 + made, token)
     draw = tl.load(columns + _LENGTH * column + slot) + made + 1
-    position, cell = _forward(table, slot, draw - SHIFTED, tl.load(ends + row), width, PAGE)
+    behind = draw - SHIFTED - tl.load(skipped + slot)
+    position, cell = _forward(table, slot, behind, tl.load(ends + row), width, PAGE)
     tl.store(ids + row, token)
     tl.store(positions + row, position)
     tl.store(mapping + row, cell)
@@ -290,7 +294,7 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
     _take[(len(logits),)](
         runs, logits, token_ids, tables.temperature, tables.words, tables.page_table, tables.drafts,
         tables.survival, view.num_tokens, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots,
-        view.decode_lengths, rows.ends, rows.positions, logits.stride(0), tables.words.stride(0),
-        tables.page_table.stride(0), made, shape[1], DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted),
-        PAGE=rows.page_size, BLOCK=pow2(shape[1]), **launch_options(pdl, 1),
+        view.decode_lengths, rows.skipped, rows.ends, rows.positions, logits.stride(0),
+        tables.words.stride(0), tables.page_table.stride(0), made, shape[1], DRAFTS=tables.most_drafts,
+        SHIFTED=int(rows.shifted), PAGE=rows.page_size, BLOCK=pow2(shape[1]), **launch_options(pdl, 1),
     )  # fmt: skip
