@@ -17,8 +17,7 @@ from gpu.state.history import MAX_TOKENS, history_bytes
 from gpu.state.tables import SlotTables
 from tests.rigs import tiny_model
 from tests.rigs.draft_jobs import HOSTS_OWN, STOP, TOKENS, Engines, jobs, same
-from tests.rigs.drafting import Drafts
-from tests.rigs.ngram import UNTOUCHED, Texts, draft_by_lookup
+from tests.rigs.ngram import UNTOUCHED, Texts, by_lookup
 from tests.rigs.runner import CPU
 from tests.rigs.tiny_model import VOCAB
 
@@ -94,8 +93,7 @@ async def test_every_option_has_the_answer_that_it_has_without_drafts(
 ) -> None:
     """Whether the texts fit into their rings or not."""
     plain = await engines.plain(repetitive())
-    engine = engines.make(Drafts(4, 0.0), overlap)
-    draft_by_lookup(engine, context)
+    engine = engines.make(by_lookup(context), overlap)
     for answer in await engine.answers(repetitive()):
         same(answer, plain[answer.run.id])
         most = engine.runner.most[answer.run.prompt.tobytes()]
@@ -108,8 +106,7 @@ async def test_every_option_has_the_answer_that_it_has_without_drafts(
 
 async def test_retracted_rows_are_looked_up_in_their_whole_texts(engines: Engines) -> None:
     plain = await engines.plain(repetitive())
-    engine = engines.make(Drafts(4, 0.0), 1)
-    draft_by_lookup(engine, 256)
+    engine = engines.make(by_lookup(256), 1)
     for answer in await engine.answers(repetitive(), retract=True):
         same(answer, plain[answer.run.id])
     assert engine.scheduler.counters.retractions > 5

@@ -10,16 +10,14 @@ import torch
 from core.plan import NewSlot, StepPlan
 from core.types import NO_TOKENS
 from gpu.draft.drafter import StepOutcome
-from gpu.draft.ngram import LookUp, NgramDrafter, look_up
-from gpu.runner import ModelRunner
+from gpu.draft.ngram import NgramDrafter
 from gpu.sample.rows import DraftSamples
 from gpu.state.history import LEAST, NO_TOKEN, RETRY, START, UNIT, WEIGHT
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import Samples
-from gpu.step.launched import LaunchedStep
 from tests.rigs.arrays import ints
-from tests.rigs.drafting import Drafting, Drafts
+from tests.rigs.drafting import Drafts
 from tests.rigs.runner import CPU, GREEDY
 
 UNTOUCHED = -9
@@ -172,28 +170,6 @@ def continuation(text: list[int], longest: int, shortest: int) -> list[int]:
     return []
 
 
-class NgramRunner:
-    """A `ModelRunner` with prompt lookup behind every step."""
-
-    def __init__(self, runner: ModelRunner, drafter: NgramDrafter) -> None:
-        self.tables = runner.tables
-        self.carry_out, self.close, self.prepare = runner.carry_out, runner.close, runner.prepare
-        self._runner, self._drafter = runner, drafter
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        runner, buffers = self._runner, self._runner._buffers
-        self._drafter.prepare(plan)
-        launched = runner.launch(plan)
-        if plan.num_samples:
-            view = buffers.view(runner._machine.sizes.forward(plan))
-            outcome = StepOutcome(view, buffers.samples, buffers.rows.live, runner._stage._chosen, None)
-            self._drafter.propose(outcome, runner.shape.rows)
-        return launched
-
-
-def draft_by_lookup(engine: Drafting, context: int, look_up: LookUp = look_up) -> NgramDrafter:
-    """Have `engine`'s drafts come from prompt lookup."""
-    inner, watched = engine.runner._runner, engine.runner
-    drafter = NgramDrafter(inner.tables, context, inner.tables.most_drafts, look_up=look_up)
-    watched._runner, watched._drafts = NgramRunner(inner, drafter), Drafts(0, 0.0)
-    return drafter
+def by_lookup(context: int) -> Drafts:
+    """Drafts of an engine that come from prompt lookup in the last `context` tokens."""
+    return Drafts(4, 0.0, lambda rig, tables: NgramDrafter(tables, context, tables.most_drafts))
