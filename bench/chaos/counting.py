@@ -137,6 +137,7 @@ def build_executor(
     cache: CacheConfig,
     schedule: ScheduleConfig,
     progress: object,
+    drafting: object,
 ) -> LocalExecutor:
     """Replaces `gpu.build.build_executor`."""
     context = model.context_length or spec.context_length

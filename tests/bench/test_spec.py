@@ -78,7 +78,7 @@ def head(model: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path, head: Path) -> Iterator[str]:
-    own = [*flags(model), "--speculative-draft-model-path", str(head)]
+    own = [*flags(model), "--speculative-draft-model-path", str(head), "--always-draft"]
     server = Server(own, model.parent / "log", "bench.spec.server")
     try:
         server.wait_ready(120)
@@ -135,6 +135,7 @@ def test_a_run_of_cases(
     out.write_text(json.dumps([{"name": "8b-accept3-c1-16/32", "speedup": 0}, {"name": "older"}]))
     sizes = ["--input-len", "16", "--output-len", "32", "--vocab-high", "200", "--rounds", "1"]
     server = ["--device", "cpu", "--chat-template", str(model / "template.jinja")]
+    server += ["--spec-flags=--always-draft"]
     main.main(["--cases", "8b-accept3-c1,8b-accept1-c4", "--out", str(out), *sizes, *server])
     older, *found = json.loads(out.read_text())
     assert older["name"] == "older"
