@@ -74,7 +74,8 @@ class SlotTable:
         return int((self.limit[slots] - self.least[slots]).clip(0, clip).sum())
 
     def queries(self, slots: NDArray64, query_length: int) -> Ints | int:
-        """Tokens that each of `slots` may have in a step whose rows have at most `query_length`."""
+        """Upper bound of each slot's query tokens in a step with this `query_length`; 1 for slots without
+        drafts."""
         return 1 + (query_length - 1) * self.drafting[slots] if query_length > 1 else 1
 
     def lacking(self, slots: NDArray64, query_length: int) -> Ints:

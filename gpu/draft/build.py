@@ -136,7 +136,8 @@ def _small_model(path: Path, own: ModelSpec, target: ModelSpec) -> ModelSpec:
 
 
 def pool_of(layers: ModelSpec, dtype: torch.dtype, device: torch.device) -> Callable[[KvPool], KvPool]:
-    """Makes pages of a draft model's `layers` for a target's pool: as many, of as many tokens."""
+    """Returns a function that allocates the draft model's KV pool, with the page count and page size of the
+    target's pool."""
     heads = (layers.kv_heads, layers.head_dim)
     return lambda pool: KvPool(layers.kv_layers, pool.num_pages, pool.page_size, heads, dtype, device)
 

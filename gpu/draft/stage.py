@@ -1,4 +1,4 @@
-"""A drafter behind the steps of a runner: what is launched for a plan, and what is captured ahead of serving.
+"""Runs a drafter after each step: launches its work for a plan, and lists what is captured before serving.
 
 sampling ─► accept ─► Follow: the step's tokens ─► Propose: drafts of its rows, in `SlotTables.drafts`
 """

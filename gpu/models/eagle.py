@@ -60,7 +60,8 @@ class _Made(NamedTuple):
 def _rest(
     ctx: ForwardContext, rotation: Rotation, layers: list[Layer], found: Tensor, residual: Tensor
 ) -> _Made:
-    """Behind the attention of the first of `layers`, which `found`: of the rows that are wanted."""
+    """Run the rest of `layers` after the first one's attention, whose output is `found`; the last layer keeps
+    only the wanted rows."""
     for layer, after in pairwise(layers):
         part = layer.transform(ctx, found, residual)
         found = after.attend(ctx, rotation, part, residual)

@@ -1,4 +1,4 @@
-"""What a chain of drafts keeps of its rows from one forward of the draft model to the next."""
+"""Per-row state of chain drafting, kept between forwards of the draft model."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def measure_costs(launch: Launch, tables: SlotTables, sizes: Sequence[int], voca
 
 
 def _spaced(sizes: Sequence[int]) -> list[int]:
-    """Some of ascending `sizes`, the first and the last among them."""
+    """The sizes to measure: a geometric subset of ascending `sizes` with the first and the last."""
     found = list(sizes[:1])
     for size in sizes[1:]:
         if size >= SPACING * found[-1] or size == sizes[-1]:
