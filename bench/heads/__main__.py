@@ -41,7 +41,7 @@ TEMPERATURES = (0.6, 1.0, 0.8)
 """Of the answers to train with, after the greedy ones."""
 DRAFTS = (3, 5, 7)
 """Numbers of drafts per step in the evaluation."""
-GENERATION, TRAINING = 0.33, 0.86
+GENERATION, TRAINING = 0.25, 0.92
 """Shares of the time after which generation and training end."""
 SHORTEST = 4
 """Tokens of an answer that is kept: a chain of drafts needs something to be compared with."""
@@ -62,14 +62,14 @@ def head_sizes(layers: int, heads: int, kv_heads: int) -> dict[str, Size]:
     """The heads that can be trained, for a target of so many layers and heads.
 
     For SmolLM2-135M eagle3 and eagle3-vocab are just below 8 MB: the one uses the target's output matrix; the
-    other has one of its own for fewer tokens, and a smaller layer. dflash has 16 MB.
+    other has one of its own for fewer tokens, and a smaller layer. dflash has the paper's five layers, 38 MB.
     """
     middle = (2, layers // 2, layers - 3) if layers > 5 else tuple(range(1, layers))
     spread = tuple(sorted({2 + (layers - 5) * i // 3 for i in range(4)})) if layers > 5 else middle
     return {
         "eagle3": Size(1, heads, kv_heads, 896, middle),
         "eagle3-vocab": Size(1, 4, 2, 448, middle, draft_vocab=2560),
-        "dflash": Size(3, heads, kv_heads, 768, spread, block=8),
+        "dflash": Size(5, heads, kv_heads, 1536, spread, block=8),
     }
 
 
