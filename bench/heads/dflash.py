@@ -14,8 +14,8 @@ from bench.heads.target import Rotation, Seen, Target
 ANCHORS = 32
 """Blocks of each sequence of a batch in training."""
 FALL = 2.5
-"""A draft's weight in the loss falls by e over as many positions: drafts behind a wrong one are lost. The paper
-has 4 for blocks of 8, most of which its targets accept; of a target of 135M less than half."""
+"""A draft's weight in the loss falls by e over as many positions: drafts behind a wrong one are lost. The
+paper has 4 for blocks of 8, most of which its targets accept; of a target of 135M less than half."""
 CHUNK = 64
 """Blocks of each sequence at once in evaluation."""
 

@@ -25,6 +25,8 @@ from bench.spec.simulate import seed_for
 
 DATA_WORDS = 1_000
 """Of a prompt of data; its tokens then fit into a context of 2,048 and the answer."""
+DATA_REQUESTS = 16
+"""Of a wave of data, at least: answers differ in how well they are drafted."""
 _COUNTS = ("drafts", "draft_tokens", "accepted_tokens")
 _SAMPLE = re.compile(r"^vllm:spec_decode_num_(\w+)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -65,7 +67,8 @@ def workload(case: Case, sizes: Sizes, data: Path | None) -> Workload:
     """Requests of `case`. ValueError where it needs --data."""
     low = min(1_000, sizes.vocab_high // 2)
     common = Workload(
-        name=case.name, requests=case.clients, concurrency=case.clients,
+        name=case.name, requests=max(case.clients, DATA_REQUESTS if case.data else 1),
+        concurrency=case.clients,
         output_len=sizes.output_len, temperature=case.temperature, vocab_low=low, vocab_high=sizes.vocab_high,
         input_len=sizes.input_len,
     )  # fmt: skip
@@ -80,17 +83,17 @@ def workload(case: Case, sizes: Sizes, data: Path | None) -> Workload:
 
 
 def run(url: str, case: Case, work: Workload, turn: int, seconds: float) -> Wave:
-    """Send wave number `turn` of `case`; equal turns have equal requests. Raises `TimeoutError` after
-    `seconds`, `RuntimeError` if a request fails."""
+    """Send wave number `turn` of `case`, `case.clients` requests at once; equal turns have equal requests.
+    Raises `TimeoutError` after `seconds`, `RuntimeError` if a request fails."""
     target = Target.of(url)
     source = Source(work, server.first_model(target))
     extra: dict[str, Any] = {}
     if case.accept:
         half = work.input_len + work.output_len // 2
         extra["seed"] = seed_for(case.accept, case.then, half)
-    requests = [_with(source.request(turn * case.clients + i), extra) for i in range(case.clients)]
+    requests = [_with(source.request(turn * work.requests + i), extra) for i in range(work.requests)]
     before = drafts(url)
-    records = uvloop.run(_send(target, work.endpoint, requests, seconds))
+    records = uvloop.run(_send(target, work, requests, seconds))
     return _figures(records, drafts(url).since(before))
 
 
@@ -102,12 +105,18 @@ def _with(request: PreparedRequest, extra: Mapping[str, Any]) -> PreparedRequest
 
 
 async def _send(
-    target: Target, endpoint: str, requests: Sequence[PreparedRequest], seconds: float
+    target: Target, work: Workload, requests: Sequence[PreparedRequest], seconds: float
 ) -> list[Record]:
-    client = Client(target, endpoint)
+    client, running = Client(target, work.endpoint), asyncio.Semaphore(work.concurrency)
+
+    async def send(request: PreparedRequest) -> Record:
+        async with running:
+            record, _ = await client.send(request)
+            return record
+
     try:
         async with asyncio.timeout(seconds):
-            return [record for record, _ in await asyncio.gather(*map(client.send, requests))]
+            return await asyncio.gather(*map(send, requests))
     finally:
         client.close()
 
