@@ -25,9 +25,13 @@ class BlockDrafter(ModelDrafter[BlockModel]):
 
     def follow(self, outcome: StepOutcome) -> None:
         """See `Drafter.follow`."""
-        assert outcome.aux is not None, "a block reads its target's states"
-        model, ctx = self._ready(), self._context(self._gaps.close(outcome, self._page_size))
-        model.store(ctx, model.fuse(outcome.aux[: outcome.view.tokens], ctx.ops))
+        model, machine = self._ready(), self._machine
+        view, samples, live, chosen, aux = outcome
+        assert aux is not None, "a block reads its target's states"
+        row = self._chain.first(min(len(samples.rows), self._tables.slots - 1))
+        view, _ = machine.chain.follow(view, samples, live, chosen, row, None, pdl=machine.pdl)
+        ctx = self._context(view)
+        model.store(ctx, model.fuse(aux[: view.tokens], ctx.ops))
 
     def propose(self, outcome: StepOutcome, rows: int) -> None:
         """See `Drafter.propose`."""
@@ -43,7 +47,9 @@ class BlockDrafter(ModelDrafter[BlockModel]):
         tokens = row.repeat(1 + most)
         view = self._view(tokens, ids.flatten(), positions.flatten())
         if not model.spec.causal:
-            seen = torch.minimum(tokens.lengths + 1 + most, tokens.ends) - self._gaps.skipped[tokens.slots]
+            seen = (
+                torch.minimum(tokens.lengths + 1 + most, tokens.ends) - self._chain.gaps.skipped[tokens.slots]
+            )
             seen = seen.clamp(min=1)
             view = view._replace(decode_lengths=seen.to(torch.int32))
         hidden = model.forward(self._context(view), view.ids).view(*ids.shape, -1)

@@ -21,9 +21,7 @@ from gpu.context import ForwardContext
 from gpu.draft.drafter import StepOutcome
 from gpu.draft.model import AnyDraftModel, DraftMachine, ModelDrafter
 from gpu.draft.successors import Successors
-from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
-from gpu.state.chain import ChainRows
 from gpu.state.tables import SlotTables
 
 
@@ -62,7 +60,6 @@ class ChainDrafter(ModelDrafter[Chain]):
     ) -> None:
         """`load` gives the draft model of a target; steps have up to `samples` samples."""
         super().__init__(load, machine, tables, aux, draws=0)
-        self._chain = ChainRows.of(tables, self._gaps.skipped)
         self._kept = min(samples, tables.slots - 1)
         self._states: tuple[Tensor, Tensor] | None = None
         self._successors = Successors(tables.slots, tables.words.device)
@@ -80,12 +77,6 @@ class ChainDrafter(ModelDrafter[Chain]):
         states, ahead = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))
         self._states = states, ahead
 
-    def use_pool(self, pool: KvPool | None) -> None:
-        """See `Drafter.use_pool`."""
-        super().use_pool(pool)
-        if pool is not None:
-            self._chain = self._chain._replace(page_size=pool.page_size)
-
     def prepare(self, plan: StepPlan) -> None:
         """See `Drafter.prepare`: a new slot's cached tokens have the draft's KV in the same pages."""
         self._successors.prepare(plan)
@@ -95,14 +86,12 @@ class ChainDrafter(ModelDrafter[Chain]):
         model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
         view, samples, live, chosen, aux = outcome
         row = self._chain.first(min(len(samples.rows), self._kept))
-        ids, last = kernels.follow(view, samples, live, chosen, row, pdl=pdl)
-        view = self._gaps.close(outcome, self._page_size)
-        if model.shifted:
-            ids = self._successors.put(ids, view)
+        behind = self._successors.behind(view)
+        view, last = kernels.follow(view, samples, live, chosen, row, behind, pdl=pdl)
         ctx = self._context(view)
         wanted = last if view.max_chunks and len(last) else None
-        hidden = ids if aux is None else model.fuse(aux[: view.tokens], ctx.ops)
-        states = model.forward(ctx._replace(wanted=wanted), ids, hidden)
+        hidden = view.ids if aux is None else model.fuse(aux[: view.tokens], ctx.ops)
+        states = model.forward(ctx._replace(wanted=wanted), view.ids, hidden)
         if len(last):
             assert self._states is not None
             kernels.keep(states, last if wanted is None else None, self._states, pdl=pdl)

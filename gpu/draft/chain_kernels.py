@@ -31,12 +31,16 @@ class ChainKernels(Protocol):
         live: Tensor,
         chosen: Tensor,
         rows: ChainRows,
+        behind: Tensor | None,
         *,
         pdl: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """The ids int32 [tokens] that the draft model reads of a step, where it is shifted each token's
-        successor; and of each of the first samples the index int32 [rows] of its row's last accepted
-        token."""
+    ) -> tuple[StepView, Tensor]:
+        """Close the gaps of a step's rows (`gpu.state.chain.Gaps`).
+
+        Returns the view that the draft model reads, with decode rows' tokens where it has them and, if it is
+        shifted, each token's successor in its place; `behind` int32 [chunks] stands behind chunks, unless it
+        is negative. And of each of the first samples the index int32 [rows] of its row's last accepted token.
+        """
         ...
 
     def keep(
@@ -76,16 +80,44 @@ class ChainKernels(Protocol):
 
 
 def follow(
-    view: StepView, samples: Samples, live: Tensor, chosen: Tensor, rows: ChainRows, *, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
+    view: StepView,
+    samples: Samples,
+    live: Tensor,
+    chosen: Tensor,
+    rows: ChainRows,
+    behind: Tensor | None,
+    *,
+    pdl: bool = False,
+) -> tuple[StepView, Tensor]:
     """See `ChainKernels.follow`."""
     ids, count = view.ids, len(rows.ends)
     accepted = rows.tables.length[samples.slots[:count].long()] + 1 - samples.positions[:count]
     last = (samples.rows[:count] + accepted - 1).clamp(0, max(len(ids) - 1, 0))
     if rows.shifted:
         at, ids = samples.rows[: int(live)].long(), torch.cat([ids[1:], ids.new_zeros(1)])
-        ids.index_copy_(0, at, chosen[: len(at)].clamp(min=0).to(ids.dtype))
-    return ids, last
+        ids[at] = chosen[: len(at)].clamp(min=0).to(ids.dtype)
+        if behind is not None:
+            known = behind >= 0
+            ids[view.chunk_firsts[1:][known].long() - 1] = behind[known]
+    return _close(view, samples, rows)._replace(ids=ids), last
+
+
+def _close(view: StepView, samples: Samples, rows: ChainRows) -> StepView:
+    """`view` with its decode rows' tokens where the draft model has them; counts what is in their gaps."""
+    (skipped, taken), tables, most = rows.gaps, rows.tables, view.max_decode
+    own, before = int(samples.drafts.rows), samples.drafts.before
+    slots, positions = samples.slots[:own].long(), samples.positions[:own]
+    missed = (skipped[slots] + positions - 1 - taken[slots]).clamp(min=0)
+    missed[int(view.num_decode - before[own]) :] = 0
+    skipped[slots], taken[slots] = missed, tables.length[slots]
+    owners = view.decode_slots.long()
+    gap = skipped[owners]
+    held, mapping = view.positions.clone(), view.kv_slot_mapping.clone()
+    held[:most] -= gap
+    cells = tables.page_table[owners, held[:most] // rows.page_size] * rows.page_size
+    cells += held[:most] % rows.page_size
+    mapping[:most] = torch.where((gap > 0) & (mapping[:most] > 0), cells, mapping[:most])
+    return view._replace(positions=held, kv_slot_mapping=mapping, decode_lengths=view.decode_lengths - gap)
 
 
 def keep(
@@ -104,7 +136,7 @@ def start(view: StepView, samples: Samples, rows: ChainRows, *, pdl: bool = Fals
     rows.view.counts.copy_(samples.drafts.rows.clamp(max=count) * torch.tensor([1, 1, 0, 1]))
     rows.view.decode_slots.copy_(slots)
     rows.ends.copy_(ends)
-    _forward(rows, tables.last_token[slots], lengths - rows.skipped[slots], lengths + 1)
+    _forward(rows, tables.last_token[slots], lengths - rows.gaps.skipped[slots], lengths + 1)
     drafts = (ends - lengths + rows.shifted).clamp(0, tables.most_drafts)
     tables.drafts[slots, 0] = torch.where(slots > 0, drafts, 0).to(torch.int32)
 
@@ -157,4 +189,4 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
     tables.drafts[slots, 1 + made] = tokens[: len(slots)]
     slots = rows.view.decode_slots.long()
     position = tables.length[slots] + made + 1
-    _forward(rows, tokens, position - int(rows.shifted) - rows.skipped[slots], position + 1)
+    _forward(rows, tokens, position - int(rows.shifted) - rows.gaps.skipped[slots], position + 1)

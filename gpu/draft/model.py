@@ -20,12 +20,12 @@ from gpu.attention.backend import AttentionBackend
 from gpu.context import ForwardContext
 from gpu.draft.chain_kernels import ChainKernels
 from gpu.draft.drafter import StepOutcome
-from gpu.draft.gaps import Gaps
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.rows import Rows
+from gpu.state.chain import ChainRows
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 
@@ -109,8 +109,7 @@ class ModelDrafter(Generic[Model]):
         self._load, self._machine, self._tables, self._draws = load, machine, tables, draws
         self._model: Model | None = None
         self._ops: Callable[[StepView], Ops] | None = None
-        self._page_size = 1
-        self._gaps = Gaps(tables)
+        self._chain = ChainRows.of(tables)
         self._logits: Tensor | None = None
 
     def use_model(self, target: CausalModel | None) -> None:
@@ -133,7 +132,8 @@ class ModelDrafter(Generic[Model]):
         own = None if pool is None else self._machine.make_pool(pool)
         self._machine.attention.bind(own)
         self._ops = None if own is None else self._machine.ops(own)
-        self._page_size = 1 if own is None else own.page_size
+        if own is not None:
+            self._chain = self._chain._replace(page_size=own.page_size)
 
     def prepare(self, plan: StepPlan) -> None:
         """See `Drafter.prepare`: a new slot's cached tokens have the draft's KV in the same pages."""
@@ -141,7 +141,7 @@ class ModelDrafter(Generic[Model]):
     def _rows(self, outcome: StepOutcome, rows: int) -> DraftRows:
         """Of a step's rows that sample. A decode row has pages for its whole query, any other for its
         tokens."""
-        tables, size = self._tables, self._page_size
+        tables, size = self._tables, self._chain.page_size
         slots, positions = outcome.samples.slots[:rows], outcome.samples.positions[:rows]
         own, before = outcome.samples.drafts.rows, outcome.samples.drafts.before
         at = torch.arange(rows, device=slots.device)
@@ -155,8 +155,8 @@ class ModelDrafter(Generic[Model]):
     def _view(self, rows: DraftRows, ids: Tensor, position: Tensor) -> StepView:
         """One token of each row, at `position` of its text; a row without a page there stores it in the
         dump."""
-        size, count = self._page_size, len(ids)
-        position = position - self._gaps.skipped[rows.slots]
+        size, count = self._chain.page_size, len(ids)
+        position = position - self._chain.gaps.skipped[rows.slots]
         ends = rows.ends.clamp(min=1)
         inside = (position < rows.ends) & (rows.slots > 0)
         held = torch.minimum(position, ends - 1)

@@ -35,11 +35,6 @@ class Successors:
         self._tokens.copy_(upload(found, self._tokens.device))
         self._any = bool((found >= 0).any())
 
-    def put(self, ids: Tensor, view: StepView) -> Tensor:
-        """`ids` int32 [tokens] of each token's successor, with those behind the chunks of `view`."""
-        if not view.max_chunks:
-            return ids
-        tokens = self._tokens[: view.max_chunks]
-        at = torch.where(tokens >= 0, view.chunk_firsts[1:] - 1, view.tokens)
-        longer = torch.cat([ids, ids.new_zeros(1)])
-        return longer.index_copy_(0, at.long(), tokens.clamp(min=0).to(ids.dtype))[: view.tokens]
+    def behind(self, view: StepView) -> Tensor:
+        """int32 [chunks]: the token behind each chunk of `view`, -1 where there is none to tell."""
+        return self._tokens[: view.max_chunks]

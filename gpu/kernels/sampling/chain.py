@@ -22,31 +22,78 @@ _FEW = 16
 """Up to so many rows a program draws from one block of logits: runs would leave most of the device idle."""
 
 
-@jit_loose("tokens", "samples", "count")
+@jit_loose("tokens", "most", "samples", "count", "chunks")
 def _follow(
     ids: tl.tensor,
-    out: tl.tensor,
+    positions: tl.tensor,
+    mapping: tl.tensor,
+    slots: tl.tensor,
+    lengths: tl.tensor,
+    num_decode: tl.tensor,
+    chunk_firsts: tl.tensor,
+    behind: tl.tensor,
     sample_rows: tl.tensor,
     sample_slots: tl.tensor,
     sample_positions: tl.tensor,
+    sampling: tl.tensor,
+    before: tl.tensor,
     live: tl.tensor,
     chosen: tl.tensor,
-    last: tl.tensor,
     columns: tl.tensor,
+    table: tl.tensor,
+    skipped: tl.tensor,
+    taken: tl.tensor,
+    out_ids: tl.tensor,
+    out_positions: tl.tensor,
+    out_mapping: tl.tensor,
+    out_lengths: tl.tensor,
+    last: tl.tensor,
     column: int,
+    width: int,
     tokens: int,
+    most: int,
     samples: int,
     count: int,
+    chunks: int,
     SHIFTED: tl.constexpr,
+    MIXED: tl.constexpr,
+    PAGE: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     begin(PDL)
-    if SHIFTED:
-        for first in range(0, tokens, SPAN):
-            i = first + tl.arange(0, SPAN)
+    own = tl.load(sampling)
+    decode = tl.load(num_decode) - tl.load(before + own)
+    for first in range(0, count, SPAN):
+        i = first + tl.arange(0, SPAN)
+        inside = i < count
+        slot = tl.load(sample_slots + i, mask=inside, other=0)
+        position = tl.load(sample_positions + i, mask=inside, other=0)
+        length = tl.load(columns + _LENGTH * column + slot, mask=inside, other=0)
+        at = tl.load(sample_rows + i, mask=inside, other=0) + length - position
+        tl.store(last + i, tl.minimum(tl.maximum(at, 0), tokens - 1), mask=inside)
+        mine = inside & (i < own)
+        missed = tl.load(skipped + slot, mask=mine, other=0) + position - 1
+        missed = tl.maximum(missed - tl.load(taken + slot, mask=mine, other=0), 0)
+        tl.store(skipped + slot, tl.where(i < decode, missed, 0), mask=mine)
+        tl.store(taken + slot, length, mask=mine)
+    tl.debug_barrier()  # the rows' gaps are read token by token
+    for first in range(0, tokens, SPAN):
+        i = first + tl.arange(0, SPAN)
+        inside, decoding = i < tokens, i < most
+        slot = tl.load(slots + i, mask=decoding, other=0)
+        gap = tl.load(skipped + slot, mask=decoding, other=0)
+        position = tl.load(positions + i, mask=inside, other=0) - gap
+        cell = tl.load(mapping + i, mask=inside, other=0)
+        moved = (gap > 0) & (cell > 0)
+        page = tl.load(table + slot.to(tl.int64) * width + position // PAGE, mask=moved, other=0)
+        tl.store(out_positions + i, position, mask=inside)
+        tl.store(out_mapping + i, tl.where(moved, page * PAGE + position % PAGE, cell), mask=inside)
+        tl.store(out_lengths + i, tl.load(lengths + i, mask=decoding, other=0) - gap, mask=decoding)
+        if SHIFTED:
             successor = tl.load(ids + i + 1, mask=i + 1 < tokens, other=0)
-            tl.store(out + i, successor, mask=i < tokens)
+            tl.store(out_ids + i, successor, mask=inside)
+    if SHIFTED:
         tl.debug_barrier()  # what was chosen goes over those of a row's last token
         true = tl.minimum(tl.load(live), samples)
         for first in range(0, samples, SPAN):
@@ -54,15 +101,13 @@ def _follow(
             mine = i < true
             at = tl.load(sample_rows + i, mask=mine, other=0)
             token = tl.load(chosen + i, mask=mine, other=0)
-            tl.store(out + at, tl.maximum(token, 0).to(tl.int32), mask=mine)
-    for first in range(0, count, SPAN):
-        i = first + tl.arange(0, SPAN)
-        inside = i < count
-        slot = tl.load(sample_slots + i, mask=inside, other=0)
-        accepted = tl.load(columns + _LENGTH * column + slot, mask=inside, other=0) + 1
-        accepted -= tl.load(sample_positions + i, mask=inside, other=0)
-        at = tl.load(sample_rows + i, mask=inside, other=0) + accepted - 1
-        tl.store(last + i, tl.minimum(tl.maximum(at, 0), tokens - 1), mask=inside)
+            tl.store(out_ids + at, tl.maximum(token, 0).to(tl.int32), mask=mine)
+        if MIXED:
+            for first in range(0, chunks, SPAN):
+                i = first + tl.arange(0, SPAN)
+                token = tl.load(behind + i, mask=i < chunks, other=-1)
+                at = tl.load(chunk_firsts + i + 1, mask=i < chunks, other=0) - 1
+                tl.store(out_ids + at, token, mask=token >= 0)
 
 
 def follow(
@@ -71,19 +116,30 @@ def follow(
     live: Tensor,
     chosen: Tensor,
     rows: ChainRows,
+    behind: Tensor | None,
     *,
     pdl: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[StepView, Tensor]:
     """See `ChainKernels.follow`. One program, which needs no order between programs."""
-    words, (at, slots, positions, _) = rows.tables.words, samples
-    ids = torch.empty_like(view.ids) if rows.shifted else view.ids
+    tables, (at, slots, positions, drafts) = rows.tables, samples
+    out = view._replace(
+        ids=torch.empty_like(view.ids) if rows.shifted else view.ids,
+        positions=torch.empty_like(view.positions),
+        kv_slot_mapping=torch.empty_like(view.kv_slot_mapping),
+        decode_lengths=torch.empty_like(view.decode_lengths),
+    )
     last = torch.empty_like(rows.ends)
     span = 1024 if view.tokens > 256 else 256
     _follow[(1,)](
-        view.ids, ids, at, slots, positions, live, chosen, last, words, words.stride(0), view.tokens, len(at),
-        len(last), SHIFTED=rows.shifted, SPAN=span, **launch_options(pdl, span // 32),
+        view.ids, view.positions, view.kv_slot_mapping, view.decode_slots, view.decode_lengths,
+        view.num_decode, view.chunk_firsts, behind, at, slots, positions, *drafts, live, chosen,
+        tables.words, tables.page_table, *rows.gaps, out.ids, out.positions, out.kv_slot_mapping,
+        out.decode_lengths, last, tables.words.stride(0), tables.page_table.stride(0), view.tokens,
+        view.max_decode, len(at), len(last), view.max_chunks, SHIFTED=rows.shifted,
+        MIXED=behind is not None and len(behind) > 0, PAGE=rows.page_size, SPAN=span,
+        **launch_options(pdl, span // 32),
     )  # fmt: skip
-    return ids, last
+    return out, last
 
 
 @jit
@@ -207,7 +263,7 @@ def start(
     _start[(1,)](
         slots, positions, *drafts, view.num_decode, tables.words, tables.page_table, tables.drafts,
         own.counts, own.ids, own.positions, own.kv_slot_mapping, own.decode_slots, own.decode_lengths,
-        rows.skipped, rows.ends, rows.positions, tables.words.stride(0), tables.page_table.stride(0),
+        rows.gaps.skipped, rows.ends, rows.positions, tables.words.stride(0), tables.page_table.stride(0),
         len(rows.ends), DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted), PAGE=rows.page_size, SPAN=span,
         **launch_options(pdl, min(max(span // 32, 1), 8)),
     )  # fmt: skip
@@ -294,7 +350,7 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
     _take[(len(logits),)](
         runs, logits, token_ids, tables.temperature, tables.words, tables.page_table, tables.drafts,
         tables.survival, view.num_tokens, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots,
-        view.decode_lengths, rows.skipped, rows.ends, rows.positions, logits.stride(0),
+        view.decode_lengths, rows.gaps.skipped, rows.ends, rows.positions, logits.stride(0),
         tables.words.stride(0), tables.page_table.stride(0), made, shape[1], DRAFTS=tables.most_drafts,
         SHIFTED=int(rows.shifted), PAGE=rows.page_size, BLOCK=pow2(shape[1]), **launch_options(pdl, 1),
     )  # fmt: skip

@@ -25,6 +25,8 @@ KERNELS: list[ChainKernels] = [plain, triton_kernels]
 # Behind a step of two decode rows of three and one token, a chunk that ends its prompt and one that does not:
 # slots 5, 2, 3, and a sample and two tokens of padding.
 IDS = [11, 12, 13, 21, 31, 32, 33, 41, 0, 0]
+POSITIONS = [8, 9, 10, 16, 4, 5, 6, 0, 0, 0]
+DECODE_SLOTS = [5, 5, 5, 2]
 SAMPLE_ROWS = [0, 3, 6, 1, 2, 0]
 SAMPLE_SLOTS = [5, 2, 3, 5, 5, 0]
 SAMPLE_POSITIONS = [9, 17, 6, 10, 11, 0]
@@ -49,19 +51,25 @@ def step(device: torch.device) -> tuple[StepView, Samples]:
     def ints(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    none = ints([])
+    page_table, none = tables(device).page_table, ints([])
+    slots = [*DECODE_SLOTS, 3, 3, 3, 4, 0, 0]
+    cells = [
+        int(page_table[slot, at // PAGE]) * PAGE + at % PAGE
+        for slot, at in zip(slots, POSITIONS, strict=True)
+    ]
+    cells[3] = cells[8] = cells[9] = 0  # at its limit, and padding
     view = StepView(
-        10, 4, 2, ints([8, 4, 2, 5]), ints(IDS), none, none, none, none, none, none, none, none, none
-    )
+        10, 4, 2, ints([8, 4, 2, 5]), ints(IDS), ints(POSITIONS), ints(cells), page_table,
+        ints(DECODE_SLOTS), ints([at + 1 for at in POSITIONS[:4]]), none, none, ints([4, 7, 8]), none,
+    )  # fmt: skip
     drafts = DraftSamples(ints([3]), ints([0, 2, 2, 2, 0, 0]))
     return view, Samples(ints(SAMPLE_ROWS), ints(SAMPLE_SLOTS), ints(SAMPLE_POSITIONS), drafts)
 
 
 def begun(device: torch.device, shifted: bool, rows: int) -> ChainRows:
     own = tables(device)
-    gaps = torch.zeros(own.slots, dtype=torch.int32, device=device)
-    gaps[3] = 2  # of one row
-    made = ChainRows.of(own, gaps)
+    made = ChainRows.of(own)
+    made.gaps.skipped[3] = 2  # of one row
     return made._replace(page_size=PAGE, shifted=shifted).first(rows)
 
 
@@ -77,14 +85,45 @@ def contents(rows: ChainRows) -> list[list[float]]:
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("shifted", [False, True])
-def test_a_draft_model_reads_successors(kernels: ChainKernels, shifted: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("told", [None, -1, 7])
+def test_a_draft_model_reads_successors(
+    kernels: ChainKernels, shifted: bool, told: int | None, device: torch.device
+) -> None:
     where = CPU if kernels is PLAIN else device
     live, chosen = torch.tensor([5], dtype=torch.int32), torch.tensor(CHOSEN)
     rows = begun(where, shifted, 4)
-    ids, last = kernels.follow(*step(where), live.to(where), chosen.to(where), rows)
-    # What a row has no token for stands as 0; the draft that was rejected has a successor nobody reads.
-    assert ids.tolist() == ([101, 104, 105, 0, 32, 33, 103, 0, 0, 0] if shifted else IDS)
+    behind = None if told is None else torch.tensor([-1, told], dtype=torch.int32, device=where)
+    view, last = kernels.follow(*step(where), live.to(where), chosen.to(where), rows, behind)
+    # What a row has no token for stands as 0; the draft that was rejected has a successor nobody reads. Of a
+    # chunk inside its prompt the host may know it.
+    successors = [101, 104, 105, 0, 32, 33, 103, max(told or 0, 0), 0, 0]
+    assert view.ids.tolist() == (successors if shifted else IDS)
     assert last.tolist()[:3] == [1, 3, 6]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_draft_model_closes_gaps(kernels: ChainKernels, device: torch.device) -> None:
+    where = CPU if kernels is PLAIN else device
+    live, chosen = torch.tensor([5], dtype=torch.int32, device=where), torch.tensor(CHOSEN, device=where)
+    rows, given = begun(where, shifted=False, rows=6), step(where)
+    skipped, taken = rows.gaps
+    skipped[5], taken[5] = 1, 6  # of the text before position 8 it has not two tokens more
+    skipped[2], taken[2] = 0, 14
+    view, _ = kernels.follow(*given, live, chosen, rows, None)
+    # A prompt under way has no gap, whatever its slot had before; no gap of slot 4, which does not sample.
+    assert skipped.tolist() == [0, 0, 2, 0, 0, 3, 0]
+    assert [taken[slot] for slot in LENGTHS] == list(LENGTHS.values())
+    assert view.positions.tolist() == [5, 6, 7, 14, *POSITIONS[4:]]
+    assert view.decode_lengths.tolist() == [6, 7, 8, 15]
+    first = PAGE * (1 + 5 * PAGES + 1)
+    # What is stored in the dump stays there.
+    assert view.kv_slot_mapping.tolist() == [
+        first + 1,
+        first + 2,
+        first + 3,
+        0,
+        *given[0].kv_slot_mapping[4:],
+    ]
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
