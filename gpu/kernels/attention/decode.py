@@ -71,6 +71,12 @@ WIDE_LANES = 16
 """The same where heads are wider than 128 or elements than 2 bytes: with 32, 3 KB a thread are spilled."""
 
 
+LONE_GROUP = 8
+"""In groups from here on each token of a lone row is taken as a row: its keys come from the L2 cache, and 4
+or 8 tokens of 1,024 keys take 7.7 or 9.2 us on an H200, together 9.7 or 17.1 (in groups of 4 9.4 or 12.6,
+together 8.3 or 11.0)."""
+
+
 class DecodeConfig(NamedTuple):
     """How decode attention is cut. `programs` per KV head; `least` tiles per program: below that a
     program is cheaper than the merge of two. `registers` of a thread at most, 0 for the compiler's choice.
@@ -158,22 +164,15 @@ def decode_config(
 _Cut = DecodeConfig
 
 VERIFY: dict[int, tuple[tuple[int, DecodeConfig], ...]] = {
-    16: (
-        (4, _Cut(64, 4, 5, 2, least=2)),
-        (SOME, _Cut(64, 4, 4, 3, registers=168)),
-        (256, _Cut(64, 4, 7, 2)),
-        (0, _Cut(32, 2, 5, 4)),
-    ),
-    32: ((4, _Cut(64, 4, 7, 2, least=3)), (256, _Cut(64, 4, 7, 2)), (0, _Cut(32, 4, 7, 2))),
-    64: ((4, _Cut(32, 4, 7, 2, least=8)), (0, _Cut(32, 4, 7, 2))),
+    16: ((4, _Cut(64, 4, 2, 2, least=2)), (256, _Cut(64, 4, 5, 2)), (0, _Cut(32, 2, 5, 4))),
+    32: ((4, _Cut(64, 4, 2, 2, least=2)), (256, _Cut(64, 4, 5, 2)), (0, _Cut(32, 4, 7, 2))),
+    64: ((4, _Cut(64, 4, 5, 2, least=4)), (256, _Cut(64, 4, 4, 2)), (0, _Cut(32, 4, 7, 2))),
 }
 """By lanes, for heads of up to 128 in two bytes: up to how many rows which cut; the last one is for more, and
-for `few` keys. `programs` here are those of a multiprocessor. By reasoning, not yet measured:
+for `few` keys, by reasoning. `programs` here are those of a multiprocessor. The others are the best of those
+measured on an H200 at 1, 32, 128 and 256 rows of 1,024 and 4,096 keys (`bench/results/verify-h200.json`; at
+32 rows of 1,024 keys 64 lanes take 36.9 us, in tiles of 32 keys 36.0).
 
-Two programs of 4 warps may have 255 registers a thread each, and need 210 with 16 lanes, all with 32 and 64.
-Their 113 KB of shared memory each hold three tiles of 64 keys, of which two are under way: 128 KB, where
-4.3 TB/s at 1 us are 33 KB a multiprocessor. 64 lanes go through wgmma, which holds one tile more, and 33 KB
-in which results are laid out: with tiles of 32 keys two programs have room (99 KB each), of 64 one.
 Few rows are cut into fewer pieces the more lanes they have, as one program reads all pieces of a row again:
 of 64 lanes one is 32 KB, as much as a tile of 64 keys. The tiles of a piece are under way together."""
 
@@ -190,13 +189,13 @@ def verify_config(
     deep: bool = True,
 ) -> DecodeConfig:
     """As `decode_config`, for a graph of so many tokens of rows that have up to `query` each. A longer row
-    than a tile of queries is taken for several; where two have no room in one, each token is a row of its
-    own."""
+    than a tile of queries is taken for several; where two have no room in one, or a lone row of large groups
+    is read faster so, each token is a row of its own."""
     plain = head_dim <= 128 and deep
     queries = min(query, (LANES if plain else WIDE_LANES) // group)
-    if queries < 2:
-        return decode_config(head_dim, kv_heads, processors, tokens, group=group, few=few, deep=deep)
     rows = cdiv(tokens, query)
+    if queries < 2 or (rows == 1 and group >= LONE_GROUP):
+        return decode_config(head_dim, kv_heads, processors, tokens, group=group, few=few, deep=deep)
     if plain:
         *some, (_, cut) = VERIFY[max(pow2(queries * group), 16)]
         cut = next((each for most, each in some if rows <= most and not few), cut)
