@@ -2,7 +2,8 @@
 
 Unlike in `bench.kernels.compile` the runner launches the kernels, on CPU tensors of a model with one layer,
 so that argument types, alignments and constants are those of serving. This shows compile errors, and kernels
-that are compiled again from step to step. --jobs compiles in parallel into Triton's cache, which a server on
+that are compiled again from step to step. With --draft the kernels are those of a server that drafts, where a
+decode row has several tokens. --jobs compiles in parallel into Triton's cache, which a server on
 the same host then uses.
 """
 
@@ -26,23 +27,31 @@ import torch
 from torch import Tensor
 
 from bench.kernels.compile import compiling, report
+from core.config import SpeculativeConfig
 from core.models import Fp8, ModelSpec
-from gpu.attention.backend import attention_config
+from gpu.attention.backend import AttentionBackend, attention_config
 from gpu.attention.selector import PhasedAttention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
 from gpu.build import spec_of
 from gpu.cuda import MAX_CHUNKS
 from gpu.device import HOPPER, CudaFacts
+from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
+from gpu.draft.drafter import Drafter
+from gpu.draft.model import DraftMachine
+from gpu.draft.stage import DraftStage
+from gpu.kernels.draft import look_up
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
+from gpu.kernels.sampling import chain
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.layers.moe import expert_scales
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.runner import Machine, ModelRunner, Shape
+from gpu.runner import Machine, ModelRunner, Shape, most_samples
 from gpu.state.entry import CASCADE_ROWS
+from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import Work
@@ -83,6 +92,11 @@ def _cublas_fp8_gemm(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -
     return torch.empty(len(x), len(weight), dtype=dtype)
 
 
+def _embed(self: TritonOps, table: Tensor, ids: Tensor) -> Tensor:
+    """Of ids that no kernel has written."""
+    return table.new_empty(len(ids), table.shape[1])
+
+
 def _to_float32(self: Linear, x: Tensor) -> Tensor:
     return torch.empty(len(x), len(self.matrix.weight))
 
@@ -95,6 +109,9 @@ def _no_library_gemms() -> Iterator[None]:
         mock.patch.object(Linear, "to_float32", _to_float32),
         mock.patch("gpu.ops.fused.cublas_gemm", _cublas_gemm),
         mock.patch("gpu.ops.fp8.cublas_fp8_gemm", _cublas_fp8_gemm),
+        mock.patch.object(TritonOps, "embed", _embed),
+        mock.patch.object(torch, "empty_like", torch.zeros_like),  # indices are in bounds
+        mock.patch.object(DraftStage, "measure", lambda *args: None),
     ):
         yield
 
@@ -109,6 +126,17 @@ class Steps(NamedTuple):
     cascade_rows: int
     kv: torch.dtype | None = None
     """Dtype of the KV pages; None: the model's."""
+    draft: Draft | None = None
+
+    @property
+    def samples(self) -> int:
+        """Tokens that a step may sample."""
+        return most_samples(self.rows, self.tokens, self.drafts)
+
+    @property
+    def drafts(self) -> int:
+        """Of a row."""
+        return 0 if self.draft is None else self.draft.most
 
 
 def cut(model: Path, layers: int, dtype: str, fp8: Fp8) -> ModelSpec:
@@ -119,13 +147,23 @@ def cut(model: Path, layers: int, dtype: str, fp8: Fp8) -> ModelSpec:
     return msgspec.structs.replace(spec, layers=layers, window_layers=windows, dtype=dtype, fp8=fp8)
 
 
-def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
-    """Launch the launcher's part of the graphs that such a server captures, and its other kernels; within
-    `compiling()`."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    rows, tokens, page, pdl, cascade_rows, kept = steps
-    config = attention_config(spec, page, rows, dtype, CPU, DEVICE)
-    config = config._replace(pdl=pdl, cascade_rows=cascade_rows, kv_scales=(1.0, 1.0) if kept else None)
+class Layers(NamedTuple):
+    """How a model's layers run."""
+
+    attention: AttentionBackend
+    ops: Callable[[KvPool], Callable[[StepView], TritonOps]]
+
+
+def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
+    """Those of a server."""
+    dtype, pdl = getattr(torch, spec.dtype), steps.pdl
+    config = attention_config(spec, steps.page, steps.samples, dtype, CPU, DEVICE)
+    config = config._replace(
+        pdl=pdl,
+        cascade_rows=steps.cascade_rows,
+        query=1 + steps.drafts,
+        kv_scales=(1.0, 1.0) if steps.kv else None,
+    )
     attention = PhasedAttention(TritonPrefill(config), TritonDecode(config))
     moe = None
     if (experts := spec.moe) is not None:
@@ -138,15 +176,42 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
         kernels = Kernels(attention, pool.caches(), moe, pdl, config.kv_scales, counters)
         return lambda view: TritonOps(view, kernels)
 
-    chunks = min(rows, MAX_CHUNKS)
-    padded = PaddedSizes(rows, tokens, chunks)
-    machine = Machine(CPU, padded, lambda: launcher, attention, ops, begin_step, triton_kernels, pdl)
-    shape = Shape(rows, tokens, chunks, PAGES, page, spec.vocab_size, HiddenShape(spec.hidden, dtype))
-    runner = ModelRunner(shape, machine, shape.entries(CPU))
-    with device_thread(CPU), _no_library_gemms(), mock.patch("gpu.weights.load.fill_dummy"):
+    return Layers(attention, ops)
+
+
+def drafter_of(spec: ModelSpec, steps: Steps) -> Callable[[SlotTables], Drafter] | None:
+    """What drafts for a model of `spec`, if anything does."""
+    if (draft := steps.draft) is None:
+        return None
+    dtype, run = getattr(torch, spec.dtype), None
+    if (own := draft.layers) is not None:
+        attention, ops = layers_of(msgspec.structs.replace(own, dtype=spec.dtype), steps)
+        pages = pool_of(own, steps.kv or dtype, CPU)
+        run = DraftMachine(attention, ops, pages, triton_kernels, chain, steps.pdl)
+    found = partial(look_up, pdl=steps.pdl)
+    return make_drafter(draft, spec.context_length, steps.samples, dtype, CPU, run, found)
+
+
+def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
+    """Launch the launcher's part of the graphs that such a server captures, and its other kernels; within
+    `compiling()`."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    rows, tokens, chunks = steps.rows, steps.tokens, min(steps.rows, MAX_CHUNKS)
+    attention, ops = layers_of(spec, steps)
+    padded = PaddedSizes(steps.samples, tokens, chunks, steps.drafts)
+    machine = Machine(CPU, padded, lambda: launcher, attention, ops, begin_step, triton_kernels, steps.pdl)
+    hidden = HiddenShape(spec.hidden, dtype)
+    shape = Shape(rows, tokens, chunks, PAGES, steps.page, spec.vocab_size, hidden, steps.drafts)
+    runner = ModelRunner(shape, machine, shape.entries(CPU), drafter=drafter_of(spec, steps))
+    with (
+        device_thread(CPU),
+        _no_library_gemms(),
+        mock.patch("gpu.weights.load.fill_dummy"),
+        mock.patch("gpu.weights.draft.fill_dummy"),
+    ):
         runner.use_model(load_model(spec, None, dtype, CPU))
         heads = (spec.kv_heads, spec.head_dim)
-        runner.use_pool(KvPool(spec.layers, PAGES, page, heads, kept or dtype, CPU))
+        runner.use_pool(KvPool(spec.layers, PAGES, steps.page, heads, steps.kv or dtype, CPU))
         runner.prepare()
 
 
@@ -170,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="", help="the model's own by default")
     parser.add_argument("--quantization", default="none", choices=FP8_KINDS)
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--draft", type=Path, help="a head or a small model that drafts, by its config.json")
+    parser.add_argument("--algorithm", default="eagle3", help="of --draft; ngram needs none")
+    parser.add_argument("--drafts", type=int, default=0, help="of a row; 0: as the draft model says")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args(argv)
@@ -179,7 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model in args.models:
             began = time.monotonic()
             spec = cut(model, args.layers, args.dtype, FP8_KINDS[args.quantization])
-            work = partial(compile_part, spec, steps, of=args.jobs)
+            draft = None
+            if args.draft is not None or args.algorithm == "ngram":
+                tokens = args.drafts and 1 + args.drafts
+                settings = SpeculativeConfig(algorithm=args.algorithm, num_draft_tokens=tokens)
+                draft = read_drafting(settings, args.draft, spec_of(model), True, spec_of)
+            work = partial(compile_part, spec, steps._replace(draft=draft), of=args.jobs)
             every = {name: line for found in pool.map(work, range(args.jobs)) for name, line in found.items()}
             for line, count in sorted(Counter(every.values()).items()):
                 print(f"{line}  x {count}" if count > 1 else line)
