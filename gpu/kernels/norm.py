@@ -1,4 +1,4 @@
-"""RMSNorm, alone and after the addition to the residual."""
+"""RMSNorm, alone, after the addition to the residual, and of an embedding beside a hidden state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, launch_options, padding, pow2
+
+
+@jit
+def _normed(v: tl.tensor, w: tl.tensor, eps: float, WIDTH: tl.constexpr) -> tl.tensor:
+    f = v.to(tl.float32)
+    return f * tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps) * w
 
 
 @jit
@@ -34,9 +40,7 @@ def _rms_norm(
         # Rounded before the norm, as the model's own dtype rounds it in plain torch.
         v = (v.to(tl.float32) + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
         tl.store(at, v, mask=mask)
-    f = v.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
-    tl.store(out + row * WIDTH + cols, (f * scale * w).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * WIDTH + cols, _normed(v, w, eps, WIDTH).to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(
@@ -60,4 +64,60 @@ def rms_norm(
     _rms_norm[(rows,)](
         x, residual, weight, out, num_rows, eps, WIDTH=width, BLOCK=block, **launch_options(pdl, warps)
     )
+    return out
+
+
+@jit
+def _embed_beside(
+    table: tl.tensor,
+    ids: tl.tensor,
+    hidden: tl.tensor,
+    table_weight: tl.tensor | None,
+    hidden_weight: tl.tensor | None,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    eps: float,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row, half = tl.program_id(0), tl.program_id(1)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    begin(PDL)
+    if padding(row, num_rows):
+        return
+    if half == 0:
+        v = tl.load(table + tl.load(ids + row).to(tl.int64) * WIDTH + cols, mask=mask, other=0.0)
+        if table_weight is not None:
+            w = tl.load(table_weight + cols, mask=mask, other=0.0).to(tl.float32)
+            v = _normed(v, w, eps, WIDTH).to(v.dtype)
+    else:
+        v = tl.load(hidden + row * WIDTH + cols, mask=mask, other=0.0)
+        if hidden_weight is not None:
+            w = tl.load(hidden_weight + cols, mask=mask, other=0.0).to(tl.float32)
+            v = _normed(v, w, eps, WIDTH).to(v.dtype)
+    tl.store(out + (row * 2 + half) * WIDTH + cols, v, mask=mask)
+
+
+def embed_beside(
+    table: Tensor,
+    ids: Tensor,
+    hidden: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    *,
+    num_rows: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """Rows `ids` [n] of `table` [vocab, width] beside `hidden` [n, width], all contiguous: a new
+    [n, 2 * width], each half normed as by `rms_norm` where `weights` [width] are given. `num_rows` as
+    there."""
+    rows, width = hidden.shape
+    out = hidden.new_empty(rows, 2 * width)
+    block = pow2(width)
+    _embed_beside[(rows, 2)](
+        table, ids, hidden, *(weights or (None, None)), out, num_rows, eps, WIDTH=width, BLOCK=block,
+        **launch_options(pdl, min(max(block // 512, 1), 8)),
+    )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from gpu.layers import Parameters, RmsNorm, Rope
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Layer
 from gpu.models.draft import ChainModel
-from gpu.ops.base import Ops, Part, Rotation
+from gpu.ops.base import Ops, PairNorms, Part, Rotation
 
 
 class _Unnormed(Layer):
@@ -40,13 +40,10 @@ class _Fused(Layer):
         super().__init__(spec, 0, parameters, 2 * spec.hidden)
         self._hidden_norm = RmsNorm(spec, "model.layers.0.hidden_norm", parameters)
 
-    def attend_pair(
-        self, ctx: ForwardContext, rotation: Rotation, embedding: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Attention output of the heads, and the normed `hidden`."""
-        normed = self._hidden_norm(ctx, None, hidden)
-        pair = torch.cat([self._before(ctx, None, embedding), normed], dim=-1)
-        return self.attention.attend(ctx, rotation, pair), normed
+    @property
+    def norms(self) -> PairNorms:
+        """Of the embedding and of the hidden state."""
+        return self._before.weight, self._hidden_norm.weight, self._before.eps
 
 
 class _Made(NamedTuple):
@@ -94,8 +91,7 @@ class Eagle(ChainModel):
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChainModel.forward`."""
         rotation = self._rope(ctx)
-        pair = torch.cat([ctx.ops.embed(self.embedding, ids), hidden], dim=-1)
-        residual = self._fc(pair, ctx.ops)
+        residual = self._fc(ctx.ops.embed_beside(self.embedding, ids, hidden, None), ctx.ops)
         found = self._layers[0].attend(ctx, rotation, None, residual)
         _, part, residual = _rest(ctx, rotation, self._layers, found, residual)
         assert isinstance(part, Tensor), "the layers are dense"
@@ -140,9 +136,11 @@ class Eagle3(ChainModel):
     def forward(self, ctx: ForwardContext, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `ChainModel.forward`."""
         rotation = self._rope(ctx)
-        embedding = ctx.ops.embed(self.embedding, ids)
-        found, normed = self._first.attend_pair(ctx, rotation, embedding, hidden)
-        residual = normed if self.spec.norm_before_residual else hidden
+        pair = ctx.ops.embed_beside(self.embedding, ids, hidden, self._first.norms)
+        residual = hidden
+        if self.spec.norm_before_residual:
+            residual = pair[:, hidden.shape[1] :].contiguous()
+        found = self._first.attention.attend(ctx, rotation, pair)
         ctx, part, residual = _rest(ctx, rotation, self._layers, found, residual)
         out = self._norm(ctx, part, residual)
         return out, out if self.spec.norm_output else residual

@@ -49,6 +49,9 @@ Part = Tensor | PendingExperts
 HeadNorms = tuple[Tensor, Tensor, float]
 """Weights [head_dim] of the query and the key norm, and eps."""
 
+PairNorms = tuple[Tensor, Tensor, float]
+"""Weights [hidden] of the norms of an embedding and of the hidden state beside it, and eps."""
+
 
 class Ops(Protocol):
     """Owner: launch thread, for one step. n rows; those behind a step's true rows may hold anything."""
@@ -59,6 +62,11 @@ class Ops(Protocol):
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """Rows of `table` [vocab, hidden]: a new [n, hidden], which becomes the residual."""
+        ...
+
+    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+        """Rows of `table` [vocab, hidden] beside `hidden` [n, hidden], each normed where `norms` are given: a
+        new [n, 2 * hidden]."""
         ...
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:

@@ -50,9 +50,9 @@ from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
-from gpu.kernels.norm import rms_norm
+from gpu.kernels.norm import embed_beside, rms_norm
 from gpu.kernels.silu_mul import silu_mul
-from gpu.ops.base import HeadNorms, Matrix, Part, PendingExperts, Rotation
+from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation
 from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import gate
 from gpu.state.view import StepView
@@ -97,6 +97,12 @@ class TritonOps:
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """See `Ops.embed`. Padded ids are in bounds, and their rows unused."""
         return torch.index_select(table, 0, ids)
+
+    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+        """See `Ops.embed_beside`: one launch."""
+        weights, eps = (None, 0.0) if norms is None else (norms[:2], norms[2])
+        rows, pdl = self._rows, self._kernels.pdl
+        return embed_beside(table, ids, hidden, weights, eps, num_rows=rows, pdl=pdl)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
         """See `Ops.rotation`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Experts
-from gpu.ops.base import HeadNorms, Matrix, Part, Rotation
+from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, Rotation
 from gpu.quant import quantise, quantise_groups, restore
 from gpu.state.view import StepView
 
@@ -39,6 +39,14 @@ class TorchOps:
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """See `Ops.embed`."""
         return table[ids]
+
+    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+        """See `Ops.embed_beside`."""
+        pair = [table[ids], hidden]
+        if norms is not None:
+            *weights, eps = norms
+            pair = [F.rms_norm(x, w.shape, w, eps) for x, w in zip(pair, weights, strict=True)]
+        return torch.cat(pair, dim=-1)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotation:
         """See `Ops.rotation`."""

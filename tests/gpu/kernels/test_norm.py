@@ -7,7 +7,7 @@ import torch
 
 from bench.kernels import reference
 from bench.kernels.inputs import error, scalar
-from gpu.kernels.norm import rms_norm
+from gpu.kernels.norm import embed_beside, rms_norm
 
 
 @pytest.mark.parametrize("width", [64, 96, 576])
@@ -29,3 +29,18 @@ def test_add_and_norm_leaves_padded_rows_alone(
     assert error(found[:3], reference.rms_norm(expected, weight, 1e-5)) < tolerance
     assert torch.equal(residual[:3], expected)
     assert torch.equal(residual[3:], before[3:])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_embedding_beside_a_hidden_state(
+    normed: bool, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    table, hidden = (torch.randn(rows, 96, device=device).to(dtype) for rows in (20, 5))
+    weights = tuple(torch.rand(96, device=device).to(dtype) for _ in range(2))
+    ids = torch.tensor([7, 19, 0, 3, 3], dtype=torch.int32, device=device)
+    norms = (weights[0], weights[1]) if normed else None
+    found = embed_beside(table, ids, hidden, norms, 1e-5, num_rows=scalar(4, device))
+    halves = [table[ids], hidden]
+    if normed:
+        halves = [reference.rms_norm(x, w, 1e-5) for x, w in zip(halves, weights, strict=True)]
+    assert error(found[:4], torch.cat(halves, dim=-1)[:4]) < tolerance
