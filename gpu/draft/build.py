@@ -83,7 +83,7 @@ class Draft(NamedTuple):
             rows = samples if self.spec.block_size else rows
         else:
             kept = 0
-        logits = rows * (vocab + target.vocab_size) * 4
+        logits = rows * vocab * 4
         return (weights + kept + 8 * tokens * layers.hidden) * dtype.itemsize + logits
 
 
