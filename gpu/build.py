@@ -202,7 +202,6 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
             attention,
             lambda pool: lambda view: TorchOps(view, attention),
             pool_of(layers, dtype, device),
-            torch_kernels,
             chain_kernels,
         )
     return make_drafter(draft, parts.sizes.context, samples, dtype, device, run)

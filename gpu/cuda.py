@@ -56,7 +56,7 @@ def captured_runner(
         if (layers := draft.layers) is not None:
             own = _layers(layers, parts.target, model, cache, samples, 1 + shape.drafts)
             pages = pool_of(layers, page_dtype(cache, dtype), device)
-            run = DraftMachine(own.attention, own.ops, pages, triton_kernels, chain, pdl)
+            run = DraftMachine(own.attention, own.ops, pages, chain, pdl)
         drafter = make_drafter(draft, sizes.context, samples, dtype, device, run, partial(look_up, pdl=pdl))
     return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
 

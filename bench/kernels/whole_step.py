@@ -187,7 +187,7 @@ def drafter_of(spec: ModelSpec, steps: Steps) -> Callable[[SlotTables], Drafter]
     if (own := draft.layers) is not None:
         attention, ops = layers_of(msgspec.structs.replace(own, dtype=spec.dtype), steps)
         pages = pool_of(own, steps.kv or dtype, CPU)
-        run = DraftMachine(attention, ops, pages, triton_kernels, chain, steps.pdl)
+        run = DraftMachine(attention, ops, pages, chain, steps.pdl)
     found = partial(look_up, pdl=steps.pdl)
     return make_drafter(draft, spec.context_length, steps.samples, dtype, CPU, run, found)
 

@@ -11,17 +11,26 @@ wrote them, and what a step computes is stored over them before a later block ca
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from gpu.draft.drafter import StepOutcome
-from gpu.draft.model import DraftRows, ModelDrafter
+from gpu.draft.model import ModelDrafter
+from gpu.models.base import CausalModel
 from gpu.models.draft import BlockModel
+from gpu.state.chain import Block, ChainRows
 
 
 class BlockDrafter(ModelDrafter[BlockModel]):
-    """`gpu.draft.drafter.Drafter` over a `BlockModel`. A forward has at most as many tokens as are drawn at
-    once, or one row's: the blocks of more rows run one batch after the other."""
+    """`gpu.draft.drafter.Drafter` over a `BlockModel`. A forward has at most as many tokens as a step
+    samples, or one row's: the blocks of more rows run one batch after the other."""
+
+    def use_model(self, target: CausalModel | None) -> None:
+        """See `Drafter.use_model`."""
+        super().use_model(target)
+        if target is None:
+            return
+        spec = self._ready().spec
+        block = Block(min(spec.block_size, 1 + self._tables.most_drafts), spec.mask_token, spec.causal)
+        if block != (old := self._chain).block:
+            self._chain = ChainRows.of(self._tables, block)._replace(page_size=old.page_size)
 
     def follow(self, outcome: StepOutcome) -> None:
         """See `Drafter.follow`."""
@@ -35,30 +44,13 @@ class BlockDrafter(ModelDrafter[BlockModel]):
 
     def propose(self, outcome: StepOutcome, rows: int) -> None:
         """See `Drafter.propose`."""
-        row, most = self._rows(outcome, rows), max(self._draws // (1 + self._most()), 1)
+        model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
+        tokens = self._chain.block.tokens
+        most = max(self._samples // tokens, 1)
         for first in range(0, rows, most):
-            self._propose(row.part(first, first + most))
-
-    def _propose(self, row: DraftRows) -> None:
-        tables, model, most = self._tables, self._ready(), self._most()
-        ids = tables.last_token.new_full((len(row.slots), 1 + most), model.spec.mask_token)
-        ids[:, 0] = tables.last_token[row.slots]
-        positions = row.lengths[:, None] + torch.arange(1 + most, device=ids.device)
-        tokens = row.repeat(1 + most)
-        view = self._view(tokens, ids.flatten(), positions.flatten())
-        if not model.spec.causal:
-            seen = (
-                torch.minimum(tokens.lengths + 1 + most, tokens.ends) - self._chain.gaps.skipped[tokens.slots]
-            )
-            seen = seen.clamp(min=1)
-            view = view._replace(decode_lengths=seen.to(torch.int32))
-        hidden = model.forward(self._context(view), view.ids).view(*ids.shape, -1)
-        drafts = self._draw(hidden[:, 1:].flatten(0, 1), row.repeat(most), positions[:, 1:].flatten())
-        count = (row.ends - row.lengths - 1).clamp(0, most)
-        count = torch.where(row.slots > 0, count, 0)[:, None]
-        made: Tensor = torch.cat([count, drafts.view(-1, most)], 1)
-        tables.drafts[row.slots, : 1 + most] = made.to(torch.int32)
-
-    def _most(self) -> int:
-        """Drafts of a row."""
-        return min(self._ready().spec.block_size - 1, self._tables.most_drafts)
+            count = min(most, rows - first)
+            row = self._chain.first(count)
+            kernels.start(outcome.view, outcome.samples, row, first, pdl=pdl)
+            hidden = model.forward(self._context(row.view), row.view.ids)
+            masks = hidden.view(count, tokens, -1)[:, 1:].flatten(0, 1)
+            kernels.draw(model.logits(masks), model.token_ids, row, 0, pdl=pdl)

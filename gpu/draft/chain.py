@@ -58,8 +58,8 @@ class ChainDrafter(ModelDrafter[Chain]):
         aux: tuple[int, ...] | None,
         samples: int,
     ) -> None:
-        """`load` gives the draft model of a target; steps have up to `samples` samples."""
-        super().__init__(load, machine, tables, aux, draws=0)
+        """See `ModelDrafter`."""
+        super().__init__(load, machine, tables, aux, samples)
         self._kept = min(samples, tables.slots - 1)
         self._states: tuple[Tensor, Tensor] | None = None
         self._successors = Successors(tables.slots, tables.words.device)

@@ -1,4 +1,5 @@
-"""What `gpu.draft.chain` does between the forwards of a draft model: its kernels, and those of a CPU.
+"""What `gpu.draft.chain` and `gpu.draft.block` do around the forwards of a draft model: the kernels of both,
+and those of a CPU.
 
 A draft step has a few numbers for each row, and a launch takes longer than their arithmetic: each of these is
 one or two launches. On a GPU they are `gpu.kernels.sampling.chain`.
@@ -54,10 +55,12 @@ class ChainKernels(Protocol):
         """Copy rows `at` int32 [n] of both `states` [any, width] to the first of `out`; None: all rows."""
         ...
 
-    def start(self, view: StepView, samples: Samples, rows: ChainRows, *, pdl: bool = False) -> None:
-        """Begin the drafts of a step's rows that sample: write how many each gets, and `rows` for the forward
-        of its last token. A row has pages for its whole query if it is a decode row, else for its tokens. A
-        forward without a page stores in the dump."""
+    def start(
+        self, view: StepView, samples: Samples, rows: ChainRows, first: int = 0, *, pdl: bool = False
+    ) -> None:
+        """Begin the drafts of a step's rows that sample, from `first` on: write how many each gets, and
+        `rows` for the forward of its last token or block. A row has pages for its whole query if it is a
+        decode row, else for its tokens. A forward without a page stores in the dump."""
         ...
 
     def draw(
@@ -69,9 +72,9 @@ class ChainKernels(Protocol):
         *,
         pdl: bool = False,
     ) -> None:
-        """Draw each row's draft behind `made` others from `logits` float32 [rows, draft vocabulary], whose
-        ids are the target's `token_ids`. Write it and its survival to the tables, and `rows` for the forward
-        of it.
+        """Draw each row's drafts behind `made` others from `logits` float32 [rows * draws, draft vocabulary],
+        whose ids are the target's `token_ids`. Write them and their survival to the tables and, unless they
+        are a block's, `rows` for the forward of the one.
 
         It is drawn as the target's token at its position will be, by the same noise of the same ids, but from
         the whole vocabulary: top_k, top_p and min_p cost passes over the logits, and a wrong guess little.
@@ -129,24 +132,32 @@ def keep(
         into[: len(found)] = found
 
 
-def start(view: StepView, samples: Samples, rows: ChainRows, *, pdl: bool = False) -> None:
+def start(view: StepView, samples: Samples, rows: ChainRows, first: int = 0, *, pdl: bool = False) -> None:
     """See `ChainKernels.start`."""
-    tables, count = rows.tables, len(rows.ends)
-    slots, lengths, ends = _rows(view, samples, rows)
-    rows.view.counts.copy_(samples.drafts.rows.clamp(max=count) * torch.tensor([1, 1, 0, 1]))
-    rows.view.decode_slots.copy_(slots)
+    tables, block, own = rows.tables, rows.block, rows.view
+    slots, lengths, ends = _rows(view, samples, rows, first)
+    live = (samples.drafts.rows - first).clamp(0, len(ends))
+    own.counts.copy_(live * torch.tensor([block.tokens, block.tokens, 0, block.draws]))
     rows.ends.copy_(ends)
-    _forward(rows, tables.last_token[slots], lengths - rows.gaps.skipped[slots], lengths + 1)
-    drafts = (ends - lengths + rows.shifted).clamp(0, tables.most_drafts)
-    tables.drafts[slots, 0] = torch.where(slots > 0, drafts, 0).to(torch.int32)
+    drafts = torch.where(slots > 0, (ends - lengths + rows.reach).clamp(0, rows.most), 0)
+    tables.drafts[slots, 0] = drafts.to(torch.int32)
+    gap, each = rows.gaps.skipped[slots], torch.arange(block.tokens, dtype=torch.int32)
+    ids = torch.where(each > 0, block.mask, tables.last_token[slots][:, None])
+    own.decode_slots.copy_(slots.repeat_interleave(block.tokens))
+    _forward(rows, ids.flatten(), ((lengths - gap)[:, None] + each).flatten())
+    if not block.causal:
+        seen = (torch.minimum(lengths + block.tokens, ends) - gap).clamp(min=1)
+        own.decode_lengths.copy_(seen.repeat_interleave(block.tokens))
+    rows.slots.copy_(slots.repeat_interleave(block.draws))
+    rows.positions.copy_((lengths[:, None] + 1 + each[: block.draws]).flatten())
 
 
-def _rows(view: StepView, samples: Samples, rows: ChainRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots (0 for padding), lengths and ends [rows] of a step's rows that sample."""
-    tables, size, count = rows.tables, rows.page_size, len(rows.ends)
-    slots, positions = samples.slots[:count], samples.positions[:count]
+def _rows(view: StepView, samples: Samples, rows: ChainRows, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots (0 for padding), lengths and ends [rows] of a step's rows that sample, from `first` on."""
+    tables, size, end = rows.tables, rows.page_size, first + len(rows.ends)
+    slots, positions = samples.slots[first:end], samples.positions[first:end]
     own, before = samples.drafts.rows, samples.drafts.before
-    at = torch.arange(count)
+    at = torch.arange(first, end)
     slots = torch.where(at < own, slots, 0).long()
     decode = view.num_decode - before[own.long()]
     query = tables.max_drafts[slots].clamp(max=tables.most_drafts)
@@ -155,26 +166,26 @@ def _rows(view: StepView, samples: Samples, rows: ChainRows) -> tuple[Tensor, Te
     return slots, tables.length[slots], torch.where(slots > 0, ends, 0)
 
 
-def _forward(rows: ChainRows, ids: Tensor, position: Tensor, ahead: Tensor) -> None:
-    """Write the forward of a token of each row at `position`, and the position to draw for behind it."""
+def _forward(rows: ChainRows, ids: Tensor, position: Tensor) -> None:
+    """Write the forward of tokens `ids` of the rows at `position`, [rows * tokens] each."""
     view, size = rows.view, rows.page_size
-    slots = view.decode_slots.long()
-    held = torch.minimum(position, rows.ends.clamp(min=1) - 1)
+    slots, ends = view.decode_slots.long(), rows.ends.repeat_interleave(rows.block.tokens)
+    held = torch.minimum(position, ends.clamp(min=1) - 1)
     cells = rows.tables.page_table[slots, held // size] * size + held % size
     view.ids.copy_(torch.where(slots > 0, ids, 0))
     view.positions.copy_(held)
     view.decode_lengths.copy_(held + 1)
-    view.kv_slot_mapping.copy_(torch.where(position < rows.ends, cells, 0))
-    rows.positions.copy_(ahead)
+    view.kv_slot_mapping.copy_(torch.where(position < ends, cells, 0))
 
 
 def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *, pdl: bool = False) -> None:
-    """See `ChainKernels.draw`: a row at a time."""
-    tables = rows.tables
-    slots = rows.view.decode_slots[: int(rows.view.counts[0])].long()
+    """See `ChainKernels.draw`: a token at a time."""
+    tables, draws = rows.tables, rows.block.draws
+    live = int(rows.view.counts[3])
+    slots = rows.slots[:live].long()
     ids = torch.arange(logits.shape[1], dtype=torch.int32) if token_ids is None else token_ids.int()
-    tokens, shares = torch.zeros_like(rows.ends), torch.zeros(len(rows.ends))
-    seeds, positions = tables.seed[slots].numpy(), rows.positions[: len(slots)].numpy()
+    tokens, shares = torch.zeros_like(rows.slots), torch.zeros(len(rows.slots))
+    seeds, positions = tables.seed[slots].numpy(), rows.positions[:live].numpy()
     keys = row_keys(seeds, positions.astype(np.int64))
     for row, temperature in enumerate(tables.temperature[slots].tolist()):
         best = int(logits[row].argmax())  # NaN wins the argmax
@@ -184,9 +195,13 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
         if temperature > 0:
             best = int(argmax(weights / exponential(bits(keys[row], ids))))
         tokens[row], shares[row] = ids[best], weights[best] / weights.sum()
-    known = rows.tables.survival[slots, made - 1] if made else torch.ones(len(slots))
-    rows.tables.survival[slots, made] = known * shares[: len(slots)]
-    tables.drafts[slots, 1 + made] = tokens[: len(slots)]
-    slots = rows.view.decode_slots.long()
-    position = tables.length[slots] + made + 1
-    _forward(rows, tokens, position - int(rows.shifted) - rows.gaps.skipped[slots], position + 1)
+    known = tables.survival[slots[::draws], made - 1] if made else torch.ones(live // draws)
+    for j in range(draws):
+        known = known * shares[j:live:draws]
+        tables.survival[slots[::draws], made + j] = known
+        tables.drafts[slots[::draws], 1 + made + j] = tokens[j:live:draws]
+    if rows.block.tokens == 1:
+        slots = rows.slots.long()
+        position = tables.length[slots] + made + 1
+        _forward(rows, tokens, position - int(rows.shifted) - rows.gaps.skipped[slots])
+        rows.positions.copy_(position + 1)

@@ -1,8 +1,8 @@
-"""Per-row state of chain drafting, kept between forwards of the draft model."""
+"""Per-row state of drafting, kept between forwards of the draft model."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,51 +29,88 @@ class Gaps(NamedTuple):
     taken: Tensor
 
 
+class Block(NamedTuple):
+    """What a forward of a draft model has of each row: one token, or `tokens` of which all but the first, the
+    row's last one, are the id `mask`. Unless it is `causal` each sees the whole block."""
+
+    tokens: int = 1
+    mask: int = 0
+    causal: bool = True
+
+    @property
+    def draws(self) -> int:
+        """Tokens that are drawn of a row at once."""
+        return max(self.tokens - 1, 1)
+
+
+ONE_TOKEN: Final = Block()
+
+
 class ChainRows(NamedTuple):
     """Rows that get drafts, in memory that all steps share: graphs hold its addresses.
 
     tables     of their slots
-    view       the next forward of the draft model: one token of each row
+    view       the next forward of the draft model: a block of each row; its samples are what is drawn
     ends       int32 [rows]: the first position without a page
+    slots      int32 [rows * draws]: of the tokens to draw next
+    positions  int32 [rows * draws]: of the same
     gaps       of all slots
-    positions  int32 [rows]: of the token to draw next
     page_size  tokens of a page
     shifted    see `gpu.draft.chain.Chain`
+    block      of each row
     """
 
     tables: SlotTables
     view: StepView
     ends: Tensor
+    slots: Tensor
     positions: Tensor
     gaps: Gaps
     page_size: int = 1
     shifted: bool = False
+    block: Block = ONE_TOKEN
 
     @classmethod
-    def of(cls, tables: SlotTables) -> ChainRows:
+    def of(cls, tables: SlotTables, block: Block = ONE_TOKEN) -> ChainRows:
         """For as many rows as there are slots."""
         device, rows = tables.words.device, tables.slots - 1
-        ints = torch.zeros(6, rows, dtype=torch.int32, device=device)
-        ids, positions, mapping, slots, lengths, none = ints
-        counts, few = (torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 1))
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        tokens, (few, none) = rows * block.tokens, (ints(1), ints(0))
+        ids, positions, mapping, slots, lengths = ints(5, tokens)
         view = StepView(
-            rows, rows, 0, counts, ids, positions, mapping, tables.page_table, slots, lengths, none[:0],
-            none[:0], few, few,
+            tokens, tokens, 0, ints(4), ids, positions, mapping, tables.page_table, slots, lengths, none,
+            none, few, few,
         )  # fmt: skip
-        ends, ahead = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        gaps = Gaps(*torch.zeros(2, tables.slots, dtype=torch.int32, device=device))
-        return cls(tables, view, ends, ahead, gaps)
+        drawn, ahead = ints(2, rows * block.draws)
+        if block.tokens == 1:
+            drawn = slots
+        return cls(tables, view, ints(rows), drawn, ahead, Gaps(*ints(2, tables.slots)), block=block)
+
+    @property
+    def most(self) -> int:
+        """Drafts of a row."""
+        return self.tables.most_drafts if self.block.tokens == 1 else self.block.draws
+
+    @property
+    def reach(self) -> int:
+        """How many drafts a row has whose pages end at its last token: each further position is one more."""
+        return int(self.shifted) if self.block.tokens == 1 else -1
 
     def first(self, rows: int) -> ChainRows:
         """The first `rows`."""
-        view = self.view
+        view, tokens, draws = self.view, rows * self.block.tokens, rows * self.block.draws
         view = view._replace(
-            tokens=rows,
-            max_decode=rows,
-            ids=view.ids[:rows],
-            positions=view.positions[:rows],
-            kv_slot_mapping=view.kv_slot_mapping[:rows],
-            decode_slots=view.decode_slots[:rows],
-            decode_lengths=view.decode_lengths[:rows],
+            tokens=tokens,
+            max_decode=tokens,
+            ids=view.ids[:tokens],
+            positions=view.positions[:tokens],
+            kv_slot_mapping=view.kv_slot_mapping[:tokens],
+            decode_slots=view.decode_slots[:tokens],
+            decode_lengths=view.decode_lengths[:tokens],
         )
-        return self._replace(view=view, ends=self.ends[:rows], positions=self.positions[:rows])
+        return self._replace(
+            view=view, ends=self.ends[:rows], slots=self.slots[:draws], positions=self.positions[:draws]
+        )

@@ -22,7 +22,6 @@ from gpu.models.base import CausalModel
 from gpu.models.draft import BlockModel
 from gpu.models.small import SmallModel
 from gpu.ops.plain import TorchOps
-from gpu.sample import torch_kernels
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.weights import load_draft, load_model
@@ -96,4 +95,4 @@ def cpu_machine(spec: ModelSpec) -> DraftMachine:
     def ops(pool: KvPool) -> Callable[[StepView], TorchOps]:
         return lambda view: TorchOps(view, attention)
 
-    return DraftMachine(attention, ops, make_pool, torch_kernels, chain_kernels)
+    return DraftMachine(attention, ops, make_pool, chain_kernels)

@@ -194,7 +194,7 @@ def _forward(
     return held, tl.where(position < end, page * PAGE + held % PAGE, 0)
 
 
-@jit_loose("count")
+@jit_loose("first", "count")
 def _start(
     sample_slots: tl.tensor,
     sample_positions: tl.tensor,
@@ -212,12 +212,18 @@ def _start(
     lengths: tl.tensor,
     skipped: tl.tensor,
     ends: tl.tensor,
+    draw_slots: tl.tensor,
     draws: tl.tensor,
     column: int,
     width: int,
+    first: int,
     count: int,
     DRAFTS: tl.constexpr,
-    SHIFTED: tl.constexpr,
+    MOST: tl.constexpr,
+    REACH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PAGE: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
@@ -225,47 +231,61 @@ def _start(
     begin(PDL)
     i = tl.arange(0, SPAN)
     own, inside = tl.load(sampling), i < count
-    live = inside & (i < own)
-    slot = tl.load(sample_slots + i, mask=live, other=0)
+    live = inside & (first + i < own)
+    slot = tl.load(sample_slots + first + i, mask=live, other=0)
     length = tl.load(columns + _LENGTH * column + slot, mask=live, other=0)
     token = tl.load(columns + _LAST_TOKEN * column + slot, mask=live, other=0)
     limit = tl.load(columns + _LIMIT * column + slot, mask=live, other=0)
-    most = tl.minimum(tl.load(columns + _MAX_DRAFTS * column + slot, mask=live, other=0), DRAFTS)
+    query = tl.minimum(tl.load(columns + _MAX_DRAFTS * column + slot, mask=live, other=0), DRAFTS)
     # A decode row has pages for its whole query, any other for its tokens.
     decode = tl.load(num_decode) - tl.load(before + own)
-    held = tl.load(sample_positions + i, mask=live, other=0) + tl.where(i < decode, most, 0)
-    end = tl.where(live, tl.minimum(limit, (held + PAGE - 1) // PAGE * PAGE), 0)
-    room = tl.minimum(tl.maximum(end - length + SHIFTED, 0), DRAFTS)
+    held = tl.load(sample_positions + first + i, mask=live, other=0)
+    held += tl.where(first + i < decode, query, 0)
+    end = tl.where(live & (slot > 0), tl.minimum(limit, (held + PAGE - 1) // PAGE * PAGE), 0)
+    room = tl.minimum(tl.maximum(end - length + REACH, 0), MOST)
     tl.store(drafts + slot * (DRAFTS + 1), room, mask=live & (slot > 0))
     gap = tl.load(skipped + slot, mask=live, other=0)
-    position, cell = _forward(table, slot, length - gap, end, width, PAGE)
-    tl.store(ids + i, token, mask=inside)
-    tl.store(positions + i, position, mask=inside)
-    tl.store(mapping + i, cell, mask=inside)
-    tl.store(slots + i, slot, mask=inside)
-    tl.store(lengths + i, position + 1, mask=inside)
     tl.store(ends + i, end, mask=inside)
-    tl.store(draws + i, length + 1, mask=inside)
+    for j in range(TOKENS):
+        at = i * TOKENS + j
+        position, cell = _forward(table, slot, length - gap + j, end, width, PAGE)
+        seen = position + 1
+        if not CAUSAL:
+            seen = tl.maximum(tl.minimum(length + TOKENS, end) - gap, 1)
+        tl.store(ids + at, tl.where(slot > 0, tl.where(j > 0, MASK, token), 0), mask=inside)
+        tl.store(positions + at, position, mask=inside)
+        tl.store(mapping + at, cell, mask=inside)
+        tl.store(slots + at, slot, mask=inside)
+        tl.store(lengths + at, seen, mask=inside)
+        if TOKENS == 1:
+            tl.store(draws + i, length + 1, mask=inside)
+        else:
+            tl.store(draw_slots + at - i - 1, slot, mask=inside & (j > 0))
+            tl.store(draws + at - i - 1, length + j, mask=inside & (j > 0))
+    rows = tl.minimum(tl.maximum(own - first, 0), count)
     i = tl.arange(0, 4)
-    tl.store(counts + i, tl.where(i == 2, 0, tl.minimum(own, count)))
+    drawn = rows * (TOKENS if TOKENS == 1 else TOKENS - 1)
+    tl.store(counts + i, tl.where(i == 2, 0, tl.where(i == 3, drawn, rows * TOKENS)))
 
 
 def start(
     view: StepView,
     samples: tuple[Tensor, Tensor, Tensor, DraftSamples],
     rows: ChainRows,
+    first: int = 0,
     *,
     pdl: bool = False,
 ) -> None:
     """See `ChainKernels.start`. One program."""
-    own, tables, (_, slots, positions, drafts) = rows.view, rows.tables, samples
+    own, tables, block, (_, slots, positions, drafts) = rows.view, rows.tables, rows.block, samples
     span = pow2(tables.slots - 1)  # of the tables, not of the step: one kernel for all sizes
     _start[(1,)](
         slots, positions, *drafts, view.num_decode, tables.words, tables.page_table, tables.drafts,
         own.counts, own.ids, own.positions, own.kv_slot_mapping, own.decode_slots, own.decode_lengths,
-        rows.gaps.skipped, rows.ends, rows.positions, tables.words.stride(0), tables.page_table.stride(0),
-        len(rows.ends), DRAFTS=tables.most_drafts, SHIFTED=int(rows.shifted), PAGE=rows.page_size, SPAN=span,
-        **launch_options(pdl, min(max(span // 32, 1), 8)),
+        rows.gaps.skipped, rows.ends, rows.slots, rows.positions, tables.words.stride(0),
+        tables.page_table.stride(0), first, len(rows.ends), DRAFTS=tables.most_drafts, MOST=rows.most,
+        REACH=rows.reach, TOKENS=block.tokens, MASK=block.mask, CAUSAL=block.causal, PAGE=rows.page_size,
+        SPAN=span, **launch_options(pdl, min(max(span // 32, 1), 8)),
     )  # fmt: skip
 
 
@@ -279,14 +299,14 @@ def _take(
     table: tl.tensor,
     drafts: tl.tensor,
     survival: tl.tensor,
-    num_rows: tl.tensor,
+    num_draws: tl.tensor,
     ids: tl.tensor,
     positions: tl.tensor,
     mapping: tl.tensor,
-    slots: tl.tensor,
     lengths: tl.tensor,
     skipped: tl.tensor,
     ends: tl.tensor,
+    draw_slots: tl.tensor,
     draws: tl.tensor,
     stride: int,
     column: int,
@@ -294,6 +314,8 @@ def _take(
     made: int,
     count: int,
     DRAFTS: tl.constexpr,
+    DRAWS: tl.constexpr,
+    CHAIN: tl.constexpr,
     SHIFTED: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -302,55 +324,61 @@ def _take(
     row = tl.program_id(0)
     r = tl.arange(0, BLOCK)
     begin(PDL)
-    if padding(row, num_rows):
+    if padding(row * DRAWS, num_draws):
         return
-    slot, inside, at = tl.load(slots + row), r < count, row * count + r
-    score = tl.load(runs.score + at, mask=inside, other=float("-inf"))
-    found = tl.load(runs.token + at, mask=inside, other=2147483647)
-    peaks = tl.load(runs.high + at, mask=inside, other=float("-inf"))
-    mass = tl.load(runs.mass + at, mask=inside, other=0.0)
-    high = tl.max(peaks, 0)
-    finite = (high > float("-inf")) & (high < float("inf"))
-    level = tl.where(finite, high, 0.0)
-    best = tl.min(tl.where(score == tl.max(score, 0), found, 2147483647), 0)
-    best = tl.where(finite, best, 0)
-    # Behind a row without a token stands token 0, which nobody expects to be accepted.
+    slot, inside = tl.load(draw_slots + row * DRAWS), r < count
     inverse = inverse_temperature(tl.load(temperature + slot))
-    total = tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * inverse), 0)
-    share = tl.exp((tl.load(logits + row.to(tl.int64) * stride + best) - level) * inverse) / total
-    share = tl.where(finite, share, 0.0)
+    known = tl.full([], 1.0, tl.float32)
     if made > 0:
-        share *= tl.load(survival + slot * DRAFTS + made - 1)
-    token = best
-    if names is not None:
-        token = tl.load(names + best).to(tl.int32)
-    token = tl.where(finite, token, 0)
-    tl.store(survival + slot * DRAFTS + made, share)
-    tl.store(drafts + slot * (DRAFTS + 1) + 1 + made, token)
-    draw = tl.load(columns + _LENGTH * column + slot) + made + 1
-    behind = draw - SHIFTED - tl.load(skipped + slot)
-    position, cell = _forward(table, slot, behind, tl.load(ends + row), width, PAGE)
-    tl.store(ids + row, token)
-    tl.store(positions + row, position)
-    tl.store(mapping + row, cell)
-    tl.store(lengths + row, position + 1)
-    tl.store(draws + row, draw + 1)
+        known = tl.load(survival + slot * DRAFTS + made - 1)
+    for j in range(DRAWS):
+        line = row * DRAWS + j
+        at = line * count + r
+        score = tl.load(runs.score + at, mask=inside, other=float("-inf"))
+        found = tl.load(runs.token + at, mask=inside, other=2147483647)
+        peaks = tl.load(runs.high + at, mask=inside, other=float("-inf"))
+        mass = tl.load(runs.mass + at, mask=inside, other=0.0)
+        high = tl.max(peaks, 0)
+        finite = (high > float("-inf")) & (high < float("inf"))
+        level = tl.where(finite, high, 0.0)
+        best = tl.min(tl.where(score == tl.max(score, 0), found, 2147483647), 0)
+        best = tl.where(finite, best, 0)
+        # Behind a row without a token stands token 0, which nobody expects to be accepted.
+        total = tl.sum(mass * tl.exp((tl.minimum(peaks, level) - level) * inverse), 0)
+        share = tl.exp((tl.load(logits + line.to(tl.int64) * stride + best) - level) * inverse) / total
+        known *= tl.where(finite, share, 0.0)
+        token = best
+        if names is not None:
+            token = tl.load(names + best).to(tl.int32)
+        token = tl.where(finite, token, 0)
+        tl.store(survival + slot * DRAFTS + made + j, known)
+        tl.store(drafts + slot * (DRAFTS + 1) + 1 + made + j, token)
+        if CHAIN:
+            draw = tl.load(columns + _LENGTH * column + slot) + made + 1
+            behind = draw - SHIFTED - tl.load(skipped + slot)
+            position, cell = _forward(table, slot, behind, tl.load(ends + row), width, PAGE)
+            tl.store(ids + row, token)
+            tl.store(positions + row, position)
+            tl.store(mapping + row, cell)
+            tl.store(lengths + row, position + 1)
+            tl.store(draws + row, draw + 1)
 
 
 def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *, pdl: bool = False) -> None:
     """See `ChainKernels.draw`: the first kernel of `choose`, and one that takes what it found."""
-    vocab, tables, view = logits.shape[1], rows.tables, rows.view
+    vocab, tables, view, live = logits.shape[1], rows.tables, rows.view, rows.view.counts[3:4]
     run = 1 if len(logits) <= _FEW else RUN
     shape = len(logits), cdiv(vocab, BLOCK * run)
     runs = Runs.empty(shape, logits.device)
     sample_runs[shape](
-        logits, view.decode_slots, rows.positions, Columns.of(tables), view.num_tokens, runs, token_ids,
-        logits.stride(0), vocab, shape[1], WEIGHED=True, BLOCK=BLOCK, RUN=run, **launch_options(pdl, 4),
+        logits, rows.slots, rows.positions, Columns.of(tables), live, runs, token_ids, logits.stride(0),
+        vocab, shape[1], WEIGHED=True, BLOCK=BLOCK, RUN=run, **launch_options(pdl, 4),
     )  # fmt: skip
-    _take[(len(logits),)](
+    _take[(len(rows.ends),)](
         runs, logits, token_ids, tables.temperature, tables.words, tables.page_table, tables.drafts,
-        tables.survival, view.num_tokens, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots,
-        view.decode_lengths, rows.gaps.skipped, rows.ends, rows.positions, logits.stride(0),
-        tables.words.stride(0), tables.page_table.stride(0), made, shape[1], DRAFTS=tables.most_drafts,
-        SHIFTED=int(rows.shifted), PAGE=rows.page_size, BLOCK=pow2(shape[1]), **launch_options(pdl, 1),
+        tables.survival, live, view.ids, view.positions, view.kv_slot_mapping, view.decode_lengths,
+        rows.gaps.skipped, rows.ends, rows.slots, rows.positions, logits.stride(0), tables.words.stride(0),
+        tables.page_table.stride(0), made, shape[1], DRAFTS=tables.most_drafts, DRAWS=rows.block.draws,
+        CHAIN=rows.block.tokens == 1, SHIFTED=int(rows.shifted), PAGE=rows.page_size, BLOCK=pow2(shape[1]),
+        **launch_options(pdl, 1),
     )  # fmt: skip

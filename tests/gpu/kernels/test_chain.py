@@ -12,7 +12,7 @@ from gpu.draft.chain_kernels import ChainKernels
 from gpu.kernels.sampling import chain as triton_kernels
 from gpu.sample import torch_kernels
 from gpu.sample.rows import DraftSamples, Rows
-from gpu.state.chain import ChainRows
+from gpu.state.chain import ONE_TOKEN, Block, ChainRows
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import Samples
@@ -66,9 +66,8 @@ def step(device: torch.device) -> tuple[StepView, Samples]:
     return view, Samples(ints(SAMPLE_ROWS), ints(SAMPLE_SLOTS), ints(SAMPLE_POSITIONS), drafts)
 
 
-def begun(device: torch.device, shifted: bool, rows: int) -> ChainRows:
-    own = tables(device)
-    made = ChainRows.of(own)
+def begun(device: torch.device, shifted: bool, rows: int, block: Block = ONE_TOKEN) -> ChainRows:
+    made = ChainRows.of(tables(device), block)
     made.gaps.skipped[3] = 2  # of one row
     return made._replace(page_size=PAGE, shifted=shifted).first(rows)
 
@@ -78,7 +77,7 @@ def contents(rows: ChainRows) -> list[list[float]]:
     view, live = rows.view, int(rows.view.counts[0])
     written = (
         view.counts, view.ids, view.positions, view.kv_slot_mapping, view.decode_slots, view.decode_lengths,
-        rows.ends, rows.positions[:live], rows.tables.drafts[1:],
+        rows.ends, rows.slots, rows.positions[:live], rows.tables.drafts[1:],
     )  # fmt: skip
     return [each.tolist() for each in written]
 
@@ -200,6 +199,44 @@ def test_drafts_are_drawn_as_the_targets_tokens(
         # A forward behind the pages is stored in the dump, and stays within them.
         assert made[0].view.positions[1] == 16 and made[0].view.kv_slot_mapping[1] == 0
         assert made[0].view.positions[0] == min(11 + at - shifted, 11)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_block_is_drafted_at_once(
+    causal: bool, first: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_kernels, "_FEW", 5)
+    block, found, rows = Block(3, 777, causal), [], 4
+    logits = torch.randn(rows * 2, VOCAB) * 3
+    for kernels, where in ((plain, CPU), (triton_kernels, device)):
+        made = begun(where, False, rows, block)
+        kernels.start(*step(where), made, first)
+        tables, view, live = made.tables, made.view, 3 - first
+        assert view.counts.tolist() == [3 * live, 3 * live, 0, 2 * live]
+        assert view.decode_slots.tolist() == [slot for slot in [5, 2, 3, 0, 0][first:][:4] for _ in range(3)]
+        # The slot at its limit has no page for a mask, the draft model two entries less of slot 3.
+        last = [[10, 11, 11], [16, 16, 16], [4, 5, 6], [0, 0, 0]][first:]
+        assert view.positions.view(rows, 3).tolist()[: len(last)] == last
+        seen = [[11, 12, 12], [17, 17, 17], [5, 6, 7]] if causal else [[12] * 3, [17] * 3, [6] * 3]
+        assert view.decode_lengths.view(rows, 3).tolist()[:live] == seen[first:]
+        tokens = [[205, 777, 777], [202, 777, 777], [203, 777, 777], [0, 0, 0]][first:]
+        assert view.ids.view(rows, 3).tolist()[: len(tokens)] == tokens
+        assert made.positions.view(rows, 2).tolist()[:live] == [[11, 12], [18, 19], [7, 8]][first:]
+        assert tables.drafts[[5, 2, 3], 0].tolist()[first:] == [1, 0, 1][first:]
+        found.append((made, contents(made)))
+        kernels.draw(logits.to(where), None, made, 0)
+    (own, begun_), (other, as_begun) = found
+    assert begun_ == as_begun and contents(own) == contents(other)
+    torch.testing.assert_close(other.tables.survival.cpu(), own.tables.survival, atol=1e-6, rtol=1e-4)
+    slots, heat = torch.tensor([5, 2, 3][first:]), torch.tensor([0.7, 1.3, 1.0][first:])
+    known = torch.ones(len(slots))
+    for at in range(2):
+        mine = logits[at::2][: len(slots)]
+        want = by_the_target(torch.cat([torch.zeros(first, VOCAB), mine]), None, at)[first:]
+        assert own.tables.drafts[slots, 1 + at].tolist() == want.tolist()
+        known = known * (mine / heat[:, None]).softmax(-1)[range(len(slots)), want]
+        torch.testing.assert_close(own.tables.survival[slots, at], known, atol=1e-6, rtol=1e-4)
 
 
 def by_the_target(logits: Tensor, ids: Tensor | None, made: int) -> Tensor:
