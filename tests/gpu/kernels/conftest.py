@@ -22,9 +22,9 @@ collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> None:
     if not torch.cuda.is_available():
-        from tests.rigs.interpreter import patch_once_a_launch
+        from tests.rigs.interpreter import speed_up
 
-        patch_once_a_launch()
+        speed_up()
 
 
 @pytest.fixture(scope="session")
