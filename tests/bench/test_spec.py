@@ -121,9 +121,22 @@ async def test_answers_end_at_their_stops(url: str) -> None:
     assert cut["meta_info"]["finish_reason"]["type"] == "stop"
 
 
+class Running(Server):
+    """`url` for both sides, so that not every test starts servers."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def wait_ready(self, timeout: float) -> float:
+        return 0.0
+
+    def stop(self) -> None: ...
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_run_of_cases(
     together: bool,
+    url: str,
     model: Path,
     head: Path,
     tmp_path: Path,
@@ -131,6 +144,8 @@ def test_a_run_of_cases(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(main, "SETUPS", {"8b": Setup(str(model), str(head), together)})
+    if together:  # the servers have the same flags either way
+        monkeypatch.setattr(main, "Server", lambda flags, log, module: Running(url))
     out = tmp_path / "out.json"
     out.write_text(json.dumps([{"name": "8b-accept3-c1-16/32", "speedup": 0}, {"name": "older"}]))
     sizes = ["--input-len", "16", "--output-len", "32", "--vocab-high", "200", "--rounds", "1"]
@@ -147,6 +162,7 @@ def test_a_run_of_cases(
 
 
 def test_what_runs_out_of_time_is_left_out(
+    url: str,
     model: Path,
     head: Path,
     tmp_path: Path,
@@ -154,6 +170,7 @@ def test_what_runs_out_of_time_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(main, "SETUPS", {"8b": Setup(str(model), str(head))})
+    monkeypatch.setattr(main, "Server", lambda flags, log, module: Running(url))
     out = tmp_path / "out.json"
     server = ["--device", "cpu", "--chat-template", str(model / "template.jinja"), "--vocab-high", "200"]
     with pytest.raises(SystemExit):

@@ -7,12 +7,13 @@ import asyncio
 import io
 import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from bench.chaos.row import Setting
+from bench.chaos.server import Server
 from bench.chaos.tiny import dummy_model, flags
 from tests.rigs.process import Process, serving
 from tests.rigs.wait import PATIENCE
@@ -22,20 +23,17 @@ GOOD = {"prompt": "The neighbours sing", "max_tokens": 60, "ignore_eos": True, "
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return dummy_model(tmp_path_factory.mktemp("hostile"))
-
-
-@pytest.fixture(scope="module")
-def started(model: Path) -> Iterator[Process]:
-    with serving(*quiet(model)) as process:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    # Without info logs: the test does not read the server's stderr, and a full pipe would block it.
+    model = dummy_model(tmp_path_factory.mktemp("hostile"))
+    with serving(*flags(model), "--log-level", "warning") as process:
         yield process
 
 
 @pytest.fixture
-async def server(started: Process, session: aiohttp.ClientSession) -> Process:
+async def url(started: Process, session: aiohttp.ClientSession) -> str:
     await started.ready(session)
-    return started
+    return started.url
 
 
 @pytest.fixture
@@ -45,34 +43,29 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield opened
 
 
-def quiet(model: Path) -> list[str]:
-    """Flags without info logs: the test does not read the server's stderr, and a full pipe would block it."""
-    return [*flags(model), "--log-level", "warning"]
-
-
-async def send(session: aiohttp.ClientSession, server: Process, path: str, body: Any) -> tuple[int, bytes]:
+async def send(session: aiohttp.ClientSession, url: str, path: str, body: Any) -> tuple[int, bytes]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    async with session.post(server.url + path, data=io.BytesIO(data)) as answer:
+    async with session.post(url + path, data=io.BytesIO(data)) as answer:
         return answer.status, await answer.read()
 
 
-async def tokens(session: aiohttp.ClientSession, server: Process, body: dict[str, Any]) -> list[list[int]]:
-    status, answer = await send(session, server, TEXT, {**body, "return_token_ids": True})
+async def tokens(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> list[list[int]]:
+    status, answer = await send(session, url, TEXT, {**body, "return_token_ids": True})
     assert status == 200, answer
     return [choice["token_ids"] for choice in json.loads(answer)["choices"]]
 
 
-async def figures(session: aiohttp.ClientSession, server: Process) -> dict[str, float]:
-    async with session.get(server.url + "/metrics") as answer:
+async def figures(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    async with session.get(url + "/metrics") as answer:
         lines = [line for line in (await answer.text()).splitlines() if line.startswith("loom_")]
     return {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
-async def wait_idle(session: aiohttp.ClientSession, server: Process) -> dict[str, float]:
+async def wait_idle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """Wait until nothing runs; every page must be free or cached then. Returns the metrics."""
     async with asyncio.timeout(PATIENCE):
         while True:
-            now = await figures(session, server)
+            now = await figures(session, url)
             if not now["loom_requests_running"] and not now["loom_requests_waiting"]:
                 break
             await asyncio.sleep(0.05)  # polling without a pause would take CPU time from the server
@@ -81,20 +74,18 @@ async def wait_idle(session: aiohttp.ClientSession, server: Process) -> dict[str
     return now
 
 
-LARGE_POOL: list[str] = []
-SMALL_POOL = ["--kv-tokens", "320", "--conservativeness", "0.01"]
-SETTINGS = [
+LARGE_POOL = ()
+SMALL_POOL = ("--kv-tokens", "320", "--conservativeness", "0.01")
+SETTINGS = (
     LARGE_POOL,
     SMALL_POOL,
-    [*SMALL_POOL, "--overlap-depth", "2", "--page-size", "1", "--no-radix-cache"],
-    ["--overlap-depth", "0", "--step-tokens", "16"],
-    ["--prefill-first", "--max-running", "3"],
-]
+    (*SMALL_POOL, "--overlap-depth", "2", "--page-size", "1", "--no-radix-cache"),
+    ("--overlap-depth", "0", "--step-tokens", "16"),
+    ("--prefill-first", "--max-running", "3"),
+)
 
 
-async def test_tokens_do_not_depend_on_settings_or_concurrency(
-    model: Path, session: aiohttp.ClientSession
-) -> None:
+async def test_tokens_do_not_depend_on_settings_or_concurrency(session: aiohttp.ClientSession) -> None:
     bodies: list[dict[str, Any]] = [
         {"prompt": f"{i} is a number " * (1 + i % 3), "max_tokens": 70, "ignore_eos": True, "seed": 5}
         | ({"temperature": 0} if i % 2 else {"temperature": 1, "n": 1 + i % 3})
@@ -102,14 +93,19 @@ async def test_tokens_do_not_depend_on_settings_or_concurrency(
         for i in range(12)
     ]
     expected: list[list[list[int]]] = []
-    for setting in SETTINGS:
-        with serving(*quiet(model), *setting) as server:
-            await server.ready(session)
-            expected = expected or [await tokens(session, server, body) for body in bodies]
-            concurrent = await asyncio.gather(*(tokens(session, server, body) for body in bodies))
+    server = Server(model="")  # one process in which the servers run one after another
+    try:
+        for setting in SETTINGS:
+            await server.stop()
+            await server.start(Setting(flags=setting))
+            url = f"http://127.0.0.1:{server.port}"
+            expected = expected or [await tokens(session, url, body) for body in bodies]
+            concurrent = await asyncio.gather(*(tokens(session, url, body) for body in bodies))
             assert concurrent == expected, setting
-            now = await wait_idle(session, server)
+            now = await wait_idle(session, url)
             assert (now["loom_retractions_total"] > 0) == (setting[:4] == SMALL_POOL), setting
+    finally:
+        await server.close()
 
 
 WIDE = [[1]] * 100_001
@@ -128,30 +124,30 @@ EXPENSIVE: list[tuple[str, dict[str, Any], str]] = [
 
 
 async def test_bodies_that_would_block_the_event_loop_are_rejected(
-    server: Process, session: aiohttp.ClientSession
+    url: str, session: aiohttp.ClientSession
 ) -> None:
     for path, body, param in EXPENSIVE:
-        status, answer = await send(session, server, path, body)
+        status, answer = await send(session, url, path, body)
         assert (status, json.loads(answer)["error"]["param"]) == (400, param)
 
 
 async def test_cumulative_events_are_not_quadratic_in_the_output(
-    server: Process, session: aiohttp.ClientSession
+    url: str, session: aiohttp.ClientSession
 ) -> None:
     sampling = {"max_new_tokens": 800, "ignore_eos": True, "temperature": 0}
     body = {"text": "a", "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 20}
-    status, stream = await send(session, server, NATIVE, {**body, "stream": True})
+    status, stream = await send(session, url, NATIVE, {**body, "stream": True})
     events = [line for line in stream.split(b"\n\n") if line.startswith(b"data: {")]
     assert status == 200 and len(json.loads(events[-1][6:])["output_ids"]) == 800
     assert len(stream) < 40 * len(events[-1])  # 400 times the last event if quadratic
 
 
 async def test_the_cache_can_be_flushed_after_the_last_answer(
-    server: Process, session: aiohttp.ClientSession
+    url: str, session: aiohttp.ClientSession
 ) -> None:
     """Also after a request that ends with a stop token, which leaves a planned step in flight."""
-    [ids] = await tokens(session, server, {**GOOD, "temperature": 1, "seed": 1})
+    [ids] = await tokens(session, url, {**GOOD, "temperature": 1, "seed": 1})
     for _ in range(10):
-        await tokens(session, server, {**GOOD, "temperature": 1, "seed": 1, "stop_token_ids": [ids[3]]})
-        status, answer = await send(session, server, "/flush_cache", {})
+        await tokens(session, url, {**GOOD, "temperature": 1, "seed": 1, "stop_token_ids": [ids[3]]})
+        status, answer = await send(session, url, "/flush_cache", {})
         assert status == 200, answer

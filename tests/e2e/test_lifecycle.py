@@ -39,7 +39,7 @@ async def statistic(session: aiohttp.ClientSession, server: Process, name: str) 
 async def wait_for(session: aiohttp.ClientSession, server: Process, name: str, value: float) -> None:
     async with asyncio.timeout(PATIENCE):
         while await statistic(session, server, name) != value:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

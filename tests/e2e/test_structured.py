@@ -234,8 +234,8 @@ async def test_a_required_tool_call_works_with_every_model(session: aiohttp.Clie
         (call,) = whole["message"]["tool_calls"]
         assert (call["function"]["name"], whole["finish_reason"]) == ("weather", "tool_calls")
         assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
-        for length in range(1, body["usage"]["completion_tokens"]):
-            status, cut = await chat(session, **fields, max_tokens=length)
+        lengths = range(1, body["usage"]["completion_tokens"])
+        for _, cut in await asyncio.gather(*(chat(session, **fields, max_tokens=each) for each in lengths)):
             (half,) = cut["choices"]
             assert half["finish_reason"] == "length" and not half["message"]["content"], cut
             for call in half["message"].get("tool_calls", ()):
@@ -284,6 +284,7 @@ async def test_streams_continue_beside_a_grammar_that_does_not_compile(
         async with session.post("/v1/completions", json=body) as answer:
             assert answer.status == 200
             answered += 1
+        await asyncio.wait([hostile], timeout=0.2)
     status, body = hostile.result()
     assert status == 400
     assert "5 s" in body["error"]["message"]

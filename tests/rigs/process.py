@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -60,7 +61,8 @@ class Process:
                         return seen
                     seen.append(body)
             except aiohttp.ClientConnectionError:
-                continue
+                pass  # not listening yet
+            await asyncio.sleep(0.02)  # polling without a pause would take CPU time from the server
         raise AssertionError("the server did not become ready")
 
     def signal(self, number: signal.Signals) -> None:
