@@ -30,8 +30,7 @@ def engines(tiny: Tiny) -> Iterator[Engines]:
     compiler.close()
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2])
-@pytest.mark.parametrize("depth", [1, 3, 7])
+@pytest.mark.parametrize(("depth", "overlap"), [(1, 0), (1, 2), (3, 1), (7, 0), (7, 2)])
 async def test_a_draft_model_that_is_the_target_is_always_right(
     engines: Engines, tiny: Tiny, depth: int, overlap: int
 ) -> None:
@@ -47,8 +46,18 @@ async def test_a_draft_model_that_is_the_target_is_always_right(
     assert engine.runner.most[plain["seeded"].run.prompt.tobytes()] == 1 + depth
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle-sglang", "eagle3", "eagle3.1"])
-@pytest.mark.parametrize(("depth", "overlap"), [(1, 0), (3, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("name", "depth", "overlap"),
+    [
+        ("eagle", 1, 0),
+        ("eagle", 5, 2),
+        ("eagle-sglang", 3, 1),
+        ("eagle3", 3, 1),
+        ("eagle3", 5, 2),
+        ("eagle3.1", 1, 0),
+        ("eagle3.1", 5, 2),
+    ],
+)
 async def test_a_heads_guesses_change_no_text(
     engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
@@ -58,8 +67,16 @@ async def test_a_heads_guesses_change_no_text(
         same(answer, plain[answer.run.id])
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash-bias", "dflash-speculators"])
-@pytest.mark.parametrize(("depth", "overlap"), [(3, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("name", "depth", "overlap"),
+    [
+        ("dflash", 3, 0),
+        ("dflash", 2, 1),
+        ("dflash", 3, 2),
+        ("dflash-bias", 2, 1),
+        ("dflash-speculators", 3, 2),
+    ],
+)
 async def test_a_blocks_guesses_change_no_text(
     engines: Engines, tmp_path: Path, name: str, depth: int, overlap: int
 ) -> None:
