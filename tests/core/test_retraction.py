@@ -28,7 +28,7 @@ def admitted(h: Harness) -> list[int]:
 def test_later_arrivals_do_not_take_the_pages_of_a_retracted_request(depth: int, order: str) -> None:
     """Nobody who came later is admitted between a retraction and the return of who was retracted."""
     retractions = 0
-    for seed in range(12):
+    for seed in range(5):
         rng = random.Random(seed)
         h = Harness(pages=16, rows=8, depth=depth, order=order, conservativeness=0.01)
         sent = [h.request([i, *range(rng.randrange(2, 9))], max_tokens=24) for i in range(6)]
