@@ -119,19 +119,21 @@ def _targets(node: ast.AST) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(path: Path) -> tuple[tuple[str, bool], ...]:
     """(module, deferred) for every import of a file, including typing-only ones."""
     tree = parse(path)
     inside = {
         id(child) for function in functions(tree) for child in ast.walk(function) if child is not function
     }
+    found = []
     for node in ast.walk(tree):
         deferred = id(node) in inside
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, deferred
+            found += [(alias.name, deferred) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module, deferred
+            found.append((node.module, deferred))
+    return tuple(found)
 
 
 def count(pattern: str, *rooms: str) -> int:
