@@ -11,20 +11,17 @@ import pytest
 import torch
 
 from app.engine.job import Job
-from app.helper.process import HelperProcess
-from app.text.tokenizer import Tokenizer
 from core.models import DraftSpec, ModelSpec, read_draft
 from core.plan import NewSlot, StepPlan
 from core.request import SamplingParams
 from gpu.build import spec_of
 from gpu.draft.drafter import Drafter, StepOutcome
-from gpu.grammar import Compiler
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.state.tables import SlotTables
 from tests.rigs import draft_heads, drafters, tiny_model
-from tests.rigs.draft_jobs import STOP, Engines
+from tests.rigs.draft_jobs import Engines, engines_of
 from tests.rigs.drafting import PAGE, SAMPLES, Drafts
 from tests.rigs.naive_heads import Naive
 from tests.rigs.runner import Rig
@@ -153,10 +150,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="module")
 def engines(tiny: Tiny) -> Iterator[Engines]:
-    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
-    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    yield Engines(tiny.path, tokenizer, compiler)
-    compiler.close()
+    with engines_of(tiny.path) as made:
+        yield made
 
 
 def jobs() -> list[Job]:

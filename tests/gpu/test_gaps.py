@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from app.helper.process import HelperProcess
-from app.text.tokenizer import Tokenizer
 from core.plan import NewSlot, StepPlan
 from gpu.draft.drafter import Drafter, StepOutcome
-from gpu.grammar import Compiler
 from gpu.state.tables import SlotTables
 from tests.rigs import drafters, tiny_model
-from tests.rigs.draft_jobs import STOP, Engines, jobs, same
+from tests.rigs.draft_jobs import Engines, engines_of, jobs, same
 from tests.rigs.drafting import Drafts
 from tests.rigs.runner import Rig
-from tests.rigs.tiny_model import VOCAB, Tiny
+from tests.rigs.tiny_model import Tiny
 
 KINDS = ("greedy", "logprobs", "repetition", "seeded", "stop ids")
 DEPTH = 3
@@ -33,10 +30,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="module")
 def engines(tiny: Tiny) -> Iterator[Engines]:
-    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
-    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    yield Engines(tiny.path, tokenizer, compiler)
-    compiler.close()
+    with engines_of(tiny.path) as made:
+        yield made
 
 
 class Made(NamedTuple):

@@ -9,17 +9,13 @@ import msgspec
 import pytest
 
 from app.engine.job import Job
-from app.helper.process import HelperProcess
-from app.text.tokenizer import Tokenizer
 from gpu.draft.ngram import NgramDrafter
-from gpu.grammar import Compiler
 from gpu.state.history import MAX_TOKENS, history_bytes
 from gpu.state.tables import SlotTables
 from tests.rigs import tiny_model
-from tests.rigs.draft_jobs import HOSTS_OWN, STOP, TOKENS, Engines, jobs, same
+from tests.rigs.draft_jobs import HOSTS_OWN, TOKENS, Engines, engines_of, jobs, same
 from tests.rigs.ngram import UNTOUCHED, Texts, by_lookup
 from tests.rigs.runner import CPU
-from tests.rigs.tiny_model import VOCAB
 
 ROWS, SAMPLES, STEPS = 7, 60, 800
 
@@ -81,10 +77,8 @@ def repetitive() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
-    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    yield Engines(tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe")).path, tokenizer, compiler)
-    compiler.close()
+    with engines_of(tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe")).path) as made:
+        yield made
 
 
 @pytest.mark.parametrize(("overlap", "context"), [(0, 256), (1, 32), (2, 256)])

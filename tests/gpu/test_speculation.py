@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from app.helper.process import HelperProcess
-from app.text.tokenizer import Tokenizer
-from gpu.grammar import Compiler
 from tests.rigs import drafters, tiny_model
-from tests.rigs.draft_jobs import HOSTS_OWN, STOP, Engines, jobs, same
+from tests.rigs.draft_jobs import HOSTS_OWN, Engines, engines_of, jobs, same
 from tests.rigs.drafting import Drafts
-from tests.rigs.tiny_model import VOCAB, Tiny
+from tests.rigs.tiny_model import Tiny
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +21,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture(scope="module")
 def engines(tiny: Tiny) -> Iterator[Engines]:
-    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
-    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    yield Engines(tiny.path, tokenizer, compiler)
-    compiler.close()
+    with engines_of(tiny.path) as made:
+        yield made
 
 
 @pytest.mark.parametrize(("depth", "overlap"), [(1, 0), (1, 2), (3, 1), (7, 0), (7, 2)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 
 from app.engine.job import Job, TextOptions
+from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
 from core.grammar import GrammarCompiler, GrammarSpec
 from core.plan import RowLogprobs
 from core.request import SamplingParams
 from core.types import RootKey
+from gpu.grammar import Compiler
 from gpu.runner import Machine
 from tests.rigs.drafting import Answer, Drafting, Drafts
 from tests.rigs.processors import KNOWN
@@ -109,6 +112,17 @@ class Engines:
             self._plain = {answer.run.id: answer for answer in answers}
             self._texts |= {answer.run.prompt.tobytes(): answer.tokens for answer in answers}
         return self._plain
+
+
+@contextmanager
+def engines_of(path: Path) -> Iterator[Engines]:
+    """With grammars, and a tokenizer whose tokens are bytes."""
+    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
+    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
+    try:
+        yield Engines(path, tokenizer, compiler)
+    finally:
+        compiler.close()
 
 
 def same(got: Answer, want: Answer, close: float = 1e-4) -> None:

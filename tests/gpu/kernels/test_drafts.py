@@ -9,15 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from app.helper.process import HelperProcess
-from app.text.tokenizer import Tokenizer
 from core.models import ModelSpec
 from gpu.attention import AttentionBackend
 from gpu.attention.backend import attention_config
 from gpu.attention.selector import device_attention
 from gpu.device import CudaFacts
 from gpu.draft.model import DraftMachine
-from gpu.grammar import Compiler
 from gpu.kernels.sampling import chain
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
@@ -26,11 +23,10 @@ from gpu.state.view import StepView
 from gpu.step.steps import PaddedSizes
 from tests.rigs import drafters, tiny_model
 from tests.rigs.attention import EagerAttention
-from tests.rigs.draft_jobs import STOP, Engines, jobs, same
+from tests.rigs.draft_jobs import Engines, engines_of, jobs, same
 from tests.rigs.drafting import PAGE, ROWS, SAMPLES, STEP_TOKENS, Drafts
 from tests.rigs.graph_runner import captured_machine
 from tests.rigs.runner import CPU, Rig
-from tests.rigs.tiny_model import VOCAB
 
 KINDS = ("penalties", "min_tokens", "hidden", "grammar")
 TOKENS = 11
@@ -39,10 +35,8 @@ DEPTH = 3
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    tokenizer = Tokenizer.load(None, VOCAB, [STOP])
-    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
-    yield Engines(tiny_model.build("llama", tmp_path_factory.mktemp("llama")).path, tokenizer, compiler)
-    compiler.close()
+    with engines_of(tiny_model.build("llama", tmp_path_factory.mktemp("llama")).path) as made:
+        yield made
 
 
 def attention(rig: Rig) -> AttentionBackend:
