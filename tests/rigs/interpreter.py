@@ -28,9 +28,13 @@ def _patch_once_a_launch() -> None:
     """
     original = interpreter._patch_lang
     patched: set[ModuleType] = set()
+    used: dict[str, set[ModuleType]] = {}  # by module of kernels
 
     def patch(fn: FunctionType) -> Any:
-        modules = {each for each in fn.__globals__.values() if each is tl or each is tl.core}
+        modules = used.get(fn.__module__)
+        if modules is None:
+            modules = {each for each in fn.__globals__.values() if each is tl or each is tl.core}
+            used[fn.__module__] = modules
         if modules <= patched:
             return interpreter._LangPatchScope()
         patched.update(modules)
