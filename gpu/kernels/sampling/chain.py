@@ -372,7 +372,7 @@ def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *
     runs = Runs.empty(shape, logits.device)
     sample_runs[shape](
         logits, rows.slots, rows.positions, Columns.of(tables), live, runs, token_ids, logits.stride(0),
-        vocab, shape[1], WEIGHED=True, BLOCK=BLOCK, RUN=run, **launch_options(pdl, 4),
+        vocab, shape[1], WEIGHED="all", BLOCK=BLOCK, RUN=run, **launch_options(pdl, 4),
     )  # fmt: skip
     _take[(len(rows.ends),)](
         runs, logits, token_ids, tables.temperature, tables.words, tables.page_table, tables.drafts,

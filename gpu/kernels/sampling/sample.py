@@ -57,7 +57,7 @@ class Runs(NamedTuple):
     score  float32: the best logit or, of a row that draws, the best of logit / temperature + noise
     token  int32: whose it is
     high   float32: the largest logit, NaN and +inf as +inf
-    mass   float32: sum of exp((logit - high) / temperature)
+    mass   float32: sum of exp((logit - high) / temperature), 0 of rows that need none
     """
 
     score: Tensor
@@ -150,13 +150,13 @@ def sample_runs(
     stride: int,
     vocab: int,
     count: int,
-    WEIGHED: tl.constexpr,
+    WEIGHED: tl.constexpr,  # "none", "drawn" or "all"
     BLOCK: tl.constexpr,
     RUN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`names` int64 [vocab], if any, are the ids whose noise is drawn; WEIGHED: greedy rows have a mass as
-    well, at temperature 1."""
+    """`names` int64 [vocab], if any, are the ids whose noise is drawn. WEIGHED says which rows have a mass:
+    none, those that draw, or all, greedy ones at temperature 1."""
     row = tl.program_id(0)
     run = tl.program_id(1)
     begin(PDL)
@@ -179,7 +179,7 @@ def sample_runs(
         x = x.to(tl.float32)
         x = tl.where(x == x, x, float("inf"))
         peaks = tl.maximum(high, tl.max(x, 0))
-        if draws | WEIGHED:
+        if WEIGHED != "none" and draws | (WEIGHED == "all"):
             # A row with +inf has no token: its mass may be anything, but not make inf - inf.
             level = tl.where((peaks > float("-inf")) & (peaks < float("inf")), peaks, 0.0)
             old = tl.exp((tl.minimum(high, level) - level) * inverse)
@@ -362,7 +362,7 @@ def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: b
         totals = _Totals(*(torch.empty(len(logits), device=logits.device) for _ in range(2)))
     sample_runs[shape](
         logits, rows.slots, rows.positions, columns, rows.live, runs, None, logits.stride(0), vocab, count,
-        WEIGHED=False, BLOCK=BLOCK, RUN=RUN, **launch_options(pdl, 4),
+        WEIGHED="drawn" if filtered else "none", BLOCK=BLOCK, RUN=RUN, **launch_options(pdl, 4),
     )  # fmt: skip
     _reduce_runs[(len(logits),)](
         runs, rows.slots, columns, tokens, totals, rows.live, count, BLOCK=pow2(count),
