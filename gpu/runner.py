@@ -141,9 +141,8 @@ class ModelRunner:
         maintenance: Maintenance | None = None,
         drafter: Callable[[SlotTables], Drafter] | None = None,
     ) -> None:
-        """`entries` are shared by all ranks, `processors` are logit processors by name. Runs nothing before
-        `use_model`, `use_pool` and `prepare`. Without `maintenance` commands are refused. `drafter` makes
-        what proposes tokens."""
+        """`entries` are shared by all ranks, `processors` known by name, `drafter` makes what drafts tokens.
+        Runs nothing before `use_model`, `use_pool` and `prepare`; refuses commands without `maintenance`."""
         self.device = machine.device
         self.shape, self._machine, self._maintenance = shape, machine, maintenance
         limits = entries.limits
@@ -152,7 +151,7 @@ class ModelRunner:
         self._rings = Rings(entries, machine.device)
         works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl)
         self._stage = SamplingStage(works_on, shape.vocab, self._head, processors)
-        self._matchers = Matchers()
+        self._matchers = Matchers(self.tables)
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None
         self._ops: Callable[[StepView], Ops] | None = None
@@ -185,6 +184,7 @@ class ModelRunner:
         masks, sampled = self._choose(plan, launches)
         if self._drafts is not None:
             self._drafts.launch(plan, key, launches)
+            self._matchers.fetch(masks)
         answer = answer._replace(masks=masks, sampled=sampled)
         marks = Marks(began, mark(self.device))
         launched = LaunchedStep(plan.step, self._rings, ticket, marks, answer, self._matchers)

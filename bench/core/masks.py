@@ -32,6 +32,7 @@ from core.plan import NewSlot, StepPlan
 from core.request import SamplingParams
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.stepper import Matcher
+from gpu.sample.rows import RowTokens
 
 Text = tuple[CompiledGrammar, list[int]]
 
@@ -115,7 +116,7 @@ def drive(listed: list[Text], rows: int, steps: int) -> dict[str, float]:
         masks = matchers.fill(plan)
         filled = time.perf_counter()
         assert masks is not None
-        failed = matchers.accept(masks, tokens)
+        failed = matchers.accept(masks, RowTokens(np.array(tokens, np.int32)))
         accepts.append(time.perf_counter() - filled)
         cpu.append(time.process_time() - used)
         fills.append(filled - begun)

@@ -1,10 +1,11 @@
 """The records that cross threads: the plan of one forward pass and its result."""
 
-from core.plan.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.plan.plan import MASKED_DRAFTS, Chunk, NewSlot, PageWrites, StepPlan
 from core.plan.result import RowLogprobs, StepFailure, StepResult, Support
 from core.types import PromptLogprobs
 
 __all__ = [
+    "MASKED_DRAFTS",
     "Chunk",
     "NewSlot",
     "PageWrites",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from core.grammar import CompiledGrammar
 from core.request.params import Hidden, SamplingParams
 from core.types import NO_LIMIT, NO_TOKENS, Floats, Ints
+
+MASKED_DRAFTS: Final = 256
+"""Drafts that all rows with grammars may have in a step: before it can sample, the host fills a mask for
+each, in some 10 µs."""
 
 
 class NewSlot(msgspec.Struct, frozen=True, gc=False):
@@ -16,7 +22,8 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     empty after a retraction); penalties count them, but for the first `embedded` of the prompt, which are
     placeholders for embeddings. `grammar` masks the slot's tokens; its matcher has to take `output` first.
     The slot's length starts at `cached`: tokens whose KV is in its pages already. No position from `limit`
-    on is ever written: the device cuts a row's query there, to nothing if need be.
+    on is ever written: the device cuts a row's query there, to nothing if need be. Drafts are verified of
+    a slot that `drafts`; those with grammars have at most `MASKED_DRAFTS` in all.
     """
 
     slot: int
@@ -27,6 +34,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     grammar: CompiledGrammar | None = None
     embedded: int = 0
     limit: int = NO_LIMIT
+    drafts: bool = True
 
     @property
     def known(self) -> Ints:

@@ -127,6 +127,7 @@ class Prefills:
                 grammar=request.grammar,
                 embedded=request.embedded,
                 limit=request.limit,
+                drafts=bool(self._table.drafting[slot]),
             ),
             hold.pages,
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from core.plan import MASKED_DRAFTS
 from core.request import Request, State
 from core.types import Ints, NDArray64
 
@@ -17,13 +18,14 @@ class SlotTable:
     Owner: event loop. How many tokens' KV submitted steps write depends, for steps in flight, on the drafts
     that they accept: `least` counts one token for each such step, `most` the whole query. `limit` counts the
     tokens that ever need KV, `room` those that the slot's pages have a place for. `drafting` is 1 where the
-    slot may have drafts. `made` counts confirmed
+    slot may have drafts, `masked` where it has a grammar. `made` counts confirmed
     output tokens of at most `max_tokens`, `in_flight` answers that submitted steps still owe it. `epoch`
     changes whenever a slot is freed, so that a late result cannot be taken for the slot's next owner.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, max_drafts: int = 0) -> None:
         rows = max_rows + 1
+        self._max_drafts = max_drafts
         self._free = list(range(max_rows, 0, -1))  # pop() gives low slots first
         self.requests: list[Request | None] = [None] * rows
         self.least = np.zeros(rows, np.int32)
@@ -33,6 +35,7 @@ class SlotTable:
         self.made = np.zeros(rows, np.int32)
         self.max_tokens = np.zeros(rows, np.int32)
         self.drafting = np.zeros(rows, np.int32)
+        self.masked = np.zeros(rows, np.int32)
         self.in_flight = np.zeros(rows, np.int32)
         self.epoch = np.zeros(rows, np.int64)
 
@@ -55,17 +58,25 @@ class SlotTable:
         self.room[slot] = room
         self.made[slot] = len(request.output)
         self.max_tokens[slot] = request.params.max_tokens
-        # The host has a say between two tokens of the others: see `gpu.state.tables`.
-        self.drafting[slot] = not (request.grammar or request.params.processor)
+        self.masked[slot] = request.grammar is not None
+        self.drafting[slot] = self._may_draft(request)
         self.in_flight[slot] = 0
         return slot
+
+    def _may_draft(self, request: Request) -> bool:
+        """Not one with a logit processor, which is called with the token before; nor one with a grammar while
+        as many draft as there may be."""
+        if request.params.processor:
+            return False
+        masked = int((self.drafting & self.masked).sum())
+        return request.grammar is None or (1 + masked) * self._max_drafts <= MASKED_DRAFTS
 
     def release(self, request: Request) -> None:
         """Free the slot; results still in flight for it will find another epoch."""
         slot = request.slot
         self.requests[slot] = None
         self.epoch[slot] += 1
-        self.in_flight[slot] = 0
+        self.in_flight[slot] = self.drafting[slot] = 0
         self._free.append(slot)
         request.slot = 0
 

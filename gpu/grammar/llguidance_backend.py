@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from gpu.grammar.formats import rewrite_formats
 from gpu.grammar.normal import allow_control_characters, normalise
 from gpu.grammar.regex import ascii_classes, literal
 from gpu.grammar.schema import Json, Refused, check_schema, decode, drop_unsupported
-from gpu.grammar.stepper import Bits, Grammar
+from gpu.grammar.stepper import Bits, Grammar, reached
 from gpu.grammar.structural_tag_lark import NotInLark, SchemaPart, control_token_ids, lark_of
 
 _LIMITS: Any = {
@@ -133,6 +134,26 @@ class LlguidanceBackend:
         """See `Stepper.fill`. A matcher that fails allows the stop ids only, and `accept` refuses them."""
         pairs = list(zip(states, rows, strict=True))
         self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.shape[1] * 4, len(bits))
+
+    def fill_ahead(
+        self, states: Sequence[Any], rows: Sequence[int], bits: Bits, ahead: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """See `Stepper.fill_ahead`. The library moves a matcher through the tokens and back."""
+        # No matcher is moved past a stop id: nothing follows one.
+        known = [list(takewhile(lambda token: token not in self._stops, tokens)) for tokens in ahead]
+        moving = [each for each in zip(states, rows, known, strict=True) if each[2]]
+        if moving:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                moving, bits.ctypes.data, bits.shape[1] * 4, len(bits)
+            )
+        staying = [i for i, tokens in enumerate(known) if not tokens]
+        if staying:
+            self.fill([states[i] for i in staying], [rows[i] for i in staying], bits)
+        return [reached(bits, row, tokens) for row, tokens in zip(rows, known, strict=True)]
+
+    def lost(self, state: Any) -> bool:
+        """See `Stepper.lost`."""
+        return bool(state.is_error())
 
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
         """See `Stepper.accept`."""

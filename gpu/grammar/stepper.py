@@ -28,6 +28,19 @@ class Stepper(Protocol):
         fails at the next `accept`."""
         ...
 
+    def fill_ahead(
+        self, states: Sequence[Any], rows: Sequence[int], bits: Bits, ahead: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Write the mask of `states[i]` into `bits[rows[i]]`, and into the rows behind it those after each of
+        the tokens `ahead[i]`, up to the first that its mask forbids or that ends the text. States stay where
+        they are. Returns how many masks each has."""
+        ...
+
+    def lost(self, state: Any) -> bool:
+        """Whether the state failed, in `fill_ahead` perhaps behind tokens that will not come: only a new
+        state can tell."""
+        ...
+
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
         """Advance each state by its token. Per state None, or the reason it cannot advance."""
         ...
@@ -35,6 +48,17 @@ class Stepper(Protocol):
     def ended(self, state: Any, token: int) -> bool:
         """Whether the accepted `token` ended the text: nothing may follow, and no mask is needed."""
         ...
+
+
+def reached(bits: Bits, row: int, ahead: Sequence[int]) -> int:
+    """Masks from `bits[row]` on that can matter: one, and one behind each token that the mask before it
+    allows."""
+    masks = 1
+    for at, token in enumerate(ahead, row):
+        if not bits.item(at, token >> 5) >> (token & 31) & 1:
+            break
+        masks += 1
+    return masks
 
 
 class Matcher(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.grammar import CompiledGrammar, TokenRules
-from gpu.grammar.stepper import Bits, Matcher
+from gpu.grammar.stepper import Bits, Matcher, reached
 
 
 class _BannedSequence(NamedTuple):
@@ -46,6 +46,13 @@ class RestrictedGrammar:
         self.reach = max((len(ids) - 1 for ids in longer), default=0)
         """Tokens to remember: the longest banned sequence without its last."""
 
+    def restrict(self, bits: Bits, row: int, recent: list[int]) -> None:
+        """Forbid in a row of masks what the rules do behind `recent` tokens."""
+        bits[row] &= self.allowed
+        for before, word, bit in self.sequences:
+            if recent[-len(before) :] == before:
+                bits[row, word] &= ~bit
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """See `CompiledGrammar.warnings`."""
@@ -71,13 +78,30 @@ class TokenRuleStepper:
         """See `Stepper.fill`. What the grammar allows and the rules do too."""
         for state, row in zip(states, rows, strict=True):
             if state.inner is None:
-                bits[row] = state.table.allowed
+                bits[row] = -1
             else:
                 state.inner.stepper.fill([state.inner.state], [row], bits)
-                bits[row] &= state.table.allowed
-            for before, word, bit in state.table.sequences:
-                if state.recent[-len(before) :] == before:
-                    bits[row, word] &= ~bit
+            state.table.restrict(bits, row, state.recent)
+
+    def fill_ahead(
+        self, states: Sequence[_State], rows: Sequence[int], bits: Bits, ahead: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """See `Stepper.fill_ahead`."""
+        counts = []
+        for state, row, tokens in zip(states, rows, ahead, strict=True):
+            if state.inner is None:
+                masks = 1 + len(tokens)
+                bits[row : row + masks] = -1
+            else:
+                (masks,) = state.inner.stepper.fill_ahead([state.inner.state], [row], bits, [tokens])
+            for behind in range(masks):
+                state.table.restrict(bits, row + behind, [*state.recent, *tokens[:behind]])
+            counts.append(reached(bits, row, tokens[: masks - 1]))
+        return counts
+
+    def lost(self, state: _State) -> bool:
+        """See `Stepper.lost`."""
+        return state.inner is not None and state.inner.stepper.lost(state.inner.state)
 
     def accept(self, states: Sequence[_State], tokens: Sequence[int]) -> list[str | None]:
         """See `Stepper.accept`."""

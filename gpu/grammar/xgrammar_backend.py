@@ -112,6 +112,33 @@ class XgrammarBackend:
                 except RuntimeError:
                     bits[row] = 0
 
+    def fill_ahead(
+        self, states: Sequence[Any], rows: Sequence[int], bits: Bits, ahead: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """See `Stepper.fill_ahead`."""
+        counts, moved = [1] * len(states), [0] * len(states)
+        self.fill(states, rows, bits)
+        walking = list(range(len(states)))
+        while walking:
+            walking = [i for i in walking if len(ahead[i]) > moved[i]]
+            reasons = self.accept([states[i] for i in walking], [ahead[i][moved[i]] for i in walking])
+            walking = [i for i, reason in zip(walking, reasons, strict=True) if reason is None]
+            for i in walking:
+                moved[i] += 1
+            walking = [i for i in walking if not states[i].is_terminated()]
+            for i in walking:
+                counts[i] += 1
+            if walking:
+                self.fill([states[i] for i in walking], [rows[i] + moved[i] for i in walking], bits)
+        for state, tokens in zip(states, moved, strict=True):
+            if tokens:
+                state.rollback(tokens)
+        return counts
+
+    def lost(self, state: Any) -> bool:
+        """See `Stepper.lost`."""
+        return False
+
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
         """See `Stepper.accept`."""
         moved = self._library.BatchGrammarMatcher.batch_accept_token(list(states), list(tokens))

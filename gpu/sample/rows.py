@@ -28,10 +28,12 @@ class DraftSamples(NamedTuple):
     rows: Tensor
     before: Tensor
 
-    def find(self, rows: Tensor, drafts: Tensor) -> Tensor:
-        """The samples int64 [n] of the tokens that follow `drafts` drafts of `rows`, int64 [n] each. Where a
-        row has fewer it is any number."""
-        return torch.where(drafts > 0, self.rows + self.before[rows] + drafts - 1, rows)
+    def find(self, rows: Tensor, drafts: Tensor, none: int) -> Tensor:
+        """The samples int64 [n] of the tokens that follow `drafts` drafts of `rows`, int64 [n] each; `none`
+        where a row has fewer."""
+        before = self.before[rows]
+        found = torch.where(drafts > 0, self.rows + before + drafts - 1, rows)
+        return torch.where(drafts <= self.before[rows + 1] - before, found, none)
 
 
 class Rows(NamedTuple):
@@ -60,7 +62,7 @@ class RowTokens:
     def index(self, row: int, drafts: int = 0) -> int:
         """Index in `tokens` of the row's token behind `drafts` others; -1 where it has none."""
         if self._firsts is None or self.counts is None:
-            return row
+            return row if drafts == 0 else -1
         return int(self._firsts[row]) + drafts if drafts < self.counts[row] else -1
 
     def of_rows(self) -> Ints:

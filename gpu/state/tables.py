@@ -68,9 +68,8 @@ class SlotTables:
     last_token = Column(_INT, lambda new: 0, device=True)
     # Tokens before the last one: their KV is written. Of a prompt under way its chunks say so.
     length = Column(_INT, lambda new: new.cached, device=True)
-    # Of its drafts so many are verified in a step. None where the host has a say between two tokens: the mask
-    # of a grammar and a logit processor follow from the token before.
-    max_drafts = Column(_INT, lambda new: 0 if new.grammar or new.params.processor else NO_LIMIT)
+    # Of its drafts so many are verified in a step.
+    max_drafts = Column(_INT, lambda new: NO_LIMIT if new.drafts else 0)
     # The first position that is not written.
     limit = Column(_INT, lambda new: new.limit, neutral=NO_LIMIT)
     # 0 is greedy.

@@ -121,11 +121,11 @@ class LaunchedStep:
         try:
             self._marks.ended.wait()
             answer, made = self._answer, self._rings.read(self._ticket)
-            broken = dict[int, str]()
+            failed = dict[int, str]()
             if answer.masks is not None:
-                broken = self._matchers.accept(answer.masks, made.of_rows().tolist())
-            broken |= answer.sampled.processed.failed
-            failed = {at: why for row, why in broken.items() if (at := made.index(row)) >= 0}
+                failed = self._matchers.accept(answer.masks, made)
+            broken = answer.sampled.processed.failed
+            failed |= {at: why for row, why in broken.items() if (at := made.index(row)) >= 0}
             if failed:
                 made.tokens[list(failed)] = NAN_TOKEN
             answer.sampled.processed.accept(made.of_rows())

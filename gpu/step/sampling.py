@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.plan import NewSlot, RowLogprobs, StepPlan
+from core.plan import MASKED_DRAFTS, NewSlot, RowLogprobs, StepPlan
 from core.request.params import SamplingParams
 from core.types import NO_TOKENS, Ints
 from gpu.grammar.matchers import Masks
@@ -132,9 +132,12 @@ class SamplingStage:
         self._tokens = token_tables(slots, where)
         self._logits = torch.zeros(rows, vocab, dtype=torch.float32, device=where)
         self.chosen = torch.zeros(rows, dtype=torch.int64, device=where)
+        tables = device.rows.tables
+        masks = slots - 1 + min((slots - 1) * tables.most_drafts, MASKED_DRAFTS)
+        # Behind the rows of `which` there is one for masks of drafts that are not verified.
         self._masks = MaskRows(
-            torch.full((rows,), -1, dtype=torch.int32, device=where),
-            torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=where),
+            torch.full((rows + 1,), -1, dtype=torch.int32, device=where),
+            torch.zeros(masks, -(-vocab // 32), dtype=torch.int32, device=where),
         )
         self._masked = False
         """Whether a row has a mask there."""
@@ -193,8 +196,7 @@ class SamplingStage:
         )
         if plan.drafts and self._device.rows.drafts is not None:
             columns = asked.columns
-            samples = self._device.rows.drafts.find(columns.samples, columns.drafts)
-            samples.clamp_(max=len(self._logits) - 1)
+            samples = self._device.rows.drafts.find(columns.samples, columns.drafts, 0)
             asked = asked._replace(columns=columns._replace(samples=samples))
         return asked
 
@@ -206,9 +208,15 @@ class SamplingStage:
             self._masked = False
             return
         count, width = masks.bits.shape
-        which = np.full(len(self.chosen), -1, np.int32)
-        which[masks.rows] = np.arange(count)
-        self._masks.which.copy_(upload(which, self._logits.device))
+        if masks.drafts is None or self._device.rows.drafts is None:
+            which = np.full(len(self.chosen) + 1, -1, np.int32)
+            which[masks.rows] = np.arange(count)
+            self._masks.which.copy_(upload(which, self._logits.device))
+        else:
+            words = np.stack([masks.rows, masks.drafts, np.arange(count)])
+            rows, drafts, which = upload(words, self._logits.device)
+            samples = self._device.rows.drafts.find(rows, drafts, len(self.chosen))
+            self._masks.which.fill_(-1).index_copy_(0, samples, which.int())
         self._masks.bits[:count, :width].copy_(upload(masks.bits, self._logits.device))
         self._masks.bits[:count, width:].zero_()
         self._masked = True
@@ -251,7 +259,8 @@ class SamplingStage:
         everything = LogprobOptions(LOGPROBS | ENTROPY | SUPPORT | AFTER_MASK | AFTER_ALL, 1, (0,), False)
         asked = LogprobRows.of([0], [0], [0], [everything], [True], self._logits.device)
         self._logprobs(asked, self._logits.index_select(0, asked.columns.samples))
-        self._write_masks(Masks([0], [0], np.zeros((1, 1), np.int32)))
+        for drafts in (None, np.zeros(1, np.int32)):
+            self._write_masks(Masks([0], [0], np.zeros((1, 1), np.int32), drafts))
         self._write_masks(None)
 
     def _sample(self, rows: int, filtered: bool) -> None:

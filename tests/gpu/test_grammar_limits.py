@@ -17,6 +17,7 @@ from gpu.grammar import Compiler, Matchers
 from gpu.grammar.cache import GrammarCache, Key, Refusal
 from gpu.grammar.limits import needs_trial
 from gpu.grammar.stepper import Grammar
+from gpu.sample.rows import RowTokens
 from tests.rigs.grammars import decode, new_slot, table
 from tests.rigs.wait import PATIENCE
 
@@ -176,7 +177,7 @@ async def test_hostile_sources_are_refused_or_bounded(compiler: Compiler, name: 
             may = np.flatnonzero(np.unpackbits(masks.bits[at].view(np.uint8), bitorder="little"))
             if len(may):
                 tokens[row] = int(generator.choice(may))
-        failed = matchers.accept(masks, tokens)
+        failed = matchers.accept(masks, RowTokens(np.array(tokens, np.int32)))
         assert 1 not in failed, "the neighbour is not concerned"
 
 

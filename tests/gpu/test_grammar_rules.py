@@ -16,6 +16,7 @@ from core.request import SamplingParams
 from core.types import NO_TOKENS
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.token_rules import RestrictedGrammar, TokenRuleStepper
+from gpu.sample.rows import RowTokens
 
 WIDTH = 70
 
@@ -99,7 +100,7 @@ def test_what_was_said_before_a_retraction_counts() -> None:
     masks = matchers.fill(plan)
     assert masks is not None
     assert taken(masks.bits[0]) == EVERY - {2}
-    assert matchers.accept(masks, [7]) == {}
+    assert matchers.accept(masks, RowTokens(np.array([7], np.int32))) == {}
 
 
 @pytest.mark.parametrize(

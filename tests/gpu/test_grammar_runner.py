@@ -17,6 +17,7 @@ from core.plan import Chunk, NewSlot
 from core.request import SamplingParams
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.stepper import Grammar
+from gpu.sample.rows import RowTokens
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.grammars import decode, new_slot
@@ -178,7 +179,7 @@ def test_a_step_without_masked_rows_asks_no_matcher(grammars: dict[str, Grammar]
     masks = matchers.fill(decode(2, 1))
     assert masks is not None
     assert list(masks.rows) == [1]
-    assert matchers.accept(masks, [9, ord("1")]) == {}
+    assert matchers.accept(masks, RowTokens(ints([9, ord("1")]))) == {}
 
 
 def test_a_mask_without_a_bit_is_a_failure_and_a_nan_is_not(grammars: dict[str, Grammar]) -> None:
@@ -187,4 +188,4 @@ def test_a_mask_without_a_bit_is_a_failure_and_a_nan_is_not(grammars: dict[str, 
     masks = matchers.fill(decode(1, 2))
     assert masks is not None
     masks.bits[0] = 0
-    assert list(matchers.accept(masks, [-1, -1])) == [0]
+    assert list(matchers.accept(masks, RowTokens(ints([-1, -1])))) == [0]

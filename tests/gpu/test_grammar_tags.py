@@ -18,6 +18,7 @@ from gpu.grammar.schema import Refused
 from gpu.grammar.stepper import Grammar
 from gpu.grammar.structural_tag_lark import NotInLark, lark_of
 from gpu.grammar.xgrammar_backend import XgrammarBackend
+from gpu.sample.rows import RowTokens
 from tests.rigs.grammars import END, THINK, TOOL, TURN, UNTHINK, accepts, allowed, decode, new_slot, table
 
 TABLE = table()
@@ -267,7 +268,7 @@ def run(grammar: Any, tokens: list[int]) -> dict[int, str]:
     for token in tokens:
         masks = matchers.fill(decode(1))
         assert masks is not None
-        if failed := matchers.accept(masks, [token]):
+        if failed := matchers.accept(masks, RowTokens(np.array([token], np.int32))):
             return failed
     return {}
 
@@ -300,7 +301,7 @@ def test_rows_of_a_step_are_written_over_by_the_next() -> None:
     matchers.apply([new_slot(1, grammar, list(b"b"))])
     masks = matchers.fill(decode(1, 2))
     assert masks is not None and np.flatnonzero(masks.bits.any(axis=1)).tolist() == [1]
-    assert list(matchers.accept(masks, [ord("a"), ord("a")])) == [0]
+    assert list(matchers.accept(masks, RowTokens(np.array([ord("a"), ord("a")], np.int32)))) == [0]
 
 
 def test_a_schema_in_a_tag_is_refused_before_it_is_written() -> None:

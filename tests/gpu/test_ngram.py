@@ -61,7 +61,7 @@ def test_numbers_that_do_not_fit_together_are_refused() -> None:
 
 FEW = tuple((token, 60.0) for token in range(97, 101))
 """A bias to so few tokens that a random model repeats itself."""
-UNPREDICTABLE = {"penalties", "bias"}
+UNPREDICTABLE = {"penalties", "bias", "grammar, drawn"}
 """Their tokens are less likely the more often they came."""
 
 

@@ -237,11 +237,8 @@ class Drafting:
         new = tuple(
             NewSlot(
                 slot,
-                SamplingParams(
-                    processor="it" if slot == HOSTS_OWN else "",
-                    presence_penalty=float(slot <= PENALISED),
-                ),
-                ints([]), ints([]), length, limit=self.limit[slot],
+                SamplingParams(presence_penalty=float(slot <= PENALISED)),
+                ints([]), ints([]), length, limit=self.limit[slot], drafts=slot != HOSTS_OWN,
             )
             for slot, length in self.length.items()
         )  # fmt: skip
