@@ -74,6 +74,16 @@ class NullStepper:
     def fill(self, states: Sequence[Any], rows: Sequence[int], bits: Any) -> None:
         """Do nothing."""
 
+    def fill_ahead(
+        self, states: Sequence[Any], rows: Sequence[int], bits: Any, ahead: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Do nothing."""
+        return [1 + len(tokens) for tokens in ahead]
+
+    def lost(self, state: Any) -> bool:
+        """Never."""
+        return False
+
     def accept(self, states: Sequence[Any], tokens: Sequence[int]) -> list[str | None]:
         """Accept all."""
         return [None] * len(states)

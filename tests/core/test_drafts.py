@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.plan import StepPlan, StepResult
+from core.plan import MASKED_DRAFTS, StepPlan, StepResult
 from core.request import Request
 from core.request.request import Drafts
 from core.schedule.scheduler import Confirmed
@@ -296,3 +296,37 @@ def test_fewer_steps_for_the_same_text() -> None:
         made.append((h.delivered[request.id], len(h.executor.plans)))
     assert made[0][0] == made[1][0] == oracle([1, 2, 3], 60, VOCAB)
     assert made[1][1] < made[0][1] / 2
+
+
+def test_requests_with_grammars_draft_while_their_masks_are_few() -> None:
+    """The host fills them between two kernels. A request that leaves makes room for another."""
+    most = 48
+    held = MASKED_DRAFTS // most
+    h = Harness(drafts=most, samples=1000, rows=20, pages=2000)
+    grammar: Any = object()
+
+    def begin(count: int) -> list[Request]:
+        made = [h.request([at, 2, 3], 200) for at in range(count)]
+        for request in made:
+            request.grammar = grammar
+        return made
+
+    first = begin(held + 2)
+    plan = plan_of(h)
+    assert [new.drafts for new in plan.new_slots] == [True] * held + [False] * 2
+    answer(h, plan, [[1] for _ in first])
+    plan = plan_of(h)
+    assert plan.drafts == held * most
+    answer(h, plan, [[1] for _ in first])
+    for request in first[:2]:
+        h.scheduler.abort(request)
+    h.request([9, 9], 200)
+    begin(3)
+    assert [new.drafts for new in plan_of(h).new_slots] == [True, True, True, False]
+
+
+def test_a_request_with_a_logit_processor_has_no_drafts() -> None:
+    h = Harness(drafts=3, samples=32)
+    decoding(h, h.request([1, 2, 3], 20, processor="it"))
+    plan = plan_of(h)
+    assert (plan.query_length, plan.drafts) == (1, 0)

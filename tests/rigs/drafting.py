@@ -177,9 +177,9 @@ class Drafting:
         self._engine = Engine(self.scheduler, executor, overlap, monotonic)
         self._submitter = Submitter(self._engine, tokenizer, monotonic, grammars)
 
-    async def answers(self, jobs: Sequence[Job], retract: bool = False) -> list[Answer]:
+    async def answers(self, jobs: Sequence[Job], retract: bool = False, abort: int = 0) -> list[Answer]:
         """All of them: the next one comes a step or two after the one before it, and may send all that run
-        back to the queue."""
+        back to the queue, or `abort` the one that came so many before it."""
         self.runner.loop = asyncio.get_running_loop()
         self._engine.start(self.runner.loop)
         found = []
@@ -187,6 +187,8 @@ class Drafting:
             found.append(await self._start(job))
             if retract:
                 self._engine.retract_all()
+            if abort and len(found) > abort:
+                found[-1 - abort].run.abort()
         for answer in found:
             await answer.run.wait()
         await self._engine.quiet()

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 
 from app.text.tokenizer import Tokenizer
 from app.text.vocab import BYTE_ALPHABET
-from core.grammar import TokenTable
+from core.grammar import CompiledGrammar, TokenTable
 from core.plan import NewSlot, StepPlan
 from core.request import SamplingParams
 from gpu.grammar.matchers import Matchers
@@ -46,8 +46,10 @@ def table(width: int = WIDTH) -> TokenTable:
     return TOKENIZER.token_table(width)
 
 
-def new_slot(slot: int, grammar: Grammar | None, output: Sequence[int] = ()) -> NewSlot:
-    return NewSlot(slot, SamplingParams(), ints([1]), ints(output), 0, grammar=grammar)
+def new_slot(
+    slot: int, grammar: CompiledGrammar | None, output: Sequence[int] = (), drafts: bool = True
+) -> NewSlot:
+    return NewSlot(slot, SamplingParams(), ints([1]), ints(output), 0, grammar=grammar, drafts=drafts)
 
 
 def decode(*slots: int) -> StepPlan:
