@@ -1,11 +1,12 @@
 """CPU time of the grammar masks of a step.
 
-    python -m bench.core.masks --data FILE --tokenizer DIR [--rows 64] [--threads 1,2,4]
+    python -m bench.core.masks --data FILE --tokenizer DIR [--rows 64] [--threads 1,2,4] [--drafts 4]
 
 `rows` requests, each with its own schema of MaskBench (`shared`: all with one), replay valid instances token
 by token. A step is what the launch path does: `Matchers.fill`, then `Matchers.accept`. `cpu` is CPU time of
 all threads, which depends less on other processes. `python_us` is the time without the calls of the grammar
-library. Rows whose text has ended begin another. Bias: the texts are compact JSON, with fewer cheap tokens
+library. With `--drafts` rows have right drafts of which a step takes the first: the work of a step, not
+of a token. Rows whose text has ended begin another. Bias: the texts are compact JSON, with fewer cheap tokens
 (white space) than a model writes.
 """
 
@@ -16,11 +17,12 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
@@ -33,6 +35,7 @@ from core.request import SamplingParams
 from gpu.grammar import Compiler, Matchers
 from gpu.grammar.stepper import Matcher
 from gpu.sample.rows import RowTokens
+from gpu.state.tables import SlotTables
 
 Text = tuple[CompiledGrammar, list[int]]
 
@@ -104,24 +107,26 @@ class NullGrammar:
         return Matcher(self._stepper, None)
 
 
-def drive(listed: list[Text], rows: int, steps: int) -> dict[str, float]:
-    """Microseconds of fill, accept, both, and CPU time over `steps` steps of `rows` rows."""
-    matchers, source = Matchers(), itertools.cycle(listed)
-    running: list[Iterator[int]] = [iter(()) for _ in range(rows)]
+def drive(listed: list[Text], rows: int, steps: int, drafts: int = 0) -> dict[str, float]:
+    """Microseconds of fill, accept, both, and CPU time over `steps` steps of `rows` rows with `drafts`."""
+    tables = SlotTables(rows, 1, torch.device("cpu"), drafts)
+    matchers, source = Matchers(tables), itertools.cycle(listed)
+    running: list[list[int]] = [[] for _ in range(rows)]
     slots = np.arange(rows, dtype=np.int32)
     fills, accepts, cpu = [], [], []
     for step in range(steps):
         tokens, new = [], []
         for slot in range(rows):
-            token = next(running[slot], None)
-            if token is None:
+            if not running[slot]:
                 grammar, ids = next(source)
-                running[slot] = iter(ids)
-                token = next(running[slot])
+                running[slot] = ids[::-1]
                 new.append(NewSlot(slot, SamplingParams(), slots[:1], slots[:0], 0, grammar=grammar))
-            tokens.append(token)
+            tokens.append(running[slot].pop())
         matchers.apply(new)
-        plan = StepPlan(step, slots)
+        for slot in range(rows) if drafts else ():
+            ahead = [tokens[slot], *running[slot][::-1]][:drafts]
+            tables.drafts[slot, : 1 + len(ahead)] = torch.tensor([len(ahead), *ahead])
+        plan = StepPlan(step, slots, query_length=1 + drafts, drafts=drafts * rows)
         begun, used = time.perf_counter(), time.process_time()
         masks = matchers.fill(plan)
         filled = time.perf_counter()
@@ -143,16 +148,17 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """All thread counts, with a grammar per row and with one shared grammar."""
     tokenizer = Tokenizer.load(arguments.tokenizer, WIDTH, ENDS)
     table = tokenizer.token_table(WIDTH)
-    figures: dict[str, Any] = {"rows": arguments.rows, "width": WIDTH}
+    figures: dict[str, Any] = {"rows": arguments.rows, "drafts": arguments.drafts, "width": WIDTH}
     for threads in map(int, arguments.threads.split(",")):
         compiler = Compiler(table, HelperProcess(), threads)
         listed = await texts(compiler, tokenizer, arguments.data, 2 * arguments.rows)
         for name, some in (("own", listed), ("shared", [max(listed, key=lambda each: len(each[1]))])):
             drive(some, arguments.rows, 50)  # warm-up: lexers fill their tables
-            figures[f"{name}_{threads}_threads"] = drive(some, arguments.rows, arguments.steps)
+            found = drive(some, arguments.rows, arguments.steps, arguments.drafts)
+            figures[f"{name}_{threads}_threads"] = found
         compiler.close()
     null: Any = NullGrammar(NullStepper(-(-WIDTH // 32)))
-    idle = drive([(null, ids) for _, ids in listed], arguments.rows, arguments.steps)
+    idle = drive([(null, ids) for _, ids in listed], arguments.rows, arguments.steps, arguments.drafts)
     figures["python_us"] = {key: value for key, value in idle.items() if "p50" in key}
     tokenizer.close()
     return figures
@@ -165,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--drafts", type=int, default=0)
     arguments = parser.parse_args()
     write("masks", asyncio.run(measure(arguments)))
 

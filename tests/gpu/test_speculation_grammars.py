@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from app.engine.job import Job
 from app.helper.process import HelperProcess
@@ -17,6 +18,8 @@ from core.grammar import GrammarSpec
 from core.request import SamplingParams
 from core.types import FinishReason
 from gpu.grammar import Compiler
+from gpu.state.known import KnownDrafts
+from gpu.state.tables import SlotTables
 from tests.rigs import drafters, tiny_model
 from tests.rigs.draft_jobs import GREEDY, STOP, Engines, same
 from tests.rigs.drafting import PAGE, Drafts
@@ -142,6 +145,25 @@ async def test_a_drafter_of_its_own_drafts_for_them(
         same(answer, plain[answer.run.id])
     masked = [each for name, each in plain.items() if not name.startswith("free")]
     assert max(engine.runner.most[each.run.prompt.tobytes()] for each in masked) > 1
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+async def test_the_host_learns_of_drafts_behind_the_drafter_alone(
+    engines: Engines, target: Path, overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a GPU, whose tables it cannot read: only what it fetched then."""
+
+    def apart(known: KnownDrafts, tables: SlotTables) -> None:
+        known._drafts, known._held = tables.drafts, torch.zeros_like(tables.drafts)
+        known.rows = known._held.numpy()
+
+    monkeypatch.setattr(KnownDrafts, "__init__", apart)
+    plain = await engines.plain(jobs())
+    for retract in (False, True):
+        engine = engines.make(Drafts(4, 0.0, drafters.small(target)), overlap)
+        for answer in await engine.answers(jobs(), retract=retract):
+            same(answer, plain[answer.run.id])
+        assert max(engine.runner.most.values()) > 3
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7])
