@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -71,6 +73,9 @@ class Finish(msgspec.Struct, frozen=True):
     message: str | None = None
 
 
+_HASH_KEY: Final = secrets.token_bytes(32)
+
+
 class RootKey(msgspec.Struct, frozen=True):
     """Namespace of equal tokens in the radix tree: another adapter, tenant or salt has another."""
 
@@ -79,6 +84,13 @@ class RootKey(msgspec.Struct, frozen=True):
     salt: str = ""
     own: str = ""
     """Of one job alone whose prompt has embeddings: its tokens do not identify it. Clients cannot set it."""
+
+    def namespace(self) -> int:
+        """A hash, an int64 that is not 0, with a key of this process: nobody outside can find keys of equal
+        hash."""
+        words = msgspec.msgpack.encode(self)
+        digest = hashlib.blake2b(words, digest_size=8, key=_HASH_KEY).digest()
+        return int.from_bytes(digest, "little", signed=True) or 1
 
 
 PLAIN_ROOT = RootKey()

@@ -23,7 +23,8 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     placeholders for embeddings. `grammar` masks the slot's tokens; its matcher has to take `output` first.
     The slot's length starts at `cached`: tokens whose KV is in its pages already. No position from `limit`
     on is ever written: the device cuts a row's query there, to nothing if need be. Drafts are verified of
-    a slot that `drafts`; those with grammars have at most `MASKED_DRAFTS` in all.
+    a slot that `drafts`; those with grammars have at most `MASKED_DRAFTS` in all. They may come from texts of
+    the same `namespace`; 0: from its own alone.
     """
 
     slot: int
@@ -35,6 +36,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     embedded: int = 0
     limit: int = NO_LIMIT
     drafts: bool = True
+    namespace: int = 0
 
     @property
     def known(self) -> Ints:

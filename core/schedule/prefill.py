@@ -128,6 +128,7 @@ class Prefills:
                 embedded=request.embedded,
                 limit=request.limit,
                 drafts=bool(self._table.drafting[slot]),
+                namespace=request.root.namespace(),
             ),
             hold.pages,
         )

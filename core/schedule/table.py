@@ -3,6 +3,7 @@ operations."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,7 +27,8 @@ class SlotTable:
     def __init__(self, max_rows: int, max_drafts: int = 0) -> None:
         rows = max_rows + 1
         self._max_drafts = max_drafts
-        self._free = list(range(max_rows, 0, -1))  # pop() gives low slots first
+        # In turn: what a slot keeps of its former requests (`gpu.state.served`) lasts the longer.
+        self._free = deque(range(1, rows))
         self.requests: list[Request | None] = [None] * rows
         self.least = np.zeros(rows, np.int32)
         self.most = np.zeros(rows, np.int32)
@@ -50,7 +52,7 @@ class SlotTable:
 
     def take(self, request: Request, cached: int, room: int) -> int:
         """Give `request` a slot whose length starts at `cached`, on pages with `room`. One must be free."""
-        slot = self._free.pop()
+        slot = self._free.popleft()
         request.slot = slot
         self.requests[slot] = request
         self.least[slot] = self.most[slot] = cached

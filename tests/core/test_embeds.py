@@ -26,9 +26,9 @@ def request(
     return made
 
 
-def planned(harness: Harness, slot: int) -> list[tuple[int, Floats | None]]:
-    """Where each chunk of a slot begins, and what it has of embeddings."""
-    chunks = [c for plan in harness.executor.plans for c in plan.chunks if c.slot == slot]
+def planned(harness: Harness, *slots: int) -> list[tuple[int, Floats | None]]:
+    """Where each chunk of these slots begins, and what it has of embeddings."""
+    chunks = [c for plan in harness.executor.plans for c in plan.chunks if c.slot in slots]
     return [(chunk.start, chunk.embeds) for chunk in chunks]
 
 
@@ -70,7 +70,7 @@ def test_a_retracted_prompt_comes_again(depth: int, flush: bool) -> None:
         harness.scheduler.cache.flush()
     harness.run()
     harness.check(made)
-    again = planned(harness, 1)[before:]
+    again = planned(harness, 1, 2)[before:]
     if flush:
         assert again[0][0] == 0
     for start, part in again:
