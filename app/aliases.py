@@ -82,6 +82,7 @@ ALGORITHMS: Mapping[str, str] = {
     "STANDALONE": "draft-model",
     # vLLM
     "draft_model": "draft-model",
+    "suffix": "ngram",
 }
 """Their names of ways to draft, to ours; other names are the same."""
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -95,6 +96,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """By our flag: their names of values that we have too. Other values stay, and are refused if unknown."""
 
 _BACKEND = "each constraint runs on the backend that supports all of it"
+_CHAIN = "it affects speed only, and looked up drafts are a chain"
 IGNORED: Mapping[str, str] = {
     "--trust-remote-code": "code of checkpoints is never run",
     "--enable-auto-tool-choice": "tool calls are always enabled for a model that supports them",
@@ -121,6 +123,10 @@ IGNORED_VALUES: Mapping[str, str] = {
     "--structured-outputs-config.backend": _BACKEND,
     "--guided-decoding-backend": _BACKEND,
     "--grammar-backend": _BACKEND,
+    "--speculative-ngram-match-type": _CHAIN,
+    "--speculative-ngram-max-bfs-breadth": _CHAIN,
+    "--speculative-ngram-max-trie-depth": _CHAIN,
+    "--speculative-ngram-min-bfs-breadth": _CHAIN,
     "--cuda-graph-max-bs-decode": "graphs are captured for every size up to --max-running",
     "--cuda-graph-backend-prefill": "it affects speed only, and steps are captured in one way",
     "--random-seed": "a request without a seed gets a random one",

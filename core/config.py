@@ -135,9 +135,9 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
 
     algorithm: Annotated[
         Algorithm,
-        "how tokens are drafted; ngram: looked up in the request's own text; draft-model: by a small model "
-        "with the same vocabulary; the others: by a head of that kind; auto: that of the head, by its "
-        "config.json, or none without one",
+        "how tokens are drafted; ngram: looked up in the request's own text and in former answers; "
+        "draft-model: by a small model with the same vocabulary; the others: by a head of that kind; auto: "
+        "that of the head, by its config.json, or none without one",
     ] = "auto"
     draft_model_path: Annotated[
         str, "the head or small model that drafts: a Hugging Face directory or a hub id"
@@ -160,7 +160,13 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
     ] = 2
     prompt_lookup_max: Annotated[
         int, "ngram: most tokens at the end of a text that are looked up", Meta(ge=1, le=32)
-    ] = 4
+    ] = 8
+    ngram_capacity: Annotated[
+        int,
+        "ngram: tokens of answers that are kept and looked up too, each for requests with the same API key, "
+        "cache_salt and extra_key; 0: only the request's own text is",
+        Meta(ge=0, le=2**30),
+    ] = 2**22
 
     @property
     def max_drafts(self) -> int:
@@ -322,6 +328,8 @@ def _check_lookup(config: SpeculativeConfig) -> None:
     plain = SpeculativeConfig()
     if config.algorithm != "ngram" and (least, most) != (plain.prompt_lookup_min, plain.prompt_lookup_max):
         raise ConfigError("--speculative-prompt-lookup-min and -max need --speculative-algorithm ngram")
+    if config.algorithm != "ngram" and config.ngram_capacity != plain.ngram_capacity:
+        raise ConfigError("--speculative-ngram-capacity needs --speculative-algorithm ngram")
     if least > most:
         raise ConfigError(
             f"--speculative-prompt-lookup-min {least} is more than --speculative-prompt-lookup-max {most}"

@@ -22,6 +22,7 @@ from gpu.models.base import CausalModel
 from gpu.models.draft import BlockModel
 from gpu.models.small import SmallModel
 from gpu.state.history import history_bytes
+from gpu.state.served import served_bytes
 from gpu.state.tables import SlotTables
 from gpu.weights import load_draft, load_model
 
@@ -71,7 +72,8 @@ class Draft(NamedTuple):
         rows, tokens, context = sizes
         layers = self.layers
         if layers is None:
-            return history_bytes(rows + 1, context)
+            answers = served_bytes(rows + 1, self.settings.ngram_capacity)
+            return history_bytes(rows + 1, context) + answers
         weights = layers.num_parameters()
         vocab = layers.vocab_size
         if isinstance(self.spec, DraftSpec):
@@ -154,8 +156,7 @@ def make_drafter(
     """Makes the drafter of a runner whose steps have up to `samples` samples and whose texts `context`
     tokens. `machine` runs the draft model, if there is one."""
     if machine is None:
-        longest, shortest = draft.settings.prompt_lookup_max, draft.settings.prompt_lookup_min
-        return lambda tables: NgramDrafter(tables, context, draft.most, longest, shortest, look_up)
+        return lambda tables: NgramDrafter(tables, context, draft.most, draft.settings, look_up)
     ready, spec, path = machine, draft.spec, draft.path
 
     def load_block(target: CausalModel) -> BlockModel:

@@ -1,6 +1,7 @@
-"""Prompt lookup: a row's drafts are what followed the last occurrence of its newest tokens in its own text.
+"""Prompt lookup: a row's drafts are what followed the last occurrence of its newest tokens in its own text,
+or in other answers where more of them occur (`gpu.state.served`).
 
-It needs no draft model, and pays where an answer repeats its prompt or itself.
+It needs no draft model, and pays where an answer repeats its prompt, itself or another answer.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from core.config import SpeculativeConfig
 from core.plan import NewSlot, StepPlan
-from core.types import Ints
+from core.types import NO_TOKENS, Ints
 from gpu.draft.drafter import StepOutcome
+from gpu.draft.served import NOWHERE, find, serve
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.state.history import (
+    CELLS,
     EXPECTED,
     LEAST,
     NO_TOKEN,
     RETRY,
+    SERVED,
+    SOURCE,
     START,
     UNIT,
     WAITED,
@@ -28,22 +34,25 @@ from gpu.state.history import (
     History,
     history_words,
 )
+from gpu.state.served import make_served
 from gpu.state.tables import SlotTables
 from gpu.step.buffers import Samples
 from gpu.transfer import upload
 
 
 class LookUp(Protocol):
-    """Appends the tokens that a step accepted to its rows' texts, and writes their drafts to `tables`.
+    """Appends the tokens that a step accepted to its rows' texts and to served ones, and writes the rows'
+    drafts to `tables`.
 
     `samples` and `chosen` are those of `StepOutcome`, and `rows` is at least the true number of rows. On a
     GPU it is `gpu.kernels.draft.look_up`. `pdl` is programmatic dependent launch.
 
     Of the suffixes of a text, `history.longest` to `history.shortest` tokens, the longest that occurs
     earlier is taken, and its most recent occurrence. Drafts are the tokens behind that occurrence. Where the
-    text ends before there are enough, they start over: such a text repeats itself with that period. How many
-    a row gets, `gpu.state.history` says; at most as many as the slot's `limit` and `max_drafts` allow: none
-    for a row that accepted nothing, which is at its limit.
+    text ends before there are enough, they start over: such a text repeats itself with that period. Where
+    more tokens than those occur in the answers of the row's namespace, drafts follow the newest of these
+    occurrences, up to the end of that answer. How many a row gets, `gpu.state.history` says; at most as many
+    as the slot's `limit` and `max_drafts` allow: none for a row that accepted nothing, which is at its limit.
     """
 
     def __call__(
@@ -74,24 +83,39 @@ def look_up(
     columns = (tables.length, tables.limit, tables.max_drafts)
     lasts, limits, allowed = (column.numpy()[slots] for column in columns)
     rooms = np.minimum(np.minimum(limits - lasts - 1, allowed), history.most).tolist()
-    for row, (slot, first, last) in enumerate(zip(slots, firsts, lasts, strict=True)):
-        accepted, given = last - first, before[row + 1] - before[row]
-        ring, state = words[slot, :width], words[slot, width:]
+    taken = []
+    for row, accepted in enumerate((lasts - firsts).tolist()):
         behind = own + before[row]
-        taken = np.append(made[row], made[behind : behind + accepted])
-        ring[np.arange(first, last + 1) % width] = np.maximum(taken, 0)
-        count = min(rooms[row], _wanted(state, accepted, given, history.most))
+        taken.append(np.maximum(np.append(made[row], made[behind : behind + accepted])[: accepted + 1], 0))
+    served, others = history.served, [NOWHERE] * len(slots)
+    if served is not None:
+        serve(history, served, slots, firsts, taken)
+    for slot, first, last, tokens in zip(slots, firsts, lasts, taken, strict=True):
+        words[slot, np.arange(first, last + 1) % width] = tokens
+    if served is not None:
+        others = find(history, served, slots, lasts)
+    for row, (slot, last, other) in enumerate(zip(slots, lasts, others, strict=True)):
+        state, accepted, given = words[slot, width:], last - firsts[row], before[row + 1] - before[row]
+        source = int(state[SOURCE])
+        count = min(rooms[row], _wanted(state, accepted, given * (source == 0), history.most))
+        size, found, theirs = 0, NO_TOKENS, 0
+        if served is not None:
+            given_theirs = given * (source == SERVED)
+            theirs = min(rooms[row], _wanted(state[SERVED:], accepted, given_theirs, history.most))
+        if max(count, theirs) > 0:
+            text = words[slot, np.arange(max(0, last + 1 - width), last + 1) % width]
+            size, found = _continuation(text, history.longest, history.shortest)
+        state[SOURCE] = 0
+        if theirs > 0 and other.size > size:
+            state[SOURCE], found, count = SERVED, other.tokens, min(theirs, len(other.tokens))
         drafts[slot, 0] = 0
-        if count > 0:
-            text = ring[np.arange(max(0, last + 1 - width), last + 1) % width]
-            found = _continuation(text, history.longest, history.shortest)
-            if len(found):
-                drafts[slot, 0] = count
-                drafts[slot, 1 : 1 + count] = np.resize(found, count)
+        if len(found) and count > 0:
+            drafts[slot, 0] = count
+            drafts[slot, 1 : 1 + count] = np.resize(found, count)
 
 
 def _wanted(state: Ints, accepted: int, given: int, most: int) -> int:
-    """Count what became of a step's drafts. Returns how many the row is to have next."""
+    """Count what became of a step's drafts from one source. Returns how many the row is to have next."""
     if given:
         worth = accepted if accepted < given else min(2 * given, most)
         state[EXPECTED] += worth * (UNIT // WEIGHT) - state[EXPECTED] // WEIGHT
@@ -101,8 +125,9 @@ def _wanted(state: Ints, accepted: int, given: int, most: int) -> int:
     return int(state[WAITED] >= RETRY)
 
 
-def _continuation(text: Ints, longest: int, shortest: int) -> Ints:
-    """What follows the best earlier match of the end of `text`, nothing where there is none."""
+def _continuation(text: Ints, longest: int, shortest: int) -> tuple[int, Ints]:
+    """Tokens of the best earlier match of the end of `text`, and what follows it; 0 and nothing where there
+    is none."""
     ends = len(text) - 1
     matched = np.zeros(ends, np.int32)
     alive = np.ones(ends, np.bool_)
@@ -111,9 +136,9 @@ def _continuation(text: Ints, longest: int, shortest: int) -> Ints:
         alive[back:] &= text[: ends - back] == text[-1 - back]
         matched += alive
     if not ends or matched.max() < shortest:
-        return text[:0]
+        return 0, NO_TOKENS
     last = ends - 1 - int(matched[::-1].argmax())
-    return text[last + 1 :]
+    return int(matched[last]), text[last + 1 :]
 
 
 class NgramDrafter:
@@ -129,23 +154,23 @@ class NgramDrafter:
         tables: SlotTables,
         context: int,
         most: int,
-        longest: int = 8,
-        shortest: int = 2,
+        settings: SpeculativeConfig,
         look_up: LookUp = look_up,
     ) -> None:
-        """For texts of up to `context` tokens, at most `most` drafts of a row; the newest `longest` tokens
-        are looked up, or down to `shortest` of them (vLLM's `prompt_lookup_max` and `prompt_lookup_min`).
-        By replay of texts (`gpu.state.history`) single tokens lose time, and against at most four, eight
-        give a tenth more for an edited copy, where the same few tokens occur at many places.
+        """For texts of up to `context` tokens, at most `most` drafts of a row. By replay of texts
+        (`gpu.state.history`) looking up single tokens loses time, and against at most four, eight give a
+        tenth more for an edited copy, where the same few tokens occur at many places.
 
         Raises `ValueError` for numbers that do not fit together.
         """
+        longest, shortest = settings.prompt_lookup_max, settings.prompt_lookup_min
         if not 1 <= shortest <= longest:
             raise ValueError(f"prompt lookup of {shortest} to {longest} tokens")
         if most > tables.most_drafts:
             raise ValueError(f"{most} drafts of a row where the tables hold {tables.most_drafts}")
         words = history_words(tables.slots, context, tables.drafts.device)
-        self.history = History(words, most, longest, shortest)
+        served = make_served(tables.slots, settings.ngram_capacity, tables.drafts.device)
+        self.history = History(words, most, longest, shortest, served)
         self._tables, self._look_up = tables, look_up
 
     def use_model(self, target: CausalModel | None) -> None:
@@ -178,5 +203,6 @@ def _begun(new: NewSlot, width: int, stride: int) -> tuple[NDArray[np.int64], In
     if known > width:
         text = np.roll(text, known % width)
     first = new.slot * stride
-    cells = np.append(np.arange(first, first + len(text)), first + width + np.array([EXPECTED, WAITED]))
-    return cells, np.append(text, np.array([START, 0], np.int32))
+    state = [START, 0, START, 0, 0, 1, *np.array([new.namespace]).view(np.int32)]  # up to `CELLS`
+    cells = np.append(np.arange(first, first + len(text)), first + width + np.arange(CELLS))
+    return cells, np.append(text, np.array(state, np.int32))

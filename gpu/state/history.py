@@ -7,6 +7,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from gpu.state.served import Served
+
 MAX_TOKENS: Final = 8192
 """Tokens of a slot that are kept. A longer text is searched in its last ones alone: 32 KiB a slot, 17 MB for
 512."""
@@ -39,25 +41,34 @@ with one row of a mixture of experts, less than 1%."""
 
 EXPECTED: Final = 0
 WAITED: Final = 1
-EXTRA: Final = 2
+SERVED: Final = 2
+SOURCE: Final = 4
+FRESH: Final = 5
+NAMESPACE: Final = 6
+CELLS: Final = 8
+EXTRA: Final = 9
 """Words of a slot behind its tokens: drafts that are expected to be accepted, in 1 / UNIT, and steps since it
-had any."""
+had any; from `SERVED` on the same two of drafts from served text (`gpu.state.served`); where its last drafts
+are from, 0 or `SERVED`. Then, of served text: whether the slot's answer has yet to begin, its namespace in
+two words, and the cells of its ring up to the newest token. A new request leaves that one as it is."""
 
 
 class History(NamedTuple):
     """Per slot a ring of its last tokens, and what decides how many drafts it gets.
 
     words     int32 [slots, width + EXTRA]: the token at position p is at p % width (a power of two); behind
-              them `EXPECTED` and `WAITED`. Cells of positions that the slot has not reached are stale.
+              them `EXPECTED` and so on. Cells of positions that the slot has not reached are stale.
     most      drafts of a slot
     longest   tokens at the end of a text that are looked up first, and
     shortest  the fewest
+    served    texts of others, if these are looked up too
     """
 
     words: Tensor
     most: int
     longest: int
     shortest: int
+    served: Served | None = None
 
     @property
     def width(self) -> int:

@@ -73,13 +73,23 @@ def test_a_start_line_of_sglang_without_a_draft_model() -> None:
     ) == SpeculativeConfig(algorithm="ngram", num_draft_tokens=12, prompt_lookup_min=1, prompt_lookup_max=12)
 
 
+def test_vllms_suffix_decoding_is_ngram() -> None:
+    """With its own text and former answers, as `ngram` has here by default."""
+    assert read(theirs(method="suffix")) == SpeculativeConfig(algorithm="ngram")
+
+
+def test_sglangs_capacity_of_served_text() -> None:
+    found = read("--speculative-algorithm NGRAM --speculative-ngram-capacity 10000000")
+    assert found == SpeculativeConfig(algorithm="ngram", ngram_capacity=10**7)
+
+
 @pytest.mark.parametrize(
     ("bounds", "both"),
     [
         ({"prompt_lookup_max": 3}, (3, 3)),
         ({"prompt_lookup_min": 5}, (5, 5)),
         ({"prompt_lookup_min": 1, "prompt_lookup_max": 7}, (1, 7)),
-        ({}, (2, 4)),
+        ({}, (2, 8)),
     ],
 )
 def test_vllm_takes_one_bound_of_prompt_lookup_for_both(
@@ -110,6 +120,10 @@ WRONG = [
     (
         "--speculative-draft-model-path d --speculative-prompt-lookup-max 3",
         ["--speculative-prompt-lookup-min and -max need --speculative-algorithm ngram"],
+    ),
+    (
+        "--speculative-draft-model-path d --speculative-ngram-capacity 0",
+        ["--speculative-ngram-capacity needs --speculative-algorithm ngram"],
     ),
     ("--speculative-draft-model-path d --speculative-eagle-topk 4", ["trees are not served yet", "not 4"]),
     ("--speculative-draft-model-path d --speculative-eagle-topk 0", ["--speculative-eagle-topk", "got 0"]),
@@ -170,7 +184,7 @@ def test_generate_knows_them_too() -> None:
 
 def test_help_explains_them() -> None:
     text = " ".join(make_parser().format_help().split())
-    assert "ngram: looked up in the request's own text" in text
+    assert "ngram: looked up in the request's own text and in former answers" in text
 
 
 # -- offline -----------------------------------------------------------------------------------------

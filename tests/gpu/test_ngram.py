@@ -14,7 +14,7 @@ from gpu.state.history import MAX_TOKENS, history_bytes
 from gpu.state.tables import SlotTables
 from tests.rigs import tiny_model
 from tests.rigs.draft_jobs import HOSTS_OWN, TOKENS, Engines, engines_of, jobs, same
-from tests.rigs.ngram import UNTOUCHED, Texts, by_lookup
+from tests.rigs.ngram import UNTOUCHED, Texts, by_lookup, lookup
 from tests.rigs.runner import CPU
 
 ROWS, SAMPLES, STEPS = 7, 60, 800
@@ -24,7 +24,7 @@ ROWS, SAMPLES, STEPS = 7, 60, 800
 @pytest.mark.parametrize(("width", "most"), [(16, 3), (64, 1), (64, 7), (256, 4)])
 def test_drafts_are_what_followed_the_newest_tokens_before(width: int, most: int, longest: int) -> None:
     texts = Texts(width + most, ROWS, most, width)
-    drafter = NgramDrafter(texts.tables, width, most, longest=longest, shortest=2)
+    drafter = NgramDrafter(texts.tables, width, most, lookup(longest))
     seen = dict.fromkeys(("drafts", "none", "at its limit", "wrapped", "tried again"), 0)
     for _ in range(STEPS):
         step = texts.next()
@@ -46,7 +46,7 @@ def test_drafts_are_what_followed_the_newest_tokens_before(width: int, most: int
 def test_the_memory_of_a_long_context_is_bounded() -> None:
     tables = SlotTables(4, 1, CPU, 3)
     for context, width in ((100, 128), (128, 128), (MAX_TOKENS + 1, MAX_TOKENS), (10**6, MAX_TOKENS)):
-        history = NgramDrafter(tables, context, 3).history
+        history = NgramDrafter(tables, context, 3, lookup()).history
         assert history.width == width
         assert history.words.nbytes == history_bytes(tables.slots, context)
 
@@ -54,9 +54,9 @@ def test_the_memory_of_a_long_context_is_bounded() -> None:
 def test_numbers_that_do_not_fit_together_are_refused() -> None:
     tables = SlotTables(4, 1, CPU, 3)
     with pytest.raises(ValueError, match="3 to 2"):
-        NgramDrafter(tables, 64, 3, longest=2, shortest=3)
+        NgramDrafter(tables, 64, 3, lookup(2, 3))
     with pytest.raises(ValueError, match="4 drafts of a row where the tables hold 3"):
-        NgramDrafter(tables, 64, 4)
+        NgramDrafter(tables, 64, 4, lookup())
 
 
 FEW = tuple((token, 60.0) for token in range(97, 101))

@@ -27,14 +27,15 @@ from gpu.state.view import StepView
 from gpu.weights import load_draft, load_model
 from tests.rigs import draft_heads
 from tests.rigs.drafting import SAMPLES
+from tests.rigs.ngram import lookup
 from tests.rigs.runner import CPU, Rig
 
 Make = Callable[[Rig, SlotTables], Drafter]
 
 
 def ngram(depth: int) -> Make:
-    """Looks up single tokens: random texts repeat nothing longer."""
-    return lambda rig, tables: NgramDrafter(tables, 256, depth, longest=3, shortest=1)
+    """Looks up single tokens: random texts repeat nothing longer, but for answers that are told again."""
+    return lambda rig, tables: NgramDrafter(tables, 256, depth, lookup(3, 1, 2000))
 
 
 def head(

@@ -177,9 +177,12 @@ class Drafting:
         self._engine = Engine(self.scheduler, executor, overlap, monotonic)
         self._submitter = Submitter(self._engine, tokenizer, monotonic, grammars)
 
-    async def answers(self, jobs: Sequence[Job], retract: bool = False, abort: int = 0) -> list[Answer]:
-        """All of them: the next one comes a step or two after the one before it, and may send all that run
-        back to the queue, or `abort` the one that came so many before it."""
+    async def answers(
+        self, jobs: Sequence[Job], retract: bool = False, abort: int = 0, alone: bool = False
+    ) -> list[Answer]:
+        """All of them: the next one comes a step or two after the one before it, or where each is `alone`,
+        when that has ended. It may send all that run back to the queue, or `abort` the one that came so many
+        before it."""
         self.runner.loop = asyncio.get_running_loop()
         self._engine.start(self.runner.loop)
         found = []
@@ -189,6 +192,8 @@ class Drafting:
                 self._engine.retract_all()
             if abort and len(found) > abort:
                 found[-1 - abort].run.abort()
+            if alone:
+                await found[-1].run.wait()
         for answer in found:
             await answer.run.wait()
         await self._engine.quiet()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from core.config import SpeculativeConfig
 from core.plan import NewSlot, StepPlan
 from core.types import NO_TOKENS
 from gpu.draft.drafter import StepOutcome
@@ -20,6 +21,7 @@ from tests.rigs.arrays import ints
 from tests.rigs.drafting import Drafts
 from tests.rigs.runner import CPU, GREEDY
 
+LETTERS = 4
 UNTOUCHED = -9
 """Stands in the drafts of slot 0, which no step may write."""
 
@@ -53,9 +55,12 @@ class Step:
 
 class Texts:
     """Random texts with many repeats, written a step at a time. Rows come and go; what a drafter should
-    propose for them is found in their whole texts, which are lists."""
+    propose for them is found in their whole texts, which are lists.
 
-    def __init__(self, seed: int, rows: int, most: int, width: int) -> None:
+    With `namespaces`, each row has one of so many, or none, and its text has tokens of that alone: those from
+    `LETTERS` times the namespace on."""
+
+    def __init__(self, seed: int, rows: int, most: int, width: int, namespaces: int = 0) -> None:
         self.tables = SlotTables(rows, 1, CPU, most)
         self.tables.drafts[0] = UNTOUCHED
         self.texts: dict[int, list[int]] = {}
@@ -67,6 +72,9 @@ class Texts:
         self._expected: dict[int, int] = {}
         self._waited: dict[int, int] = {}
         self._step = 0
+        self._namespaces = namespaces
+        self.namespace: dict[int, int] = {}
+        """By slot."""
 
     def next(self) -> Step:
         """Make up a step. Tables and texts are then as they are behind it."""
@@ -88,9 +96,13 @@ class Texts:
     def _new(self, slot: int) -> NewSlot:
         random, tables = self._random, self.tables
         embedded = int(random.integers(0, 5)) if random.random() < 0.2 else 0
-        prompt = random.integers(0, 4, random.integers(1, 2 * self._width)).astype(np.int32)
+        namespace = int(random.integers(0, self._namespaces + 1)) if self._namespaces else 0
+        self.namespace[slot], first = namespace, namespace * LETTERS
+        prompt = first + random.integers(0, LETTERS, random.integers(1, 2 * self._width)).astype(np.int32)
         prompt = np.concatenate([np.zeros(embedded, np.int32), prompt])
-        output = ints(random.integers(0, 4, random.integers(1, 9))) if random.random() < 0.3 else NO_TOKENS
+        output = NO_TOKENS
+        if random.random() < 0.3:
+            output = ints(first + random.integers(0, LETTERS, random.integers(1, 9)))
         self.texts[slot] = [*[NO_TOKEN] * embedded, *prompt[embedded:].tolist(), *output.tolist()]
         self._expected[slot], self._waited[slot] = START, 0
         known = len(self.texts[slot])
@@ -98,7 +110,7 @@ class Texts:
         tables.limit[slot] = known + int(random.integers(0, 600))
         tables.max_drafts[slot] = 0 if random.random() < 0.1 else int(random.integers(1, 2 * self._most))
         tables.drafts[slot] = torch.tensor([self._most, *[3] * self._most])  # of the slot's former owner
-        return NewSlot(slot, GREEDY, prompt, output, 0, embedded=embedded)
+        return NewSlot(slot, GREEDY, prompt, output, 0, embedded=embedded, namespace=namespace)
 
     def _take(self, plan: StepPlan, decoding: list[int], ending: list[int]) -> Step:
         tables, random = self.tables, self._random
@@ -130,7 +142,8 @@ class Texts:
         found = []
         for draft in [*drafts, 0]:
             quotes = self._random.random() < (0.97 if slot % 2 else 0.1)
-            token = text[-min(period, len(text))] if quotes else int(self._random.integers(0, 4))
+            token = text[-min(period, len(text))] if quotes else int(self._random.integers(0, LETTERS))
+            token += 0 if quotes else self.namespace[slot] * LETTERS
             token = -1 if self._random.random() < 0.005 or token == NO_TOKEN else token
             found.append(token)
             text.append(draft)
@@ -170,6 +183,14 @@ def continuation(text: list[int], longest: int, shortest: int) -> list[int]:
     return []
 
 
-def by_lookup(context: int) -> Drafts:
-    """Drafts of an engine that come from prompt lookup in the last `context` tokens."""
-    return Drafts(4, 0.0, lambda rig, tables: NgramDrafter(tables, context, tables.most_drafts))
+def lookup(longest: int = 8, shortest: int = 2, capacity: int = 0) -> SpeculativeConfig:
+    """Settings of prompt lookup."""
+    return SpeculativeConfig(
+        algorithm="ngram", prompt_lookup_max=longest, prompt_lookup_min=shortest, ngram_capacity=capacity
+    )
+
+
+def by_lookup(context: int, capacity: int = 0) -> Drafts:
+    """Drafts of an engine that come from prompt lookup in the last `context` tokens, and in answers."""
+    settings = lookup(capacity=capacity)
+    return Drafts(4, 0.0, lambda rig, tables: NgramDrafter(tables, context, tables.most_drafts, settings))
