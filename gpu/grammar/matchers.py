@@ -46,8 +46,9 @@ class Masks(NamedTuple):
     def empty(self, first: int, drafts: int) -> bool:
         """Whether nothing may follow so many drafts of the row whose first mask this is."""
         at = first + drafts
-        known = self.drafts is None or (at < len(self.drafts) and self.drafts[at] == drafts)
-        return known and not self.bits[at].any()
+        if at == first or (self.drafts is not None and at < len(self.drafts) and self.drafts[at] == drafts):
+            return not self.bits[at].any()
+        return False
 
 
 class Failed(NamedTuple):

@@ -33,7 +33,7 @@ class DraftSamples(NamedTuple):
         where a row has fewer."""
         before = self.before[rows]
         found = torch.where(drafts > 0, self.rows + before + drafts - 1, rows)
-        return torch.where(drafts <= self.before[rows + 1] - before, found, none)
+        return found.masked_fill_(drafts > self.before[rows + 1] - before, none)
 
 
 class Rows(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,18 @@ import msgspec
 import pytest
 import torch
 
+from app.helper.process import HelperProcess
+from app.text.tokenizer import Tokenizer
 from core.config import CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
+from core.grammar import CompiledGrammar, GrammarSpec
 from core.plan import StepPlan
 from core.request import SamplingParams
 from gpu.build import NO_DRAFTS, Drafting, build_executor, spec_of
 from gpu.executor import LocalExecutor
+from gpu.grammar import Compiler
 from tests.rigs import draft_heads, tiny_model
 from tests.rigs.driver import Answer, Driver
+from tests.rigs.tiny_model import VOCAB
 
 pytestmark = pytest.mark.gpu
 
@@ -46,11 +53,13 @@ def executor(path: Path, drafting: Drafting, graphs: bool) -> LocalExecutor:
     return made
 
 
-def answered(made: LocalExecutor, steps: list[int]) -> list[Answer]:
+def answered(
+    made: LocalExecutor, steps: list[int], grammars: Sequence[CompiledGrammar | None] = ()
+) -> list[Answer]:
     """`steps` gets how many were taken."""
     driver = Driver(made, SCHEDULE)
     try:
-        return driver.run(PROMPTS, PARAMS)
+        return driver.run(PROMPTS, PARAMS, grammars)
     finally:
         steps.append(driver.scheduler.counters.steps)
         driver.close()
@@ -83,6 +92,28 @@ def test_drafts_change_no_text(
         same_text(mine, theirs)
     if name == "draft-model":
         assert steps[1] < 0.6 * steps[0], "its drafts are the target's own tokens"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_follow_grammars(path: Path, graphs: bool) -> None:
+    """Rows with grammars draft too, beside rows without."""
+    compiler = Compiler(Tokenizer.load(None, VOCAB, [3]).token_table(VOCAB), HelperProcess())
+    sources = ("[a-z]{9}([0-9]{3},)*", "(yes|no|maybe){3,60}", '["x-z]+', ".*")
+
+    async def compile_all() -> list[CompiledGrammar | None]:
+        found = [await compiler.compile(GrammarSpec("regex", source)) for source in sources]
+        return [found[0], None, *found[1:], None, found[0]]
+
+    steps: list[int] = []
+    try:
+        grammars = asyncio.run(compile_all())
+        want = answered(executor(path, NO_DRAFTS, graphs), steps, grammars)
+        settings = SpeculativeConfig(algorithm="draft-model", num_draft_tokens=5)
+        made = executor(path, Drafting(settings, path), graphs)
+        for mine, theirs in zip(answered(made, steps, grammars), want, strict=True):
+            same_text(mine, theirs)
+    finally:
+        compiler.close()
 
 
 def same_text(got: Answer, want: Answer) -> None:

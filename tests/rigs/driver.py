@@ -12,6 +12,7 @@ from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import ScheduleConfig
 from core.executor import Executor
+from core.grammar import CompiledGrammar
 from core.plan import PromptLogprobs, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
@@ -44,9 +45,17 @@ class Driver:
         executor.start(self._arrived.release)
         self._made = 0
 
-    def run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Answer]:
-        """Run all requests, starting one in each iteration. A prompt is token ids, or embeddings."""
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        grammars: Sequence[CompiledGrammar | None] = (),
+    ) -> list[Answer]:
+        """Run all requests, starting one in each iteration. A prompt is token ids, or embeddings. The first
+        requests have `grammars`."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
+        for request, grammar in zip(requests, grammars, strict=False):
+            request.grammar = grammar
         answers = {request.id: Answer([], [], [], request.prompt_logprobs) for request in requests}
         waiting = list(requests)
         while waiting or not self.scheduler.idle:
