@@ -21,6 +21,7 @@ class KnownDrafts:
 
     def __init__(self, tables: SlotTables) -> None:
         self._drafts = tables.drafts
+        self._allowed = tables.max_drafts
         self._held = self._drafts
         if self._drafts.is_cuda:
             self._held = torch.zeros(self._drafts.shape, dtype=torch.int32, pin_memory=True)
@@ -32,6 +33,10 @@ class KnownDrafts:
         self.rows[slots, 0] = 0
         if self._held is not self._drafts:
             self._drafts[:, 0].index_fill_(0, upload(np.array(slots, np.int64), self._drafts.device), 0)
+
+    def end(self, slots: Sequence[int]) -> None:
+        """From the next step on no drafts of these slots are verified."""
+        self._allowed.index_fill_(0, upload(np.array(slots, np.int64), self._allowed.device), 0)
 
     def fetch(self) -> None:
         """Copy what drafters have proposed by now; there when the device has passed this point."""

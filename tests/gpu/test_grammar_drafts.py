@@ -14,7 +14,7 @@ from app.helper.process import HelperProcess
 from core.grammar import CompiledGrammar, GrammarSpec, TokenRules
 from core.plan import StepPlan
 from core.types import NO_LIMIT, Ints
-from gpu.grammar import Compiler, Matchers
+from gpu.grammar import Compiler, Matchers, matchers
 from gpu.grammar.matchers import Masks
 from gpu.sample.rows import RowTokens
 from gpu.state.tables import SlotTables
@@ -235,3 +235,18 @@ async def test_drafts_that_break_a_matcher_are_forgotten(compiler: Compiler) -> 
         masks = rows.fill()
         np.testing.assert_array_equal(known(masks)[0], wanted)
         assert rows.accept(masks, [token]) == {}
+
+
+def test_rows_whose_masks_take_too_long_draft_no_more(
+    grammars: dict[str, CompiledGrammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the next step on: this one's drafts are verified, so they have masks."""
+    monkeypatch.setattr(matchers, "MOST_SECONDS", 0.0)
+    rows = Speculating(grammars["choice"], grammars["choice"], None)
+    rows.tables.max_drafts[:] = NO_LIMIT
+    rows.draft(1, [*b"yes"])
+    assert len(known(rows.fill())) == 4
+    assert rows.tables.max_drafts.tolist() == [NO_LIMIT, 0, NO_LIMIT, NO_LIMIT]
+    rows.draft(2, [*b"no"])
+    masks = rows.fill()
+    assert [len(known(masks, row)) for row in (0, 1)] == [1, 3]

@@ -17,7 +17,7 @@ from app.text.tokenizer import Tokenizer
 from core.grammar import GrammarSpec
 from core.request import SamplingParams
 from core.types import FinishReason
-from gpu.grammar import Compiler
+from gpu.grammar import Compiler, matchers
 from gpu.state.known import KnownDrafts
 from gpu.state.tables import SlotTables
 from tests.rigs import drafters, tiny_model
@@ -155,6 +155,7 @@ async def test_the_host_learns_of_drafts_behind_the_drafter_alone(
 
     def apart(known: KnownDrafts, tables: SlotTables) -> None:
         known._drafts, known._held = tables.drafts, torch.zeros_like(tables.drafts)
+        known._allowed = tables.max_drafts
         known.rows = known._held.numpy()
 
     monkeypatch.setattr(KnownDrafts, "__init__", apart)
@@ -164,6 +165,17 @@ async def test_the_host_learns_of_drafts_behind_the_drafter_alone(
         for answer in await engine.answers(jobs(), retract=retract):
             same(answer, plain[answer.run.id])
         assert max(engine.runner.most.values()) > 3
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+async def test_drafts_that_take_too_long_end_in_the_middle(
+    engines: Engines, overlap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matchers, "MOST_SECONDS", 1e-4)
+    plain = await engines.plain(jobs())
+    engine = engines.make(Drafts(4, 1.0), overlap)
+    for answer in await engine.answers(jobs()):
+        same(answer, plain[answer.run.id])
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7])
