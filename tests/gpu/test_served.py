@@ -17,7 +17,8 @@ from core.request import SamplingParams
 from core.types import NO_TOKENS, RootKey
 from gpu.draft.ngram import NgramDrafter
 from gpu.grammar import Compiler
-from gpu.state.served import LEAST_WIDTH, make_served, served_bytes
+from gpu.state.history import NO_TOKEN
+from gpu.state.served import BLOCK, LEAST_WIDTH, make_served, served_bytes
 from gpu.state.tables import SlotTables
 from tests.rigs import tiny_model
 from tests.rigs.arrays import ints
@@ -103,6 +104,15 @@ def test_its_memory_is_what_is_counted(capacity: int) -> None:
         assert made.tokens.numel() <= max(capacity, 33 * LEAST_WIDTH)
 
 
+def check_owners(drafter: NgramDrafter) -> None:
+    """Every block has tokens of its owner alone."""
+    served = drafter.history.served
+    assert served is not None
+    owners = served.owners.repeat_interleave(BLOCK, 1)
+    own = (served.tokens >= owners * LETTERS) & (served.tokens < (owners + 1) * LETTERS)
+    assert (own | (served.tokens == 0) | (served.tokens == NO_TOKEN)).all()
+
+
 @pytest.mark.parametrize("capacity", [1, 3000, 100_000])
 def test_no_draft_is_from_another_namespace(capacity: int) -> None:
     """Answers come and go in small rings and few buckets; each namespace has tokens of its own. The 0 is what
@@ -119,6 +129,7 @@ def test_no_draft_is_from_another_namespace(capacity: int) -> None:
             first = texts.namespace[slot] * LETTERS
             assert {0, *ids[:count]} <= {0, *range(first, first + LETTERS)}
             found += count
+        check_owners(drafter)
     assert found > 500 and texts.taken > 100
 
 

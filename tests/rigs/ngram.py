@@ -57,10 +57,12 @@ class Texts:
     """Random texts with many repeats, written a step at a time. Rows come and go; what a drafter should
     propose for them is found in their whole texts, which are lists.
 
-    With `namespaces`, each row has one of so many, or none, and its text has tokens of that alone: those from
-    `LETTERS` times the namespace on."""
+    With `namespaces`, each row has one of so many, or none; where they are `apart` its text has tokens of
+    that alone, those from `LETTERS` times the namespace on."""
 
-    def __init__(self, seed: int, rows: int, most: int, width: int, namespaces: int = 0) -> None:
+    def __init__(
+        self, seed: int, rows: int, most: int, width: int, namespaces: int = 0, apart: bool = True
+    ) -> None:
         self.tables = SlotTables(rows, 1, CPU, most)
         self.tables.drafts[0] = UNTOUCHED
         self.texts: dict[int, list[int]] = {}
@@ -72,7 +74,7 @@ class Texts:
         self._expected: dict[int, int] = {}
         self._waited: dict[int, int] = {}
         self._step = 0
-        self._namespaces = namespaces
+        self._namespaces, self._apart = namespaces, apart
         self.namespace: dict[int, int] = {}
         """By slot."""
 
@@ -97,7 +99,8 @@ class Texts:
         random, tables = self._random, self.tables
         embedded = int(random.integers(0, 5)) if random.random() < 0.2 else 0
         namespace = int(random.integers(0, self._namespaces + 1)) if self._namespaces else 0
-        self.namespace[slot], first = namespace, namespace * LETTERS
+        self.namespace[slot] = namespace
+        first = self._first(slot)
         prompt = first + random.integers(0, LETTERS, random.integers(1, 2 * self._width)).astype(np.int32)
         prompt = np.concatenate([np.zeros(embedded, np.int32), prompt])
         output = NO_TOKENS
@@ -143,7 +146,7 @@ class Texts:
         for draft in [*drafts, 0]:
             quotes = self._random.random() < (0.97 if slot % 2 else 0.1)
             token = text[-min(period, len(text))] if quotes else int(self._random.integers(0, LETTERS))
-            token += 0 if quotes else self.namespace[slot] * LETTERS
+            token += 0 if quotes else self._first(slot)
             token = -1 if self._random.random() < 0.005 or token == NO_TOKEN else token
             found.append(token)
             text.append(draft)
@@ -156,6 +159,10 @@ class Texts:
             before = self._expected[slot]
             self._expected[slot] = before - before // WEIGHT + worth * UNIT // WEIGHT
             self._waited[slot] = 0
+
+    def _first(self, slot: int) -> int:
+        """The lowest token of its texts."""
+        return self.namespace[slot] * LETTERS if self._apart else 0
 
     def drafts(self, slot: int, first: int, longest: int, shortest: int) -> list[int]:
         """Those that a row should have whose sample was of position `first`."""

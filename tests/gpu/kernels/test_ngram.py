@@ -46,7 +46,7 @@ def test_the_kernels_find_what_a_cpu_does_in_the_answers_of_others(
     capacity: int, most: int, steps: int, device: torch.device
 ) -> None:
     """Two rows of a step may write one place: the interpreter takes them in order, a device in any."""
-    texts = Texts(most, ROWS, most, 32, namespaces=2)
+    texts = Texts(most, ROWS, most, 32, namespaces=2, apart=False)
     tables = SlotTables(ROWS, 1, device, most)
     cpu = NgramDrafter(texts.tables, 32, most, lookup(2, capacity=capacity))
     kernel = NgramDrafter(tables, 32, most, lookup(2, capacity=capacity), look_up)
