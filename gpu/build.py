@@ -30,10 +30,11 @@ from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
 from gpu.parts import Parts, Sizes, Target
-from gpu.runner import Machine, ModelRunner, most_samples
+from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors
 from gpu.step.begin import begin_step
+from gpu.step.shapes import most_samples
 from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.thread import device_thread
 from gpu.weights import config_from_gguf, load_model

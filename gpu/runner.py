@@ -47,8 +47,10 @@ from gpu.step.begin import BeginStep
 from gpu.step.buffers import HiddenShape, StepBuffers
 from gpu.step.graphs import Launcher, Launches, Work
 from gpu.step.launched import Answer, LaunchedStep, Marks, mark
+from gpu.step.paths import PathMover
 from gpu.step.rings import Entries, Rings, Ticket
 from gpu.step.sampling import Key, Sampled, SamplingDevice, SamplingStage
+from gpu.step.shapes import most_samples
 from gpu.step.steps import Forward, StepSizes
 from gpu.thread import assert_device_thread
 from gpu.transfer import upload
@@ -61,19 +63,10 @@ ENTRIES = 4
 PAGE_WRITES = 8192
 """In one entry, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""
 
-MAX_SAMPLES = 1024
-"""Where rows have drafts: rows of logits, each 0.6 MB of a vocabulary of 152,000. At 256 rows that is three
-drafts each, and more tokens than a step verifies at the speed of its weights."""
-
-
-def most_samples(rows: int, tokens: int, drafts: int) -> int:
-    """Tokens that a step may sample: one of each row and its drafts, up to `MAX_SAMPLES`."""
-    return max(rows, min(rows * (1 + drafts), tokens, MAX_SAMPLES))
-
 
 class Shape(NamedTuple):
     """What the steps of a runner can hold. `pages` is the longest row of the page table, `drafts` the most
-    that one row has."""
+    that one row has, which may be `trees`."""
 
     rows: int
     tokens: int
@@ -83,6 +76,7 @@ class Shape(NamedTuple):
     vocab: int
     hidden: HiddenShape
     drafts: int = 0
+    trees: bool = False
 
     @property
     def samples(self) -> int:
@@ -146,10 +140,11 @@ class ModelRunner:
         self.device = machine.device
         self.shape, self._machine, self._maintenance = shape, machine, maintenance
         limits = entries.limits
-        self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts)
+        self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts, shape.trees)
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
         self._rings = Rings(entries, machine.device)
-        works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl)
+        self._paths = PathMover(buffers, machine.sampling, machine.pdl)
+        works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl, self._paths)
         self._stage = SamplingStage(works_on, shape.vocab, self._head, processors)
         self._matchers = Matchers(self.tables)
         self._hidden = HiddenRows()
@@ -179,9 +174,9 @@ class ModelRunner:
             launches[key]()
         else:
             hidden = self._forward(key, uncaptured)
-            if uncaptured.every:
-                answer = self._read_hidden(plan, hidden, uncaptured)
         masks, sampled = self._choose(plan, launches)
+        if uncaptured is not None and uncaptured.every:
+            answer = self._read_hidden(plan, hidden, uncaptured)  # of accepted paths
         if self._drafts is not None:
             self._drafts.launch(plan, key, launches)
             self._matchers.fetch(masks)
@@ -220,7 +215,7 @@ class ModelRunner:
     def _read_hidden(self, plan: StepPlan, hidden: Tensor, uncaptured: Uncaptured) -> Answer:
         """Launch what is reported of the hidden states of all rows."""
         model, buffers = self._ready(), self._buffers
-        packed = PackedRows(plan, uncaptured.placed, buffers.num_decode, buffers.samples.drafts.before)
+        packed = PackedRows(plan, uncaptured.placed, buffers.num_decode, *buffers.behind)
         return Answer(
             prompt=score_prompts(model, hidden, packed),
             extras=self._hidden.take(model, hidden, uncaptured.routes, packed),
@@ -260,7 +255,8 @@ class ModelRunner:
         key = key or Forward(shape.tokens, most, shape.chunks, most)
         samples = buffers.samples.first(key.samples)
         kept = None if buffers.aux is None else buffers.aux.out
-        return StepOutcome(buffers.view(key), samples, buffers.rows.live, self._stage.chosen, kept)
+        view = buffers.view(key)._replace(ancestors=None)
+        return StepOutcome(view, samples, buffers.rows.live, self._stage.chosen, kept)
 
     def _forward(self, key: Forward, uncaptured: Uncaptured | None = None, brief: bool = False) -> Tensor:
         """Everything up to the hidden states of the rows that sample, which it leaves in the buffers.
@@ -345,6 +341,7 @@ class ModelRunner:
         """See `gpu.maintenance.Replaceable`."""
         self._launches = None
         self._machine.attention.bind(pool)
+        self._paths.use_pool(pool)
         self._ops = None if pool is None else self._machine.ops(pool)
         if self._drafts is not None:
             self._drafts.drafter.use_pool(pool)

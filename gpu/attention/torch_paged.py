@@ -85,6 +85,8 @@ class TorchAttention:
         self._clear_tails(view, rows, chunks)
         slots, lengths = view.decode_slots[:rows].long(), view.decode_lengths[:rows].long()
         decode = view._replace(decode_slots=slots, decode_lengths=lengths)
+        if view.ancestors is not None:
+            decode = decode._replace(ancestors=view.ancestors[:rows], positions=view.positions[:rows])
         kinds = set(self._windows)
         self._decode = {window: self._decode_groups(decode, window) for window in kinds}
         self._blocks = {
@@ -154,7 +156,7 @@ class TorchAttention:
         would gather 64 times its keys. Rows of a group differ at most by a factor of two.
         """
         lengths = decode.decode_lengths
-        keys = lengths - self._begin(lengths, window) * self._page_size
+        keys = lengths - self._begin(_seen(decode, slice(None)), window) * self._page_size
         seen = keys.tolist()
         groups: list[list[int]] = []
         for row in sorted(range(len(seen)), key=seen.__getitem__, reverse=True):
@@ -179,7 +181,8 @@ class TorchAttention:
         size = self._page_size
         lengths = decode.decode_lengths[rows, None]
         slots = decode.decode_slots[rows, None]
-        begin = self._begin(lengths, window)
+        seen = _seen(decode, rows)[:, None]
+        begin = self._begin(seen, window)
         index = begin + torch.arange(-(-longest // size), device=lengths.device)
         used = index * size < lengths
         table = decode.page_table[slots, index.where(used, 0)]
@@ -188,7 +191,10 @@ class TorchAttention:
         at = begin * size + torch.arange(longest, device=lengths.device)
         hidden = at >= lengths
         if window:
-            hidden |= at < lengths - window
+            hidden |= at < seen - window
+        if decode.ancestors is not None:
+            behind = (lengths - 1 - at).clamp(0, 31)
+            hidden |= (decode.ancestors[rows, None] >> behind) & 1 == 0
         mask = self._additive(hidden)[:, None, None] if bool(hidden.any()) else None
         return _Decode(rows, _run(pages) if len(lengths) == 1 else pages, longest, mask)
 
@@ -238,7 +244,9 @@ class TorchAttention:
         if size == 1:
             return
         where: Ints = view.kv_slot_mapping.numpy()
-        begun = view.positions.numpy()[:rows] % size == 0
+        begun = (view.positions if view.ancestors is None else view.decode_lengths - 1).numpy()[
+            :rows
+        ] % size == 0
         fresh = where[:rows][begun].tolist()
         for chunk in chunks:
             end = chunk.start + chunk.tokens
@@ -246,6 +254,12 @@ class TorchAttention:
                 fresh.append(int(where[chunk.first + chunk.tokens - end % size]))
         if fresh:
             self._data.index_fill_(1, torch.tensor(fresh) // size, 0)
+
+
+def _seen(decode: StepView, rows: slice | Tensor) -> Tensor:
+    """Keys that `rows` of `decode` see where no window hides any; a tree's drafts see one more than those at
+    their position's parent."""
+    return decode.decode_lengths[rows] if decode.ancestors is None else decode.positions[rows] + 1
 
 
 def _run(pages: Tensor) -> Tensor | int:

@@ -93,6 +93,7 @@ class TritonDecode:
                 window=window,
                 num_rows=view.num_decode,
                 skip=view.common if self._cascades(window, view) else None,
+                ancestors=view.ancestors,
                 pdl=self._config.pdl,
             )
             for window in sorted(set(self._config.windows))
@@ -114,6 +115,7 @@ class TritonDecode:
             window=window,
             out=out,
             lse=lse,
+            ancestors=view.ancestors,
             pdl=self._config.pdl,
         )
         if lse is not None:

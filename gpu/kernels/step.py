@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
+from gpu.kernels.paths import drafts_beside
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import COUNT_BITS, DraftSamples, Rows
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
@@ -134,6 +135,8 @@ def _take_rows(
     sample_slots: tl.tensor,
     sample_positions: tl.tensor,
     drafts_before: tl.tensor,
+    trees: tl.tensor | None,
+    ancestors: tl.tensor | None,
     stride: int,
     DRAFTS: tl.constexpr,
     AT_DECODE: tl.constexpr,
@@ -171,7 +174,14 @@ def _take_rows(
             tl.store(decode_slots + at + j, slot, mask=mine)
             tl.store(sample_rows + sample, at + j, mask=mine)
             tl.store(sample_slots + sample, slot, mask=mine)
-            tl.store(sample_positions + sample, before + j + 1, mask=mine)
+            behind = before + j + 1
+            if trees is not None:
+                seen = tl.full([SPAN], -1, tl.int32)
+                if j > 0:
+                    seen = tl.load(trees + slot * DRAFTS + j - 1, mask=mine, other=-1)
+                tl.store(ancestors + at + j, seen, mask=mine)
+                behind -= drafts_beside(seen)
+            tl.store(sample_positions + sample, behind, mask=mine)
         left -= tl.sum(next_place)
         tokens += tl.sum(query)
     return tokens
@@ -200,6 +210,8 @@ def _begin(
     sample_positions: tl.tensor,
     sampling_rows: tl.tensor,
     drafts_before: tl.tensor,
+    trees: tl.tensor | None,
+    ancestors: tl.tensor | None,
     stride: int,
     width: int,
     n: int,
@@ -240,7 +252,7 @@ def _begin(
     if DRAFTS:
         queries = _take_rows(
             entry, columns, drafts, survival, ids, positions, decode_slots, sample_rows, sample_slots,
-            sample_positions, drafts_before, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
+            sample_positions, drafts_before, trees, ancestors, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
         )  # fmt: skip
         tl.store(sampling_rows, rows + samples)
         for first in range(0, samples + 1, SPAN):
@@ -274,10 +286,14 @@ def _begin(
             position -= (live & (stored == 0)).to(tl.int32)
         page = tl.load(table + slot * width + position // PAGE, mask=stored, other=0)
         tl.store(ids + i, token, mask=i < d)
-        tl.store(positions + i, position, mask=i < d)
         tl.store(kv_slot_mapping + i, page * PAGE + tl.where(stored, position % PAGE, 0), mask=i < d)
         tl.store(decode_slots + i, slot, mask=i < d)
         tl.store(decode_lengths + i, position + 1, mask=i < d)
+        if trees is not None:
+            seen = tl.load(ancestors + i, mask=live, other=-1)
+            position -= drafts_beside(seen)
+            tl.store(ancestors + i, seen, mask=i < d)
+        tl.store(positions + i, position, mask=i < d)
     if MIXED:
         for first in range(0, c, SPAN):
             i = first + tl.arange(0, SPAN)
@@ -358,6 +374,8 @@ def begin_step(
         slots,
         positions,
         *drafts,
+        tables.ancestors,
+        view.ancestors,
         tables.words.stride(0),
         tables.page_table.stride(0),
         view.tokens,
@@ -391,6 +409,8 @@ def _accept(
     rows: tl.tensor,
     before: tl.tensor,
     drafts: tl.tensor,
+    trees: tl.tensor | None,
+    moved: tl.tensor | None,
     columns: tl.tensor,
     generated: tl.tensor | None,
     seen: tl.tensor | None,
@@ -424,12 +444,28 @@ def _accept(
         # A draft is taken while it is what was sampled before it; nothing is of a row at its limit.
         live &= position <= tl.load(columns + _LIMIT * column + slot, mask=live, other=0)
         count = live.to(tl.int32)
+        if trees is not None:
+            node, path = tl.zeros([SPAN], tl.int32), tl.full([SPAN], -1, tl.int32)
         for j in tl.static_range(1, DRAFTS + 1):
             more = (count == j) & (j <= given)
+            if trees is not None:  # a child of the last one taken sees what that one sees, and itself
+                more = live & (j <= given)
+                own = tl.load(trees + slot * DRAFTS + j - 1, mask=more, other=0)
+                more &= own == ((path << (j - node)) | 1)
             more &= token == tl.load(drafts + slot * (DRAFTS + 1) + j, mask=more, other=-1)
             after = tl.load(tokens + sampling + ahead + j - 1, mask=more, other=0).to(tl.int32)
             token = tl.where(more, after, token)
+            if trees is not None:
+                # Where it would be in a chain; what lies there has been looked at.
+                tl.store(tokens + sampling + ahead + count - 1, after.to(tl.int64), mask=more)
+                tl.store(moved + i + ahead + count, j - count, mask=more)
+                node, path = tl.where(more, j, node), tl.where(more, own, path)
             count += more.to(tl.int32)
+        if trees is not None:
+            for j in tl.static_range(DRAFTS + 1):
+                rest = (i < sampling) & (j <= given) & ((j >= count) | (j == 0))
+                tl.store(moved + i + ahead + j, tl.zeros([SPAN], tl.int32), mask=rest)
+            tl.debug_barrier()
         tl.store(entry + AT_COUNTS + i, count | given << _COUNT_BITS, mask=i < sampling)
         at, position = tl.cumsum(count) - count, position + count - 1
     if generated is not None:
@@ -466,8 +502,9 @@ def accept(
     span = pow2(most)  # of the ring, not of the step: one kernel for all sizes
     _accept[(1,)](
         tokens, rows.slots, rows.positions, rows.live, *(rows.drafts or (None, None)), tables.drafts,
-        tables.words, generated, seen, cursor, out, tables.words.stride(0),
-        0 if generated is None else generated.shape[1], out.stride(0), len(tokens),
+        tables.ancestors, None if rows.paths is None else rows.paths.moved, tables.words, generated, seen,
+        cursor, out, tables.words.stride(0), 0 if generated is None else generated.shape[1], out.stride(0),
+        len(tokens),
         DRAFTS=tables.most_drafts, AT_COUNTS=out.shape[1] - most, ENTRIES=len(out), SPAN=span, PDL=pdl,
         **options(min(max(span // 32, 1), 8), pdl=pdl),
     )  # fmt: skip

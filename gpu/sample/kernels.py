@@ -69,7 +69,18 @@ class SamplingKernels(Protocol):
         not equal, none of a row at its limit. Write the row's length and last token, there 0 for -1, and to
         the current entry of the answer ring `out` the tokens taken, row by row, and behind them, where rows
         may have drafts, a word for each row: its tokens, and from `COUNT_BITS` on its drafts. With `counts`,
-        count the tokens for the slots that have any; -1 is not counted."""
+        count the tokens for the slots that have any; -1 is not counted.
+
+        Of a tree the path is taken whose every draft is what was sampled at its parent. Its samples are moved
+        to where a chain's would be, in `tokens`, and `Paths.moved` says from where."""
+        ...
+
+    def move_paths(
+        self, entries: Tensor, rows: Rows, cells: Tensor | None = None, *, pdl: bool = False
+    ) -> None:
+        """Move what the path that `accept` took of each row has in `entries` int32 [layers, any, width] to
+        where a chain would have it. A token's entry is that of its index, or of its cell of `cells` int32
+        [tokens]."""
         ...
 
     def draw_weights(self, logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:

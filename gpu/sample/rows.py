@@ -36,15 +36,31 @@ class DraftSamples(NamedTuple):
         return found.masked_fill_(drafts > self.before[rows + 1] - before, none)
 
 
+class Paths(NamedTuple):
+    """Where drafts may be trees, int32 [tokens of decode rows] each but `rows`.
+
+    rows       int32 [samples]: the step's token that each sample is behind
+    ancestors  see `StepView.ancestors`
+    moved      written by `SamplingKernels.accept`: how many tokens behind that of a row's j-th token the j-th
+               of its accepted path lies. 0 behind the path's end
+    """
+
+    rows: Tensor
+    ancestors: Tensor
+    moved: Tensor
+
+
 class Rows(NamedTuple):
     """Padded samples: slots and positions (of the token to choose) int32 [rows]; how many are true (`live`),
-    int32 [1] on the device; the slots' tables; and `drafts` where slots may have any."""
+    int32 [1] on the device; the slots' tables; `drafts` where slots may have any, and `paths` where these may
+    be trees."""
 
     slots: Tensor
     positions: Tensor
     live: Tensor
     tables: SlotTables
     drafts: DraftSamples | None = None
+    paths: Paths | None = None
 
     def first(self, count: int) -> Rows:
         """The first `count`."""

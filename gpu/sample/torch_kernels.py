@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from core.types import NAN_TOKEN
+from core.types import NAN_TOKEN, Ints
 from gpu.sample.filters import Rule, survivors
 from gpu.sample.kernels import MaskRows
 from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.penalties import Counts, Penalty
-from gpu.sample.rows import COUNT_BITS, Rows
+from gpu.sample.rows import COUNT_BITS, Paths, Rows
 from gpu.sample.select import argmax
 from gpu.sample.token_tables import TokenTables
 from gpu.state.entry import MARK, NEW, EntryRing
@@ -77,8 +77,18 @@ def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -
         penalty = (float(each[slot]) for each in (tables.repetition, tables.frequency, tables.presence))
         drafts = None
         if tables.most_drafts and row >= first_draft:
-            drafts = tables.drafts[slot, 1 : int(rows.positions[row] - tables.length[slot])]
+            drafts = _path(rows, row)
         counts.penalise(logits[row], int(counted[row]), Penalty(*penalty), drafts)
+
+
+def _path(rows: Rows, row: int) -> Tensor:
+    """The drafts int32 [n] before the token of a draft's sample."""
+    tables, slot = rows.tables, rows.slots[row]
+    node, seen = int(rows.positions[row] - 1 - tables.length[slot]), -1
+    if rows.paths is not None:
+        seen = int(rows.paths.ancestors[rows.paths.rows[row]])
+        node += (~seen).bit_count()
+    return tables.drafts[slot, [each for each in range(1, node + 1) if seen >> (node - each) & 1]]
 
 
 def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: bool = False) -> None:
@@ -133,10 +143,15 @@ def accept(
     if tables.most_drafts and drafts is not None:
         before, each = drafts.before.numpy()[: live + 1], np.arange(1 + tables.most_drafts)
         at = np.where(each > 0, live + before[:-1, None] + each - 1, np.arange(live)[:, None])
+        accepted = None if rows.paths is None else _straighten(tokens, rows, rows.paths)
         made = tokens.numpy()[np.minimum(at, len(tokens) - 1)]
-        # A sample is taken while every one before it in its row is what its next draft says.
-        right = (made[:, :-1] == tables.drafts.numpy()[slots, 1:]) & (each[1:] <= np.diff(before)[:, None])
-        lengths = (1 + right.cumprod(1).sum(1)) * (positions <= tables.limit.numpy()[slots])
+        if accepted is None:
+            # A sample is taken while every one before it in its row is what its next draft says.
+            right = (made[:, :-1] == tables.drafts.numpy()[slots, 1:]) & (
+                each[1:] <= np.diff(before)[:, None]
+            )
+            accepted = right.cumprod(1).sum(1)
+        lengths = (1 + accepted) * (positions <= tables.limit.numpy()[slots])
         answer[len(answer) - tables.slots + 1 :][:live] = lengths | np.diff(before) << COUNT_BITS
         taken, owners = made[each < lengths[:, None]], np.repeat(slots, lengths)
         kept = lengths > 0
@@ -151,6 +166,40 @@ def accept(
         known = counted >= 0
         if known.any():
             counts.add(torch.from_numpy(counted[known]).long(), torch.from_numpy(taken[known]))
+
+
+def _straighten(tokens: Tensor, rows: Rows, paths: Paths) -> Ints:
+    """Find each row's accepted path, move its `tokens` to where a chain's would be, and write
+    `Paths.moved`. Returns how many drafts each path has."""
+    tables, drafts = rows.tables, rows.drafts
+    assert tables.ancestors is not None and drafts is not None
+    live, made, moved = int(drafts.rows), tokens.numpy(), paths.moved.numpy()
+    before, slots = drafts.before.numpy()[: live + 1], rows.slots.numpy()[:live]
+    last, given, first = made[:live].copy(), np.diff(before), live + before[:-1]
+    accepted, node, seen = np.zeros(live, np.int32), np.zeros(live, np.int32), np.full(live, -1, np.int32)
+    moved[:] = 0
+    for j in range(1, 1 + tables.most_drafts):
+        own, draft = tables.ancestors.numpy()[slots, j - 1], tables.drafts.numpy()[slots, j]
+        # A child of the last one taken sees what that one sees, and itself.
+        at = np.flatnonzero((j <= given) & (draft == last) & (own == (seen << j - node | 1)))
+        last[at] = made[first[at] + j - 1]
+        made[first[at] + accepted[at]] = last[at]
+        accepted[at] += 1
+        moved[at + before[at] + accepted[at]] = j - accepted[at]
+        node[at], seen[at] = j, own[at]
+    return accepted
+
+
+def move_paths(entries: Tensor, rows: Rows, cells: Tensor | None = None, *, pdl: bool = False) -> None:
+    """See `SamplingKernels.move_paths`."""
+    assert rows.paths is not None
+    moved = rows.paths.moved
+    to = moved.nonzero().squeeze(1)
+    if len(to):
+        found = to + moved[to]
+        if cells is not None:
+            to, found = cells[to].long(), cells[found].long()
+        entries[:, to] = entries[:, found]
 
 
 def draw_weights(logits: Tensor, rows: Rows, tokens: Tensor) -> Tensor:

@@ -59,6 +59,9 @@ class SlotTables:
     drafts       int32 [slots, 1 + most]: how many tokens may follow the slot's last one, and those
     survival     float32 [slots, most]: of each of these the probability that it and all before it are
                  accepted, by which a step's drafts are divided among its rows; 1 where its drafter cannot say
+    ancestors    int32 [slots, most] where drafts may be trees, else None: which drafts lie on the path from
+                 the slot's last token to each. Bit k: the draft k before it, bit 0 itself; 1 from the last
+                 token on. So -1 is every draft before it, a chain. A parent comes before its children
 
     Written by the kernels of the step alone: what the host has to say travels in the step's entry.
     """
@@ -88,7 +91,14 @@ class SlotTables:
     num_stops = Column(_INT, lambda new: len(new.params.held_stops))
     stop_from = Column(_INT, lambda new: min(len(new.prompt) + new.params.min_tokens, NO_LIMIT))
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device, most_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_pages: int,
+        device: torch.device,
+        most_drafts: int = 0,
+        trees: bool = False,
+    ) -> None:
         self.slots = max_rows + 1
         padded = -(-self.slots // _ALIGNED) * _ALIGNED
         self.words = torch.zeros(WORDS, padded, dtype=torch.int32, device=device)
@@ -96,6 +106,9 @@ class SlotTables:
         self.most_drafts = most_drafts
         self.drafts = torch.zeros(self.slots, 1 + most_drafts, dtype=torch.int32, device=device)
         self.survival = torch.ones(self.slots, most_drafts, device=device)
+        self.ancestors: Tensor | None = None
+        if trees:
+            self.ancestors = torch.full_like(self.drafts[:, 1:], -1)
         self.columns: dict[int, Tensor] = {}
         for column in COLUMNS:
             words = self.words[column.row : column.row + column.width].view(-1)

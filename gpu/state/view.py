@@ -37,12 +37,14 @@ class PackedRows(NamedTuple):
     chunks      where the plan's lie
     num_decode  int32 [1] on the device: tokens of decode rows
     before      int32 [any] on the device: drafts of the decode rows before each, as in `DraftSamples`
+    moved       where the accepted ones of a row's tokens lie, as in `Paths`; None: at its beginning
     """
 
     plan: StepPlan
     chunks: tuple[ChunkRow, ...]
     num_decode: Tensor
     before: Tensor
+    moved: Tensor | None = None
 
     def of_chunk(self, tokens: Tensor, chunk: ChunkRow) -> Tensor:
         """Of `tokens` [n, ...] the chunk's."""
@@ -58,6 +60,8 @@ class PackedRows(NamedTuple):
         if not self.plan.drafts:
             return tokens[row : row + 1]
         at = torch.arange(row, row + self.plan.query_length, device=tokens.device) + self.before[row]
+        if self.moved is not None:
+            at += self.moved[at.clamp(max=len(self.moved) - 1)]
         return tokens.index_select(0, at.clamp_(max=len(tokens) - 1))
 
 
@@ -87,6 +91,9 @@ class StepView(NamedTuple):
     query           the most tokens of a decode row, which share one pass over its keys; 1: attention takes
                     each token as a row of its own, however many rows have
     placed          the chunks as the host knows them, in forwards that no graph holds
+    ancestors       int32 [D] where drafts may be trees: which of the keys before its own a token sees, as in
+                    `SlotTables.ancestors`. Its key lies behind those of all drafts before it, its position is
+                    that behind its parent's. None: a token sees all keys before its own
 
     Entries behind the true counts are arbitrary in ids, positions, slots, lengths and starts, but always
     in bounds: slot 0, position 0, length 1. `kv_slot_mapping` is 0 there (page 0, the dump).
@@ -110,6 +117,7 @@ class StepView(NamedTuple):
     deep: bool = False
     query: int = 1
     placed: tuple[ChunkRow, ...] = ()
+    ancestors: Tensor | None = None
 
     @property
     def num_tokens(self) -> Tensor:

@@ -6,7 +6,7 @@ A step has a few hundred numbers, and a call of torch takes longer than their ar
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -63,6 +63,7 @@ def begin_step(
     slots, chosen = entry[at.decode : at.decode + rows], section(at.samples, count, SAMPLE)
     positions, ids = tables.length.numpy()[slots], tables.last_token.numpy()[slots]
     at_limit = order = None
+    beside: Any = 0  # drafts before each token that are not on its path
     if tables.most_drafts:
         query = _query_lengths(tables, slots, longest, drafts)
         firsts = np.cumsum(query) - query
@@ -74,13 +75,18 @@ def begin_step(
         before[:rows] = firsts - np.arange(rows)
         before[rows : rows + count + 1] = len(ids) - rows
         samples.drafts.rows.fill_(rows + count)
+        if tables.ancestors is not None and view.ancestors is not None:
+            masks = tables.ancestors.numpy()[slots, within - 1]
+            seen = np.where(within > 0, masks, -1).astype(np.int32)
+            beside = np.bitwise_count(~seen).astype(np.int32)
+            _fill(view.ancestors, seen, padding=-1)
         order = np.argsort(np.append(within, np.zeros(count)) > 0, kind="stable")
     queries, tokens = len(ids), len(ids) + known
     view.counts.numpy()[:] = tokens, queries, chunks, queries + count
     for column, decoding, ending in (
         (samples.rows, np.arange(queries), queries + chosen[:, 0]),
         (samples.slots, slots, chosen[:, 1]),
-        (samples.positions, positions + 1, chosen[:, 2]),
+        (samples.positions, positions + 1 - beside, chosen[:, 2]),
     ):
         each = np.append(decoding, ending)
         _fill(column, each if order is None else each[order])
@@ -100,6 +106,7 @@ def begin_step(
     mapping = pages[slots, positions // page_size] * page_size + positions % page_size
     if at_limit is not None:
         mapping[:queries][at_limit] = 0
+        positions[:queries] -= beside
     _fill(view.ids, ids)
     _fill(view.positions, positions)
     _fill(view.kv_slot_mapping, mapping)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu.context import AuxStates
-from gpu.sample.rows import DraftSamples, Rows
+from gpu.sample.rows import DraftSamples, Paths, Rows
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, StepView
@@ -62,6 +62,9 @@ class StepBuffers:
         self._chunks = ints(2, chunks), ints(chunks + 1)
         drafts = DraftSamples(ints(1), ints(limits.rows + 1))
         self.samples = Samples(ints(samples), ints(samples), ints(samples), drafts)
+        self.paths: Paths | None = None
+        if tables.ancestors is not None:
+            self.paths = Paths(self.samples.rows, ints(samples), ints(samples))
         self._hidden = hidden
         self.aux: AuxStates | None = None
         """Where a forward keeps the hidden states that a draft model reads, if there is one."""
@@ -83,7 +86,12 @@ class StepBuffers:
             key.tokens, key.decode, key.chunks, self._counts, ids, positions, mapping,
             self._tables.page_table, slots, lengths, chunk_slots, chunk_starts,
             self._chunks[1][: key.chunks + 1], self._at, key.shared, key.deep, key.query, placed,
+            None if self.paths is None else self.paths.ancestors[: key.decode],
         )  # fmt: skip
+
+    def begun(self) -> tuple[Tensor, Tensor]:
+        """Of every token of a step: ids and positions int32 [2, tokens], and `StepView.kv_slot_mapping`."""
+        return self._tokens[:2], self._tokens[2]
 
     @property
     def num_decode(self) -> Tensor:
@@ -91,7 +99,12 @@ class StepBuffers:
         return self._counts[1:2]
 
     @property
+    def behind(self) -> tuple[Tensor, Tensor | None]:
+        """`before` and `moved` of `PackedRows`."""
+        return self.samples.drafts.before, None if self.paths is None else self.paths.moved
+
+    @property
     def rows(self) -> Rows:
         """All samples, as the sampling stage sees them."""
         _, slots, positions, drafts = self.samples
-        return Rows(slots, positions, self._counts[3:4], self._tables, drafts)
+        return Rows(slots, positions, self._counts[3:4], self._tables, drafts, self.paths)

@@ -93,12 +93,13 @@ class Launchable(Protocol):
 
 class SamplingDevice(NamedTuple):
     """What the stage works on: the samples of a step, the rings, the kernels. `pdl` is programmatic dependent
-    launch."""
+    launch. `move` is called behind the acceptance of so many samples, for drafts that are trees."""
 
     rows: Rows
     rings: Rings
     kernels: SamplingKernels
     pdl: bool = False
+    move: Callable[[int], None] | None = None
 
 
 class Sampled(NamedTuple):
@@ -224,11 +225,19 @@ class SamplingStage:
     def _logprobs(self, asked: LogprobRows, aside: Tensor | None) -> list[LogprobBlock]:
         """Launch what is reported of the tokens just chosen. `aside` [asked rows, vocab] are the model's
         logits of rows that have others by now."""
-        launched = []
+        launched, columns, device = [], asked.columns, self._device.rows
+        # Accepted tokens stand where a chain's would; their logits stay where they were.
+        found, kept = columns.samples, torch.arange(len(columns.samples), device=columns.samples.device)
+        if device.paths is not None and device.drafts is not None:
+            moved = device.paths.moved
+            further = moved[device.paths.rows[found].clamp(max=len(moved) - 1)]
+            further = torch.where(columns.drafts > 0, further, 0)
+            found = (found + further).clamp_(max=len(self._logits) - 1)
+            kept = (kept + further).clamp_(max=len(kept) - 1)
         for at, block in asked.blocks():
-            rows = block.columns.samples
-            raw = self._logits.index_select(0, rows) if aside is None else aside[at]
-            tokens = self.chosen.index_select(0, rows).clamp_(min=0)
+            rows = found[at]
+            raw = self._logits.index_select(0, rows) if aside is None else aside.index_select(0, kept[at])
+            tokens = self.chosen.index_select(0, block.columns.samples).clamp_(min=0)
             after = weights = None
             if block.any(AFTER_MASK | AFTER_ALL | SUPPORT):
                 after = self._logits.index_select(0, rows)
@@ -271,7 +280,7 @@ class SamplingStage:
         self._logits[:rows].copy_(self._head(rows))
 
     def _choose(self, count: int) -> None:
-        (rows, _, kernels, pdl), logits = self._device, self._logits[:count]
+        (rows, _, kernels, pdl, _), logits = self._device, self._logits[:count]
         rows, masks = rows.first(count), self._masks._replace(which=self._masks.which[:count])
         kernels.mask_rows(logits, masks, rows.live, pdl=pdl)
         kernels.adjust(logits, rows, self._tokens, masks, pdl=pdl)
@@ -280,11 +289,13 @@ class SamplingStage:
         self._accept(count, self.counts)
 
     def _draw(self, logits: Tensor, filtered: bool) -> None:
-        rows, _, kernels, pdl = self._device
+        rows, _, kernels, pdl, _ = self._device
         count = len(logits)
         kernels.choose(logits, rows.first(count), self.chosen[:count], filtered=filtered, pdl=pdl)
 
     def _accept(self, count: int, counts: Counts | None = None) -> None:
-        rows, rings, kernels, pdl = self._device
+        rows, rings, kernels, pdl, move = self._device
         chosen = self.chosen[:count]
         kernels.accept(chosen, rows.first(count), rings.cursor, rings.answers, counts, pdl=pdl)
+        if move is not None:
+            move(count)

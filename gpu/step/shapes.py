@@ -5,6 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+MAX_SAMPLES = 1024
+"""Where rows have drafts: rows of logits, each 0.6 MB of a vocabulary of 152,000. At 256 rows that is three
+drafts each, and more tokens than a step verifies at the speed of its weights."""
+
+
+def most_samples(rows: int, tokens: int, drafts: int) -> int:
+    """Tokens that a step may sample: one of each row and its drafts, up to `MAX_SAMPLES`."""
+    return max(rows, min(rows * (1 + drafts), tokens, MAX_SAMPLES))
+
 
 def decode_sizes(most: int) -> list[int]:
     """Padded token counts of decode-only steps, where every token is sampled: one per row, plus drafts.

@@ -64,6 +64,23 @@ async def test_every_option_has_the_answer_that_it_has_without_drafts(
     assert max(engine.runner.most.values()) > depth * (right == 1.0)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "overlap", "right"), [(2, 0, 1.0), (7, 1, 1.0), (15, 2, 1.0), (12, 0, 0.8)]
+)
+async def test_trees_say_what_is_said_without_drafts(
+    engines: Engines, nodes: int, overlap: int, right: float
+) -> None:
+    """The right path is hidden among wrong siblings and moves as a whole."""
+    plain = await engines.plain(jobs())
+    engine = engines.make(Drafts(nodes, right, trees=True), overlap)
+    for answer in await engine.answers(jobs()):
+        same(answer, plain[answer.run.id])
+        if answer.run.id in HOSTS_OWN:
+            assert engine.runner.most[answer.run.prompt.tobytes()] == 1
+    assert max(engine.runner.most.values()) > min(nodes, 5)
+    assert any(plan.drafts and plan.chunks for plan in engine.runner.plans), "no prompt beside drafts"
+
+
 async def test_retracted_rows_go_on_as_if_nothing_had_happened(engines: Engines) -> None:
     plain = await engines.plain(jobs())
     engine = engines.make(Drafts(3, 0.7), 1)

@@ -43,6 +43,8 @@ CASES: dict[str, tuple[str, int, Setup]] = {
     "ngram-4-little-memory": ("ngram", 4, Setup(Drafts(4, 0.0), overlap=2, pages=34)),
     "ngram-7-few-samples": ("ngram", 7, Setup(Drafts(7, 0.0), overlap=1, samples=9, mixed=20)),
     "given-3": ("", 3, Setup(Drafts(3, 0.6), overlap=2, page=2, pages=70)),
+    "given-tree-7": ("", 7, Setup(Drafts(7, 0.9, trees=True), overlap=2, page=2, pages=90)),
+    "given-tree-15": ("", 15, Setup(Drafts(15, 1.0, trees=True), overlap=1, page=16, pages=20)),
     "given-6-few-tokens": ("", 6, Setup(Drafts(6, 0.9), overlap=1, step_tokens=12, samples=12, pages=40)),
 }
 

@@ -177,7 +177,9 @@ class RandomEngine:
         rig = Rig(path, setup.page, rows, setup.page * pages)
         width = -(-CONTEXT // setup.page)
         limits = Limits(rows, rows, setup.step_tokens, 64, width, samples=setup.samples, drafts=drafts.depth)
-        shape = rig.runner.shape._replace(tokens=setup.step_tokens, drafts=drafts.depth, pages=width)
+        shape = rig.runner.shape._replace(
+            tokens=setup.step_tokens, drafts=drafts.depth, pages=width, trees=drafts.trees
+        )
         make = None if drafts.drafter is None else partial(drafts.drafter, rig)
         runner = ModelRunner(shape, rig.runner._machine, Entries(limits, 4, CPU), KNOWN, drafter=make)
         with device_thread(CPU):

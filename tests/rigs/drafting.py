@@ -43,11 +43,13 @@ ROWS, PAGE, STEP_TOKENS, SAMPLES = 6, 4, 48, 40
 
 class Drafts(NamedTuple):
     """At most `depth` of a row, each the next token of its text with probability `right`, else another; or
-    those of a `drafter` of a runner's tables."""
+    those of a `drafter` of a runner's tables. `trees`: so many drafts are a tree, in which the next token of
+    the text has wrong siblings, whose children may be what would be right elsewhere."""
 
     depth: int
     right: float
     drafter: Callable[[Rig, SlotTables], Drafter] | None = None
+    trees: bool = False
 
 
 class Watched:
@@ -94,6 +96,9 @@ class DraftingRunner:
         given = self._drafts.depth and self._drafts.drafter is None
         for slot in plan.decode_slots.tolist() if given else ():
             drafts = self._propose(slot, int(tables.length[slot]) + 1)
+            if tables.ancestors is not None:
+                drafts, masks = self._branch(drafts)
+                tables.ancestors[slot] = torch.tensor(masks)
             tables.drafts[slot] = torch.tensor([self._random.randint(0, len(drafts)), *drafts])
         self._prompts |= {new.slot: new.prompt for new in plan.new_slots}
         prompts = [self._prompts[slot].tobytes() for slot in sampling_slots(plan).tolist()]
@@ -101,11 +106,29 @@ class DraftingRunner:
 
     def _propose(self, slot: int, position: int) -> list[int]:
         """For the tokens from `position` on."""
-        prompt, (depth, right, _) = self._prompts[slot], self._drafts
+        prompt, depth, right = self._prompts[slot], self._drafts.depth, self._drafts.right
         ahead = self._texts[prompt.tobytes()][position - len(prompt) :][:depth]
         known = [*ahead, *[0] * (depth - len(ahead))]
         others = (self._random.randrange(1, self._vocab) * (self._random.random() >= right) for _ in known)
         return [(token + other) % self._vocab for token, other in zip(known, others, strict=True)]
+
+    def _branch(self, chain: Sequence[int]) -> tuple[list[int], list[int]]:
+        """A tree of as many drafts as `chain`, with the first ones of `chain` on one of its paths; and the
+        ancestors of each, as `SlotTables.ancestors`."""
+        rng, ids, masks, depths, end = self._random, [0], [-1], [0], 0
+        for node in range(1, 1 + len(chain)):
+            if rng.random() < 0.5:
+                parent, token = end, chain[depths[end]]
+            else:
+                parent = rng.choice((end, rng.randrange(node)))
+                wrong = rng.randrange(1, self._vocab) if parent == end or rng.random() < 0.5 else 0
+                token = (chain[depths[parent]] + wrong) % self._vocab
+            ids.append(token)
+            masks.append(masks[parent] << (node - parent) | 1)
+            depths.append(depths[parent] + 1)
+            if parent == end and token == chain[depths[end]]:
+                end = node
+        return ids[1:], masks[1:]
 
     def carry_out(self, command: Command) -> CommandDone:
         return self._runner.carry_out(command)
@@ -155,7 +178,7 @@ class Drafting:
         rig = Rig(path, PAGE, ROWS, PAGE * pages)
         shape, width = rig.runner.shape, pages + 1
         limits = Limits(ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth)
-        shape = shape._replace(tokens=STEP_TOKENS, drafts=drafts.depth)
+        shape = shape._replace(tokens=STEP_TOKENS, drafts=drafts.depth, trees=drafts.trees)
         make = None if drafts.drafter is None else partial(drafts.drafter, rig)
         runner = ModelRunner(shape, machine(rig), Entries(limits, 4, CPU), processors, drafter=make)
         self.tables = runner.tables

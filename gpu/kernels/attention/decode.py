@@ -22,7 +22,8 @@ With drafts a row has several tokens: neighbours of one slot, each of which sees
 before it. Up to `DecodeConfig.queries` of them share one pass over the row's keys: their queries, of all
 heads of a group, are the matrix that a tile of keys is multiplied by. Rows are packed and ragged: the plan
 finds by the slots where one begins. An early token may see nothing of the row's last tile, and with a window
-a late one nothing of its first: such a partial result is empty (-inf), and the merge leaves it out.
+a late one nothing of its first: such a partial result is empty (-inf), and the merge leaves it out. Where
+drafts may be trees, each token has a mask of the keys before its own (`StepView.ancestors`).
 
 `plan_decode` runs once a step for all layers of one window, `paged_decode` once a layer. Under dependent
 launch at least one kernel stands between the two: the plan is read before the wait.
@@ -50,6 +51,7 @@ from gpu.kernels.jit import (
     store_record,
     true_rows,
 )
+from gpu.kernels.paths import drafts_beside
 
 FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 per segment: one sector."""
@@ -226,6 +228,7 @@ def _plan(
     lengths: tl.tensor,
     num_rows: tl.tensor,
     skip: tl.tensor,
+    ancestors: tl.tensor | None,
     plan: DecodePlan,
     rows: int,
     programs: int,
@@ -249,7 +252,13 @@ def _plan(
     if skip is not None:
         start += tl.load(skip).to(tl.int32)
     if WINDOW > 0:
-        start = tl.maximum(start, end - WINDOW)
+        oldest = end - WINDOW
+        if ancestors is not None:  # a tree's tokens stand up to 31 positions before their keys
+            if QUERIES > 1:
+                oldest -= 31
+            else:
+                oldest -= drafts_beside(tl.load(ancestors + r, mask=live, other=-1))
+        start = tl.maximum(start, oldest)
     if QUERIES > 1:
         # Of every QUERIES tokens of a row the first one stands for all: it begins where its own keys do and
         # ends where the last one's do. The others have no keys.
@@ -303,6 +312,7 @@ def plan_decode(
     window: int = 0,
     num_rows: Tensor | None = None,
     skip: Tensor | None = None,
+    ancestors: Tensor | None = None,
     pdl: bool = False,
 ) -> DecodePlan:
     """Divide a step's decode work.
@@ -314,6 +324,7 @@ def plan_decode(
     num_rows  int32 [1] on the device; rows from there on have no work
     skip      integer [1] on the device: leading keys that are attended to elsewhere (cascade); less
               than every live row's length
+    ancestors see `StepView.ancestors`
     """
     rows, device = len(slots), slots.device
     places = rows + config.programs
@@ -328,6 +339,7 @@ def plan_decode(
         lengths,
         num_rows,
         skip,
+        ancestors,
         plan,
         rows,
         config.programs,
@@ -375,6 +387,7 @@ def _decode(
     space: Workspace,
     out: tl.tensor,
     lse: tl.tensor,
+    ancestors: tl.tensor | None,
     q_stride: int,
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
@@ -422,7 +435,10 @@ def _decode(
             # Anew for each tile: so they come as the keys do, and no row waits for its queries.
             q_at = q + row.to(tl.int64) * q_stride + head[:, None] * dim + d[None, :]
             queries = tl.load(q_at, mask=inside, other=0.0)
-            token, place, own_ends = row, segment, None
+            token, place, own_ends, seen = row, segment, None, None
+            if ancestors is not None:
+                own_ends = tl.zeros([BLOCK_H], tl.int32) + end
+                seen = tl.zeros([BLOCK_H], tl.int32) + tl.load(ancestors + row)
         else:
             # Once for each row: these are up to half as many bytes as a tile of keys.
             token, more = row // QUERIES, row % QUERIES
@@ -430,12 +446,14 @@ def _decode(
                 q_at = q + (token + query).to(tl.int64)[:, None] * q_stride + own[:, None] * dim + d[None, :]
                 queries = tl.load(q_at, mask=(query <= more)[:, None] & (d < dim)[None, :], other=0.0)
             head = _lanes(h, more, kv_head, group, heads, QUERIES)
-            place, own_ends = c * QUERIES + token, end - more + query
+            place, own_ends, seen = c * QUERIES + token, end - more + query, None
+            if ancestors is not None:
+                seen = tl.load(ancestors + token + query, mask=query <= more, other=-1)
         table = keys.table + slot.to(tl.int64) * keys.table_stride
         page = load_pages(table, tile, end, SHAPE.page, TILE)
         high, total, acc = attend_tile(
             queries, k_cache, v_cache, page, tile, start, end, high, total, acc, keys.stride, keys.scale,
-            SHAPE, TILE, own_ends, WINDOW,
+            SHAPE, TILE, own_ends, WINDOW, seen,
         )  # fmt: skip
         ends = tile + 1 == last
         if ends:
@@ -490,6 +508,7 @@ def paged_decode(
     window: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    ancestors: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """One query per row over its keys, grouped heads.
@@ -497,6 +516,7 @@ def paged_decode(
     q        [rows, heads, dim], heads and dim contiguous
     plan     of `plan_decode` with the same `config` and `window`
     lse      float32 [rows, heads] to fill with the base-2 log-sum-exp of the scaled scores
+    ancestors  see `StepView.ancestors`
     returns  [rows, heads * dim] (`out`, or new); padded rows are not written
     """
     rows, heads, dim = q.shape
@@ -513,11 +533,12 @@ def paged_decode(
         workspace,
         out,
         lse,
+        ancestors,
         q.stride(0),
         SHAPE=shape,
         TILE=config.tile,
         QUERIES=config.queries,
-        WINDOW=window if ragged else 0,
+        WINDOW=window if ragged or ancestors is not None else 0,
         BLOCK_H=block_h,
         BLOCK_G=block_g,
         UNROLL=min(max(MERGED * config.warps // (block_g * shape.block_d), least), MOST_MERGED),

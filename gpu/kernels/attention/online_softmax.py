@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from gpu.kernels.jit import jit
+from gpu.kernels.paths import drafts_beside
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -44,13 +45,15 @@ def attend_tile(
     TILE: tl.constexpr,
     ends: tl.tensor | None = None,
     WINDOW: tl.constexpr = 0,
+    ancestors: tl.tensor | None = None,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A step of the online softmax of queries [n, block_d] over a tile of keys, `start` to `end` of which
     are seen, at least one: the greatest score in powers of two `high` [n], the sum `total` [n] relative to
     it, and the weighted values `acc` [n, block_d]. SHAPE is a `Shape`.
 
     With `ends` [n] each query sees the keys before its own end, at most WINDOW where that is not 0, and
-    perhaps none of the tile: its `high` is then -inf and its `total` 0 until it sees one."""
+    perhaps none of the tile: its `high` is then -inf and its `total` 0 until it sees one. With `ancestors`
+    [n] it sees of the last 32 of them those that its bits say, as in `SlotTables.ancestors`."""
     d = tl.arange(0, SHAPE.block_d)
     at = tile * TILE + tl.arange(0, TILE)
     seen = (at >= start) & (at < end)
@@ -70,8 +73,13 @@ def attend_tile(
     shown = seen[None, :]
     if ends is not None:
         shown = shown & (at[None, :] < ends[:, None])
+        first = ends - WINDOW
+        if ancestors is not None:
+            behind = tl.minimum(tl.maximum(ends[:, None] - 1 - at[None, :], 0), 31)
+            shown = shown & (((ancestors[:, None] >> behind) & 1) > 0)
+            first -= drafts_beside(ancestors)
         if WINDOW > 0:
-            shown = shown & (at[None, :] >= ends[:, None] - WINDOW)
+            shown = shown & (at[None, :] >= first[:, None])
     s = tl.where(shown, s * LOG2E, float("-inf"))
     top = tl.maximum(high, tl.max(s, 1))
     level = top

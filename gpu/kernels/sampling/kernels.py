@@ -1,5 +1,6 @@
 """`gpu.sample.kernels.SamplingKernels` for a GPU."""
 
+from gpu.kernels.paths import move_paths
 from gpu.kernels.sampling.adjust import adjust, mask_rows
 from gpu.kernels.sampling.penalty import penalise, start_counts
 from gpu.kernels.sampling.sample import choose
@@ -12,6 +13,7 @@ __all__ = [
     "choose",
     "draw_weights",
     "mask_rows",
+    "move_paths",
     "penalise",
     "start_counts",
 ]

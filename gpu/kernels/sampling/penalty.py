@@ -7,8 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, launch_options, options, padding, pow2
+from gpu.kernels.paths import drafts_beside
 from gpu.sample.penalties import Counts
-from gpu.sample.rows import Rows
+from gpu.sample.rows import Paths, Rows
 from gpu.state.entry import MARK, NEW, EntryRing
 from gpu.state.tables import row_of
 
@@ -97,6 +98,7 @@ def _penalise(
     lengths: tl.tensor,
     drafts: tl.tensor,
     sampling: tl.tensor,
+    trees: Paths | None,
     count_rows: tl.tensor,
     repetitions: tl.tensor,
     frequencies: tl.tensor,
@@ -126,9 +128,15 @@ def _penalise(
         again = tl.zeros([BLOCK], tl.int32)
         if row >= tl.load(sampling):
             before = tl.load(positions + row) - 1 - tl.load(lengths + slot)
+            if trees is not None:
+                path = tl.load(trees.ancestors + tl.load(trees.rows + row))
+                before += drafts_beside(path)
             for j in tl.static_range(1, DRAFTS + 1):
                 token = tl.load(drafts + slot * (DRAFTS + 1) + j)
-                again += ((ids == token) & (j <= before)).to(tl.int32)
+                mine = j <= before
+                if trees is not None:
+                    mine = mine & (((path >> tl.maximum(before - j, 0)) & 1) > 0)
+                again += ((ids == token) & mine).to(tl.int32)
         known |= again > 0
     if tl.sum(known.to(tl.int32), 0) > 0:
         times = tl.load(generated + at, mask=known, other=0)
@@ -150,7 +158,7 @@ def penalise(logits: Tensor, rows: Rows, counts: Counts, *, pdl: bool = False) -
     block = min(BLOCK, pow2(vocab))
     _penalise[(len(logits), cdiv(vocab, block))](
         logits, rows.slots, rows.positions, tables.length, tables.drafts,
-        None if rows.drafts is None else rows.drafts.rows, tables.count_row, tables.repetition,
+        None if rows.drafts is None else rows.drafts.rows, rows.paths, tables.count_row, tables.repetition,
         tables.frequency, tables.presence, generated, seen, rows.live, logits.stride(0), vocab,
         DRAFTS=tables.most_drafts, BLOCK=block, **launch_options(pdl, 4),
     )  # fmt: skip
