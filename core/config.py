@@ -128,6 +128,8 @@ class ScheduleConfig(Struct, frozen=True, kw_only=True):
 
 MAX_DRAFTS: Final = 15
 """Drafts of a row in one step: with its last token its query has 16 tokens."""
+MAX_NODES: Final = 31
+"""The same where they are a tree: each has a word of 32 bits for its ancestors."""
 
 
 class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{}".format):
@@ -145,8 +147,9 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
     num_draft_tokens: Annotated[
         int,
         "maximum tokens of a request that a step verifies: its last one and its drafts (vLLM's "
-        f"num_speculative_tokens plus 1), 2 to {MAX_DRAFTS + 1}; 0: chosen by algorithm",
-        Meta(ge=0, le=MAX_DRAFTS + 1),
+        f"num_speculative_tokens plus 1), 2 to {MAX_DRAFTS + 1}, of a tree to {MAX_NODES + 1}; "
+        "0: chosen by algorithm",
+        Meta(ge=0, le=MAX_NODES + 1),
     ] = 0
     num_steps: Annotated[
         int,
@@ -154,7 +157,12 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
         "0: --speculative-num-draft-tokens less 1",
         Meta(ge=0, le=MAX_DRAFTS),
     ] = 0
-    eagle_topk: Annotated[int, "drafts that branch off each draft; only 1, a chain", Meta(ge=1)] = 1
+    eagle_topk: Annotated[
+        int,
+        "drafts that branch off each draft, and drafts of each depth that do: above 1 a tree, of which "
+        "--speculative-num-draft-tokens less 1 drafts are verified; 1: a chain",
+        Meta(ge=1, le=MAX_NODES),
+    ] = 1
     prompt_lookup_min: Annotated[
         int, "ngram: fewest tokens at the end of a text that are looked up", Meta(ge=1, le=32)
     ] = 2
@@ -170,7 +178,10 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a row in one step; 0: chosen by algorithm."""
+        """Drafts of a row in one step that there is room for; 0: chosen by algorithm. A tree needs room for
+        those that branch, too."""
+        if self.eagle_topk > 1:
+            return max(self.num_draft_tokens - 1, (self.num_steps - 1) * self.eagle_topk)
         return self.num_steps or max(self.num_draft_tokens - 1, 0)
 
 
@@ -302,15 +313,14 @@ def check_speculation(config: SpeculativeConfig) -> None:
 
 def _check_counts(config: SpeculativeConfig) -> None:
     tokens, steps = config.num_draft_tokens, config.num_steps
-    if config.eagle_topk > 1:
-        raise ConfigError(
-            f"trees are not served yet: --speculative-eagle-topk must be 1, not {config.eagle_topk}"
-        )
-    if tokens == 1:
+    if tokens == 1 or (config.eagle_topk == 1 and tokens > MAX_DRAFTS + 1):
         raise ConfigError(
             "--speculative-num-draft-tokens counts a request's last token too: "
-            f"it must be 2 to {MAX_DRAFTS + 1}, or 0, not 1"
+            f"it must be 2 to {MAX_DRAFTS + 1}, or 0, not {tokens}"
         )
+    if config.eagle_topk > 1:
+        _check_tree(config)
+        return
     if steps and config.algorithm in ("ngram", "dflash"):
         raise ConfigError(
             f"--speculative-algorithm {config.algorithm} drafts all tokens at once: it takes "
@@ -320,6 +330,27 @@ def _check_counts(config: SpeculativeConfig) -> None:
         raise ConfigError(
             f"--speculative-num-steps {steps} drafts a chain: a step verifies {steps + 1} tokens, "
             f"not --speculative-num-draft-tokens {tokens}"
+        )
+
+
+def _check_tree(config: SpeculativeConfig) -> None:
+    tokens, steps, topk = config.num_draft_tokens, config.num_steps, config.eagle_topk
+    flag = f"--speculative-eagle-topk {topk}"
+    if config.algorithm in ("ngram", "dflash"):
+        raise ConfigError(f"--speculative-algorithm {config.algorithm} drafts no trees: it takes no {flag}")
+    if not (tokens and steps):
+        raise ConfigError(
+            f"{flag} drafts a tree: it needs --speculative-num-steps and --speculative-num-draft-tokens"
+        )
+    if (branching := (steps - 1) * topk) > MAX_NODES:
+        raise ConfigError(
+            f"--speculative-num-steps {steps} with {flag} runs the draft model for {branching} drafts of a "
+            f"request: (steps - 1) * topk must be at most {MAX_NODES}"
+        )
+    if tokens > (most := 1 + topk + branching * topk):
+        raise ConfigError(
+            f"--speculative-num-steps {steps} with {flag} drafts {most - 1} tokens: "
+            f"--speculative-num-draft-tokens must be at most {most}, not {tokens}"
         )
 
 

@@ -46,7 +46,8 @@ def captured_runner(
     shape = parts.shape(cache.page_size, min(sizes.rows, MAX_CHUNKS))
     entries = shape.entries(device)
     samples = entries.limits.samples  # each token of a decode row is sampled from, and a row to attention
-    attention, ops, pdl = _layers(spec, parts.target, model, cache, samples, 1 + shape.drafts)
+    query = _Query(1 + shape.drafts, shape.trees)
+    attention, ops, pdl = _layers(spec, parts.target, model, cache, samples, query)
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
     padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
@@ -54,11 +55,18 @@ def captured_runner(
     if (draft := parts.draft) is not None:
         run = None
         if (layers := draft.layers) is not None:
-            own = _layers(layers, parts.target, model, cache, samples, 1 + shape.drafts)
+            own = _layers(layers, parts.target, model, cache, samples, query)
             pages = pool_of(layers, page_dtype(cache, dtype), device)
             run = DraftMachine(own.attention, own.ops, pages, chain, pdl)
         drafter = make_drafter(draft, sizes.context, samples, dtype, device, run, partial(look_up, pdl=pdl))
     return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
+
+
+class _Query(NamedTuple):
+    """Of a decode row: its most tokens, and whether these may be trees."""
+
+    longest: int
+    trees: bool
 
 
 class _Layers(NamedTuple):
@@ -70,12 +78,12 @@ class _Layers(NamedTuple):
 
 
 def _layers(
-    spec: ModelSpec, target: Target, model: ModelConfig, cache: CacheConfig, samples: int, query: int
+    spec: ModelSpec, target: Target, model: ModelConfig, cache: CacheConfig, samples: int, query: _Query
 ) -> _Layers:
-    """Those of `spec`, for steps of up to `samples` samples and rows of up to `query` tokens."""
+    """Those of `spec`, for steps of up to `samples` samples and rows of such a `query`."""
     device, dtype, facts = target
     config = attention_config(spec, cache.page_size, samples, dtype, device, facts)
-    config = config._replace(cascade_rows=CASCADE_ROWS, query=query)
+    config = config._replace(cascade_rows=CASCADE_ROWS, query=query.longest, trees=query.trees)
     if page_dtype(cache, dtype).itemsize == 1:
         # A checkpoint's own are not read yet. At 1 e4m3 has its three bits from 2^-6 to 448, and saturates.
         config = config._replace(kv_scales=(1.0, 1.0))

@@ -50,4 +50,5 @@ class Parts(NamedTuple):
         spec, (rows, tokens, context) = self.spec, self.sizes
         pages, hidden = -(-context // page_size), HiddenShape(spec.hidden, self.target.dtype)
         drafts = 0 if self.draft is None else self.draft.most
-        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, hidden, drafts)
+        trees = self.draft is not None and self.draft.tree is not None
+        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, hidden, drafts, trees)

@@ -69,6 +69,7 @@ class AttentionConfig(NamedTuple):
     windows       per layer the positions a token sees, itself included; 0 for all
     max_rows      tokens of decode rows in the largest graph
     query         the most tokens of a decode row
+    trees         whether a decode row's drafts may be trees
     dtype         of queries and results
     gpu           the device's compute capability and number of multiprocessors
     cap           scores s become cap · tanh(s / cap); 0 for none
@@ -93,6 +94,7 @@ class AttentionConfig(NamedTuple):
     pdl: bool = False
     cascade_rows: int = 0
     query: int = 1
+    trees: bool = False
 
 
 def attention_config(

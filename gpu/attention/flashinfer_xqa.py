@@ -40,6 +40,8 @@ def check_xqa(config: AttentionConfig) -> None:
         raise ConfigError(f"XQA has heads of multiples of 16 up to 256, not of {config.head_dim}.")
     if (group := config.heads // config.kv_heads) > 64:
         raise ConfigError(f"XQA has at most 64 query heads to a KV head, not {group}.")
+    if config.trees:
+        raise ConfigError("XQA has no trees of drafts (--speculative-eagle-topk above 1).")
     if config.cap:
         raise ConfigError("XQA has no soft cap.")
     if config.kv_scales is not None:

@@ -17,6 +17,7 @@ from gpu.draft.chain import Chain, ChainDrafter
 from gpu.draft.drafter import Drafter
 from gpu.draft.model import DraftMachine
 from gpu.draft.ngram import LookUp, NgramDrafter, look_up
+from gpu.draft.tree import Tree, TreeDrafter
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.models.draft import BlockModel
@@ -46,6 +47,12 @@ class Draft(NamedTuple):
     most: int
     spec: DraftSpec | ModelSpec | None = None
     path: Path | None = None
+
+    @property
+    def tree(self) -> Tree | None:
+        """How drafts branch; None: they do not."""
+        steps, topk = self.settings.num_steps, self.settings.eagle_topk
+        return Tree(steps, topk, self.settings.num_draft_tokens - 1) if topk > 1 else None
 
     @property
     def layers(self) -> ModelSpec | None:
@@ -86,6 +93,8 @@ class Draft(NamedTuple):
         else:
             kept = 0
         logits = rows * vocab * 4
+        if self.tree is not None:
+            logits += 2 * rows * self.tree.topk * vocab * 4
         return (weights + kept + 8 * tokens * layers.hidden) * dtype.itemsize + logits
 
 
@@ -100,6 +109,8 @@ def read_drafting(
     if not target.causal or target.task != "generate":
         raise ConfigError(f"--speculative-algorithm {algorithm}: {target.architecture} generates no text.")
     most = settings.max_drafts
+    if settings.eagle_topk > 1:
+        _check_windows(settings, target)
     if algorithm == "ngram":
         return Draft(settings, most or DRAFTS[algorithm])
     assert path is not None, "checked with the settings"
@@ -123,6 +134,16 @@ def _most_drafts(spec: DraftSpec, asked: int, path: Path) -> int:
     if asked > block:
         raise ConfigError(f"{path}: blocks of {spec.block_size} tokens have {block} drafts, not {asked}.")
     return asked or min(block, MAX_DRAFTS)
+
+
+def _check_windows(settings: SpeculativeConfig, target: ModelSpec) -> None:
+    """Raises `ConfigError` for trees so deep that a window hides a draft's own ancestors."""
+    windows = [target.window(layer) for layer in range(target.layers) if target.window(layer)]
+    if windows and settings.num_steps >= min(windows):
+        raise ConfigError(
+            f"--speculative-num-steps {settings.num_steps} must be less than the {min(windows)} tokens that "
+            f"{target.architecture}'s layers see, for trees (--speculative-eagle-topk above 1)."
+        )
 
 
 def _small_model(path: Path, own: ModelSpec, target: ModelSpec) -> ModelSpec:
@@ -177,4 +198,18 @@ def make_drafter(
 
     if isinstance(spec, DraftSpec) and spec.block_size:
         return lambda tables: BlockDrafter(load_block, ready, tables, draft.aux, samples)
-    return lambda tables: ChainDrafter(load_chain, ready, tables, draft.aux, samples)
+    return lambda tables: chained(load_chain, ready, tables, draft.aux, samples, draft.tree)
+
+
+def chained(
+    load: Callable[[CausalModel], Chain],
+    machine: DraftMachine,
+    tables: SlotTables,
+    aux: tuple[int, ...] | None,
+    samples: int,
+    tree: Tree | None,
+) -> Drafter:
+    """What drafts one token after the other, as a `tree` or else a chain. See `ChainDrafter`."""
+    if tree is None:
+        return ChainDrafter(load, machine, tables, aux, samples)
+    return TreeDrafter(load, machine, tables, aux, samples, tree)

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from gpu.sample.noise import bits, exponential, row_keys
+from gpu.sample.rows import Rows
 from gpu.sample.select import argmax
+from gpu.sample.torch_kernels import perturb as perturb
 from gpu.state.chain import ChainRows
 from gpu.state.view import StepView
 from gpu.step.buffers import Samples
@@ -79,6 +81,12 @@ class ChainKernels(Protocol):
         It is drawn as the target's token at its position will be, by the same noise of the same ids, but from
         the whole vocabulary: top_k, top_p and min_p cost passes over the logits, and a wrong guess little.
         """
+        ...
+
+    def perturb(self, logits: Tensor, rows: Rows, names: Tensor | None = None, *, pdl: bool = False) -> None:
+        """Divide the `logits` of rows that draw by their temperature and add their noise: the best of them
+        are then those that the race of `choose` has ahead. `names` int64 [vocab] are the ids whose noise it
+        is, None: their own."""
         ...
 
 

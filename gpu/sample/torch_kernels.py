@@ -114,6 +114,16 @@ def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: b
     tokens.numpy()[:live] = found
 
 
+def perturb(logits: Tensor, rows: Rows, names: Tensor | None = None, *, pdl: bool = False) -> None:
+    """See `SamplingKernels.perturb`."""
+    ids = _vocabulary(logits.shape[1]) if names is None else names.int()
+    temperatures, positions = _column(rows, "temperature"), rows.positions.numpy().astype(np.int64)
+    keys = row_keys(_column(rows, "seed"), positions[: len(temperatures)])
+    for row in np.flatnonzero(temperatures > 0).tolist():
+        noise = exponential(bits(keys[row], ids)).log_()
+        logits[row].div_(max(float(temperatures[row]), 1e-6)).sub_(noise)
+
+
 @cache
 def _vocabulary(size: int) -> Tensor:
     return torch.arange(size, dtype=torch.int32)

@@ -108,6 +108,8 @@ def test_drafts_of_a_step() -> None:
     assert read(f"{head} --speculative-num-draft-tokens 4").max_drafts == 3
     assert read(f"{head} --speculative-num-steps 3 --speculative-num-draft-tokens 4").max_drafts == 3
     assert read(f"{head} --speculative-num-draft-tokens 16").max_drafts == 15
+    tree = f"{head} --speculative-eagle-topk 4 --speculative-num-steps 5 --speculative-num-draft-tokens"
+    assert (read(f"{tree} 8").max_drafts, read(f"{tree} 32").max_drafts) == (16, 31)
 
 
 WRONG = [
@@ -125,9 +127,23 @@ WRONG = [
         "--speculative-draft-model-path d --speculative-ngram-capacity 0",
         ["--speculative-ngram-capacity needs --speculative-algorithm ngram"],
     ),
-    ("--speculative-draft-model-path d --speculative-eagle-topk 4", ["trees are not served yet", "not 4"]),
+    (
+        "--speculative-draft-model-path d --speculative-eagle-topk 4 --speculative-num-draft-tokens 8",
+        ["--speculative-eagle-topk 4 drafts a tree", "needs --speculative-num-steps"],
+    ),
+    (
+        "--speculative-draft-model-path d --speculative-eagle-topk 8 --speculative-num-steps 5 "
+        "--speculative-num-draft-tokens 32",
+        ["32 drafts of a request", "at most 31"],
+    ),
+    (
+        "--speculative-draft-model-path d --speculative-eagle-topk 2 --speculative-num-steps 2 "
+        "--speculative-num-draft-tokens 8",
+        ["drafts 6 tokens", "at most 7, not 8"],
+    ),
+    ("--speculative-algorithm ngram --speculative-eagle-topk 2", ["ngram drafts no trees"]),
     ("--speculative-draft-model-path d --speculative-eagle-topk 0", ["--speculative-eagle-topk", "got 0"]),
-    ("--speculative-draft-model-path d --speculative-num-draft-tokens 17", ["<= 16", "got 17"]),
+    ("--speculative-draft-model-path d --speculative-num-draft-tokens 17", ["must be 2 to 16", "not 17"]),
     ("--speculative-draft-model-path d --speculative-num-draft-tokens 1", ["must be 2 to 16", "not 1"]),
     ("--speculative-draft-model-path d --speculative-num-draft-tokens -1", ["got -1"]),
     ("--speculative-draft-model-path d --speculative-num-steps 16", ["--speculative-num-steps", "got 16"]),
@@ -220,8 +236,7 @@ def test_an_offline_engine_without_a_draft_model() -> None:
         ({"speculative_config": {"method": "medusa", "model": "d"}}, "'medusa'"),
         ({"speculative_algorithm": "eagle3"}, "--speculative-draft-model-path"),
         ({"speculative_algorithm": ["eagle3"]}, "speculative_algorithm"),
-        ({"speculative_eagle_topk": 4, "speculative_draft_model_path": "d"}, "trees are not served yet"),
-        ({"speculative_num_draft_tokens": 40, "speculative_draft_model_path": "d"}, "<= 16"),
+        ({"speculative_num_draft_tokens": 40, "speculative_draft_model_path": "d"}, "<= 32"),
         ({"algorithm": "ngram"}, "no setting algorithm"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu.draft.tree import Tree
 from tests.rigs import drafters, tiny_model
 from tests.rigs.draft_jobs import HOSTS_OWN, Engines, engines_of, jobs, same
 from tests.rigs.drafting import Drafts
@@ -39,6 +40,32 @@ async def test_a_draft_model_that_is_the_target_is_always_right(
     assert max(engine.runner.most.values()) == 1 + depth
     assert engine.runner.most[plain["greedy"].run.prompt.tobytes()] == 1 + depth
     assert engine.runner.most[plain["seeded"].run.prompt.tobytes()] == 1 + depth
+
+
+@pytest.mark.parametrize(
+    ("tree", "overlap"), [(Tree(1, 3, 2), 0), (Tree(3, 2, 7), 1), (Tree(5, 3, 12), 2), (Tree(4, 4, 5), 1)]
+)
+async def test_trees_of_the_target_are_often_right(
+    engines: Engines, tiny: Tiny, tree: Tree, overlap: int
+) -> None:
+    plain = await engines.plain(jobs())
+    most = max(tree.nodes, (tree.steps - 1) * tree.topk)
+    engine = engines.make(Drafts(most, 0.0, drafters.small(tiny.path, tree), trees=True), overlap)
+    for answer in await engine.answers(jobs()):
+        same(answer, plain[answer.run.id])
+    for name in ("greedy", "seeded"):
+        assert engine.runner.most[plain[name].run.prompt.tobytes()] > min(tree.steps, 2)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize(("tree", "overlap"), [(Tree(2, 4, 9), 0), (Tree(4, 2, 6), 2)])
+async def test_a_heads_trees_change_no_text(
+    engines: Engines, tmp_path: Path, name: str, tree: Tree, overlap: int
+) -> None:
+    plain = await engines.plain(jobs())
+    drafts = Drafts(tree.nodes, 0.0, drafters.head(name, tmp_path, tree=tree), trees=True)
+    for answer in await engines.make(drafts, overlap).answers(jobs()):
+        same(answer, plain[answer.run.id])
 
 
 @pytest.mark.parametrize(

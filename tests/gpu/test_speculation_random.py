@@ -15,6 +15,7 @@ import pytest
 from app.engine.job import Job
 from app.helper.process import HelperProcess
 from app.text.tokenizer import Tokenizer
+from gpu.draft.tree import Tree
 from gpu.grammar import Compiler
 from tests.rigs import drafters, tiny_model
 from tests.rigs.draft_random import ALONE, RandomEngine, Setup, Text, some_jobs
@@ -31,6 +32,8 @@ MAKERS: dict[str, Callable[[int, Path, Path], Make]] = {
     "eagle": lambda depth, target, path: drafters.head("eagle", path),
     "eagle3": lambda depth, target, path: drafters.head("eagle3", path),
     "ngram": lambda depth, target, path: drafters.ngram(depth),
+    "right-tree": lambda depth, target, path: drafters.small(target, Tree(3, 3, depth)),
+    "eagle3-tree": lambda depth, target, path: drafters.head("eagle3", path, tree=Tree(4, 2, depth)),
 }
 CASES: dict[str, tuple[str, int, Setup]] = {
     "right-1": ("right", 1, Setup(Drafts(1, 0.0), overlap=2)),
@@ -43,6 +46,12 @@ CASES: dict[str, tuple[str, int, Setup]] = {
     "ngram-4-little-memory": ("ngram", 4, Setup(Drafts(4, 0.0), overlap=2, pages=34)),
     "ngram-7-few-samples": ("ngram", 7, Setup(Drafts(7, 0.0), overlap=1, samples=9, mixed=20)),
     "given-3": ("", 3, Setup(Drafts(3, 0.6), overlap=2, page=2, pages=70)),
+    "right-tree-2-little-memory": ("right-tree", 9, Setup(Drafts(9, 0.0, trees=True), overlap=2, pages=36)),
+    "eagle3-tree-pages-of-one": (
+        "eagle3-tree",
+        9,
+        Setup(Drafts(9, 0.0, trees=True), overlap=1, page=1, pages=150),
+    ),
     "given-tree-7": ("", 7, Setup(Drafts(7, 0.9, trees=True), overlap=2, page=2, pages=90)),
     "given-tree-15": ("", 15, Setup(Drafts(15, 1.0, trees=True), overlap=1, page=16, pages=20)),
     "given-6-few-tokens": ("", 6, Setup(Drafts(6, 0.9), overlap=1, step_tokens=12, samples=12, pages=40)),
@@ -82,7 +91,7 @@ async def test_texts_are_those_of_requests_alone(alone: Alone, tmp_path: Path, n
     kind, depth, setup = CASES[name]
     if kind:
         make = MAKERS[kind](depth, alone.path, tmp_path)
-        setup = setup._replace(drafts=Drafts(depth, 0.0, make))
+        setup = setup._replace(drafts=setup.drafts._replace(drafter=make))
     texts = {job.prompt.tobytes(): alone.texts[job.id][0].tokens for job in alone.jobs}
     engine = RandomEngine(alone.path, setup, texts, alone.tokenizer, alone.compiler, seed=len(name) + depth)
     whole = await engine.play(alone.jobs, STEPS // len(CASES), alone.texts)
@@ -90,5 +99,5 @@ async def test_texts_are_those_of_requests_alone(alone: Alone, tmp_path: Path, n
     assert whole > 20
     assert engine.scheduler.statistics().retractions > 0
     # `small` and the heads guess badly; the others are right now and then.
-    if kind in ("right", "ngram", ""):
+    if kind in ("right", "right-tree", "ngram", ""):
         assert 1 < max(engine.most.values()) <= 1 + depth

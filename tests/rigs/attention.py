@@ -34,9 +34,12 @@ class EagerAttention:
         out = torch.full_like(q, NAN)
         k_all, v_all = self.caches[layer]
         window = self.windows[layer]
+        seen = [-1] * len(q) if view.ancestors is None else view.ancestors.tolist()
         for row, (slot, position) in enumerate(owners(view)):
             first = max(position + 1 - window, 0) if window else 0
             at = torch.arange(first, position + 1)
+            if row < view.max_decode:
+                at = at[[seen[row] >> min(behind, 31) & 1 > 0 for behind in (position - at).tolist()]]
             cells = view.page_table[slot, at // PAGE].long() * PAGE + at % PAGE
             k, v = (side[cells].transpose(0, 1)[None] for side in (k_all, v_all))
             found = F.scaled_dot_product_attention(q[row][None, :, None], k, v, enable_gqa=True)

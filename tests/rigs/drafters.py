@@ -13,10 +13,12 @@ from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.draft import chain_kernels
 from gpu.draft.block import BlockDrafter
-from gpu.draft.chain import Chain, ChainDrafter
+from gpu.draft.build import chained
+from gpu.draft.chain import Chain
 from gpu.draft.drafter import Drafter
 from gpu.draft.model import DraftMachine
 from gpu.draft.ngram import NgramDrafter
+from gpu.draft.tree import Tree
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.models.draft import BlockModel
@@ -43,6 +45,7 @@ def head(
     directory: Path,
     machine: Callable[[ModelSpec], DraftMachine] | None = None,
     samples: int = SAMPLES,
+    tree: Tree | None = None,
 ) -> Make:
     """One of the formats of `draft_heads`, which this writes; run by a CPU's machine or another, for steps of
     up to `samples` samples."""
@@ -66,12 +69,12 @@ def head(
 
         if spec.block_size:
             return BlockDrafter(block, run, tables, aux, samples)
-        return ChainDrafter(chain, run, tables, aux, samples)
+        return chained(chain, run, tables, aux, samples, tree)
 
     return make
 
 
-def small(path: Path) -> Make:
+def small(path: Path, tree: Tree | None = None) -> Make:
     """A model of its own, say the target once more, whose drafts are all right."""
 
     def make(rig: Rig, tables: SlotTables) -> Drafter:
@@ -80,7 +83,7 @@ def small(path: Path) -> Make:
             model.seal()
             return SmallModel(model, target)
 
-        return ChainDrafter(load, cpu_machine(spec_of(path)), tables, None, SAMPLES)
+        return chained(load, cpu_machine(spec_of(path)), tables, None, SAMPLES, tree)
 
     return make
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, padding, pow2
 from gpu.kernels.sampling.sample import BLOCK, RUN, Columns, Runs, inverse_temperature, sample_runs
+from gpu.kernels.sampling.sample import perturb as perturb
 from gpu.sample.rows import DraftSamples
 from gpu.state.chain import ChainRows
 from gpu.state.tables import row_of

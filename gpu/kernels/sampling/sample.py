@@ -373,3 +373,42 @@ def choose(logits: Tensor, rows: Rows, tokens: Tensor, *, filtered: bool, pdl: b
             logits, rows.slots, rows.positions, columns, rows.live, tokens, totals, logits.stride(0), vocab,
             BLOCK=min(FILTER_BLOCK, pow2(vocab)), **launch_options(pdl, 16),
         )  # fmt: skip
+
+
+@jit
+def _perturb(
+    logits: tl.tensor,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    columns: Columns,
+    num_rows: tl.tensor,
+    names: tl.tensor | None,
+    stride: int,
+    vocab: int,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin(PDL)
+    if padding(row, num_rows):
+        return
+    slot = tl.load(slots + row)
+    temperature = tl.load(columns.temperature + slot)
+    if temperature > 0:
+        key0, key1 = _keys(columns.seed, positions, slot, row)
+        named = ids
+        if names is not None:
+            named = tl.load(names + ids, mask=ids < vocab, other=0).to(tl.int32)
+        at = logits + row.to(tl.int64) * stride + ids
+        x = tl.load(at, mask=ids < vocab, other=0.0) * inverse_temperature(temperature)
+        tl.store(at, x + _gumbel(_bits(key0, key1, named)), mask=ids < vocab)
+
+
+def perturb(logits: Tensor, rows: Rows, names: Tensor | None = None, *, pdl: bool = False) -> None:
+    """See `gpu.sample.kernels.SamplingKernels.perturb`; `logits` float32 [rows, vocab], in place."""
+    vocab = logits.shape[1]
+    _perturb[(len(logits), cdiv(vocab, BLOCK))](
+        logits, rows.slots, rows.positions, Columns.of(rows.tables), rows.live, names, logits.stride(0),
+        vocab, BLOCK=BLOCK, **launch_options(pdl, 4),
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from gpu.attention.backend import attention_config
 from gpu.attention.selector import device_attention
 from gpu.device import CudaFacts
 from gpu.draft.model import DraftMachine
+from gpu.draft.tree import Tree
 from gpu.kernels.sampling import chain
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
@@ -72,17 +73,20 @@ def gpus_machine(spec: ModelSpec) -> DraftMachine:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-async def test_a_gpus_kernels_draft_in_chains(engines: Engines, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "tree"), [("eagle", None), ("eagle3", None), ("eagle", Tree(2, 2, 4))], ids=str
+)
+async def test_a_gpus_kernels_draft(engines: Engines, tmp_path: Path, name: str, tree: Tree | None) -> None:
     """What they draft changes no text, and the steps are those of a CPU: as many drafts were accepted."""
     kinds = [msgspec.structs.replace(job, max_tokens=TOKENS) for job in jobs() if job.id in KINDS]
     plain = await engines.plain(kinds)
     sizes = PaddedSizes(SAMPLES, STEP_TOKENS, ROWS)
     most = []
     for machine in (gpus_machine, drafters.cpu_machine):
-        drafts = Drafts(2, 0.0, drafters.head(name, tmp_path, machine))
-        # Both kinds draft in the same step: the target's kernels run beside one of them.
-        if machine is gpus_machine and name == "eagle3":
+        make = drafters.head(name, tmp_path, machine, tree=tree)
+        drafts = Drafts(tree.nodes if tree else 2, 0.0, make, trees=tree is not None)
+        # Both kinds draft in the same step: the target's kernels run beside one of them, and a tree.
+        if machine is gpus_machine and (tree or name == "eagle3"):
             engine = engines.make(drafts, 0, lambda rig: captured_machine(rig, sizes))
         else:
             engine = engines.make(drafts, 0)
