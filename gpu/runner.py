@@ -85,9 +85,8 @@ class Shape(NamedTuple):
 
     def entries(self, device: torch.device) -> Entries:
         """Memory for the plans of such steps, which all ranks read."""
-        limits = Limits(
-            self.rows, self.chunks, self.tokens, PAGE_WRITES, self.pages, self.samples, self.drafts
-        )
+        rows, tokens, drafts = self.rows, self.tokens, self.drafts
+        limits = Limits(rows, self.chunks, tokens, PAGE_WRITES, self.pages, self.samples, drafts, self.trees)
         return Entries(limits, ENTRIES, device)
 
 
@@ -140,7 +139,7 @@ class ModelRunner:
         self.device = machine.device
         self.shape, self._machine, self._maintenance = shape, machine, maintenance
         limits = entries.limits
-        self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts, shape.trees)
+        self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts, limits.trees)
         self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
         self._rings = Rings(entries, machine.device)
         self._paths = PathMover(buffers, machine.sampling, machine.pdl)

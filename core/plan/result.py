@@ -34,7 +34,8 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     """Tokens of the rows that sampled, int32 [n], in plan order; -1 where logits were not finite, which is
     the last of its row. `counts` int32 [rows that sampled] says how many are each row's: 1 to `query_length`,
     0 for a row that is at its limit; None: one each. `drafted` int32 [rows that sampled] says how many drafts
-    of each were verified, of which `counts` - 1 were accepted; None: no row may have drafts. `logprobs` maps
+    of each were verified, of which `counts` - 1 were accepted; None: no row may have drafts. `paths` int32
+    [rows that sampled] says which, where drafts are trees: bit j - 1 is 1 if draft j was. `logprobs` maps
     an index in `tokens` to the token's log-probabilities, for the rows that report them; `failed` maps the
     index of the -1 of a row that cannot go on to the reason, for its client. `prompt_logprobs` maps a slot to
     those of its chunk. `hidden` maps a slot to the hidden states that its chunk or row returns, float32
@@ -52,6 +53,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     experts: dict[int, Ints] = {}
     counts: Ints | None = None
     drafted: Ints | None = None
+    paths: Ints | None = None
 
 
 class StepFailure(msgspec.Struct, frozen=True, gc=False):

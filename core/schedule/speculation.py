@@ -98,6 +98,8 @@ class DraftBudget:
         self._least = np.where(np.arange(most) > 0, 0.0, LEAST_WEIGHT)
         self._tried = self._least.copy()
         self._accepted = self._least * FIRST_GUESS
+        self._trees = False
+        """Whether drafts are nodes of trees, each with an acceptance of its own."""
         self._ready = np.ones(most)
         """Share of rows that have a draft at each position."""
         if self._costs is not None:
@@ -107,11 +109,14 @@ class DraftBudget:
             self._sizes = np.array(self._costs.verify.sizes)
 
     def survival(self) -> NDArray[np.float64]:
-        """The probability [most] that a row's draft at each position and all before it are accepted. What was
-        never tried is as likely as what is before it."""
+        """The probability [most] that a row's draft at each position and all before it are accepted, or of a
+        tree all on its path. What was never tried is as likely as what is before it."""
         found, before, survives = np.empty(self.most), FIRST_GUESS, 1.0
         counts = zip(self._tried.tolist(), self._accepted.tolist(), strict=True)
         for j, (tried, accepted) in enumerate(counts):
+            if self._trees and j:
+                found[j] = survives = (accepted + survives * FIRST_GUESS) / (tried + 1.0)
+                continue
             before = accepted / tried if j == 0 else (accepted + before) / (tried + 1.0)
             found[j] = survives = survives * before
         return found
@@ -199,12 +204,18 @@ class DraftBudget:
         self._tried *= fading
         self._accepted *= fading
         if grant.drafts and result.counts is not None and result.drafted is not None:
-            self._count(grant, rows, result.counts[:rows] - 1, result.drafted[:rows])
+            paths = None if result.paths is None else result.paths[:rows]
+            self._count(grant, result.counts[:rows] - 1, result.drafted[:rows], paths)
 
-    def _count(self, grant: Grant, rows: int, taken: Ints, drafted: Ints) -> None:
-        """Of each row so many of its drafts were taken."""
-        accepted = _reaching(taken, self.most)
-        tried = accepted + np.bincount(taken[taken < drafted].clip(0), minlength=self.most)[: self.most]
+    def _count(self, grant: Grant, taken: Ints, drafted: Ints, paths: Ints | None) -> None:
+        """Of each row so many of its drafts were taken; of trees those on `paths`."""
+        rows, self._trees = len(taken), paths is not None
+        if paths is None:
+            accepted = _reaching(taken, self.most)
+            tried = accepted + np.bincount(taken[taken < drafted].clip(0), minlength=self.most)[: self.most]
+        else:
+            tried = _reaching(drafted, self.most)
+            accepted = (paths[:, None] >> np.arange(self.most) & 1).sum(0).astype(np.float64)
         kept = MEMORY / (MEMORY + tried)
         self._tried = self._tried * kept + tried
         self._accepted = self._accepted * kept + accepted

@@ -422,6 +422,7 @@ def _accept(
     room: int,
     DRAFTS: tl.constexpr,
     AT_COUNTS: tl.constexpr,
+    ROWS: tl.constexpr,
     ENTRIES: tl.constexpr,
     SPAN: tl.constexpr,
     PDL: tl.constexpr,
@@ -446,6 +447,7 @@ def _accept(
         count = live.to(tl.int32)
         if trees is not None:
             node, path = tl.zeros([SPAN], tl.int32), tl.full([SPAN], -1, tl.int32)
+            which = tl.zeros([SPAN], tl.int32)
         for j in tl.static_range(1, DRAFTS + 1):
             more = (count == j) & (j <= given)
             if trees is not None:  # a child of the last one taken sees what that one sees, and itself
@@ -460,8 +462,10 @@ def _accept(
                 tl.store(tokens + sampling + ahead + count - 1, after.to(tl.int64), mask=more)
                 tl.store(moved + i + ahead + count, j - count, mask=more)
                 node, path = tl.where(more, j, node), tl.where(more, own, path)
+                which = tl.where(more, which | (1 << (j - 1)), which)
             count += more.to(tl.int32)
         if trees is not None:
+            tl.store(entry + AT_COUNTS + ROWS + i, which, mask=i < sampling)
             for j in tl.static_range(DRAFTS + 1):
                 rest = (i < sampling) & (j <= given) & ((j >= count) | (j == 0))
                 tl.store(moved + i + ahead + j, tl.zeros([SPAN], tl.int32), mask=rest)
@@ -504,7 +508,7 @@ def accept(
         tokens, rows.slots, rows.positions, rows.live, *(rows.drafts or (None, None)), tables.drafts,
         tables.ancestors, None if rows.paths is None else rows.paths.moved, tables.words, generated, seen,
         cursor, out, tables.words.stride(0), 0 if generated is None else generated.shape[1], out.stride(0),
-        len(tokens),
-        DRAFTS=tables.most_drafts, AT_COUNTS=out.shape[1] - most, ENTRIES=len(out), SPAN=span, PDL=pdl,
+        len(tokens), DRAFTS=tables.most_drafts, ROWS=most, ENTRIES=len(out), SPAN=span, PDL=pdl,
+        AT_COUNTS=out.shape[1] - most * (2 if rows.paths else 1),
         **options(min(max(span // 32, 1), 8), pdl=pdl),
     )  # fmt: skip

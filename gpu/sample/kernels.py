@@ -72,7 +72,8 @@ class SamplingKernels(Protocol):
         count the tokens for the slots that have any; -1 is not counted.
 
         Of a tree the path is taken whose every draft is what was sampled at its parent. Its samples are moved
-        to where a chain's would be, in `tokens`, and `Paths.moved` says from where."""
+        to where a chain's would be, in `tokens`, and `Paths.moved` says from where. `out` gets another word
+        for each row: which drafts its path has."""
         ...
 
     def move_paths(

@@ -69,10 +69,17 @@ class Rows(NamedTuple):
 
 class RowTokens:
     """The tokens of a step that has ended, int32 [n], row by row: `counts` int32 [rows] of each, None for one
-    each. `drafted` int32 [rows]: drafts that were verified, None where no row may have any."""
+    each. `drafted` int32 [rows]: drafts that were verified, None where no row may have any. `paths` int32
+    [rows] where these are trees: bit j - 1 is 1 if draft j was accepted."""
 
-    def __init__(self, tokens: Ints, counts: Ints | None = None, drafted: Ints | None = None) -> None:
-        self.tokens, self.counts, self.drafted = tokens, counts, drafted
+    def __init__(
+        self,
+        tokens: Ints,
+        counts: Ints | None = None,
+        drafted: Ints | None = None,
+        paths: Ints | None = None,
+    ) -> None:
+        self.tokens, self.counts, self.drafted, self.paths = tokens, counts, drafted, paths
         self._firsts = None if counts is None else np.cumsum(counts) - counts
 
     def index(self, row: int, drafts: int = 0) -> int:

@@ -153,7 +153,9 @@ def accept(
     if tables.most_drafts and drafts is not None:
         before, each = drafts.before.numpy()[: live + 1], np.arange(1 + tables.most_drafts)
         at = np.where(each > 0, live + before[:-1, None] + each - 1, np.arange(live)[:, None])
-        accepted = None if rows.paths is None else _straighten(tokens, rows, rows.paths)
+        accepted = taken_paths = None
+        if rows.paths is not None:
+            accepted, taken_paths = _straighten(tokens, rows, rows.paths)
         made = tokens.numpy()[np.minimum(at, len(tokens) - 1)]
         if accepted is None:
             # A sample is taken while every one before it in its row is what its next draft says.
@@ -162,7 +164,11 @@ def accept(
             )
             accepted = right.cumprod(1).sum(1)
         lengths = (1 + accepted) * (positions <= tables.limit.numpy()[slots])
-        answer[len(answer) - tables.slots + 1 :][:live] = lengths | np.diff(before) << COUNT_BITS
+        words = tables.slots - 1
+        counted = answer[len(answer) - words * (1 if rows.paths is None else 2) :]
+        counted[:live] = lengths | np.diff(before) << COUNT_BITS
+        if taken_paths is not None:
+            counted[words:][:live] = taken_paths
         taken, owners = made[each < lengths[:, None]], np.repeat(slots, lengths)
         kept = lengths > 0
         last = made[kept, lengths[kept] - 1]
@@ -178,15 +184,16 @@ def accept(
             counts.add(torch.from_numpy(counted[known]).long(), torch.from_numpy(taken[known]))
 
 
-def _straighten(tokens: Tensor, rows: Rows, paths: Paths) -> Ints:
+def _straighten(tokens: Tensor, rows: Rows, paths: Paths) -> tuple[Ints, Ints]:
     """Find each row's accepted path, move its `tokens` to where a chain's would be, and write
-    `Paths.moved`. Returns how many drafts each path has."""
+    `Paths.moved`. Returns how many drafts each path has, and which: bit j - 1 is draft j."""
     tables, drafts = rows.tables, rows.drafts
     assert tables.ancestors is not None and drafts is not None
     live, made, moved = int(drafts.rows), tokens.numpy(), paths.moved.numpy()
     before, slots = drafts.before.numpy()[: live + 1], rows.slots.numpy()[:live]
     last, given, first = made[:live].copy(), np.diff(before), live + before[:-1]
     accepted, node, seen = np.zeros(live, np.int32), np.zeros(live, np.int32), np.full(live, -1, np.int32)
+    which = np.zeros(live, np.int32)
     moved[:] = 0
     for j in range(1, 1 + tables.most_drafts):
         own, draft = tables.ancestors.numpy()[slots, j - 1], tables.drafts.numpy()[slots, j]
@@ -197,7 +204,8 @@ def _straighten(tokens: Tensor, rows: Rows, paths: Paths) -> Ints:
         accepted[at] += 1
         moved[at + before[at] + accepted[at]] = j - accepted[at]
         node[at], seen[at] = j, own[at]
-    return accepted
+        which[at] |= 1 << j - 1
+    return accepted, which
 
 
 def move_paths(entries: Tensor, rows: Rows, cells: Tensor | None = None, *, pdl: bool = False) -> None:

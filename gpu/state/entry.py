@@ -63,7 +63,7 @@ def shared_keys(plan: StepPlan) -> int:
 class Limits(NamedTuple):
     """What an entry can hold: `writes` bounds page writes and marks each. `table_width` is the number of
     pages in a row of the page table. Of the answer: `samples` tokens, and where decode rows may have drafts,
-    up to `drafts` each, how many tokens are each row's."""
+    up to `drafts` each, how many tokens are each row's, and where these may be `trees`, which drafts."""
 
     rows: int
     chunks: int
@@ -72,6 +72,7 @@ class Limits(NamedTuple):
     table_width: int
     samples: int
     drafts: int = 0
+    trees: bool = False
 
 
 class Layout(NamedTuple):

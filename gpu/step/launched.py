@@ -137,6 +137,7 @@ class LaunchedStep:
             tokens=frozen(made.tokens),
             counts=made.counts,
             drafted=made.drafted,
+            paths=made.paths,
             logprobs=answer.sampled.read(made),
             prompt_logprobs={slot: scores.read() for slot, scores in answer.prompt.items()},
             hidden=hidden,

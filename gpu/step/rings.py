@@ -76,7 +76,10 @@ class Rings:
         limits = entries.limits
         self._counted = limits.samples if limits.drafts else 0
         """Where counts begin in an answer, 0 where every row has one token."""
-        self.answers = _shared(len(words), limits.samples + (limits.rows if limits.drafts else 0), device)
+        counted = limits.rows * ((limits.drafts > 0) + limits.trees)
+        self._paths = limits.samples + limits.rows if limits.trees else 0
+        """Where paths begin, 0 where drafts are no trees."""
+        self.answers = _shared(len(words), limits.samples + counted, device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.entries = EntryRing(words, self.cursor, entries.at)
         self.empty = EntryRing(
@@ -100,13 +103,15 @@ class Rings:
 
     def read(self, ticket: Ticket) -> RowTokens:
         """A copy of the answer of a step that has ended."""
-        answer, counts, drafted = self._answers[ticket.entry], None, None
+        answer, counts, drafted, paths = self._answers[ticket.entry], None, None, None
         if self._counted:
             words = answer[self._counted : self._counted + ticket.rows]
             counts, drafted = words & COUNT_MASK, words >> COUNT_BITS
+        if self._paths:
+            paths = answer[self._paths : self._paths + ticket.rows].copy()
         tokens = answer[: ticket.rows if counts is None else counts.sum()].copy()
         self._shared.read[self._rank] += 1
-        return RowTokens(tokens, counts, drafted)
+        return RowTokens(tokens, counts, drafted, paths)
 
 
 def _shared(entries: int, words: int, device: torch.device) -> Tensor:

@@ -17,6 +17,8 @@ from core.executor import Capabilities
 from core.plan import StepPlan, StepResult
 from core.request import Request, SamplingParams
 from core.schedule.scheduler import Scheduler
+from core.schedule.speculation import DraftBudget, Grant
+from core.types import NO_TOKENS, Ints
 from tests.rigs.scheduler import Harness
 
 MOST = 5
@@ -274,3 +276,23 @@ def test_steps_without_drafts_reserve_nothing() -> None:
         assert a.hold is not None and len(a.hold.pages) == a.num_tokens
         h.executor.complete()
         h.apply()
+
+
+def test_each_draft_of_a_tree_has_an_acceptance_of_its_own() -> None:
+    """The second and third are siblings: that few paths are deep says nothing of a draft's worth."""
+    capabilities = Capabilities(
+        num_pages=100, page_size=16, max_rows=8, context_length=256, vocab_size=10, max_step_tokens=256,
+        max_drafts=MOST, max_samples=64, costs=DENSE,
+    )  # fmt: skip
+    budget, rng, worth = DraftBudget(capabilities), np.random.default_rng(0), (0.6, 0.3, 0.1, 0.1)
+    for step in range(300):
+        first, second, third = (rng.random(8) < chance for chance in (0.6, 0.5, 1 / 3))
+        fourth = rng.random(8) < 0.25
+        # 1 ─ 2, 1 ─ 3 where 2 is wrong, and 4 beside 1.
+        taken = [first, first & second, first & ~second & third, ~first & fourth]
+        paths = sum(each.astype(np.int32) << j for j, each in enumerate(taken))
+        counts = 1 + sum(each.astype(np.int32) for each in taken)
+        drafted: Ints = np.full(8, 4, np.int32)
+        grant = Grant(drafts=32, longest=MOST, able=8, proposes=True)
+        budget.learn(grant, 8, 0, StepResult(step, NO_TOKENS, counts=counts, drafted=drafted, paths=paths))
+    assert budget.survival()[:4] == pytest.approx(worth, abs=0.08)

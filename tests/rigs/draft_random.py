@@ -176,7 +176,16 @@ class RandomEngine:
         drafts, rows, pages = setup.drafts, setup.rows, setup.pages
         rig = Rig(path, setup.page, rows, setup.page * pages)
         width = -(-CONTEXT // setup.page)
-        limits = Limits(rows, rows, setup.step_tokens, 64, width, samples=setup.samples, drafts=drafts.depth)
+        limits = Limits(
+            rows,
+            rows,
+            setup.step_tokens,
+            64,
+            width,
+            samples=setup.samples,
+            drafts=drafts.depth,
+            trees=drafts.trees,
+        )
         shape = rig.runner.shape._replace(
             tokens=setup.step_tokens, drafts=drafts.depth, pages=width, trees=drafts.trees
         )

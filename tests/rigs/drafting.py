@@ -177,7 +177,9 @@ class Drafting:
         pages = 240
         rig = Rig(path, PAGE, ROWS, PAGE * pages)
         shape, width = rig.runner.shape, pages + 1
-        limits = Limits(ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth)
+        limits = Limits(
+            ROWS, ROWS, STEP_TOKENS, 64, width, samples=SAMPLES, drafts=drafts.depth, trees=drafts.trees
+        )
         shape = shape._replace(tokens=STEP_TOKENS, drafts=drafts.depth, trees=drafts.trees)
         make = None if drafts.drafter is None else partial(drafts.drafter, rig)
         runner = ModelRunner(shape, machine(rig), Entries(limits, 4, CPU), processors, drafter=make)

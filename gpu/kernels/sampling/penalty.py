@@ -133,10 +133,10 @@ def _penalise(
                 before += drafts_beside(path)
             for j in tl.static_range(1, DRAFTS + 1):
                 token = tl.load(drafts + slot * (DRAFTS + 1) + j)
-                mine = j <= before
+                same = (ids == token) & (j <= before)
                 if trees is not None:
-                    mine = mine & (((path >> tl.maximum(before - j, 0)) & 1) > 0)
-                again += ((ids == token) & mine).to(tl.int32)
+                    same = same & (((path >> tl.maximum(before - j, 0)) & 1) > 0)
+                again += same.to(tl.int32)
         known |= again > 0
     if tl.sum(known.to(tl.int32), 0) > 0:
         times = tl.load(generated + at, mask=known, other=0)

@@ -26,7 +26,7 @@ from gpu.step.steps import Forward
 from tests.rigs.arrays import ints
 
 ROWS, NODES, PAGE, PAGES, VOCAB, TOKENS = 5, 6, 4, 8, 4, 48
-LIMITS = Limits(ROWS, ROWS, TOKENS, 64, PAGES, samples=TOKENS, drafts=NODES)
+LIMITS = Limits(ROWS, ROWS, TOKENS, 64, PAGES, samples=TOKENS, drafts=NODES, trees=True)
 KERNELS = {"torch": (begin_step, torch_kernels), "triton": (triton_begin, triton_kernels)}
 
 
@@ -140,11 +140,12 @@ def test_a_step_of_trees(kernels: str, seed: int, device: torch.device) -> None:
     run.move_paths(entries, padded, view.kv_slot_mapping)
     run.move_paths(buffers.begun()[0].unsqueeze(2), padded)
     answer, wanted, deep = rings.read(ticket), list[int](), 0
-    first = 0
+    first, paths = 0, list[int]()
     for slot, count in zip(rows, given, strict=True):
         path = trees[slot].accepted([chosen[first + node] for node in range(count + 1)])
         made = [chosen[first + node] for node in [0, *path]]
         wanted += made
+        paths.append(sum(1 << (node - 1) for node in path))
         assert (int(tables.length[slot]), int(tables.last_token[slot])) == (
             lengths[slot] + len(path) + 1,
             made[-1],
@@ -157,6 +158,7 @@ def test_a_step_of_trees(kernels: str, seed: int, device: torch.device) -> None:
         first += count + 1
     assert deep, "nothing was to be moved"
     assert answer.tokens.tolist() == [*wanted, chosen[decoding + 2]]
+    assert answer.paths is not None and answer.paths.tolist() == [*paths, 0]
     assert answer.drafted is not None and answer.drafted.tolist() == [*given, 0]
     others = sorted({*range(500)} - {*stored})
     assert torch.equal(entries[:, others], kept[:, others])
