@@ -16,6 +16,7 @@ from core.plan import NewSlot, StepPlan
 from core.request import SamplingParams
 from gpu.build import spec_of
 from gpu.draft.drafter import Drafter, StepOutcome
+from gpu.draft.tree import Tree
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.sample.noise import bits, exponential, row_keys
@@ -40,6 +41,8 @@ class Made(NamedTuple):
     seed: int
     room: int
     drafts: list[int]
+    survival: list[float]
+    ancestors: list[int]
 
 
 class Recorded:
@@ -79,7 +82,9 @@ class Recorded:
             length, last, seed = (int(column[slot]) for column in columns)
             room = min(self._pages[slot] * PAGE, int(tables.limit[slot]))
             prompt = self._new[slot].prompt.tobytes()
-            self._made.append(Made(prompt, length, last, seed, room, drafts[:count]))
+            seen = [] if tables.ancestors is None else tables.ancestors[slot].tolist()
+            survival = tables.survival[slot].tolist()
+            self._made.append(Made(prompt, length, last, seed, room, drafts[:count], survival, seen))
 
 
 class Guesses:
@@ -189,7 +194,7 @@ async def test_drafts_are_those_of_the_whole_text(
     guesses = Guesses(name, tiny, spec_of(tiny.path))
     full = 0
     with torch.no_grad():
-        for prompt, length, last, seed, room, drafts in made:
+        for prompt, length, last, seed, room, drafts, *_ in made:
             run, tokens = texts[prompt].run, texts[prompt].tokens
             text = torch.tensor([*run.prompt.tolist(), *tokens])
             assert text[length] == last
@@ -205,3 +210,40 @@ async def test_drafts_are_those_of_the_whole_text(
                 # EAGLE has no last norm: its logits reach 40,000 here.
                 assert row[drafts[at]] >= row.max() - 1e-3 - 2e-5 * row.max().abs()
     assert full > len(made) / 3
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3.1"])
+async def test_a_tree_has_the_likeliest_paths(
+    engines: Engines, tiny: Tiny, tmp_path: Path, name: str
+) -> None:
+    """How likely each is, a forward of the path alone says."""
+    texts = {answer.run.prompt.tobytes(): answer for answer in (await engines.plain(jobs())).values()}
+    made, tree = list[Made](), Tree(3, 2, 7)
+    head = drafters.head(name, tmp_path, tree=tree)
+
+    def recorded(rig: Rig, tables: SlotTables) -> Drafter:
+        return Recorded(head(rig, tables), tables, made)
+
+    await engines.make(Drafts(tree.nodes, 0.0, recorded, trees=True), 0).answers(jobs())
+    guesses, deep = Guesses(name, tiny, spec_of(tiny.path)), 0
+    with torch.no_grad():
+        for prompt, length, _, seed, room, drafts, survival, ancestors in made[::3]:
+            if length + (tree.steps - 1) * tree.topk >= room:
+                continue
+            assert len(drafts) == tree.nodes and survival == sorted(survival, reverse=True)
+            run, tokens = texts[prompt].run, texts[prompt].tokens
+            known = torch.tensor([*run.prompt.tolist(), *tokens])[: length + 1]
+            fused = guesses.fused(torch.tensor([*run.prompt.tolist(), *tokens]))[:length]
+            for node in range(1, 1 + tree.nodes):
+                nodes = [each for each in range(1, node + 1) if ancestors[node - 1] >> (node - each) & 1]
+                path, share = [drafts[each - 1] for each in nodes], 1.0
+                for at, row in enumerate(guesses.logits(fused, known, path)):
+                    if run.params.temperature:
+                        key = row_keys(np.array([seed]), np.array([length + 1 + at]))[0]
+                        row = row - exponential(bits(key, torch.arange(VOCAB, dtype=torch.int32))).log()
+                    best = row.topk(tree.topk).values[-1]
+                    assert row[path[at]] >= best - 1e-3, "not among the best successors"
+                    share *= float(row.softmax(0)[path[at]])
+                assert survival[node - 1] == pytest.approx(share, rel=1e-2, abs=1e-6)
+                deep += len(path) == tree.steps
+    assert deep > 10
