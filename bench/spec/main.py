@@ -15,7 +15,8 @@ model (--model, and --head for the second) and prompts (--data). --url-base and 
 run already, the second as `python -m bench.spec.server` for simulated cases.
 
 Bias: the client shares the server's cores; one more kernel of about two microseconds a step simulates;
-exactly A - 1 drafts are accepted in each step, where a real head's number varies.
+exactly A - 1 drafts are accepted in each step, where a real head's number varies. `ngram` looks up a
+request's own text alone, unless --spec-flags says otherwise: prompts are asked again and again.
 """
 
 from __future__ import annotations
@@ -218,9 +219,9 @@ def server_flags(setup: str, side: str, cases: Sequence[Case], args: argparse.Na
     if named:
         flags += ["--load-format", "dummy"]
     if side == "spec":
-        flags += (
-            ["--speculative-algorithm", NGRAM] if setup == NGRAM else ["--speculative-draft-model-path", head]
-        )
+        # Waves ask the same again: with former answers kept, one would be copied from another.
+        ngram = ["--speculative-algorithm", NGRAM, "--speculative-ngram-capacity", "0"]
+        flags += ngram if setup == NGRAM else ["--speculative-draft-model-path", head]
         flags += args.spec_flags.split()
     return flags
 

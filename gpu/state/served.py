@@ -6,7 +6,8 @@
 
 What a step accepts is appended to its slots' rings; of the tokens behind which it comes, the places are
 written. A newer place replaces an older one of the same hash. A reader of a place compares the tokens there,
-and the owner of every block that it reads, so a place that is stale or another's costs a look, no more.
+and the owner of every block that it reads, so a place that is stale or another's costs a look, no more. Of
+two rows of a step that write one place, on a GPU either wins: ranks of one model have to share drafts, too.
 
 Drafts never change a text, but how many are accepted shows in usage and in time: another tenant's text must
 not be drafted from. So a block has one owner, the namespace of the radix tree's root (adapter, tenant and
