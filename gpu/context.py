@@ -20,12 +20,12 @@ class AuxStates(NamedTuple):
     layers: tuple[int, ...]
     out: Tensor
 
-    def keep(self, layer: int, hidden: Tensor) -> None:
-        """Copy `hidden` [n, hidden], the input of `layer`, to where `layers` names it."""
-        rows, width = hidden.shape
-        for at, kept in enumerate(self.layers):
-            if kept == layer:
-                self.out[:rows, at * width : (at + 1) * width].copy_(hidden)
+    def places(self, layer: int, rows: int) -> list[Tensor]:
+        """Where the input of `layer` is kept: [rows, hidden] with strided rows, one for each time that
+        `layers` names it."""
+        width = self.out.shape[1] // max(len(self.layers), 1)
+        columns = [at * width for at, kept in enumerate(self.layers) if kept == layer]
+        return [self.out[:rows, at : at + width] for at in columns]
 
 
 class ForwardContext(NamedTuple):

@@ -167,6 +167,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
     lse = empty(256, 32, dtype=torch.float32)
     return {
         "norm": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, num_rows=n, pdl=pdl),
+        "norm, kept": lambda: norm.rms_norm(x, x[0], 1e-6, residual=x, keep=x, num_rows=n, pdl=pdl),
         "linear 1": lambda: gemv_case(1, "8B o"),
         "linear 2": lambda: gemv_case(2, "8B down"),
         "linear 32": lambda: gemv_case(32, "30B-A3B router"),

@@ -21,7 +21,9 @@ def _rms_norm(
     residual: tl.tensor,
     weight: tl.tensor,
     out: tl.tensor,
+    keep: tl.tensor | None,
     num_rows: tl.tensor,
+    keep_stride: int | None,
     eps: float,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,6 +42,8 @@ def _rms_norm(
         # Rounded before the norm, as the model's own dtype rounds it in plain torch.
         v = (v.to(tl.float32) + tl.load(at, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
         tl.store(at, v, mask=mask)
+    if keep is not None:
+        tl.store(keep + row.to(tl.int64) * keep_stride + cols, v, mask=mask)
     tl.store(out + row * WIDTH + cols, _normed(v, w, eps, WIDTH).to(out.dtype.element_ty), mask=mask)
 
 
@@ -49,11 +53,13 @@ def rms_norm(
     eps: float,
     *,
     residual: Tensor | None = None,
+    keep: Tensor | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight: `x` contiguous [n, width], `weight` [width]; a new tensor. With a
-    `residual`, contiguous [n, width], `x` is added to it in place, and the sum is normed.
+    `residual`, contiguous [n, width], `x` is added to it in place, and the sum is normed. What is normed is
+    also stored in `keep` [n, width], whose rows may be strided.
 
     `num_rows` int32 [1] on the device: rows from there on are neither read nor written.
     """
@@ -62,8 +68,9 @@ def rms_norm(
     block = pow2(width)
     warps = min(max(block // 512, 1), 8)
     _rms_norm[(rows,)](
-        x, residual, weight, out, num_rows, eps, WIDTH=width, BLOCK=block, **launch_options(pdl, warps)
-    )
+        x, residual, weight, out, keep, num_rows, None if keep is None else keep.stride(0), eps,
+        WIDTH=width, BLOCK=block, **launch_options(pdl, warps),
+    )  # fmt: skip
     return out
 
 

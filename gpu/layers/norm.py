@@ -17,6 +17,9 @@ class RmsNorm:
         self.eps = spec.norm_eps
         self.weight = parameters.tensor(f"{name}.weight", spec.hidden)
 
-    def __call__(self, ctx: ForwardContext, part: Part | None, residual: torch.Tensor) -> torch.Tensor:
-        """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden]."""
-        return ctx.ops.add_rms_norm(part, residual, self.weight, self.eps)
+    def __call__(
+        self, ctx: ForwardContext, part: Part | None, residual: torch.Tensor, keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden]. The sum
+        is also stored in `keep` [n, hidden], whose rows may be strided."""
+        return ctx.ops.add_rms_norm(part, residual, self.weight, self.eps, keep)

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from core.models import ModelSpec
-from gpu.context import ForwardContext
+from gpu.context import AuxStates, ForwardContext
 from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Part, Rotation
@@ -43,8 +43,13 @@ class Layer:
         self, ctx: ForwardContext, rotation: Rotation, part: Part | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """Attention output of the heads for `residual` [n, hidden], to which `part`, the output of the layer
-        before (None in the first layer), is added in place. Rows are independent from here on."""
-        return self.attention.attend(ctx, rotation, self._before(ctx, part, residual))
+        before (None in the first layer), is added in place. Rows are independent from here on. A draft model
+        reads the sum in `ctx.aux`, where the kernel of the norm stores it."""
+        places = [] if ctx.aux is None else ctx.aux.places(self.number, len(residual))
+        x = self._before(ctx, part, residual, *places[:1])
+        for again in places[1:]:
+            again.copy_(places[0])
+        return self.attention.attend(ctx, rotation, x)
 
     def transform(self, ctx: ForwardContext, found: torch.Tensor, residual: torch.Tensor) -> Part:
         """Output of the MLP for `residual` [n, hidden], to which the projection of what attention's heads
@@ -69,7 +74,6 @@ class Decoder(CausalModel):
         self.embedding = parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
         self._norm = RmsNorm(spec, "model.norm", parameters)
         self._layers = [Layer(spec, layer, parameters) for layer in range(spec.layers)]
-        self._distinct = [self._layers[i] for i in distinct_layers([layer.kind for layer in self._layers])]
         heads = {
             "generate": {"lm_head": spec.vocab_size},
             "classify": {"score": len(spec.pooling.labels)},
@@ -90,10 +94,8 @@ class Decoder(CausalModel):
         part: Part | None = None
         aux, wanted = ctx.aux, ctx.wanted
         final = aux is not None and not aux.layers
-        for layer in self._distinct if ctx.brief else self._layers:
+        for layer in self._distinct(aux) if ctx.brief else self._layers:
             found = layer.attend(ctx, rotation, part, residual)
-            if aux is not None:
-                aux.keep(layer.number, residual)
             if wanted is not None and not final and layer is self._layers[-1]:
                 # Of a long prompt's chunk one row goes on, or none: a layer's output and MLP are saved.
                 found, residual = (rows.index_select(0, wanted) for rows in (found, residual))
@@ -104,6 +106,12 @@ class Decoder(CausalModel):
             aux.out[: len(hidden)].copy_(hidden)
             hidden = hidden if wanted is None else hidden.index_select(0, wanted)
         return hidden
+
+    def _distinct(self, aux: AuxStates | None) -> list[Layer]:
+        """The layers that together launch every kernel: one whose input is kept has another norm."""
+        kept = () if aux is None else aux.layers
+        kinds = [(layer.kind, layer.number in kept) for layer in self._layers]
+        return [self._layers[i] for i in distinct_layers(kinds)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.logits`."""

@@ -73,9 +73,12 @@ class Ops(Protocol):
         """cos and sin of positions [n] times `frequencies` float32 [rotary_dim / 2], times `scale`."""
         ...
 
-    def add_rms_norm(self, part: Part | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
         """Add `part`, if any, to `residual` [n, hidden] in place and norm the sum: a new [n, hidden],
-        x / sqrt(mean(x²) + eps) · weight."""
+        x / sqrt(mean(x²) + eps) · weight. The sum is also stored in `keep` [n, hidden], whose rows may be
+        strided."""
         ...
 
     def attend(

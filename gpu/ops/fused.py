@@ -109,17 +109,19 @@ class TritonOps:
         rows, pdl = self._rows, self._kernels.pdl
         return Rotation(*rope_rows(positions, frequencies, scale, dtype, num_rows=rows, pdl=pdl))
 
-    def add_rms_norm(self, part: Part | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
         """See `Ops.add_rms_norm`. What is pending runs now, its sum in the kernel of the norm."""
         rows, pdl = self._rows, self._kernels.pdl
         if part is None:
-            return rms_norm(residual, weight, eps, num_rows=rows, pdl=pdl)
+            return rms_norm(residual, weight, eps, keep=keep, num_rows=rows, pdl=pdl)
         if isinstance(part, Tensor):
-            return rms_norm(part, weight, eps, residual=residual, num_rows=rows, pdl=pdl)
+            return rms_norm(part, weight, eps, residual=residual, keep=keep, num_rows=rows, pdl=pdl)
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
         config, after = configs.at(len(part.x)), (residual, weight, eps)
-        return fused_moe_add_norm(*part, config, after, num_rows=rows, pdl=pdl)
+        return fused_moe_add_norm(*part, config, after, keep=keep, num_rows=rows, pdl=pdl)
 
     def attend(
         self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None

@@ -52,11 +52,15 @@ class TorchOps:
         """See `Ops.rotation`."""
         return turn(positions.float()[:, None] * frequencies, scale, dtype)
 
-    def add_rms_norm(self, part: Part | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
         """See `Ops.add_rms_norm`."""
         if part is not None:
             assert isinstance(part, Tensor), "these operations leave nothing pending"
             residual.add_(part)
+        if keep is not None:
+            keep.copy_(residual)
         return F.rms_norm(residual, weight.shape, weight, eps)
 
     def attend(

@@ -18,7 +18,9 @@ def _moe_sum_add_norm(
     residual: tl.tensor,
     norm: tl.tensor,
     out: tl.tensor,
+    keep: tl.tensor | None,
     num_rows: tl.tensor,
+    keep_stride: int | None,
     eps: float,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -44,6 +46,8 @@ def _moe_sum_add_norm(
     # Rounded as often as in plain torch: the sum, then the new residual.
     new = (total.to(old.dtype).to(tl.float32) + old.to(tl.float32)).to(old.dtype)
     tl.store(at, new, mask=mask)
+    if keep is not None:
+        tl.store(keep + row.to(tl.int64) * keep_stride + cols, new, mask=mask)
     f = new.to(tl.float32)
     scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
     normed = f * scale * tl.load(norm + cols, mask=mask, other=0.0).to(tl.float32)
@@ -57,12 +61,14 @@ def moe_sum_add_norm(
     weight: Tensor,
     eps: float,
     *,
+    keep: Tensor | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """Sum over j of weights[t, j] · parts[t * k + j] (`parts` [T * k, width], float32 sums; pairs of expert
     -1 count nothing), added to `residual` [T, width] in place, and the RMSNorm of that: one kernel, and the
-    sum itself never reaches memory. Returns the normed [T, width]."""
+    sum itself never reaches memory. The new residual is also stored in `keep` [T, width], whose rows may be
+    strided. Returns the normed [T, width]."""
     rows, top_k = routing.experts.shape
     width = parts.shape[1]
     out = torch.empty_like(residual)
@@ -74,7 +80,9 @@ def moe_sum_add_norm(
         residual,
         weight,
         out,
+        keep,
         num_rows,
+        None if keep is None else keep.stride(0),
         eps,
         WIDTH=width,
         TOP_K=top_k,

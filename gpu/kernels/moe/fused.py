@@ -30,6 +30,7 @@ def fused_moe_add_norm(
     config: MoeConfig,
     after: tuple[Tensor, Tensor, float],
     *,
+    keep: Tensor | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -39,13 +40,14 @@ def fused_moe_add_norm(
     logits    [T, experts], contiguous: the router's
     config    from `gpu.kernels.moe.tuned`, for T rows
     after     the residual [T, hidden], updated in place, the next norm's weight [hidden], and eps
+    keep      [T, hidden], whose rows may be strided, gets the new residual too
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   the normed [T, hidden] in x's dtype
     """
     residual, norm, eps = after
     if config.small:
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
-        return rms_norm(total, norm, eps, residual=residual, num_rows=num_rows, pdl=pdl)
+        return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
     w13, w2, top_k, renormalise, _, scales = experts
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
@@ -62,4 +64,4 @@ def fused_moe_add_norm(
         # Places are sorted: those of true rows come first, top_k of each.
         numbers, rows = quantise_rows(hidden, group=group, per=top_k, num_rows=num_rows, pdl=pdl)
         parts = grouped_gemm(numbers, w2, tiles, tall, low, scales=(rows, s2), dtype=x.dtype, pdl=pdl)
-    return moe_sum_add_norm(parts, routing, residual, norm, eps, num_rows=num_rows, pdl=pdl)
+    return moe_sum_add_norm(parts, routing, residual, norm, eps, keep=keep, num_rows=num_rows, pdl=pdl)

@@ -219,8 +219,11 @@ def test_unused_experts_are_not_read(device: torch.device, dtype: torch.dtype) -
         assert torch.equal(run(inputs, config, rows), expected)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("small", [True, False])
-def test_sum_add_and_norm(small: bool, device: torch.device, dtype: torch.dtype, tolerance: float) -> None:
+def test_sum_add_and_norm(
+    small: bool, keeps: bool, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
     rows, live = 4, 3
     inputs = moe_inputs(rows, SIZE, dtype, device)
     config = MoeConfig(small, 16, SWAP, PLAIN)
@@ -228,15 +231,21 @@ def test_sum_add_and_norm(small: bool, device: torch.device, dtype: torch.dtype,
     weight = torch.rand(SIZE.hidden, device=device).to(dtype)
     before = residual.clone()
     x, logits, w13, w2 = inputs
+    kept = torch.full((rows, 2 * SIZE.hidden), -1.0, device=device, dtype=dtype)
     found = fused_moe_add_norm(
         x,
         logits,
         Experts(w13, w2, SIZE.top_k),
         config,
         (residual, weight, 1e-6),
+        keep=kept[:, SIZE.hidden :] if keeps else None,
         num_rows=scalar(live, device),
     )
     expected = before[:live] + reference.moe(x[:live], logits[:live], w13, w2, SIZE.top_k)
     assert error(residual[:live], expected) < tolerance
     assert torch.equal(residual[live:], before[live:])
     assert error(found[:live], reference.rms_norm(expected, weight, 1e-6)) < tolerance
+    if keeps:
+        assert torch.equal(kept[:live, SIZE.hidden :], residual[:live])
+        kept[:live, SIZE.hidden :] = -1.0
+    assert bool((kept == -1.0).all())

@@ -17,6 +17,28 @@ def test_norm(width: int, device: torch.device, dtype: torch.dtype, tolerance: f
     assert error(rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)) < tolerance
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_normed_is_kept_between_other_columns(
+    first: bool, device: torch.device, dtype: torch.dtype, tolerance: float
+) -> None:
+    x, residual = (torch.randn(5, 96, device=device).to(dtype) for _ in range(2))
+    weight = torch.rand(96, device=device).to(dtype)
+    expected = x.clone() if first else residual + x
+    kept = torch.full((7, 3 * 96), -1.0, device=device, dtype=dtype)
+    found = rms_norm(
+        x,
+        weight,
+        1e-5,
+        residual=None if first else residual,
+        keep=kept[:5, 96:192],
+        num_rows=scalar(4, device),
+    )
+    assert error(found[:4], reference.rms_norm(expected[:4], weight, 1e-5)) < tolerance
+    assert torch.equal(kept[:4, 96:192], expected[:4])
+    kept[:4, 96:192] = -1.0
+    assert bool((kept == -1.0).all())
+
+
 def test_add_and_norm_leaves_padded_rows_alone(
     device: torch.device, dtype: torch.dtype, tolerance: float
 ) -> None:
