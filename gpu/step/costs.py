@@ -32,8 +32,10 @@ def measure_costs(launch: Launch, tables: SlotTables, sizes: Sequence[int], voca
     is. With several ranks each has to call this at once, and the first one's costs are for all.
 
     The rows are true ones with different tokens, since padded ones would use no expert; their drafts are
-    wrong. They have no context. So reads of KV are left out: they take as long with drafts as without, since
-    a row's query tokens share them. Also left out is what requests may ask for: filters, penalties, masks.
+    wrong. Each has one token before, the same for all: trained models make a text's first tokens alike
+    whatever they are, and routers send them to the same few experts, which would make a token more seem
+    cheap. So reads of KV are left out: they take as long with drafts as without, since a row's query tokens
+    share them. Also left out is what requests may ask for: filters, penalties, masks.
     The host's time does not count as long as it is shorter than the device's. The drafter's cost is that of a
     step that `proposes` beyond one that does not.
 
@@ -85,12 +87,13 @@ def _seconds(launch: Launch, tables: SlotTables, vocab: int, plan: StepPlan) -> 
     """The device's time for `plan`."""
     launched = []
     for turn in range(REPEATS):
-        # Different tokens, for which routers choose different experts, at the beginning of their texts.
+        # Different tokens, for which routers choose different experts. Those of the first launch begin their
+        # texts, and as no slot has a page, all are stored where the next ones find the token before theirs.
         ids = torch.arange(tables.drafts.numel(), dtype=torch.int32, device=tables.drafts.device)
         tables.drafts.copy_((ids * 7919 + turn).view_as(tables.drafts) % vocab)
         tables.last_token[1:].copy_(tables.drafts[1:, 0])
         tables.drafts[:, 0] = tables.most_drafts
         tables.max_drafts[1:] = tables.most_drafts
-        tables.length.zero_()
+        tables.length[1:].fill_(min(turn, 1))
         launched.append(launch(plan))
     return min([step.wait().seconds for step in launched][1:])

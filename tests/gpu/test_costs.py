@@ -35,8 +35,10 @@ class Timed:
         self.plans.append(plan)
         tokens = self._tables.last_token[plan.decode_slots.tolist()]
         assert len(set(tokens.tolist())) == len(tokens), "routers would choose the same experts"
-        seconds = plan.num_tokens + 3 * len(plan.decode_slots) * plan.proposes
         first = len(self.plans) % REPEATS == 1
+        lengths = self._tables.length[plan.decode_slots.tolist()].tolist()
+        assert same(lengths, 0 if first else 1), "routers choose the same experts for all first tokens"
+        seconds = plan.num_tokens + 3 * len(plan.decode_slots) * plan.proposes
         return cast("LaunchedStep", self._Step(60.0 if first else seconds))
 
     class _Step:
