@@ -4,7 +4,9 @@ out to the host.
 One program each. A step has at most a few thousand words, and one program needs no order between
 programs: what new slots and page writes change is read a barrier later by the rows of the same step.
 
-Decode rows have a token each where the tables have no room for drafts (DRAFTS 0), and else up to DRAFTS more.
+Decode rows have a token each where the tables have no room for drafts (DRAFTS 0), and else up to DRAFTS more:
+in steps of graphs for several tokens of a row (VERIFIES). Other steps take the shorter way of servers without
+drafts, so that a server whose drafts do not pay loses nothing.
 """
 
 from __future__ import annotations
@@ -219,6 +221,7 @@ def _begin(
     c: int,
     s: int,
     DRAFTS: tl.constexpr,
+    VERIFIES: tl.constexpr,
     MIXED: tl.constexpr,
     PAGE: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -250,15 +253,19 @@ def _begin(
     tl.debug_barrier()
     queries = rows
     if DRAFTS:
-        queries = _take_rows(
-            entry, columns, drafts, survival, ids, positions, decode_slots, sample_rows, sample_slots,
-            sample_positions, drafts_before, trees, ancestors, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
-        )  # fmt: skip
+        counted = tl.full([], 0, tl.int32)  # rows that know how many drafts are before them
+        if VERIFIES:
+            queries = _take_rows(
+                entry, columns, drafts, survival, ids, positions, decode_slots, sample_rows, sample_slots,
+                sample_positions, drafts_before, trees, ancestors, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
+            )  # fmt: skip
+            counted = rows
         tl.store(sampling_rows, rows + samples)
-        for first in range(0, samples + 1, SPAN):
+        for first in range(counted, rows + samples + 1, SPAN):
             i = first + tl.arange(0, SPAN)
-            tl.store(drafts_before + rows + i, queries - rows, mask=i <= samples)
-        tl.debug_barrier()
+            tl.store(drafts_before + i, queries - rows, mask=i <= rows + samples)
+        if VERIFIES:
+            tl.debug_barrier()
     tokens = queries + known
     tl.store(counts, tokens)
     tl.store(counts + 1, queries)
@@ -268,7 +275,7 @@ def _begin(
     for first in range(0, d, SPAN):
         i = first + tl.arange(0, SPAN)
         live = i < queries
-        if DRAFTS:
+        if VERIFIES:
             slot = tl.load(decode_slots + i, mask=live, other=0)
             position = tl.load(positions + i, mask=live, other=0)
             token = tl.load(ids + i, mask=live, other=0)
@@ -276,12 +283,11 @@ def _begin(
             slot = tl.load(entry + AT_DECODE + i, mask=live, other=0)
             position = tl.load(length + slot, mask=live, other=0)
             token = tl.load(last_token + slot, mask=live, other=0)
-        stored = live
-        if not DRAFTS:
             tl.store(sample_rows + i, i, mask=live)
             tl.store(sample_slots + i, slot, mask=live)
             tl.store(sample_positions + i, position + 1, mask=live)
-        else:  # the token of a row at its limit is computed for nobody, and stored in the dump
+        stored = live
+        if DRAFTS:  # the token of a row at its limit is computed for nobody, and stored in the dump
             stored = live & (position < tl.load(columns + _LIMIT * stride + slot, mask=live, other=0))
             position -= (live & (stored == 0)).to(tl.int32)
         page = tl.load(table + slot * width + position // PAGE, mask=stored, other=0)
@@ -332,7 +338,7 @@ def _begin(
         slot = tl.load(at + 1, mask=live, other=0)
         position = tl.load(at + 2, mask=live, other=0)
         mine = (i >= rows) & (i < s)
-        if DRAFTS:
+        if VERIFIES:
             mine &= live | (i >= queries + samples)
         tl.store(sample_rows + i, tl.where(live, queries + index, 0), mask=mine)
         tl.store(sample_slots + i, slot, mask=mine)
@@ -383,6 +389,7 @@ def begin_step(
         view.max_chunks,
         len(rows),
         DRAFTS=tables.most_drafts,
+        VERIFIES=tables.most_drafts > 0 and view.query > 1,
         MIXED=view.max_chunks > 0,
         PAGE=page_size,
         ENTRIES=len(words),

@@ -112,7 +112,8 @@ class ExactSizes:
     def forward(self, plan: StepPlan) -> Forward:
         """See `StepSizes.forward`."""
         decode = len(plan.decode_slots) + plan.drafts
-        return Forward(plan.num_tokens, decode, len(plan.chunks), plan.num_samples)
+        query = min(plan.query_length, 1 + plan.drafts)
+        return Forward(plan.num_tokens, decode, len(plan.chunks), plan.num_samples, query=query)
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`."""

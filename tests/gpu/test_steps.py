@@ -100,6 +100,6 @@ def test_whatever_a_plan_takes_was_made_before(sizes: PaddedSizes) -> None:
 
 def test_exact_sizes_are_the_plans_own() -> None:
     assert ExactSizes().forward(plan(3, (0, 20), (7, 5))) == Forward(28, 3, 2, 5)
-    assert ExactSizes().forward(plan(3, (0, 20), drafts=5)) == Forward(28, 8, 1, 9)
+    assert ExactSizes().forward(plan(3, (0, 20), drafts=5, query_length=3)) == Forward(28, 8, 1, 9, query=3)
     assert ExactSizes().samples(4) == 4
     assert not list(ExactSizes().all())

@@ -316,7 +316,10 @@ def test_rows_of_several_tokens(kernels: str, exact: bool, seed: int, device: to
     seen = set()
     for _ in range(25):
         plan, rows = drafting.next()
-        padded = Forward(TOKENS if plan.chunks else 16, 16, ROWS if plan.chunks else 0, 16)
+        verifies = plan.chunks or plan.drafts
+        padded = Forward(
+            TOKENS if plan.chunks else 16, 16, ROWS if plan.chunks else 0, 16, query=4 if verifies else 1
+        )
         key = ExactSizes().forward(plan) if exact else padded
         view, samples = buffers.view(key), buffers.samples.first(key.samples)
         ticket = rings.write(plan)
@@ -392,7 +395,7 @@ def test_drafts_go_to_the_rows_that_will_most_likely_take_them(
     buffers = StepBuffers(tables, limits, HiddenShape(8, torch.float32))
     slots = rng.permutation(MANY) + 1
     rings.write(StepPlan(0, ints(slots), query_length=1 + DRAFTS, drafts=budget))
-    view = buffers.view(Forward(4 * MANY, 4 * MANY, 0, 4 * MANY))
+    view = buffers.view(Forward(4 * MANY, 4 * MANY, 0, 4 * MANY, query=1 + DRAFTS))
     run.begin_step(rings.entries, tables, view, buffers.samples, page_size=PAGE)
     given = np.diff(buffers.samples.drafts.before.numpy()[: MANY + 1])
     assert given.tolist() == divided(survival[slots], ready[slots].tolist(), budget)
