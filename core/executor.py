@@ -9,7 +9,7 @@ import msgspec
 
 from core.command import Command, CommandDone
 from core.costs import StepCosts
-from core.plan import StepFailure, StepPlan, StepResult
+from core.plan import MASKED_DRAFTS, StepFailure, StepPlan, StepResult
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +27,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks that a step can hold; 0: as many as its tokens."""
     max_drafts: int = 0
     """Draft tokens that a decode row's query may have besides its last token."""
+    masked_drafts: int = MASKED_DRAFTS
+    """Drafts that the decode rows with grammars may have in a step, together; 0: these rows draft nothing."""
     costs: StepCosts | None = None
     """Of steps with drafts and without, by which their number is chosen; None: always the most."""
     max_samples: int = 0

@@ -16,6 +16,7 @@ from core.errors import ConfigError, ModelError
 from core.executor import Capabilities
 from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
 from core.models.quant import BLOCK
+from core.plan import MASKED_DRAFTS
 from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
@@ -156,6 +157,7 @@ def build_executor(
             max_step_tokens=sizes.tokens,
             max_chunks=runner.shape.chunks,
             max_drafts=runner.shape.drafts,
+            masked_drafts=0 if runner.shape.trees else MASKED_DRAFTS,
             max_samples=runner.shape.samples,
             causal=spec.causal,
             dtype=str(dtype).removeprefix("torch."),

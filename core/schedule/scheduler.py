@@ -71,7 +71,7 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self._waiting = Waiting(config.max_queued, config.max_queued_tokens)
-        self._table = SlotTable(capabilities.max_rows, capabilities.max_drafts)
+        self._table = SlotTable(capabilities.max_rows, capabilities.max_drafts, capabilities.masked_drafts)
         self._new_token_ratio = NewTokenRatio(config.conservativeness)
         self._flights: deque[InFlightStep] = deque()  # executors answer in the order of submission
         self._budget = DraftBudget(capabilities)

@@ -24,9 +24,10 @@ class SlotTable:
     changes whenever a slot is freed, so that a late result cannot be taken for the slot's next owner.
     """
 
-    def __init__(self, max_rows: int, max_drafts: int = 0) -> None:
+    def __init__(self, max_rows: int, max_drafts: int = 0, masked_drafts: int = MASKED_DRAFTS) -> None:
         rows = max_rows + 1
         self._max_drafts = max_drafts
+        self._masked_drafts = masked_drafts
         # In turn: what a slot keeps of its former requests (`gpu.state.served`) lasts the longer.
         self._free = deque(range(1, rows))
         self.requests: list[Request | None] = [None] * rows
@@ -71,7 +72,7 @@ class SlotTable:
         if request.params.processor:
             return False
         masked = int((self.drafting & self.masked).sum())
-        return request.grammar is None or (1 + masked) * self._max_drafts <= MASKED_DRAFTS
+        return request.grammar is None or (1 + masked) * self._max_drafts <= self._masked_drafts
 
     def release(self, request: Request) -> None:
         """Free the slot; results still in flight for it will find another epoch."""

@@ -296,7 +296,9 @@ def _begin(
         tl.store(decode_slots + i, slot, mask=i < d)
         tl.store(decode_lengths + i, position + 1, mask=i < d)
         if trees is not None:
-            seen = tl.load(ancestors + i, mask=live, other=-1)
+            seen = tl.full([SPAN], -1, tl.int32)
+            if VERIFIES:  # or there are no drafts, and what is there is of an earlier step
+                seen = tl.load(ancestors + i, mask=live, other=-1)
             position -= drafts_beside(seen)
             tl.store(ancestors + i, seen, mask=i < d)
         tl.store(positions + i, position, mask=i < d)

@@ -11,6 +11,7 @@ from core.plan import MASKED_DRAFTS, StepPlan, StepResult
 from core.request import Request
 from core.request.request import Drafts
 from core.schedule.scheduler import Confirmed
+from core.schedule.table import SlotTable
 from core.types import Finish, FinishReason
 from tests.rigs.executor import oracle
 from tests.rigs.scheduler import VOCAB, Harness
@@ -323,6 +324,16 @@ def test_requests_with_grammars_draft_while_their_masks_are_few() -> None:
     h.request([9, 9], 200)
     begin(3)
     assert [new.drafts for new in plan_of(h).new_slots] == [True, True, True, False]
+
+
+def test_a_request_with_a_grammar_has_no_drafts_where_the_executor_masks_none() -> None:
+    """As where drafts are trees: masks are filled along chains."""
+    table, harness = SlotTable(2, max_drafts=3, masked_drafts=0), Harness()
+    grammar: Any = object()
+    for masked in (None, grammar):
+        request = harness.request([1, 2, 3], 20)
+        request.grammar = masked
+        assert bool(table.drafting[table.take(request, 0, 1)]) == (masked is None)
 
 
 def test_a_request_with_a_logit_processor_has_no_drafts() -> None:

@@ -22,7 +22,7 @@ from core.command import Command, CommandDone
 from core.config import ScheduleConfig
 from core.executor import Capabilities
 from core.grammar import GrammarCompiler, GrammarSpec
-from core.plan import StepFailure, StepPlan, StepResult
+from core.plan import MASKED_DRAFTS, StepFailure, StepPlan, StepResult
 from core.request import SamplingParams
 from core.schedule.scheduler import Scheduler
 from core.types import Finish, FinishReason
@@ -201,6 +201,7 @@ class RandomEngine:
             num_pages=pages + 1, page_size=setup.page, max_rows=rows, context_length=CONTEXT,
             vocab_size=VOCAB, max_step_tokens=setup.step_tokens, max_drafts=drafts.depth,
             max_samples=setup.samples, max_chunks=rows, processors=tuple(KNOWN),
+            masked_drafts=0 if drafts.trees else MASKED_DRAFTS,
         )  # fmt: skip
         config = msgspec.convert(
             {"overlap_depth": setup.overlap, "order": setup.order, "mixed_tokens": setup.mixed},

@@ -22,7 +22,7 @@ from core.command import Command, CommandDone
 from core.config import ScheduleConfig
 from core.executor import Capabilities
 from core.grammar import GrammarCompiler
-from core.plan import RowLogprobs, StepPlan, StepResult
+from core.plan import MASKED_DRAFTS, RowLogprobs, StepPlan, StepResult
 from core.schedule.scheduler import Scheduler
 from core.types import Finish
 from gpu.draft.drafter import Drafter
@@ -192,7 +192,7 @@ class Drafting:
         capabilities = Capabilities(
             num_pages=pages + 1, page_size=PAGE, max_rows=ROWS, context_length=256, vocab_size=vocab,
             max_step_tokens=STEP_TOKENS, max_drafts=drafts.depth, max_samples=SAMPLES,
-            processors=tuple(processors),
+            masked_drafts=0 if drafts.trees else MASKED_DRAFTS, processors=tuple(processors),
         )  # fmt: skip
         executor = LocalExecutor([self.runner], capabilities)
         executor.prepare(lambda share: None)

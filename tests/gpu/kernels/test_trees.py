@@ -89,7 +89,7 @@ def test_a_step_of_trees(kernels: str, seed: int, device: torch.device) -> None:
     for slot, tree in trees.items():
         tables.drafts[slot] = torch.tensor([NODES, *tree.ids])
         tables.ancestors[slot] = torch.tensor([tree.mask(node) for node in range(1, NODES + 1)])
-    ticket, view = rings.write(plan), buffers.view(Forward(TOKENS, TOKENS, ROWS, TOKENS))
+    ticket, view = rings.write(plan), buffers.view(Forward(TOKENS, TOKENS, ROWS, TOKENS, query=1 + NODES))
     assert view.ancestors is not None
     begin(rings.entries, tables, view, buffers.samples, page_size=PAGE)
 
@@ -162,6 +162,16 @@ def test_a_step_of_trees(kernels: str, seed: int, device: torch.device) -> None:
     assert answer.drafted is not None and answer.drafted.tolist() == [*given, 0]
     others = sorted({*range(500)} - {*stored})
     assert torch.equal(entries[:, others], kept[:, others])
+
+    running = [slot for slot in rows if int(tables.length[slot]) < limits[slot]]
+    lengths = tables.length[running].tolist()
+    rings.write(StepPlan(1, ints(running)))
+    view = buffers.view(Forward(ROWS, ROWS, 0, ROWS))
+    assert view.ancestors is not None
+    view.ancestors.fill_(-3)  # as other trees would have left them
+    begin(rings.entries, tables, view, buffers.samples, page_size=PAGE)
+    assert view.positions[: len(running)].tolist() == lengths
+    assert (view.ancestors == -1).all(), "a plain step sees an earlier step's trees"
 
 
 @pytest.mark.parametrize(("queries", "window"), [(1, 0), (1, 8), (4, 0), (4, 8), (8, 0), (8, 20)])
