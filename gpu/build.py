@@ -146,26 +146,28 @@ def build_executor(
             runner = _called_runner(parts, cache.page_size)
         runner.use_model(loaded)
         runner.use_pool(make_pool())
-    return LocalExecutor(
-        [runner],
-        Capabilities(
-            num_pages=memory.num_pages,
-            page_size=cache.page_size,
-            max_rows=sizes.rows,
-            context_length=sizes.context,
-            vocab_size=spec.vocab_size,
-            max_step_tokens=sizes.tokens,
-            max_chunks=runner.shape.chunks,
-            max_drafts=runner.shape.drafts,
-            masked_drafts=0 if runner.shape.trees else MASKED_DRAFTS,
-            max_samples=runner.shape.samples,
-            causal=spec.causal,
-            dtype=str(dtype).removeprefix("torch."),
-            weight_dtype=memory.weight_dtype,
-            kv_dtype=memory.kv_dtype,
-            device=target.facts.name if device.type == "cuda" else str(device),
-            processors=tuple(processors),
-        ),
+    return LocalExecutor([runner], _capabilities(parts, runner, memory, cache.page_size))
+
+
+def _capabilities(parts: Parts, runner: ModelRunner, memory: MemoryPlan, page_size: int) -> Capabilities:
+    shape, target = runner.shape, parts.target
+    return Capabilities(
+        num_pages=memory.num_pages,
+        page_size=page_size,
+        max_rows=parts.sizes.rows,
+        context_length=parts.sizes.context,
+        vocab_size=parts.spec.vocab_size,
+        max_step_tokens=parts.sizes.tokens,
+        max_chunks=shape.chunks,
+        max_drafts=shape.drafts,
+        masked_drafts=0 if shape.trees else MASKED_DRAFTS,
+        max_samples=shape.samples,
+        causal=parts.spec.causal,
+        dtype=str(target.dtype).removeprefix("torch."),
+        weight_dtype=memory.weight_dtype,
+        kv_dtype=memory.kv_dtype,
+        device=target.facts.name if target.device.type == "cuda" else str(target.device),
+        processors=tuple(parts.processors),
     )
 
 

@@ -189,6 +189,26 @@ def _take_rows(
     return tokens
 
 
+@jit
+def _count_drafts(
+    drafts_before: tl.tensor,
+    rows: tl.tensor,
+    samples: tl.tensor,
+    count: tl.tensor,
+    VERIFIES: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> None:
+    """Say that all `count` drafts are before the samples of prompts; rows with drafts know theirs."""
+    first = tl.zeros([], tl.int32)
+    if VERIFIES:
+        first = rows
+    for start in range(first, rows + samples + 1, SPAN):
+        i = start + tl.arange(0, SPAN)
+        tl.store(drafts_before + i, count, mask=i <= rows + samples)
+    if VERIFIES:  # what the rows wrote is read by others now
+        tl.debug_barrier()
+
+
 @jit_loose("n", "d", "c", "s")
 def _begin(
     ring: tl.tensor,
@@ -252,20 +272,14 @@ def _begin(
         tl.store(table + cell, page, mask=live)
     tl.debug_barrier()
     queries = rows
+    if VERIFIES:
+        queries = _take_rows(
+            entry, columns, drafts, survival, ids, positions, decode_slots, sample_rows, sample_slots,
+            sample_positions, drafts_before, trees, ancestors, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
+        )  # fmt: skip
     if DRAFTS:
-        counted = tl.full([], 0, tl.int32)  # rows that know how many drafts are before them
-        if VERIFIES:
-            queries = _take_rows(
-                entry, columns, drafts, survival, ids, positions, decode_slots, sample_rows, sample_slots,
-                sample_positions, drafts_before, trees, ancestors, stride, DRAFTS, AT_DECODE, PLACES, SPAN,
-            )  # fmt: skip
-            counted = rows
         tl.store(sampling_rows, rows + samples)
-        for first in range(counted, rows + samples + 1, SPAN):
-            i = first + tl.arange(0, SPAN)
-            tl.store(drafts_before + i, queries - rows, mask=i <= rows + samples)
-        if VERIFIES:
-            tl.debug_barrier()
+        _count_drafts(drafts_before, rows, samples, queries - rows, VERIFIES, SPAN)
     tokens = queries + known
     tl.store(counts, tokens)
     tl.store(counts + 1, queries)

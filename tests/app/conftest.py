@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import openai
 import pytest
 
+from app.http import middleware
 from app.text.tokenizer import Tokenizer
 from tests.rigs.server import Server, Start, starting
 from tests.rigs.step_loop import VOCAB, Bench
+
+
+@pytest.fixture(autouse=True)
+def levels() -> Iterator[None]:
+    """Put back what `/configure_logging` changes in this process; random requests call it too."""
+    loggers = (logging.getLogger(), logging.getLogger(middleware.__name__))
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -381,17 +381,7 @@ async def test_sagemakers_route_is_both(server: Server) -> None:
     assert (status, answer["error"]["param"]) == (400, "messages")
 
 
-@pytest.fixture
-def levels() -> Iterator[None]:
-    """Logging is the process's: put back what a test changes."""
-    loggers = (logging.getLogger(), logging.getLogger(middleware.__name__))
-    before = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, before, strict=True):
-        logger.setLevel(level)
-
-
-async def test_logging_is_changed_by_operators_only(start: Start, levels: None) -> None:
+async def test_logging_is_changed_by_operators_only(start: Start) -> None:
     closed = await start()
     status, _ = await closed.post("/configure_logging", {"log_level": "debug"})
     assert status == 503 or status == 403

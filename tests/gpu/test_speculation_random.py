@@ -36,25 +36,25 @@ MAKERS: dict[str, Callable[[int, Path, Path], Make]] = {
     "eagle3-tree": lambda depth, target, path: drafters.head("eagle3", path, tree=Tree(4, 2, depth)),
 }
 CASES: dict[str, tuple[str, int, Setup]] = {
-    "right-1": ("right", 1, Setup(Drafts(1, 0.0), overlap=2)),
+    "right-1": ("right", 1, Setup(Drafts(1, 0.0), overlap=2, pages=34)),
     "right-3-little-memory": ("right", 3, Setup(Drafts(3, 0.0), overlap=1, pages=34)),
-    "right-7-pages-of-one": ("right", 7, Setup(Drafts(7, 0.0), overlap=2, page=1, pages=150)),
+    "right-7-pages-of-one": ("right", 7, Setup(Drafts(7, 0.0), overlap=2, page=1, pages=120)),
     "small-4-least-memory": ("small", 4, Setup(Drafts(4, 0.0), overlap=0, pages=30)),
     "eagle-2-few-tokens": ("eagle", 2, Setup(Drafts(2, 0.0), overlap=1, step_tokens=17, samples=14)),
     "eagle3-5-priorities": ("eagle3", 5, Setup(Drafts(5, 0.0), overlap=2, pages=36, order="priority")),
     "eagle3-3-large-pages": ("eagle3", 3, Setup(Drafts(3, 0.0), overlap=0, page=16, pages=12)),
     "ngram-4-little-memory": ("ngram", 4, Setup(Drafts(4, 0.0), overlap=2, pages=34)),
-    "ngram-7-few-samples": ("ngram", 7, Setup(Drafts(7, 0.0), overlap=1, samples=9, mixed=20)),
-    "given-3": ("", 3, Setup(Drafts(3, 0.6), overlap=2, page=2, pages=70)),
-    "right-tree-2-little-memory": ("right-tree", 9, Setup(Drafts(9, 0.0, trees=True), overlap=2, pages=36)),
+    "ngram-7-few-samples": ("ngram", 7, Setup(Drafts(7, 0.0), overlap=1, samples=9, mixed=20, pages=32)),
+    "given-3": ("", 3, Setup(Drafts(3, 0.6), overlap=2, page=2, pages=60)),
+    "right-tree-2-little-memory": ("right-tree", 9, Setup(Drafts(9, 0.0, trees=True), overlap=2, pages=32)),
     "eagle3-tree-pages-of-one": (
         "eagle3-tree",
         9,
-        Setup(Drafts(9, 0.0, trees=True), overlap=1, page=1, pages=150),
+        Setup(Drafts(9, 0.0, trees=True), overlap=1, page=1, pages=120),
     ),
-    "given-tree-7": ("", 7, Setup(Drafts(7, 0.9, trees=True), overlap=2, page=2, pages=90)),
+    "given-tree-7": ("", 7, Setup(Drafts(7, 0.9, trees=True), overlap=2, page=2, pages=64)),
     "given-tree-15": ("", 15, Setup(Drafts(15, 1.0, trees=True), overlap=1, page=16, pages=20)),
-    "given-6-few-tokens": ("", 6, Setup(Drafts(6, 0.9), overlap=1, step_tokens=12, samples=12, pages=40)),
+    "given-6-few-tokens": ("", 6, Setup(Drafts(6, 0.9), overlap=1, step_tokens=12, samples=12, pages=34)),
 }
 
 

@@ -231,11 +231,13 @@ class RandomEngine:
         return started.texts()
 
     async def play(self, jobs: Sequence[Job], steps: int, expect: Mapping[str, list[Text]]) -> int:
-        """Draw from `jobs` for so many steps, and let what then runs end. Each request's text must be what
+        """Draw from `jobs` for so many steps, or up to five times as many if memory sent nobody back to the
+        queue in these, and let what then runs end. Each request's text must be what
         `expect` has for its job, and its beginning where it is aborted. Returns how many were not."""
         rng, live, ended = self._rng, list[_Started](), 0
         for number in range(10**9):
-            if self.steps >= steps:
+            retracted = self.scheduler.statistics().retractions > 0
+            if self.steps >= (steps if retracted else 5 * steps):
                 break
             if len(live) < 12 and rng.random() < 0.5:
                 job = rng.choice(jobs)
