@@ -6,7 +6,16 @@ from typing import Literal
 
 import msgspec
 
-Action = Literal["profile_start", "profile_stop", "load_weights", "sleep", "wake"]
+Action = Literal[
+    "profile_start",
+    "profile_stop",
+    "load_weights",
+    "sleep",
+    "wake",
+    "adapter_read",
+    "adapter_place",
+    "adapter_drop",
+]
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
@@ -16,12 +25,18 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
     `path` is the checkpoint of `load_weights` and the file that `profile_stop` writes. `tags`: the memory
     that `sleep` releases and `wake` allocates again.
+
+    `adapter_read` reads and checks the LoRA adapter at `path` into host memory under the id `adapter`,
+    `adapter_place` copies it from there to the `place` on the device, and `adapter_drop` frees its host
+    memory. The first two are not awaited by the plans behind them, which use neither until they are answered.
     """
 
     id: int
     action: Action
     path: str = ""
     tags: tuple[Tag, ...] = TAGS
+    adapter: str = ""
+    place: int = -1
 
 
 class CommandDone(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from core.adapters import AdapterLimits
 from core.command import Command, CommandDone
 from core.costs import StepCosts
 from core.plan import MASKED_DRAFTS, StepFailure, StepPlan, StepResult
@@ -45,6 +46,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str = ""
     processors: tuple[str, ...] = ()
     """Names of the logit processors that requests may ask for."""
+    adapters: AdapterLimits | None = None
+    """None where no LoRA adapters can be loaded."""
 
 
 class Executor(Protocol):

@@ -24,7 +24,8 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     The slot's length starts at `cached`: tokens whose KV is in its pages already. No position from `limit`
     on is ever written: the device cuts a row's query there, to nothing if need be. Drafts are verified of
     a slot that `drafts`; those with grammars have at most `MASKED_DRAFTS` in all. They may come from texts of
-    the same `namespace`; 0: from its own alone.
+    the same `namespace`; 0: from its own alone. `place` is that of its adapter on the device, -1 for the base
+    model.
     """
 
     slot: int
@@ -37,6 +38,7 @@ class NewSlot(msgspec.Struct, frozen=True, gc=False):
     limit: int = NO_LIMIT
     drafts: bool = True
     namespace: int = 0
+    place: int = -1
 
     @property
     def known(self) -> Ints:
@@ -108,6 +110,8 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
     The first `common` tokens of all decode rows are the same and in the same, whole pages.
 
+    `adapters`: at least one row's slot has an adapter.
+
     `new_slots` and `page_writes` are applied before the forward, in that order. Rows that sample:
     all decode rows, then the chunks with `samples`, in order. Every token of a decode row's query is sampled
     from, and the last one of a chunk.
@@ -122,6 +126,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     query_length: int = 1
     drafts: int = 0
     proposes: bool = False
+    adapters: bool = False
 
     @property
     def num_tokens(self) -> int:
