@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from core.types import Ints
-from gpu.adapters.weights import LoraMatrix, LoraRows
+from gpu.lora import LoraMatrix, LoraRows
 from gpu.state.view import StepView
 
 
@@ -171,5 +171,5 @@ def _pairs(chosen: Tensor, rows: LoraRows, lora: LoraMatrix) -> Iterator[tuple[i
 def _added(y: Tensor, h: Tensor, b: Tensor, parts: tuple[int, ...]) -> Tensor:
     """`y` [n, outputs] + B h, summed in float32."""
     halves = torch.split(h, b.shape[-1], dim=1)
-    found = [part @ own.float().t() for part, own in zip(halves, torch.split(b, parts), strict=True)]
+    found = [part @ own.float().t() for part, own in zip(halves, torch.split(b, list(parts)), strict=True)]
     return (y.float() + torch.cat(found, dim=1)).to(y.dtype)

@@ -75,6 +75,8 @@ class SlotTables:
     max_drafts = Column(_INT, lambda new: NO_LIMIT if new.drafts else 0)
     # The first position that is not written.
     limit = Column(_INT, lambda new: new.limit, neutral=NO_LIMIT)
+    # Of its adapter's weights, -1 for none.
+    place = Column(_INT, lambda new: new.place, neutral=-1)
     # 0 is greedy.
     temperature = Column(_FLOAT, lambda new: 0.0 if new.params.greedy else new.params.temperature)
     top_k = Column(_INT, lambda new: new.params.top_k)
