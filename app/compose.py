@@ -29,7 +29,7 @@ from core.env import cache_dir, read_object
 from core.executor import Capabilities, Executor
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
-from gpu.build import Drafting, build_executor, pooling_of
+from gpu.build import Beside, Drafting, build_executor, pooling_of
 from gpu.grammar import Compiler, Refused
 from gpu.weights import config_from_gguf
 
@@ -74,7 +74,7 @@ def load(config: Config, progress: Progress) -> Live:
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
     drafting = _drafting(config, progress)
     executor = build_executor(
-        spec, checkpoint.path, config.model, config.cache, config.schedule, progress, drafting
+        spec, checkpoint.path, config.model, config.cache, config.schedule, progress, Beside(drafting)
     )
     executor.prepare(partial(progress, "graphs"))
     progress("ready", 1.0)

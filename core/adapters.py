@@ -7,7 +7,8 @@ import msgspec
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a layer, those of experts included."""
 
-TARGETS = (*LINEAR, "embed_tokens", "lm_head")
+HEAD = "lm_head"
+TARGETS = (*LINEAR, "embed_tokens", HEAD)
 """Everything that an adapter may change."""
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from core.adapters import AdapterLimits
 from core.config import LEAST_STEP, CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
 from core.env import read_json, read_object
 from core.errors import ConfigError, ModelError
@@ -17,6 +18,7 @@ from core.executor import Capabilities
 from core.models import Fp8, ModelSpec, PoolingSpec, read_spec, sentence_pooling
 from core.models.quant import BLOCK
 from core.plan import MASKED_DRAFTS
+from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
@@ -27,7 +29,14 @@ from gpu.draft.model import DraftMachine
 from gpu.executor import LocalExecutor
 from gpu.kv.pool import KvPool
 from gpu.maintenance import Maintenance
-from gpu.memory import MemoryPlan, device_needs, free_bytes, memory_table, page_dtype, plan_memory
+from gpu.memory import (
+    MemoryPlan,
+    device_needs,
+    free_bytes,
+    memory_table,
+    page_dtype,
+    plan_memory,
+)
 from gpu.models.base import CausalModel
 from gpu.ops.plain import TorchOps
 from gpu.parts import Parts, Sizes, Target
@@ -35,6 +44,7 @@ from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors
 from gpu.step.begin import begin_step
+from gpu.step.shape import Shape
 from gpu.step.shapes import most_samples
 from gpu.step.steps import ExactSizes, PaddedSizes
 from gpu.thread import device_thread
@@ -63,6 +73,16 @@ class Drafting(NamedTuple):
 
 
 NO_DRAFTS = Drafting(SpeculativeConfig(algorithm="none"))
+
+
+class Beside(NamedTuple):
+    """What runs beside the model: drafts, and LoRA adapters; None: none can be loaded."""
+
+    drafting: Drafting = NO_DRAFTS
+    adapters: AdapterLimits | None = None
+
+
+NOTHING_BESIDE = Beside()
 
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
@@ -93,7 +113,7 @@ def build_executor(
     cache: CacheConfig,
     schedule: ScheduleConfig,
     progress: Progress,
-    drafting: Drafting = NO_DRAFTS,
+    beside: Beside = NOTHING_BESIDE,
 ) -> LocalExecutor:
     """Estimate memory, load, allocate. The executor is not prepared: ranks capture on threads of their own.
 
@@ -108,9 +128,11 @@ def build_executor(
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
     dummy = model.load_format == "dummy"
+    drafting, limits = beside
     draft = read_drafting(drafting.settings, drafting.path, spec, dummy, spec_of)
+    adapting = plan_adapters(spec, limits, dtype)
     progress("memory", 0.0)
-    memory = _memory(spec, target, sizes, cache, draft)
+    memory = _memory(spec, target, sizes, cache, (draft, adapting))
 
     def load(path: str) -> CausalModel:
         if Path(path) != source and spec_of(Path(path)) != spec_of(source):
@@ -125,7 +147,7 @@ def build_executor(
         loaded = load(str(source))
         if device.type == "cuda":
             # Weights are what they are now; before, they were reckoned.
-            memory = _memory(spec, target, sizes, cache, draft, loaded=free - free_bytes(device))
+            memory = _memory(spec, target, sizes, cache, (draft, adapting), loaded=free - free_bytes(device))
         for line in memory_table(memory):
             log.info("%s", line)
         sizes = sizes._replace(context=min(sizes.context, memory.tokens))
@@ -136,8 +158,9 @@ def build_executor(
             return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
 
         progress("pool", 0.0)
-        maintenance = Maintenance(str(source), load, make_pool, both=device.type == "cpu")
-        parts = Parts(spec, target, sizes, processors, maintenance, draft)
+        tiers = None if adapting is None else adapting.allocate(loaded, device)
+        maintenance = Maintenance(str(source), load, make_pool, device.type == "cpu", tiers)
+        parts = Parts(spec, target, sizes, processors, maintenance, draft, limits)
         if target.captures(spec):
             from gpu.cuda import captured_runner  # Triton, which a CPU may not have
 
@@ -146,28 +169,29 @@ def build_executor(
             runner = _called_runner(parts, cache.page_size)
         runner.use_model(loaded)
         runner.use_pool(make_pool())
-    return LocalExecutor([runner], _capabilities(parts, runner, memory, cache.page_size))
+    return LocalExecutor([runner], _capabilities(parts, memory, runner.shape))
 
 
-def _capabilities(parts: Parts, runner: ModelRunner, memory: MemoryPlan, page_size: int) -> Capabilities:
-    shape, target = runner.shape, parts.target
+def _capabilities(parts: Parts, memory: MemoryPlan, shape: Shape) -> Capabilities:
+    device, dtype, facts = parts.target
     return Capabilities(
         num_pages=memory.num_pages,
-        page_size=page_size,
-        max_rows=parts.sizes.rows,
+        page_size=shape.page_size,
+        max_rows=shape.rows,
         context_length=parts.sizes.context,
-        vocab_size=parts.spec.vocab_size,
-        max_step_tokens=parts.sizes.tokens,
+        vocab_size=shape.vocab,
+        max_step_tokens=shape.tokens,
         max_chunks=shape.chunks,
         max_drafts=shape.drafts,
         masked_drafts=0 if shape.trees else MASKED_DRAFTS,
         max_samples=shape.samples,
         causal=parts.spec.causal,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."),
         weight_dtype=memory.weight_dtype,
         kv_dtype=memory.kv_dtype,
-        device=target.facts.name if target.device.type == "cuda" else str(target.device),
+        device=facts.name if device.type == "cuda" else str(device),
         processors=tuple(parts.processors),
+        adapters=shape.adapters,
     )
 
 
@@ -281,20 +305,30 @@ def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:
 
 
 def _memory(
-    spec: ModelSpec, target: Target, sizes: Sizes, cache: CacheConfig, draft: Draft | None, loaded: int = 0
+    spec: ModelSpec,
+    target: Target,
+    sizes: Sizes,
+    cache: CacheConfig,
+    beside: tuple[Draft | None, Adapting | None],
+    loaded: int = 0,
 ) -> MemoryPlan:
-    needs = None
+    needs, (draft, adapting) = None, beside
+    limits, adapters = (None, 0) if adapting is None else (adapting.limits, adapting.device_bytes)
+    available = free_bytes(target.device)
     rows, tokens, _ = sizes
     if target.device.type == "cuda":
         drafts = 0 if draft is None else draft.most
         samples = most_samples(rows, tokens, drafts)
-        graphs = len(list(PaddedSizes(samples, tokens, rows, drafts).all())) if target.captures(spec) else 0
+        padded = PaddedSizes(samples, tokens, rows, drafts, limits)
+        graphs = len(list(padded.all())) if target.captures(spec) else 0
         needs = device_needs(spec, target.dtype, rows, tokens, graphs, samples)
+        needs = needs._replace(adapters=adapters)
         if draft is not None:
             page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
             needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)
-    most = rows * sizes.context
-    return plan_memory(spec, target.dtype, cache, free_bytes(target.device), most, needs, loaded)
+    else:
+        available -= adapters
+    return plan_memory(spec, target.dtype, cache, available, rows * sizes.context, needs, loaded)
 
 
 def _with_budget(schedule: ScheduleConfig, device: torch.device) -> ScheduleConfig:

@@ -49,7 +49,7 @@ def captured_runner(
     query = _Query(1 + shape.drafts, shape.trees)
     attention, ops, pdl = _layers(spec, parts.target, model, cache, samples, query)
     launcher = CudaGraphs if schedule.cuda_graphs else Plain
-    padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts)
+    padded = PaddedSizes(samples, shape.tokens, shape.chunks, shape.drafts, shape.adapters)
     machine = Machine(device, padded, launcher, attention, ops, begin_step, triton_kernels, pdl)
     drafter = None
     if (draft := parts.draft) is not None:

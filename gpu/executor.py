@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
@@ -14,7 +13,7 @@ from core.command import Command, CommandDone
 from core.errors import EngineFailed
 from core.executor import Capabilities
 from core.mailbox import Outbox
-from core.plan import StepFailure, StepPlan
+from core.plan import StepFailure, StepPlan, StepResult
 from gpu.worker import Item, Progress, Runner, Worker
 
 
@@ -32,8 +31,8 @@ class LocalExecutor:
         self._failed = threading.Event()
         self._lock = threading.Lock()
         self._over = False
-        self._arrived: list[deque[Item]] = [deque() for _ in ranks]
-        """What each rank has ended and another has not."""
+        self._arrived: dict[tuple[bool, int], dict[int, StepResult | CommandDone]] = {}
+        """What some ranks have ended and others have not, by rank: steps (False) and commands by number."""
         self._workers = [
             Worker(runner, partial(self._post, rank), self._failed, rank) for rank, runner in enumerate(ranks)
         ]
@@ -89,17 +88,19 @@ class LocalExecutor:
         with self._lock:
             if self._over:
                 return
-            self._arrived[rank].append(item)
             if isinstance(item, StepFailure):
                 answer: Item = item
-            elif all(self._arrived):
-                answer = self._agreed([each.popleft() for each in self._arrived])
             else:
-                return
+                key = (True, item.id) if isinstance(item, CommandDone) else (False, item.step)
+                arrived = self._arrived.setdefault(key, {})
+                arrived[rank] = item
+                if len(arrived) < len(self._workers):
+                    return
+                answer = self._agreed([each for _, each in sorted(self._arrived.pop(key).items())])
             self._over = isinstance(answer, StepFailure)
             self._outbox.put(answer)
 
-    def _agreed(self, items: list[Item]) -> Item:
+    def _agreed(self, items: Sequence[Item]) -> Item:
         """One of the ranks' answers to the same plan or command for all of them."""
         errors = [item.error for item in items if isinstance(item, CommandDone) and item.error is not None]
         if errors and len(errors) < len(items):

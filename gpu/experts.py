@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gpu.lora import LoraExperts
+
 
 class Experts(NamedTuple):
     """One layer's routed experts, contiguous.
@@ -15,6 +17,7 @@ class Experts(NamedTuple):
     renormalise  a row's chosen weights are scaled to sum to 1
     scales       of w13 and w2 where they are e4m3: float32 [experts, 2 * width] and [experts, hidden], or
                  [experts, 2 * width / 128, hidden / 128] and [experts, hidden / 128, width / 128]
+    lora         what adapters add to both, in steps with adapters
     """
 
     w13: Tensor
@@ -23,3 +26,4 @@ class Experts(NamedTuple):
     renormalise: bool = True
     activation: str = "silu"
     scales: tuple[Tensor, Tensor] | None = None
+    lora: LoraExperts = LoraExperts()

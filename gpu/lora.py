@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+
+class LoraShape(NamedTuple):
+    """What adapters may change of one product.
+
+    parts    names of the fused matrices, as checkpoints have them, and their output sizes, in order
+    inputs   the vocabulary's size for an embedding
+    experts  how many have such matrices, each named without its number; 0: not one of experts
+    """
+
+    parts: Mapping[str, int]
+    inputs: int
+    experts: int = 0
+
+    @property
+    def targets(self) -> set[str]:
+        """The last words of the names."""
+        return {name.rpartition(".")[2] for name in self.parts}
 
 
 class LoraMatrix(NamedTuple):
@@ -17,7 +37,8 @@ class LoraMatrix(NamedTuple):
 
     What an adapter has no value for is zero: rows of `a` and columns of `b` from its own rank on, and parts
     that it does not change. The embedding's has the vocabulary as inputs. Within a place a matrix is
-    contiguous and begins at a multiple of 256 bytes; places are further apart than that (`stride(0)`).
+    contiguous and begins at a multiple of 256 bytes; places are further apart than that (`stride(0)`). Of
+    experts' matrices `a` and `b` are [places, experts, ...].
     """
 
     a: Tensor
@@ -31,12 +52,19 @@ class LoraMatrix(NamedTuple):
         return self.b.shape[-1]
 
 
-class LoraExperts(NamedTuple):
-    """The same for one layer's experts, [places, experts, ...] in `a` and `b`: `up` of the fused gate and up
-    matrices (two parts), `down` of the other."""
+class Adaptable(NamedTuple):
+    """One product of a model, and what gives it the factors for all places."""
 
-    up: LoraMatrix
-    down: LoraMatrix
+    shape: LoraShape
+    adapt: Callable[[LoraMatrix], None]
+
+
+class LoraExperts(NamedTuple):
+    """Of one layer's experts: `up` of the fused gate and up matrices (two parts), `down` of the other; None
+    for what adapters do not change."""
+
+    up: LoraMatrix | None = None
+    down: LoraMatrix | None = None
 
 
 class LoraRows(NamedTuple):
@@ -54,6 +82,20 @@ class LoraRows(NamedTuple):
     def first(self, count: int) -> LoraRows:
         """Those of the first `count` rows, where no row from there on has a place."""
         return self._replace(places=self.places[:count], order=self.order[:count])
+
+
+def empty_rows(count: int, places: int, device: torch.device) -> LoraRows:
+    """For up to `count` rows, none of which has a place."""
+    sizes = (count, count, places + 1)
+    each, order, starts = (torch.zeros(size, dtype=torch.int32, device=device) for size in sizes)
+    return LoraRows(each.fill_(-1), order, starts)
+
+
+def rows_of_one(place: Tensor, count: int, places: int) -> LoraRows:
+    """`count` rows of one place, int32 [1] on the device, -1 for none."""
+    order = torch.arange(count, dtype=torch.int32, device=place.device)
+    after = torch.arange(places + 1, dtype=torch.int32, device=place.device) > place
+    return LoraRows(place.repeat(count), order, (after & (place >= 0)).int() * count)
 
 
 class StepAdapters(NamedTuple):

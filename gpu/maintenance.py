@@ -1,15 +1,18 @@
-"""What happens between steps: traces, new weights, memory given back and taken again."""
+"""What happens between steps: traces, new weights, memory given back and taken again; and beside them:
+adapters read and copied."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 
 from core.command import Command, CommandDone
 from core.errors import ConfigError, EngineFailed, LoomError, ModelError
+from gpu.adapters.tiers import AdapterTiers
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 
@@ -51,41 +54,70 @@ class Maintenance:
         load: Callable[[str], CausalModel],
         make_pool: Callable[[], KvPool],
         both: bool = True,
+        adapters: AdapterTiers | None = None,
     ) -> None:
-        self._both = both
+        self._both, self._adapters = both, adapters
+        # One more than reads: a copy to the device does not wait for a file.
+        self._threads = ThreadPoolExecutor(2, "loom-adapters")
         self._path = path
         self._load = load
         self._make_pool = make_pool
         self._profile: torch.profiler.profile | None = None
 
-    def carry_out(self, command: Command, runner: Replaceable) -> CommandDone:
+    def carry_out(self, command: Command, runner: Replaceable) -> CommandDone | Future[CommandDone]:
         """Do it, or say why not; then everything is as it was. Raises `EngineFailed` where it cannot be:
-        no step may come then."""
+        no step may come then. The future is of what goes on beside the steps that follow."""
+        if command.action not in ("adapter_read", "adapter_place"):
+            return self._attempt(command, lambda: self._do(command, runner))
+        started: list[Callable[[], None]] = []
+        done = self._attempt(command, lambda: started.append(self._tiers().start(command)))
+        return self._threads.submit(self._attempt, command, started[0]) if started else done
+
+    def close(self) -> None:
+        """Wait for what goes on beside the steps, and give the adapters' pinned memory back."""
+        self._threads.shutdown(cancel_futures=True)
+        if self._adapters is not None:
+            self._adapters.close()
+
+    def _attempt(self, command: Command, act: Callable[[], object]) -> CommandDone:
         try:
-            match command.action:
-                case "profile_start":
-                    self._start_profile()
-                case "profile_stop":
-                    self._stop_profile(command.path)
-                case "load_weights":
-                    self._load_weights(command.path, runner)
-                case "sleep":
-                    self._exchange(command, runner, awake=False)
-                case "wake":
-                    self._exchange(command, runner, awake=True)
+            act()
         except EngineFailed:
             raise
         except REFUSALS as error:
             return CommandDone(command.id, str(error))
         return CommandDone(command.id)
 
+    def _do(self, command: Command, runner: Replaceable) -> None:
+        match command.action:
+            case "profile_start":
+                self._start_profile()
+            case "profile_stop":
+                self._stop_profile(command.path)
+            case "load_weights":
+                self._load_weights(command.path, runner)
+            case "sleep":
+                self._exchange(command, runner, awake=False)
+            case "wake":
+                self._exchange(command, runner, awake=True)
+            case "adapter_drop":
+                self._tiers().drop(command.adapter)
+
+    def _tiers(self) -> AdapterTiers:
+        if self._adapters is None:
+            raise ConfigError("adapters need a server that was started with --enable-lora")
+        return self._adapters
+
     def _read(self, path: str) -> CausalModel:
         """The model of a checkpoint. A damaged one is an error of its own, not of the engine."""
         try:
-            return self._load(path)
+            model = self._load(path)
         except DAMAGED as error:
             log.warning("%s cannot be read", path, exc_info=True)
             raise ModelError(f"{path} is damaged: {type(error).__name__}: {error}.") from error
+        if self._adapters is not None:
+            self._adapters.bind(model.adaptable)
+        return model
 
     def _load_weights(self, path: str, runner: Replaceable) -> None:
         """Where memory allows, the new model is complete before the old one goes, and a bad file costs

@@ -60,6 +60,7 @@ class Needs(NamedTuple):
     counts: int = 0
     workspace: int = 0
     drafts: int = 0
+    adapters: int = 0
     page: int = 0
     """Of a draft model's KV in each page, beside the target's."""
 
@@ -186,8 +187,9 @@ def plan_memory(
     if needs is not None:
         left -= sum(needs.fixed)
         if left < 0:
+            adapters = f", adapters {_gib(needs.adapters)} of it," if needs.adapters else ","
             raise ConfigError(
-                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs.fixed))}, "
+                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs.fixed))}{adapters} "
                 f"{_gib(available - weights)} is left beside the weights. Lower --step-tokens or "
                 "--max-running, or use a smaller --model."
             )
@@ -232,7 +234,8 @@ def _budget(left: int, fraction: float, on_cpu: bool) -> int:
 def memory_table(plan: MemoryPlan) -> Sequence[str]:
     """Lines for the log; what a device does not need has none."""
     pages = f"{plan.num_pages} pages of {plan.page_size}: {plan.tokens:,} tokens in {plan.kv_dtype}"
-    needs = zip(("graphs", "logits", "penalty counts", "workspace", "drafts"), plan.needs.fixed, strict=True)
+    names = ("graphs", "logits", "penalty counts", "workspace", "drafts", "adapters")
+    needs = zip(names, plan.needs.fixed, strict=True)
     rows = [
         ("free before loading", plan.available, ""),
         ("weights", plan.weights, f"in {plan.weight_dtype}"),

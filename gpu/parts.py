@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 
+from core.adapters import AdapterLimits
 from core.models import ModelSpec
 from gpu.device import CudaFacts
 from gpu.draft.build import Draft
 from gpu.maintenance import Maintenance
-from gpu.runner import Shape
 from gpu.sample.processors import Processor
 from gpu.step.buffers import HiddenShape
+from gpu.step.shape import Shape
 
 
 class Target(NamedTuple):
@@ -44,6 +45,7 @@ class Parts(NamedTuple):
     processors: Mapping[str, Processor]
     maintenance: Maintenance
     draft: Draft | None = None
+    adapters: AdapterLimits | None = None
 
     def shape(self, page_size: int, chunks: int) -> Shape:
         """Of a runner whose steps have up to so many `chunks`."""
@@ -51,4 +53,7 @@ class Parts(NamedTuple):
         pages, hidden = -(-context // page_size), HiddenShape(spec.hidden, self.target.dtype)
         drafts = 0 if self.draft is None else self.draft.most
         trees = self.draft is not None and self.draft.tree is not None
-        return Shape(rows, tokens, chunks, pages, page_size, spec.vocab_size, hidden, drafts, trees)
+        vocab = spec.vocab_size
+        return Shape(
+            rows, tokens, chunks, pages, page_size, vocab, hidden, drafts, trees, self.adapters
+        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from core.plan import Chunk
-from gpu.models.base import CausalModel
 from gpu.sample.logprobs import PromptScores, prompt_logprobs
 from gpu.state.view import PackedRows
 from gpu.transfer import upload
@@ -14,17 +15,20 @@ from gpu.transfer import upload
 POSITIONS = 256
 """Logits held at once: 256 × 152,000 floats are 148 MiB, a whole step's would be 1.2 GiB."""
 
+Head = Callable[[torch.Tensor, int], torch.Tensor]
+"""Logits float32 [n, vocab] of hidden states [n, hidden] of a slot."""
 
-def score_prompts(model: CausalModel, hidden: torch.Tensor, packed: PackedRows) -> dict[int, PromptScores]:
+
+def score_prompts(head: Head, hidden: torch.Tensor, packed: PackedRows) -> dict[int, PromptScores]:
     """Of every asking chunk, by its slot; `hidden` [n, hidden] is the step's, `packed` says whose it is."""
     return {
-        chunk.slot: _score(model, packed.of_chunk(hidden, at), chunk)
+        chunk.slot: _score(head, packed.of_chunk(hidden, at), chunk)
         for chunk, at in zip(packed.plan.chunks, packed.chunks, strict=True)
         if chunk.logprobs >= 0
     }
 
 
-def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk) -> PromptScores:
+def _score(head: Head, hidden: torch.Tensor, chunk: Chunk) -> PromptScores:
     # Positions:  start   start+1 ... end-1   end
     # tokens:     t0      t1      ... tn-1    target, or none
     # The token at p is scored by the hidden state at p - 1, so t0 was the chunk before's business.
@@ -35,5 +39,6 @@ def _score(model: CausalModel, hidden: torch.Tensor, chunk: Chunk) -> PromptScor
     targets = upload(known.astype(np.int64), hidden.device)
     at = first - 1 - chunk.start
     scored = hidden[at : at + len(known)]
-    logits = (model.logits(scored[i : i + POSITIONS]) for i in range(0, max(len(known), 1), POSITIONS))
+    slices = range(0, max(len(known), 1), POSITIONS)
+    logits = (head(scored[i : i + POSITIONS], chunk.slot) for i in slices)
     return prompt_logprobs(first, logits, targets, chunk.logprobs, chunk.logprob_ids)

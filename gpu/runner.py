@@ -15,6 +15,7 @@ processors. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,54 +41,21 @@ from gpu.ops.base import Ops
 from gpu.prompt import score_prompts
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
-from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
 from gpu.state.view import ChunkRow, PackedRows, StepView, place
 from gpu.step.begin import BeginStep
-from gpu.step.buffers import HiddenShape, StepBuffers
+from gpu.step.buffers import StepBuffers
 from gpu.step.graphs import Launcher, Launches, Work
 from gpu.step.launched import Answer, LaunchedStep, Marks, mark
 from gpu.step.paths import PathMover
 from gpu.step.rings import Entries, Rings, Ticket
 from gpu.step.sampling import Key, Sampled, SamplingDevice, SamplingStage
-from gpu.step.shapes import most_samples
+from gpu.step.shape import Shape
 from gpu.step.steps import Forward, StepSizes
 from gpu.thread import assert_device_thread
 from gpu.transfer import upload
 
 StepKey = Forward | Key | DraftKey
-
-ENTRIES = 4
-"""Of each ring: the deepest overlap is 2, and a step more is written while one is read."""
-
-PAGE_WRITES = 8192
-"""In one entry, 64 KiB: a full step of prompts writes 128, so this is 64 cached prefixes of as many."""
-
-
-class Shape(NamedTuple):
-    """What the steps of a runner can hold. `pages` is the longest row of the page table, `drafts` the most
-    that one row has, which may be `trees`."""
-
-    rows: int
-    tokens: int
-    chunks: int
-    pages: int
-    page_size: int
-    vocab: int
-    hidden: HiddenShape
-    drafts: int = 0
-    trees: bool = False
-
-    @property
-    def samples(self) -> int:
-        """Tokens that a step may sample."""
-        return most_samples(self.rows, self.tokens, self.drafts)
-
-    def entries(self, device: torch.device) -> Entries:
-        """Memory for the plans of such steps, which all ranks read."""
-        rows, tokens, drafts = self.rows, self.tokens, self.drafts
-        limits = Limits(rows, self.chunks, tokens, PAGE_WRITES, self.pages, self.samples, drafts, self.trees)
-        return Entries(limits, ENTRIES, device)
 
 
 class Machine(NamedTuple):
@@ -140,11 +108,11 @@ class ModelRunner:
         self.shape, self._machine, self._maintenance = shape, machine, maintenance
         limits = entries.limits
         self.tables = SlotTables(shape.rows, shape.pages, machine.device, limits.drafts, limits.trees)
-        self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden)
+        self._buffers = buffers = StepBuffers(self.tables, limits, shape.hidden, shape.places)
         self._rings = Rings(entries, machine.device)
         self._paths = PathMover(buffers, machine.sampling, machine.pdl)
         works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl, self._paths)
-        self._stage = SamplingStage(works_on, shape.vocab, self._head, processors)
+        self._stage = SamplingStage(works_on, shape.vocab, self._head, processors, shape.adapts_head)
         self._matchers = Matchers(self.tables)
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None
@@ -216,7 +184,7 @@ class ModelRunner:
         model, buffers = self._ready(), self._buffers
         packed = PackedRows(plan, uncaptured.placed, buffers.num_decode, *buffers.behind)
         return Answer(
-            prompt=score_prompts(model, hidden, packed),
+            prompt=score_prompts(self._slot_logits, hidden, packed),
             extras=self._hidden.take(model, hidden, uncaptured.routes, packed),
         )
 
@@ -284,9 +252,17 @@ class ModelRunner:
             torch.index_select(hidden, 0, samples.rows, out=out)
         return hidden
 
-    def _head(self, rows: int) -> Tensor:
+    def _head(self, rows: int, adapters: bool) -> Tensor:
         """Logits float32 [rows, vocab] of the first rows that sample."""
-        return self._ready().logits(self._buffers.sample_hidden[:rows])
+        assert self._ops is not None
+        view = self._buffers.view(Forward(rows, rows, 0, rows, adapters=adapters))
+        return self._ready().logits(self._buffers.sample_hidden[:rows], self._ops(view).for_samples())
+
+    def _slot_logits(self, hidden: Tensor, slot: int) -> Tensor:
+        """Logits float32 [n, vocab] of `hidden` [n, hidden] of one slot."""
+        assert self._ops is not None
+        view = self._buffers.slot_view(slot, len(hidden))
+        return self._ready().logits(hidden, self._ops(view).for_samples())
 
     def _ready(self) -> CausalModel:
         assert self._model is not None, "a step came while the weights are given back"
@@ -317,8 +293,8 @@ class ModelRunner:
         self._launches = launches
         return None if self._drafts is None else self._drafts.measure(self.launch, self.shape.vocab)
 
-    def carry_out(self, command: Command) -> CommandDone:
-        """Do what an operator asked between steps."""
+    def carry_out(self, command: Command) -> CommandDone | Future[CommandDone]:
+        """Do what an operator asked, between steps or beside those that follow."""
         assert_device_thread(self.device)
         if self._maintenance is None:
             return CommandDone(command.id, "this runner takes no commands")
@@ -326,6 +302,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """See `gpu.worker.Runner`."""
+        if self._maintenance is not None:
+            self._maintenance.close()
         self.use_model(None)
         self.use_pool(None)
 

@@ -58,8 +58,9 @@ class Runner(Protocol):
         """Start a step. Called in plan order, from one thread."""
         ...
 
-    def carry_out(self, command: Command) -> CommandDone:
-        """Do what an operator asked, between steps, from the same thread."""
+    def carry_out(self, command: Command) -> CommandDone | Future[CommandDone]:
+        """Do what an operator asked, between steps, from the same thread. The future is of what goes on
+        beside the steps that follow."""
         ...
 
     def close(self) -> None:
@@ -151,9 +152,18 @@ class Worker:
                     continue
                 if isinstance(plan, Command):
                     # Of no step; a failure ends the executor all the same.
-                    self._launched.put(self._attempt(-1, partial(self._runner.carry_out, plan)))
+                    done = self._attempt(-1, partial(self._runner.carry_out, plan))
+                    if isinstance(done, Future):
+                        done.add_done_callback(self._post_later)
+                    else:
+                        self._launched.put(done)
                 else:
                     self._launched.put(self._attempt(plan.step, partial(self._runner.launch, plan)))
+
+    def _post_later(self, done: Future[CommandDone]) -> None:
+        """A thread of the runner's: a command is carried out, behind whatever steps."""
+        if not done.cancelled():
+            self._post(self._attempt(-1, done.result))
 
     def _wait(self) -> None:
         """Waiter thread: post results until the first failure, which is the last thing posted."""

@@ -24,7 +24,6 @@ from gpu.cuda import MAX_CHUNKS
 from gpu.kernels.sampling.adjust import mask_rows
 from gpu.kernels.sampling.penalty import penalise, start_counts
 from gpu.kernels.step import accept, begin_step
-from gpu.runner import ENTRIES, PAGE_WRITES
 from gpu.sample.kernels import MaskRows
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import Rows
@@ -33,6 +32,7 @@ from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape, StepBuffers
 from gpu.step.rings import Entries, Rings
+from gpu.step.shape import ENTRIES, PAGE_WRITES
 from gpu.step.steps import Forward
 
 COPIES = 4

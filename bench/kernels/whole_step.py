@@ -49,12 +49,13 @@ from gpu.kv.pool import KvPool
 from gpu.layers import Linear
 from gpu.layers.moe import expert_scales
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.runner import Machine, ModelRunner, Shape
+from gpu.runner import Machine, ModelRunner
 from gpu.state.entry import CASCADE_ROWS
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import Work
+from gpu.step.shape import Shape
 from gpu.step.shapes import most_samples
 from gpu.step.steps import PaddedSizes
 from gpu.thread import device_thread

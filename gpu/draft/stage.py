@@ -63,7 +63,7 @@ class DraftStage:
     def launch(self, plan: StepPlan, forward: Forward, launches: Launchable) -> None:
         """Behind the sampling of `plan`, whose launches had the sizes of `forward`."""
         if self.drafter.keeps_kv and (plan.proposes or plan.chunks):
-            launches[Follow(forward)]()
+            launches[Follow(_plain(forward))]()
         rows = plan.num_samples - plan.drafts
         if rows and (plan.proposes or not self.drafter.keeps_kv):
             launches[Propose(rows if self._sizes is None else fit(self._sizes, rows))]()
@@ -71,7 +71,7 @@ class DraftStage:
     def keys(self, forwards: Iterable[Forward]) -> Iterator[Key]:
         """All that is captured, largest first."""
         if self.drafter.keeps_kv:
-            yield from map(Follow, forwards)
+            yield from map(Follow, dict.fromkeys(map(_plain, forwards)))
         yield from map(Propose, reversed(self._sizes or ()))
 
     def measure(self, launch: Launch, vocab: int) -> StepCosts | None:
@@ -89,3 +89,8 @@ class DraftStage:
             self.drafter.follow(self._outcome(key.forward))
         else:
             self.drafter.propose(self._outcome(None), key.rows)
+
+
+def _plain(forward: Forward) -> Forward:
+    """Drafts are the base model's: what adapters change of the target is left to its verification."""
+    return msgspec.structs.replace(forward, adapters=False) if forward.adapters else forward

@@ -40,7 +40,7 @@ class Attention:
 
     def kv_matrix(self) -> Matrix:
         """The part of the projection that makes keys and values; void once the weights are sealed."""
-        weight, bias, _ = self._qkv.matrix
+        weight, bias, *_ = self._qkv.matrix
         heads, kv_heads = self._heads
         first = len(weight) // (heads + 2 * kv_heads) * heads
         return Matrix(weight[first:], None if bias is None else bias[first:])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from core.models import Fp8
+from gpu.lora import LoraMatrix
 from gpu.ops.base import Matrix, Ops
 from gpu.ops.plain import gate
 from gpu.quant import FP8, scale_shape
@@ -48,10 +49,10 @@ class Linear:
 
     def __call__(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
         """[n, inputs] to [n, outputs], by this step's operations where they are given."""
-        weight, bias, scale = self.matrix
+        weight, bias, scale, lora = self.matrix
         if self._packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-            return out
+            return out if ops is None else ops.add_lora(x, lora, out)
         if ops is None:
             assert scale is None, "products of FP8 need this step's operations"
             return F.linear(x, weight, bias)
@@ -60,17 +61,23 @@ class Linear:
     def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
         """activation(first half) · second half of the product: [n, inputs] to [n, outputs / 2]."""
         if self._packed:
-            return gate(self(x), activation)
+            return gate(self(x, ops), activation)
         return ops.gated_linear(x, self.matrix, activation)
 
-    def to_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The product as float32 [n, outputs]. On a GPU the accumulators as they are: a pass over
-        512 × 152,000 logits to widen them would cost as much as reading the head, and rounding them
-        makes ties."""
-        weight, bias, _ = self.matrix
+    def to_float32(self, x: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
+        """The product as float32 [n, outputs], with the adapters of the step's `ops`. On a GPU the
+        accumulators as they are: a pass over 512 × 152,000 logits to widen them would cost as much as reading
+        the head, and rounding them makes ties."""
+        weight, bias, _, lora = self.matrix
         if weight.is_cuda and weight.dtype != torch.float32 and bias is None:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return self(x).float()
+            out = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        else:
+            out = self(x).float()
+        return out if ops is None else ops.add_lora(x, lora, out)
+
+    def adapt(self, lora: LoraMatrix) -> None:
+        """Add this in steps with adapters."""
+        self.matrix = self.matrix._replace(lora=lora)
 
     def seal(self) -> None:
         """The weights are final: lay them out for the device. What `places` gave is void from here on.
@@ -89,7 +96,7 @@ class Linear:
     def places(self, prefix: str) -> Places:
         """`{prefix}{part}.weight`, `.weight_scale` and `.bias` of every part."""
         found: Places = {}
-        weight, bias, scale = self.matrix
+        weight, bias, scale, _ = self.matrix
         first, outputs = 0, len(weight)
         for name, size in self._parts.items():
             found[f"{prefix}{name}.weight"] = weight[first : first + size]

@@ -10,6 +10,7 @@ from core.models import ModelSpec, MoeSpec
 from gpu.context import ForwardContext
 from gpu.experts import Experts
 from gpu.layers.parameters import Parameters
+from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
 from gpu.quant import FP8, scale_shape
 
@@ -52,6 +53,17 @@ class SparseMlp:
             views = {"gate": up[expert, :half], "up": up[expert, half:], "down": down[expert]}
             for part, view in views.items():
                 parameters.places[f"{prefix}experts.{expert}.{part}_proj.{kind}"] = view
+        outer, inner = {f"{prefix}experts.{part}_proj": width for part in ("gate", "up")}, spec.hidden
+        parameters.adaptable += [
+            Adaptable(LoraShape(outer, inner, moe.experts), self._adapt_up),
+            Adaptable(LoraShape({f"{prefix}experts.down_proj": inner}, width, moe.experts), self._adapt_down),
+        ]
+
+    def _adapt_up(self, lora: LoraMatrix) -> None:
+        self._experts = self._experts._replace(lora=self._experts.lora._replace(up=lora))
+
+    def _adapt_down(self, lora: LoraMatrix) -> None:
+        self._experts = self._experts._replace(lora=self._experts.lora._replace(down=lora))
 
     def __call__(self, ctx: ForwardContext, x: torch.Tensor) -> Part:
         """[n, hidden] to [n, hidden], or to what the next norm makes it of."""

@@ -8,6 +8,7 @@ import torch
 
 from core.models import Fp8
 from gpu.layers.linear import Linear, Places
+from gpu.lora import Adaptable, LoraShape
 
 
 class Parameters:
@@ -21,6 +22,8 @@ class Parameters:
         self.dtype = dtype
         self.device = device
         self.linears: list[Linear] = []
+        self.adaptable: list[Adaptable] = []
+        """What adapters may change."""
         self.places: Places = {}
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
@@ -34,5 +37,7 @@ class Parameters:
         """See `Linear`. `prefix` stands before the names of its parts."""
         linear = Linear(inputs, parts, self.dtype, self.device, bias, fp8)
         self.linears.append(linear)
+        shape = LoraShape({prefix + name: size for name, size in parts.items()}, inputs)
+        self.adaptable.append(Adaptable(shape, linear.adapt))
         self.places |= linear.places(prefix)
         return linear

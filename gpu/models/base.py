@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -10,6 +11,8 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers import Parameters
 from gpu.layers.linear import Places
+from gpu.lora import Adaptable
+from gpu.ops.base import Ops
 
 
 class CausalModel(ABC):
@@ -31,8 +34,14 @@ class CausalModel(ABC):
         `ctx.wanted` names s rows."""
 
     @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, vocab_size] of hidden states [n, hidden], [n, classes] of a classifier's."""
+    def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
+        """float32 [n, vocab_size] of hidden states [n, hidden], [n, classes] of a classifier's. With `ops` as
+        the adapters of their rows make them."""
+
+    @property
+    def adaptable(self) -> Sequence[Adaptable]:
+        """What adapters may change."""
+        return self._parameters.adaptable
 
     def seal(self) -> None:
         """Called once, after filling and before the first forward: the weights are final and may

@@ -13,7 +13,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers import Linear, Parameters
 from gpu.models.base import CausalModel
-from gpu.ops.base import Rotation
+from gpu.ops.base import Ops, Rotation
 from gpu.ops.plain import ACTIVATIONS
 
 
@@ -110,7 +110,7 @@ class Bert(CausalModel):
             x = layer(ctx, Rotation(nothing, nothing), x)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
         """float32 [n, classes] of hidden states [n, hidden]; an encoder without a head has none."""
         assert self._head is not None, "this encoder has no head"
         return self._head(hidden)

@@ -13,8 +13,9 @@ import torch
 from core.models import ModelSpec
 from gpu.context import AuxStates, ForwardContext
 from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp
+from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
-from gpu.ops.base import Matrix, Part, Rotation
+from gpu.ops.base import Matrix, Ops, Part, Rotation
 
 
 class Layer:
@@ -72,6 +73,9 @@ class Decoder(CausalModel):
         super().__init__(spec, dtype, device)
         parameters = self._parameters
         self.embedding = parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+        self._table_lora: LoraMatrix | None = None
+        shape = LoraShape({"model.embed_tokens": spec.hidden}, spec.vocab_size)
+        parameters.adaptable.append(Adaptable(shape, self._adapt_table))
         self._norm = RmsNorm(spec, "model.norm", parameters)
         self._layers = [Layer(spec, layer, parameters) for layer in range(spec.layers)]
         heads = {
@@ -88,7 +92,7 @@ class Decoder(CausalModel):
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
         """See `CausalModel.forward`."""
         rotation = self._rope(ctx)
-        residual = ctx.ops.embed(self.embedding, ids)
+        residual = ctx.ops.embed(self.embedding, ids, self._table_lora)
         if ctx.embedded is not None:
             residual.index_copy_(0, ctx.embedded.rows, ctx.embedded.values.to(residual.dtype))
         part: Part | None = None
@@ -113,6 +117,9 @@ class Decoder(CausalModel):
         kinds = [(layer.kind, layer.number in kept) for layer in self._layers]
         return [self._layers[i] for i in distinct_layers(kinds)]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
         """See `CausalModel.logits`."""
-        return self._head.to_float32(hidden)
+        return self._head.to_float32(hidden, ops)
+
+    def _adapt_table(self, lora: LoraMatrix) -> None:
+        self._table_lora = lora

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu.experts import Experts
+from gpu.lora import LoraMatrix
 
 
 class Rotation(NamedTuple):
@@ -26,12 +27,14 @@ class Matrix(NamedTuple):
     """Of products x Wᵀ + b: `weight` [outputs, inputs] contiguous, `bias` [outputs].
 
     With a `scale` the weight is e4m3: with float32 [outputs] `x` is quantised by row, with
-    [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`).
+    [outputs / 128, inputs / 128] by groups of 128 (`gpu.quant`). `lora` is what adapters add to it, in steps
+    with adapters.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
+    lora: LoraMatrix | None = None
 
 
 class PendingExperts(NamedTuple):
@@ -60,8 +63,9 @@ class Ops(Protocol):
         """The same for rows that stand for the step's samples, not for its tokens; they do not attend."""
         ...
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows of `table` [vocab, hidden]: a new [n, hidden], which becomes the residual."""
+    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+        """Rows of `table` [vocab, hidden], with what adapters add: a new [n, hidden], which becomes the
+        residual."""
         ...
 
     def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
@@ -100,6 +104,11 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """x Wᵀ + b of `x` contiguous [n, inputs], in x's dtype: [n, outputs]."""
+        ...
+
+    def add_lora(self, x: Tensor, lora: LoraMatrix | None, y: Tensor) -> Tensor:
+        """`y` [n, outputs], the product of `x` by a matrix without adapters, with what these add, in place.
+        Nothing in a step without."""
         ...
 
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:

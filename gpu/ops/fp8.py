@@ -29,7 +29,7 @@ def fp8_linear(
 ) -> Tensor:
     """x Wᵀ + b as `Ops.linear` with a scale; `gated`: silu(first half) · second half of it. `counters` and
     `pdl` as in `Kernels`; `num_rows` int32 [1] on the device, how many rows are true."""
-    weight, bias, scale = matrix
+    weight, bias, scale, _ = matrix
     assert scale is not None
     by_block = scale.dim() == 2
     numbers, rows = quantise_rows(x, group=BLOCK if by_block else 0, num_rows=num_rows, pdl=pdl)

@@ -52,6 +52,7 @@ from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import embed_beside, rms_norm
 from gpu.kernels.silu_mul import silu_mul
+from gpu.lora import LoraMatrix
 from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation
 from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import gate
@@ -94,7 +95,7 @@ class TritonOps:
         """See `Ops.for_samples`."""
         return TritonOps(self._view, self._kernels, self._view.counts[3:4])
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`. Padded ids are in bounds, and their rows unused."""
         return torch.index_select(table, 0, ids)
 
@@ -162,6 +163,10 @@ class TritonOps:
         """See `Ops.linear`."""
         return self._linear(x, matrix, gated=False)
 
+    def add_lora(self, x: Tensor, lora: LoraMatrix | None, y: Tensor) -> Tensor:
+        """See `Ops.add_lora`."""
+        return y
+
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`; up to 64 rows in one kernel."""
         if activation != "silu":
@@ -169,7 +174,7 @@ class TritonOps:
         return self._linear(x, matrix, gated=True)
 
     def _linear(self, x: Tensor, matrix: Matrix, *, gated: bool) -> Tensor:
-        kernels, pdl, (weight, bias, scale) = self._kernels, self._kernels.pdl, matrix
+        kernels, pdl, (weight, bias, scale, _) = self._kernels, self._kernels.pdl, matrix
         if scale is not None:
             return fp8_linear(x, matrix, kernels.counters, gated=gated, num_rows=self._rows, pdl=pdl)
         if (few := gemv_config(len(x), weight, gated)) is not None:

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpu.adapters.kernels import TorchLora
 from gpu.attention.backend import TorchBackend
 from gpu.experts import Experts
+from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, Rotation
 from gpu.quant import quantise, quantise_groups, restore
 from gpu.state.view import StepView
@@ -22,6 +24,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
+LORA = TorchLora()
+
 
 class TorchOps:
     """`Ops` on any device that torch has kernels for. `attention` is planned for the step of `view`.
@@ -29,16 +33,22 @@ class TorchOps:
     Owner: launch thread, for one step.
     """
 
-    def __init__(self, view: StepView, attention: TorchBackend) -> None:
+    def __init__(self, view: StepView, attention: TorchBackend, rows: LoraRows | None = None) -> None:
+        """`rows` have the adapters of the step, None for those of the view's tokens."""
         self._view, self._attention = view, attention
+        self._rows = view.adapters.tokens if rows is None and view.adapters is not None else rows
 
     def for_samples(self) -> TorchOps:
-        """See `Ops.for_samples`. Without padding nothing differs."""
-        return self
+        """See `Ops.for_samples`. Without padding and adapters nothing differs."""
+        adapters = self._view.adapters
+        return self if adapters is None else TorchOps(self._view, self._attention, adapters.samples)
 
-    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`."""
-        return table[ids]
+        found = table[ids]
+        if lora is not None and self._rows is not None:
+            LORA.embed(ids, lora, self._rows, found)
+        return found
 
     def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """See `Ops.embed_beside`."""
@@ -92,8 +102,15 @@ class TorchOps:
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
-        weight, bias, scale = matrix
-        return F.linear(x, weight, bias) if scale is None else product(x, weight, scale, bias)
+        weight, bias, scale, lora = matrix
+        out = F.linear(x, weight, bias) if scale is None else product(x, weight, scale, bias)
+        return self.add_lora(x, lora, out)
+
+    def add_lora(self, x: Tensor, lora: LoraMatrix | None, y: Tensor) -> Tensor:
+        """See `Ops.add_lora`."""
+        if lora is not None and self._rows is not None:
+            LORA.expand(LORA.shrink(x, lora, self._rows), lora, self._rows, y)
+        return y
 
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
         """See `Ops.gated_linear`."""
@@ -101,7 +118,7 @@ class TorchOps:
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:
         """See `Ops.experts`."""
-        return run_experts(x, logits, experts)
+        return run_experts(x, logits, experts, self._rows)
 
     def routes(self, logits: Tensor, experts: Experts) -> Tensor:
         """See `Ops.routes`."""
@@ -140,31 +157,43 @@ def gate(both: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](both[:, :width]).mul_(both[:, width:])
 
 
-def run_experts(x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+def run_experts(x: Tensor, logits: Tensor, experts: Experts, rows: LoraRows | None = None) -> Tensor:
     """Tokens grouped by expert, a loop over the experts that were hit: [n, hidden]. Waits for the device
-    to learn which those are."""
+    to learn which those are. `rows` have adapters."""
     weights, chosen = route(logits, experts)
-    # Token-expert pairs sorted by expert: each expert's tokens become one contiguous run.
+    up, down = experts.scales or (None, None)
+    both = _by_expert(x, chosen, experts.w13, up)
+    if rows is not None:
+        _add_to_pairs(x, chosen, experts.lora.up, rows, both)
+    hidden = gate(both, experts.activation)
+    parts = _by_expert(hidden, chosen, experts.w2, down)
+    if rows is not None:
+        _add_to_pairs(hidden, chosen, experts.lora.down, rows, parts)
+    return (parts.view(len(x), experts.top_k, -1) * weights.unsqueeze(2)).sum(1)
+
+
+def _add_to_pairs(x: Tensor, chosen: Tensor, lora: LoraMatrix | None, rows: LoraRows, y: Tensor) -> None:
+    """Add to `y` [n * k, outputs] what adapters do to experts' products of `x`."""
+    if lora is not None:
+        LORA.expand_experts(LORA.shrink_experts(x, chosen, lora, rows), chosen, lora, rows, y)
+
+
+def _by_expert(x: Tensor, chosen: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Products [n * k, outputs] of each pair of a row and one of its experts, `chosen` [n, k], with the
+    expert's `weight`; `x` has a row for each k pairs or for each pair."""
+    # Pairs sorted by expert: each expert's become one contiguous run.
     order = chosen.flatten().argsort()
-    counts = torch.bincount(chosen.flatten(), minlength=len(experts.w2)).tolist()
-    tokens = order // experts.top_k
-    inputs = x[tokens]
-    outputs = torch.empty_like(inputs)
+    counts = torch.bincount(chosen.flatten(), minlength=len(weight)).tolist()
+    out = x.new_empty(len(order), weight.shape[1])
+    each = len(order) // max(len(x), 1)
     first = 0
     for expert, count in enumerate(counts):
-        if not count:
-            continue
-        run = slice(first, first + count)
-        if experts.scales is None:
-            hidden = gate(F.linear(inputs[run], experts.w13[expert]), experts.activation)
-            outputs[run] = F.linear(hidden, experts.w2[expert])
-        else:
-            s13, s2 = experts.scales
-            hidden = gate(product(inputs[run], experts.w13[expert], s13[expert]), experts.activation)
-            outputs[run] = product(hidden, experts.w2[expert], s2[expert])
-        first += count
-    outputs *= weights.flatten()[order].unsqueeze(1)
-    return torch.zeros_like(x).index_add_(0, tokens, outputs)
+        if count:
+            pairs = order[first : first + count]
+            rows, own = x[pairs // each], weight[expert]
+            out[pairs] = F.linear(rows, own) if scale is None else product(rows, own, scale[expert])
+            first += count
+    return out
 
 
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:

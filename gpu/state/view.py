@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from core.plan import StepPlan
+from gpu.lora import StepAdapters
 
 
 class ChunkRow(NamedTuple):
@@ -90,6 +91,7 @@ class StepView(NamedTuple):
     deep            whether the graph is for few queries behind many keys, which are then cut among processors
     query           the most tokens of a decode row, which share one pass over its keys; 1: attention takes
                     each token as a row of its own, however many rows have
+    adapters        which rows have adapters; None where no row has
     placed          the chunks as the host knows them, in forwards that no graph holds
     ancestors       int32 [D] where drafts may be trees: which of the keys before its own a token sees, as in
                     `SlotTables.ancestors`. Its key lies behind those of all drafts before it, its position is
@@ -118,6 +120,7 @@ class StepView(NamedTuple):
     query: int = 1
     placed: tuple[ChunkRow, ...] = ()
     ancestors: Tensor | None = None
+    adapters: StepAdapters | None = None
 
     @property
     def num_tokens(self) -> Tensor:

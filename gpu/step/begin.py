@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from core.types import Ints
+from gpu.adapters.kernels import TorchLora
 from gpu.state.entry import CHUNK, NEW, SAMPLE, TOKEN, WRITE, EntryRing
 from gpu.state.tables import LEVEL_BITS, LEVELS, ONE, WIDE, SlotTables
 from gpu.state.view import StepView
@@ -19,7 +20,8 @@ from gpu.step.buffers import Samples
 
 
 class BeginStep(Protocol):
-    """Takes the next entry: writes the tables, gathers the view, turns the ring. `samples` are of the tokens
+    """Takes the next entry: writes the tables, gathers the view, turns the ring; where the view has adapters,
+    finds whose they are. `samples` are of the tokens
     to choose, at most as many as the view has tokens: one of each row, then those of drafts. `pdl` is
     programmatic dependent launch."""
 
@@ -110,6 +112,8 @@ def begin_step(
     _fill(view.ids, ids)
     _fill(view.positions, positions)
     _fill(view.kv_slot_mapping, mapping)
+    if view.adapters is not None:
+        TorchLora().lay_out(view, samples.slots, tables.place, *view.adapters)
 
 
 def _query_lengths(tables: SlotTables, slots: Ints, longest: int, drafts: int) -> Ints:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gpu.context import AuxStates
+from gpu.lora import StepAdapters, empty_rows, rows_of_one
 from gpu.sample.rows import DraftSamples, Paths, Rows
 from gpu.state.entry import Limits
 from gpu.state.tables import SlotTables
@@ -48,7 +49,9 @@ class StepBuffers:
         tables: SlotTables,
         limits: Limits,
         hidden: HiddenShape,
+        places: int = 0,
     ) -> None:
+        """`places` for adapters that rows may have."""
         device = tables.page_table.device
 
         def ints(*shape: int) -> Tensor:
@@ -68,6 +71,10 @@ class StepBuffers:
         self._hidden = hidden
         self.aux: AuxStates | None = None
         """Where a forward keeps the hidden states that a draft model reads, if there is one."""
+        self._adapters: StepAdapters | None = None
+        if places:
+            rows = [empty_rows(count, places, device) for count in (limits.tokens, samples)]
+            self._adapters = StepAdapters(*rows)
         self.sample_hidden = torch.zeros(samples, hidden.width, dtype=hidden.dtype, device=device)
 
     def keep_aux(self, layers: tuple[int, ...] | None, tokens: int) -> None:
@@ -82,12 +89,26 @@ class StepBuffers:
         ids, positions, mapping = self._tokens[:, : key.tokens]
         slots, lengths = self._rows[:, : key.decode]
         chunk_slots, chunk_starts = self._chunks[0][:, : key.chunks]
+        adapters = None
+        if key.adapters and self._adapters is not None:
+            tokens, samples = self._adapters
+            adapters = StepAdapters(tokens.first(key.tokens), samples.first(key.samples))
         return StepView(
             key.tokens, key.decode, key.chunks, self._counts, ids, positions, mapping,
             self._tables.page_table, slots, lengths, chunk_slots, chunk_starts,
             self._chunks[1][: key.chunks + 1], self._at, key.shared, key.deep, key.query, placed,
             None if self.paths is None else self.paths.ancestors[: key.decode],
+            adapters,
         )  # fmt: skip
+
+    def slot_view(self, slot: int, count: int) -> StepView:
+        """A view of no tokens whose samples are `count` of one slot."""
+        view = self.view(Forward(0, 0, 0, 0))
+        if self._adapters is None:
+            return view
+        place, places = self._tables.place[slot : slot + 1], len(self._adapters.samples.starts) - 1
+        rows = rows_of_one(place, count, places)
+        return view._replace(adapters=StepAdapters(rows, rows))
 
     def begun(self) -> tuple[Tensor, Tensor]:
         """Of every token of a step: ids and positions int32 [2, tokens], and `StepView.kv_slot_mapping`."""

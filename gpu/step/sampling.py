@@ -56,12 +56,14 @@ class Sampling(msgspec.Struct, frozen=True):
 
     rows: int
     filtered: bool
+    adapters: bool = False
 
 
 class Logits(msgspec.Struct, frozen=True):
     """The logits of `rows` padded rows, left in the stage's buffer."""
 
     rows: int
+    adapters: bool = False
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -80,9 +82,12 @@ def sampling_slots(plan: StepPlan) -> Ints:
     return np.concatenate([plan.decode_slots, np.array(ends, np.int32)]) if ends else plan.decode_slots
 
 
-def sampling_keys(rows: int) -> tuple[Key, ...]:
-    """All launches of one size."""
-    return Logits(rows), Choice(rows), Sampling(rows, filtered=True), Sampling(rows, filtered=False)
+def sampling_keys(rows: int, adapters: bool = False) -> tuple[Key, ...]:
+    """All launches of one size, with `adapters` also those whose head they change."""
+    keys: list[Key] = [Choice(rows)]
+    for kind in (False, True) if adapters else (False,):
+        keys += Logits(rows, kind), Sampling(rows, True, kind), Sampling(rows, False, kind)
+    return tuple(keys)
 
 
 class Launchable(Protocol):
@@ -120,11 +125,13 @@ class SamplingStage:
         self,
         device: SamplingDevice,
         vocab: int,
-        head: Callable[[int], Tensor],
+        head: Callable[[int, bool], Tensor],
         processors: Mapping[str, Processor],
+        adapters: bool = False,
     ) -> None:
-        """`head(rows)` gives the logits float32 [rows, vocab] of a step's first rows that sample."""
-        self._device, self._head = device, head
+        """`head(rows, adapters)` gives the logits float32 [rows, vocab] of a step's first rows that sample;
+        `adapters`: these may change them."""
+        self._device, self._head, self._adapters = device, head, adapters
         slots, rows = device.rows.tables.slots, len(device.rows.slots)
         where = device.rows.slots.device
         self.counts = Counts(slots - 1, vocab, where)
@@ -167,11 +174,11 @@ class SamplingStage:
         """Choose the tokens of the plan's rows in launches of `rows` padded samples. `masks` say what
         constrained rows may take."""
         slots = sampling_slots(plan)
-        needs = self._options.needs(slots)
+        needs, adapters = self._options.needs(slots), plan.adapters and self._adapters
         if masks is None and not needs & (ADJUSTED | LOGPROBS | PROCESSED):
-            launches[Sampling(rows, bool(needs & FILTERED))]()
+            launches[Sampling(rows, bool(needs & FILTERED), adapters)]()
             return Sampled()
-        launches[Logits(rows)]()
+        launches[Logits(rows, adapters)]()
         asked = self._asked(plan, slots, masks) if needs & LOGPROBS else None
         changed = masks is not None or bool(needs & (ADJUSTED | PROCESSED))
         aside = self._logits.index_select(0, asked.columns.samples) if asked is not None and changed else None
@@ -253,9 +260,9 @@ class SamplingStage:
         """What is to be captured under `key`."""
         match key:
             case Sampling():
-                return partial(self._sample, key.rows, key.filtered)
+                return partial(self._sample, key)
             case Logits():
-                return partial(self._fill, key.rows)
+                return partial(self._fill, key)
             case Choice():
                 return partial(self._choose, key.rows)
 
@@ -272,12 +279,12 @@ class SamplingStage:
             self._write_masks(Masks([0], [0], np.zeros((1, 1), np.int32), drafts))
         self._write_masks(None)
 
-    def _sample(self, rows: int, filtered: bool) -> None:
-        self._draw(self._head(rows), filtered)
-        self._accept(rows)
+    def _sample(self, key: Sampling) -> None:
+        self._draw(self._head(key.rows, key.adapters), key.filtered)
+        self._accept(key.rows)
 
-    def _fill(self, rows: int) -> None:
-        self._logits[:rows].copy_(self._head(rows))
+    def _fill(self, key: Logits) -> None:
+        self._logits[: key.rows].copy_(self._head(key.rows, key.adapters))
 
     def _choose(self, count: int) -> None:
         (rows, _, kernels, pdl, _), logits = self._device, self._logits[:count]

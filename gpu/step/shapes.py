@@ -10,11 +10,6 @@ MAX_SAMPLES = 1024
 drafts each, and more tokens than a step verifies at the speed of its weights."""
 
 
-def most_samples(rows: int, tokens: int, drafts: int) -> int:
-    """Tokens that a step may sample: one of each row and its drafts, up to `MAX_SAMPLES`."""
-    return max(rows, min(rows * (1 + drafts), tokens, MAX_SAMPLES))
-
-
 def decode_sizes(most: int) -> list[int]:
     """Padded token counts of decode-only steps, where every token is sampled: one per row, plus drafts.
     Larger sizes lie further apart.
@@ -50,3 +45,8 @@ def _upto(sizes: Sequence[int], most: int) -> list[int]:
 def fit(sizes: Sequence[int], count: int) -> int:
     """The least of ascending `sizes` that holds `count`."""
     return sizes[bisect_left(sizes, count)]
+
+
+def most_samples(rows: int, tokens: int, drafts: int) -> int:
+    """Tokens that a step may sample: one of each row and its drafts, up to `MAX_SAMPLES`."""
+    return max(rows, min(rows * (1 + drafts), tokens, MAX_SAMPLES))

@@ -8,7 +8,9 @@ from itertools import product
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
+from core.adapters import HEAD, AdapterLimits
 from core.plan import StepPlan
 from gpu.state.entry import CASCADE_ROWS, shared_keys
 from gpu.step.sampling import Key, sampling_keys
@@ -28,7 +30,7 @@ class Forward(msgspec.Struct, frozen=True):
     which at most `samples` are sampled from. One that is `shared` attends apart to the keys that the decode
     rows have in common, which takes launches of its own, and one that is `deep` cuts the keys of its chunks,
     which takes more. With `query` above 1 a decode row has at most so many tokens, which share one pass over
-    its keys."""
+    its keys. Of a step without `adapters` no row has one."""
 
     tokens: int
     decode: int
@@ -37,6 +39,7 @@ class Forward(msgspec.Struct, frozen=True):
     shared: bool = False
     deep: bool = False
     query: int = 1
+    adapters: bool = False
 
 
 class StepSizes(Protocol):
@@ -59,16 +62,30 @@ class StepSizes(Protocol):
 class PaddedSizes:
     """`StepSizes` of graphs: few, for steps of up to `max_samples` samples, which bound the tokens of decode
     rows, `max_tokens` tokens and `max_chunks` chunks. Where decode rows may have drafts, up to `most_drafts`
-    each, graphs of chunks are made for the longest rows alone: shorter ones read no more keys in them."""
+    each, graphs of chunks are made for the longest rows alone: shorter ones read no more keys in them. With
+    `adapters`, which may change these targets, all are made a second time."""
 
-    def __init__(self, max_samples: int, max_tokens: int, max_chunks: int, most_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        max_samples: int,
+        max_tokens: int,
+        max_chunks: int,
+        most_drafts: int = 0,
+        adapters: AdapterLimits | None = None,
+    ) -> None:
         self._samples = decode_sizes(max_samples)
         self._mixed = mixed_sizes(max_tokens)
         self._chunks = max_chunks
         self._queries = query_sizes(most_drafts)
+        self._adapters = adapters
 
     def forward(self, plan: StepPlan) -> Forward:
         """See `StepSizes.forward`: the smallest."""
+        key = self._plain(plan)
+        return replace(key, adapters=True) if plan.adapters else key
+
+    def _plain(self, plan: StepPlan) -> Forward:
+        """Of a step without adapters."""
         shared = shared_keys(plan) > 0
         if plan.chunks:
             size = fit(self._mixed, plan.num_tokens)
@@ -84,6 +101,15 @@ class PaddedSizes:
 
     def all(self) -> Iterator[Forward | Key]:
         """See `StepSizes.all`."""
+        for key in self._all_plain():
+            yield key
+            if self._adapters is not None:
+                yield replace(key, adapters=True)
+        for samples in reversed(self._samples):
+            yield from sampling_keys(samples, self._adapters is not None and HEAD in self._adapters.targets)
+
+    def _all_plain(self) -> Iterator[Forward]:
+        """Those of steps without adapters."""
         for mixed, sizes in ((True, self._mixed), (False, self._samples)):
             for size, deep in product(reversed(sizes), (False, True)):
                 if deep and (not mixed or size > DEEP_TOKENS):
@@ -92,8 +118,6 @@ class PaddedSizes:
                     yield self._sized(size, mixed, query, deep=deep)
                     if size >= CASCADE_ROWS:
                         yield self._sized(size, mixed, query, shared=True, deep=deep)
-        for samples in reversed(self._samples):
-            yield from sampling_keys(samples)
 
     def _longest_in(self, tokens: int) -> list[int]:
         """Sizes of the longest row of a step of up to so many tokens."""
@@ -113,7 +137,8 @@ class ExactSizes:
         """See `StepSizes.forward`."""
         decode = len(plan.decode_slots) + plan.drafts
         query = min(plan.query_length, 1 + plan.drafts)
-        return Forward(plan.num_tokens, decode, len(plan.chunks), plan.num_samples, query=query)
+        chunks, samples = len(plan.chunks), plan.num_samples
+        return Forward(plan.num_tokens, decode, chunks, samples, query=query, adapters=plan.adapters)
 
     def samples(self, count: int) -> int:
         """See `StepSizes.samples`."""

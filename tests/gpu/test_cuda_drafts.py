@@ -17,7 +17,7 @@ from core.config import CacheConfig, ModelConfig, ScheduleConfig, SpeculativeCon
 from core.grammar import CompiledGrammar, GrammarSpec
 from core.plan import StepPlan
 from core.request import SamplingParams
-from gpu.build import NO_DRAFTS, Drafting, build_executor, spec_of
+from gpu.build import NO_DRAFTS, Beside, Drafting, build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from tests.rigs import draft_heads, tiny_model
@@ -48,7 +48,9 @@ def executor(path: Path, drafting: Drafting, graphs: bool) -> LocalExecutor:
     model = ModelConfig(model=str(path), device="cuda", dtype="float32")
     cache, schedule = CacheConfig(page_size=16, kv_tokens=4096), msgspec.structs.replace(SCHEDULE)
     schedule = msgspec.structs.replace(schedule, cuda_graphs=graphs)
-    made = build_executor(spec_of(path), path, model, cache, schedule, lambda stage, share: None, drafting)
+    made = build_executor(
+        spec_of(path), path, model, cache, schedule, lambda stage, share: None, Beside(drafting)
+    )
     made.prepare(lambda share: None)
     return made
 

@@ -65,7 +65,7 @@ class Stage:
         processors = {"lift": lambda logits, output, params: logits[3].add_(1.0)}
         self.stage = SamplingStage(device, VOCAB, self._head, processors)
 
-    def _head(self, rows: int) -> torch.Tensor:
+    def _head(self, rows: int, adapters: bool) -> torch.Tensor:
         return torch.zeros(rows, VOCAB, device=META)
 
     def __getitem__(self, key: Any) -> Any:
@@ -127,7 +127,7 @@ def test_masks_go_with_their_rows(downloads: list[torch.Tensor]) -> None:
 class Head:
     """A model's last product."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, slot: int = 0) -> torch.Tensor:
         return torch.zeros(len(hidden), VOCAB, device=META)
 
 
@@ -138,10 +138,10 @@ def test_prompts_and_hidden_states_do_not_wait(downloads: list[torch.Tensor]) ->
         Chunk(3, 4, ints(range(5)), False, hidden="sum", logprobs=0, target=6),
     )
     plan = StepPlan(1, NO_TOKENS, chunks)
-    hidden, model = torch.zeros(plan.num_tokens, HIDDEN, device=META), cast(CausalModel, Head())
+    hidden, model = torch.zeros(plan.num_tokens, HIDDEN, device=META), Head()
     count = torch.zeros(1, dtype=torch.int32, device=META)
     packed = PackedRows(plan, place(plan), count, count)
-    scores = score_prompts(model, hidden, packed)
-    taken = HiddenRows().take(model, hidden, None, packed)
+    scores = score_prompts(model.logits, hidden, packed)
+    taken = HiddenRows().take(cast(CausalModel, model), hidden, None, packed)
     assert sorted(scores) == [1, 3] and sorted(taken.hidden) == [2, 3]
     assert len(downloads) == 2 * 2 + 2

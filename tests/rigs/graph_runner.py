@@ -16,10 +16,11 @@ from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
-from gpu.runner import Machine, ModelRunner, Shape
+from gpu.runner import Machine, ModelRunner
 from gpu.state.view import StepView
 from gpu.step.buffers import HiddenShape
 from gpu.step.graphs import Launcher, Work
+from gpu.step.shape import Shape
 from gpu.step.steps import PaddedSizes
 from gpu.thread import device_thread
 from tests.rigs.attention import EagerAttention

@@ -15,11 +15,13 @@ from gpu.build import spec_of
 from gpu.kv.pool import KvPool
 from gpu.layers.linear import Places
 from gpu.models.base import CausalModel
+from gpu.ops.base import Ops
 from gpu.ops.plain import TorchOps
-from gpu.runner import Machine, ModelRunner, Shape
+from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.step.begin import begin_step
 from gpu.step.buffers import HiddenShape
+from gpu.step.shape import Shape
 from gpu.step.steps import ExactSizes
 from gpu.thread import device_thread
 from gpu.weights import load_model
@@ -42,8 +44,8 @@ class WatchedModel:
         self.spec, self._model = model.spec, model
         self.forward = model.forward
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._model.logits(hidden)
+    def logits(self, hidden: torch.Tensor, ops: Ops | None = None) -> torch.Tensor:
+        logits = self._model.logits(hidden, ops)
         self.seen = logits.clone()
         return logits
 

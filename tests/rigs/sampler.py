@@ -55,7 +55,7 @@ class Sampler:
         sampling_device = SamplingDevice(self._rows, self._rings, kernels)
         self.stage = SamplingStage(sampling_device, vocab_size, self._head, processors)
 
-    def _head(self, rows: int) -> Tensor:
+    def _head(self, rows: int, adapters: bool) -> Tensor:
         return self._logits
 
     def __getitem__(self, key: Key) -> Work:

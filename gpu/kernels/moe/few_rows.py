@@ -269,7 +269,7 @@ def few_rows_moe(
     Returns [T, hidden] in x's dtype, rows from `num_rows` (int32 [1], device; older than `logits`) on not
     written, and the routing.
     """
-    w13, w2, top_k, renormalise, _, scales = experts
+    w13, w2, top_k, renormalise, _, scales, _ = experts
     use = config or few_rows_config(w2, top_k)
     s13, s2 = scales if scales is not None else (None, None)
     rows, size = x.shape

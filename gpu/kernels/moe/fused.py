@@ -48,7 +48,7 @@ def fused_moe_add_norm(
     if config.small:
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
         return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
-    w13, w2, top_k, renormalise, _, scales = experts
+    w13, w2, top_k, renormalise, _, scales, _ = experts
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
     if scales is None:

@@ -1,0 +1,72 @@
+"""Adapters of an executor, put together: which matrices, how many bytes, where."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from core.adapters import AdapterLimits
+from core.errors import ConfigError
+from core.models import ModelSpec
+from gpu.adapters.pool import AdapterLayout
+from gpu.adapters.tiers import AdapterTiers
+from gpu.lora import LoraMatrix
+from gpu.memory import GIB, available_bytes
+from gpu.models.base import CausalModel
+from gpu.models.decoder import Decoder
+from gpu.weights.peft import read_adapter
+
+log = logging.getLogger(__name__)
+
+
+class Adapting(NamedTuple):
+    """Room for adapters of a model, not allocated yet."""
+
+    limits: AdapterLimits
+    layout: AdapterLayout
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all places."""
+        return self.limits.places * self.layout.bytes
+
+    def allocate(self, model: CausalModel, device: torch.device) -> AdapterTiers:
+        """The memory of both tiers, whose adapters may change `model`. Raises `ConfigError` where the host
+        has too little."""
+        limits, layout = self
+        host = limits.host * layout.bytes
+        if host > (left := available_bytes()):
+            raise ConfigError(
+                f"Not enough memory: {limits.host} adapters of rank {limits.max_rank} take "
+                f"{host / GIB:.2f} GiB of the host's, {left / GIB:.2f} GiB is free. "
+                "Lower --max-cpu-loras or --max-lora-rank."
+            )
+        log.info(
+            "adapters of up to rank %d: %d on the device (%.2f GiB), %d on the host (%.2f GiB)",
+            limits.max_rank,
+            limits.places,
+            self.device_bytes / GIB,
+            limits.host,
+            host / GIB,
+        )
+
+        def read(path: Path, into: Sequence[LoraMatrix]) -> None:
+            read_adapter(path, layout.shapes, limits.targets, into)
+
+        tiers = AdapterTiers(layout, limits, device, read)
+        tiers.bind(model.adaptable)
+        return tiers
+
+
+def plan_adapters(spec: ModelSpec, limits: AdapterLimits | None, dtype: torch.dtype) -> Adapting | None:
+    """Room for as many as `limits` say. Raises `ConfigError` for a model that takes none."""
+    if limits is None:
+        return None
+    if not spec.causal:
+        raise ConfigError(f"--enable-lora: {spec.architecture} takes no adapters.")
+    outline = Decoder(spec, dtype, torch.device("meta"))  # sizes without memory
+    return Adapting(limits, AdapterLayout([each.shape for each in outline.adaptable], limits, dtype))

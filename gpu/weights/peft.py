@@ -1,0 +1,303 @@
+"""LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
+
+A tensor is named after the matrix that it changes. Experts' come in one of four forms:
+
+    experts.3.gate_proj      2-D, one expert's; also w1, w3, w2 for gate, up, down
+    experts.gate_proj        3-D, [experts, rank, inputs] and [experts, outputs, rank]; also w1, w3, w2
+    experts.gate_up_proj     3-D, gate over up with one A; of any 3-D one [1, ...] is shared by all experts
+    experts.base_layer       2-D, gate over up: A [experts * rank, inputs], B [outputs, rank * experts]; the
+    experts                  down projection likewise: PEFT's `target_parameters`
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from core.env import read_object
+from core.errors import ModelError
+from gpu.lora import LoraMatrix, LoraShape
+from gpu.weights.files import open_file
+
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?P<table>embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?"
+)
+
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)(?:\.(?P<number>\d+))?(?:\.(?P<part>[^.]+))?")
+
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_proj": ("gate_proj",),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+    "w1": ("gate_proj",),
+    "w3": ("up_proj",),
+    "w2": ("down_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Of names below `experts`."""
+
+_FLAT: Mapping[str | None, tuple[str, ...]] = {
+    "base_layer": _PARTS["gate_up_proj"],
+    None: _PARTS["down_proj"],
+}
+"""The same for `target_parameters`."""
+
+_WHOLE = ("modules_to_save", "embed_tokens.weight", "lm_head.weight", "base_layer.weight")
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that took their own start out of the base model's weights."""
+
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
+_REPEATED = re.compile(r"[*+{]")
+_MOST_REPEATED = 3
+_LONGEST_PATTERN = 256
+
+
+class _Config(msgspec.Struct):
+    """The fields of adapter_config.json that matter."""
+
+    r: int
+    lora_alpha: float
+    peft_type: str = "LORA"
+    use_rslora: bool = False
+    use_dora: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    fan_in_fan_out: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: Any = None
+    layer_replication: Any = None
+    alora_invocation_tokens: Any = None
+    init_lora_weights: Any = True
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+
+    def refusal(self) -> str | None:
+        """Why this cannot be served, if so."""
+        start = self.init_lora_weights
+        reasons = {
+            f"peft_type is {self.peft_type}, only LORA is supported": self.peft_type != "LORA",
+            "use_dora: DoRA is not supported": self.use_dora,
+            f"bias is {self.bias}: adapters with bias are not supported": self.bias != "none"
+            or self.lora_bias,
+            f"modules_to_save ({self.modules_to_save}) is not supported": bool(self.modules_to_save),
+            "trainable_token_indices is not supported": bool(self.trainable_token_indices),
+            "layer_replication is not supported": bool(self.layer_replication),
+            "alora_invocation_tokens: activated LoRA is not supported": bool(self.alora_invocation_tokens),
+            "fan_in_fan_out is not supported": self.fan_in_fan_out,
+            f"init_lora_weights {start!r} has changed the base model; convert it to plain LoRA": isinstance(
+                start, str
+            )
+            and start.lower().startswith(_CHANGES_BASE),
+            f"r is {self.r}, it must be at least 1": min([self.r, *self.rank_pattern.values()]) < 1,
+        }
+        return next((reason for reason, true in reasons.items() if true), None)
+
+    def scale(self, module: str, rank: int) -> float:
+        """What B A of a module is multiplied by. Raises `ModelError` where its rank is not as declared."""
+        declared = _match(self.rank_pattern, module, self.r)
+        if rank != declared:
+            raise ModelError(f"{module} has rank {rank}, its adapter_config.json says {declared}")
+        alpha: float = _match(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _match(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
+    """The value of the first pattern that is the module's name or its end. A pattern is a regular expression
+    by somebody unknown: those that could take for ever are refused."""
+    for pattern, value in patterns.items():
+        if (
+            len(pattern) > _LONGEST_PATTERN
+            or _REPEATED_GROUP.search(pattern)
+            or len(_REPEATED.findall(pattern)) > _MOST_REPEATED
+        ):
+            raise ModelError(f"the pattern {pattern[:_LONGEST_PATTERN]!r} repeats too much")
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ModelError(f"the pattern {pattern!r} is no regular expression: {error}") from error
+    return otherwise
+
+
+class _Place(NamedTuple):
+    """What a tensor's module is here: matrix `matrix` of all, from its part `first` on `parts` of them, of
+    expert `expert` or, -1, of all; `flat` is the form of `target_parameters`."""
+
+    matrix: int
+    first: int
+    parts: int = 1
+    expert: int = -1
+    flat: bool = False
+
+
+def read_adapter(
+    directory: Path, shapes: Sequence[LoraShape], targets: Sequence[str], into: Sequence[LoraMatrix]
+) -> None:
+    """Read the adapter in `directory` into host memory `into`, [1, ...] for each of `shapes`, of which it may
+    change `targets`. What it leaves as it is becomes zero.
+
+    Raises `ModelError` with the reason where it cannot be served; `into` holds anything then.
+    """
+    try:
+        _Reader(_read_config(directory), shapes, targets, into).read(directory)
+    except (ArithmeticError, LookupError, ModelError, OSError, TypeError, ValueError) as refused:
+        raise ModelError(f"The adapter {directory} is refused: {refused}.") from refused
+
+
+def _read_config(directory: Path) -> _Config:
+    found = read_object(directory / "adapter_config.json")
+    if found is None:
+        raise ModelError("it has no adapter_config.json, which PEFT writes beside the weights")
+    try:
+        config = msgspec.convert(found, _Config)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"its adapter_config.json is not as PEFT writes it: {error}") from error
+    if reason := config.refusal():
+        raise ModelError(reason)
+    return config
+
+
+class _Reader:
+    """Of one adapter."""
+
+    def __init__(
+        self,
+        config: _Config,
+        shapes: Sequence[LoraShape],
+        targets: Sequence[str],
+        into: Sequence[LoraMatrix],
+    ) -> None:
+        self._config, self._shapes, self._targets, self._into = config, shapes, targets, into
+        self._places = {
+            name: _Place(matrix, part)
+            for matrix, shape in enumerate(shapes)
+            for part, name in enumerate(shape.parts)
+        }
+
+    def read(self, directory: Path) -> None:
+        """Fill all matrices."""
+        path = directory / "adapter_model.safetensors"
+        if not path.is_file() and (directory / "adapter_model.bin").is_file():
+            raise ModelError("only adapter_model.safetensors is read: convert its adapter_model.bin")
+        for lora in self._into:
+            for tensor in lora[:3]:
+                tensor.zero_()
+        with open_file(path) as file:
+            pairs = _pairs(list(file.keys()))
+            for module, (a, b) in pairs.items():
+                place = self._find(module)
+                try:
+                    self._put(module, place, file.get_tensor(a), file.get_tensor(b))
+                except SafetensorError as error:
+                    raise ModelError(f"{module} cannot be read: {error}") from error
+
+    def _find(self, module: str) -> _Place:
+        """Where a module's factors belong."""
+        for name in (module, f"model.{module}"):
+            if (place := self._places.get(name)) is not None:
+                return self._allowed(name, place)
+            found = _EXPERT.fullmatch(name)
+            if found is None:
+                continue
+            experts, number, part = found.groups()
+            parts = _PARTS.get(part) if part is not None else None
+            flat = number is None and part in _FLAT
+            if flat:
+                parts = _FLAT[part]
+            place = None if parts is None else self._places.get(f"{experts}.{parts[0]}")
+            if parts is None or place is None:
+                continue
+            expert = -1 if number is None else int(number)
+            if expert >= self._shapes[place.matrix].experts:
+                raise ModelError(f"{module} is of an expert that the model does not have")
+            for each in parts:
+                self._allowed(f"{experts}.{each}", place)
+            return _Place(place.matrix, place.first, len(parts), expert, flat)
+        raise ModelError(f"it changes {module}, which is none of {', '.join(self._targets)} of this model")
+
+    def _allowed(self, name: str, place: _Place) -> _Place:
+        if (target := name.rpartition(".")[2]) not in self._targets:
+            raise ModelError(
+                f"it changes {target}, which is none of the targets ({', '.join(self._targets)})"
+            )
+        return place
+
+    def _put(self, module: str, place: _Place, a: Tensor, b: Tensor) -> None:
+        """Copy a module's factors `a` and `b`, of any form, to where they belong."""
+        shape, lora = self._shapes[place.matrix], self._into[place.matrix]
+        sizes = list(shape.parts.values())
+        outputs = sum(sizes[place.first : place.first + place.parts])
+        if place.flat:
+            a, b = _unflatten(a, b, shape.experts, (shape.inputs, outputs))
+        rank = a.shape[-2] if a.dim() > 1 else 0
+        for factor, size in ((a, (rank, shape.inputs)), (b, (outputs, rank))):
+            of_all = shape.experts and place.expert < 0
+            if tuple(factor.shape) in ([(1, *size), (shape.experts, *size)] if of_all else [size]):
+                continue
+            raise ModelError(
+                f"{module} has factors {list(a.shape)} and {list(b.shape)}, the model's matrix is "
+                f"[{outputs}, {shape.inputs}]"
+            )
+        if rank > lora.rank:
+            raise ModelError(f"{module} has rank {rank}, --max-lora-rank is {lora.rank}")
+        scale = self._config.scale(module, rank)
+        b = b.float() * scale
+        if not all(torch.isfinite(factor).all() for factor in (a, b)):
+            raise ModelError(f"{module} has values that are not finite")
+        into_a, into_b = lora.a[0], lora.b[0]
+        if place.expert >= 0:
+            into_a, into_b = into_a[place.expert], into_b[place.expert]
+        for part in range(place.first, place.first + place.parts):
+            into_a[..., part * lora.rank : part * lora.rank + rank, :] = a
+        first = sum(sizes[: place.first])
+        into_b[..., first : first + outputs, :rank] = b
+        lora.ranks.clamp_(min=rank)
+
+
+def _pairs(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Names of A and B of each module. Raises `ModelError` for one that is neither, or alone."""
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ModelError(_odd(name))
+        if found.setdefault(match["module"], {}).setdefault(match["factor"], name) is not name:
+            raise ModelError(f"it has {name} twice")
+    if not found:
+        raise ModelError("it has no weights")
+    if alone := [module for module, both in found.items() if len(both) < 2]:
+        raise ModelError(f"{alone[0]} has one factor of two")
+    return {module: (both["A"], both["B"]) for module, both in found.items()}
+
+
+def _odd(name: str) -> str:
+    """Why a tensor that is no factor is refused."""
+    if "lora_magnitude_vector" in name:
+        return f"{name}: DoRA is not supported"
+    if name.endswith("bias"):
+        return f"{name}: adapters with bias are not supported"
+    if "modules_to_save" in name or name.endswith(_WHOLE):
+        return f"{name} is a whole matrix: modules_to_save and added tokens are not supported"
+    return f"{name} is no weight of LoRA"
+
+
+def _unflatten(a: Tensor, b: Tensor, experts: int, sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """[experts, rank, inputs] and [experts, outputs, rank] of what `target_parameters` gives, for experts of
+    `sizes` inputs and outputs. PEFT may take a weight [experts, outputs, inputs] for its transpose: where the
+    factors fit only so, they change places."""
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] % experts or a.shape[0] != b.shape[1]:
+        return a, b
+    first = a.view(experts, -1, a.shape[1])
+    second = b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+    if (a.shape[1], b.shape[0]) != sizes and (b.shape[0], a.shape[1]) == sizes:
+        first, second = second.transpose(1, 2), first.transpose(1, 2)
+    return first, second
