@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from core.adapters import AdapterLimits
+from core.command import Action, Command
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan, StepResult
 from core.request import SamplingParams
+from gpu.adapting import plan_adapters
 from gpu.attention import EncoderAttention, TorchAttention
 from gpu.build import spec_of
 from gpu.kv.pool import KvPool
 from gpu.layers.linear import Places
+from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
 from gpu.ops.plain import TorchOps
@@ -65,6 +70,7 @@ class Rig:
         rows: int = 4,
         tokens: int = 1024,
         consecutive: bool = False,
+        adapters: AdapterLimits | None = None,
     ) -> None:
         self.spec = spec_of(path)
         self.page_size = page_size
@@ -85,7 +91,11 @@ class Rig:
             windows = [self.spec.window(layer) for layer in range(self.spec.layers)]
             attention = TorchAttention(windows) if self.spec.causal else EncoderAttention()
             width = HiddenShape(self.spec.hidden, torch.float32)
-            shape = Shape(rows, tokens, rows, pages, page_size, self.spec.vocab_size, width)
+            vocab = self.spec.vocab_size
+            shape = Shape(rows, tokens, rows, pages, page_size, vocab, width, adapters=adapters)
+            adapting = plan_adapters(self.spec, adapters, torch.float32)
+            tiers = None if adapting is None else adapting.allocate(self.model, CPU)
+            maintenance = Maintenance(str(path), lambda path: self.model, lambda: self.pool, adapters=tiers)
             self.runner = ModelRunner(
                 shape,
                 Machine(
@@ -98,6 +108,7 @@ class Rig:
                     torch_kernels,
                 ),
                 shape.entries(CPU),
+                maintenance=maintenance,
             )
             self.slots = self.runner.tables
             self.runner.use_model(self.watched)
@@ -109,6 +120,7 @@ class Rig:
         self.free = order[::-1].tolist()
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
+        self.adapted: dict[int, bool] = {}
         self.steps = 0
 
     def new(
@@ -118,12 +130,14 @@ class Rig:
         *,
         shared: Sequence[int] = (),
         params: SamplingParams = GREEDY,
+        place: int = -1,
     ) -> NewSlot:
-        """A slot that starts after `shared` full pages of another slot."""
+        """A slot that starts after `shared` full pages of another slot, with the adapter at `place`."""
         cached = len(shared) * self.page_size
         self.pages[slot] = list(shared)
         self.lengths[slot] = cached
-        return NewSlot(slot, params, ints(prompt), ints([]), cached)
+        self.adapted[slot] = place >= 0
+        return NewSlot(slot, params, ints(prompt), ints([]), cached, place=place)
 
     def plan(
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
@@ -140,7 +154,25 @@ class Rig:
         columns = np.array(cells, np.int32).reshape(-1, 3).T
         columns.setflags(write=False)  # as the scheduler's
         self.steps += 1
-        return StepPlan(self.steps, ints(decode), tuple(chunks), tuple(new), PageWrites(*columns))
+        adapted = any(self.adapted[slot] for slot in [*decode, *(chunk.slot for chunk in chunks)])
+        writes = PageWrites(*columns)
+        return StepPlan(self.steps, ints(decode), tuple(chunks), tuple(new), writes, adapters=adapted)
+
+    def command(self, action: Action, adapter: str, path: Path = Path(), place: int = -1) -> str | None:
+        """Carry out a command and wait: why it is refused, if so."""
+        self.steps += 1
+        with device_thread(CPU):
+            done = self.runner.carry_out(
+                Command(id=self.steps, action=action, adapter=adapter, path=str(path), place=place)
+            )
+        answer = done.result() if isinstance(done, Future) else done
+        assert answer.id == self.steps
+        return answer.error
+
+    def place(self, adapter: str, path: Path, place: int) -> None:
+        """Read an adapter and copy it to a place."""
+        assert self.command("adapter_read", adapter, path) is None
+        assert self.command("adapter_place", adapter, place=place) is None
 
     def step(
         self, decode: Sequence[int] = (), chunks: Sequence[Chunk] = (), new: Sequence[NewSlot] = ()
@@ -150,9 +182,10 @@ class Rig:
         with device_thread(CPU):
             return self.runner.launch(plan).wait()
 
-    def generate(self, slot: int, prompt: Sequence[int], tokens: int) -> list[int]:
+    def generate(self, slot: int, prompt: Sequence[int], tokens: int, place: int = -1) -> list[int]:
         """Greedy output of one row: the whole prompt in one step, then decode."""
-        result = self.step(chunks=[Chunk(slot, 0, ints(prompt), True)], new=[self.new(slot, prompt)])
+        new = self.new(slot, prompt, place=place)
+        result = self.step(chunks=[Chunk(slot, 0, ints(prompt), True)], new=[new])
         out = [int(result.tokens[0])]
         while len(out) < tokens:
             out.append(int(self.step(decode=[slot]).tokens[0]))
