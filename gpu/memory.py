@@ -187,9 +187,8 @@ def plan_memory(
     if needs is not None:
         left -= sum(needs.fixed)
         if left < 0:
-            adapters = f", adapters {_gib(needs.adapters)} of it," if needs.adapters else ","
             raise ConfigError(
-                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs.fixed))}{adapters} "
+                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs.fixed))}{_adapters(needs)}, "
                 f"{_gib(available - weights)} is left beside the weights. Lower --step-tokens or "
                 "--max-running, or use a smaller --model."
             )
@@ -216,6 +215,12 @@ def plan_memory(
             "Raise --mem-fraction, free memory, or use a smaller --model."
         )
     return plan._replace(num_pages=pages)
+
+
+def _adapters(needs: Needs) -> str:
+    if not needs.adapters:
+        return ""
+    return f" ({_gib(needs.adapters)} for adapters: --max-loras-per-batch, --max-lora-rank)"
 
 
 def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
