@@ -47,6 +47,9 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     retractions: int
     finished: dict[str, int]
     """Requests by finish reason."""
+    running_adapters: list[str] = []
+    """Ids, as in `waiting_adapters`."""
+    waiting_adapters: list[str] = []
     cache: CacheStatistics
 
 

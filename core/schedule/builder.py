@@ -88,6 +88,8 @@ class PlanBuilder:
             query_length=self.grant.query_length,
             drafts=self.grant.drafts,
             proposes=self.grant.proposes,
+            adapters=table.has_adapter(self.decode_slots)
+            or table.has_adapter(np.asarray([chunk.slot for chunk in self._chunks], np.int64)),
         )
         rows, slots = self._decode, self.decode_slots
         sampling = [r for r, c in zip(self._chunk_requests, self._chunks, strict=True) if c.samples]

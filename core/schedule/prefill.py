@@ -13,9 +13,10 @@ from core.executor import Capabilities
 from core.plan import Chunk, NewSlot
 from core.request import Pinning, Request, State
 from core.request.params import Hidden
+from core.schedule.adapters import Places
 from core.schedule.builder import PlanBuilder
 from core.schedule.new_token_ratio import CLIP, NewTokenRatio
-from core.schedule.policy import Policy
+from core.schedule.policy import Policy, by_priority
 from core.schedule.queue import Waiting
 from core.schedule.table import SlotTable
 from core.schedule.throttle import PrefillThrottle
@@ -49,6 +50,8 @@ class Prefills:
         self._waiting = waiting
         self._new_token_ratio = new_token_ratio
         self._policy = policy
+        limits = capabilities.adapters
+        self.places = Places(0 if limits is None else limits.places, urgent=policy is by_priority)
         self._under_way: list[tuple[Request, Ints]] = []
         self.admitted: list[Request] = []
         """Requests that the last `plan` admitted."""
@@ -69,6 +72,8 @@ class Prefills:
 
     def plan(self, builder: PlanBuilder) -> list[Request]:
         """Fill the step's room with chunks; returns the requests that decode from the next step on."""
+        if self._waiting.adapters:
+            self.places.assign(self._waiting.adapters, builder.now)
         if self.throttle.most:
             builder.room = self.throttle.room(
                 builder.room, builder.decode_slots, builder.decode_tokens, self._backlog
@@ -88,19 +93,23 @@ class Prefills:
     def _admit(self, builder: PlanBuilder) -> Iterator[tuple[Request, Ints]]:
         """Admit waiting requests until the first that does not fit: overtaking would starve it. A retracted
         request that still waits for in-flight tokens stops admission too: its pages are not for those behind
-        it."""
+        it. One whose adapter has no place yet is overtaken."""
         if builder.room <= 0 or not self._table.free or not len(self._waiting):
             return
         for request in self._policy(self._waiting):
             if builder.room <= 0 or not self._table.free or request.state is State.RETRACTED:
                 return
-            tokens = self._try_start(builder, request)
+            place = self.places.find(request.root.adapter)
+            if place is None:
+                continue
+            tokens = self._try_start(builder, request, place)
             if tokens is None:
                 return
             yield request, tokens
 
-    def _try_start(self, builder: PlanBuilder, request: Request) -> Ints | None:
-        """Give the request its pages and slot, or leave everything as it is and return None."""
+    def _try_start(self, builder: PlanBuilder, request: Request, place: int) -> Ints | None:
+        """Give the request its pages and slot, or leave everything as it is and return None. `place` is that
+        of its adapter."""
         tokens = request.tokens()
         match = self._cache.match(request.root, tokens, self._match_limit(request, tokens))
         if self._fits(len(tokens) - match.tokens, builder.room) == 0:
@@ -114,6 +123,7 @@ class Prefills:
         request.history.append((builder.now, "admitted", match.tokens))
         request.hold = hold
         slot = self._table.take(request, match.tokens, len(hold.pages) * self._cache.page_size)
+        self.places.enter(request.root.adapter)
         if request.started_at == 0.0:
             request.started_at = builder.now
             request.cached = match.tokens
@@ -129,6 +139,7 @@ class Prefills:
                 limit=request.limit,
                 drafts=bool(self._table.drafting[slot]),
                 namespace=request.root.namespace(),
+                place=place,
             ),
             hold.pages,
         )

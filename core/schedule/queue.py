@@ -22,6 +22,8 @@ class Waiting:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._arrived: OrderedDict[Request, None] = OrderedDict()
         self._returned: dict[Request, None] = {}
+        self.adapters: dict[str, dict[Request, None]] = {}
+        """The requests of each adapter."""
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._number = 0
@@ -52,6 +54,7 @@ class Waiting:
         request.since = now
         self._arrived[request] = None
         self._prompts += len(request.prompt)
+        self._count([request])
 
     def put_back(self, requests: list[Request], now: float) -> None:
         """Queue retracted requests in front, in order of arrival."""
@@ -59,6 +62,12 @@ class Waiting:
             request.since = now
         returned = [*self._returned, *requests]
         self._returned = dict.fromkeys(sorted(returned, key=lambda r: r.number))
+        self._count(requests)
+
+    def _count(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.root.adapter:
+                self.adapters.setdefault(request.root.adapter, {})[request] = None
 
     def remove(self, request: Request) -> None:
         """Raises `KeyError` for a request that is not here."""
@@ -67,6 +76,10 @@ class Waiting:
         else:
             del self._arrived[request]
             self._prompts -= len(request.prompt)
+        if adapter := request.root.adapter:
+            del self.adapters[adapter][request]
+            if not self.adapters[adapter]:
+                del self.adapters[adapter]
 
     def overdue(self, most: int) -> int:
         """Number of requests at the head of the queue that ran already or have been overtaken by at least

@@ -15,6 +15,7 @@ from core.errors import ContextExceeded, RequestError
 from core.executor import Capabilities
 from core.plan import RowLogprobs, StepPlan, StepResult
 from core.request import Request, State
+from core.schedule.adapters import Places
 from core.schedule.builder import PlanBuilder
 from core.schedule.counters import Counters
 from core.schedule.decode import DecodeRows
@@ -224,6 +225,7 @@ class Scheduler:
         flight, table = self._flights.popleft(), self._table
         if flight.step != result.step:
             raise RuntimeError(f"step {result.step} was answered before step {flight.step}")
+        self.places.applied = result.step + 1
         self._budget.learn(flight.grant, flight.decoding, flight.prompts, result)
         # Before the rows: a token that ends its request frees the slot the prompt's answer names.
         hidden = by_request(flight, result.hidden, table)
@@ -306,6 +308,7 @@ class Scheduler:
         for token in request.params.stop_ids:
             self._stop_counts[token] -= 1
         self._table.release(request)
+        self.places.leave(request.root.adapter, self.counters.steps)
 
     def _release_pages(self, request: Request, over: bool) -> None:
         """Commit the request's tokens to the tree and free the rest, or free all if nobody can match them
@@ -329,13 +332,19 @@ class Scheduler:
 
     def _preempt(self) -> None:
         """Preempt requests whose priority is far below that of the first in the queue."""
-        head = next(iter(by_priority(self._waiting)), None)
+        startable = (r for r in by_priority(self._waiting) if self.places.find(r.root.adapter) is not None)
+        head = next(startable, None)
         if head is not None and not self._draining:
             gap = self._config.preemption_gap
             for request in preempted(head, self._table.running(), gap, self._prefills):
                 self.retract(request)
 
     # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> Places:
+        """Of adapters on the device."""
+        return self._prefills.places
 
     def requests(self) -> list[Request]:
         """All requests, running ones first."""
@@ -368,6 +377,8 @@ class Scheduler:
             output_tokens=self.counters.output_tokens,
             retractions=self.counters.retractions,
             finished=dict(self.counters.finished),
+            running_adapters=self.places.running,
+            waiting_adapters=list(self._waiting.adapters),
             cache=self.cache.statistics(),
         )
 
@@ -376,6 +387,7 @@ class Scheduler:
         holders = [r for r in self._table.requests if r is not None]
         self.cache.check_integrity([r.hold for r in holders if r.hold is not None])
         self._decodes.check()
+        self.places.check(holders)
         for request in holders:
             if (request.hold is None) != (request.state is State.RETRACTED):
                 raise RuntimeError(f"request {request.id} in {request.state} and its pages disagree")

@@ -19,7 +19,8 @@ class SlotTable:
     Owner: event loop. How many tokens' KV submitted steps write depends, for steps in flight, on the drafts
     that they accept: `least` counts one token for each such step, `most` the whole query. `limit` counts the
     tokens that ever need KV, `room` those that the slot's pages have a place for. `drafting` is 1 where the
-    slot may have drafts, `masked` where it has a grammar. `made` counts confirmed
+    slot may have drafts, `masked` where it has a grammar, `adapted` where it has an adapter, as `adapters`
+    slots have. `made` counts confirmed
     output tokens of at most `max_tokens`, `in_flight` answers that submitted steps still owe it. `epoch`
     changes whenever a slot is freed, so that a late result cannot be taken for the slot's next owner.
     """
@@ -39,6 +40,8 @@ class SlotTable:
         self.max_tokens = np.zeros(rows, np.int32)
         self.drafting = np.zeros(rows, np.int32)
         self.masked = np.zeros(rows, np.int32)
+        self.adapted = np.zeros(rows, np.bool_)
+        self.adapters = 0
         self.in_flight = np.zeros(rows, np.int32)
         self.epoch = np.zeros(rows, np.int64)
 
@@ -63,6 +66,8 @@ class SlotTable:
         self.max_tokens[slot] = request.params.max_tokens
         self.masked[slot] = request.grammar is not None
         self.drafting[slot] = self._may_draft(request)
+        self.adapted[slot] = request.root.adapter != ""
+        self.adapters += request.root.adapter != ""
         self.in_flight[slot] = 0
         return slot
 
@@ -80,8 +85,13 @@ class SlotTable:
         self.requests[slot] = None
         self.epoch[slot] += 1
         self.in_flight[slot] = self.drafting[slot] = 0
+        self.adapters -= request.root.adapter != ""
         self._free.append(slot)
         request.slot = 0
+
+    def has_adapter(self, slots: NDArray64) -> bool:
+        """Whether any of the slots has an adapter."""
+        return self.adapters > 0 and bool(self.adapted[slots].any())
 
     def growth(self, slots: NDArray64, clip: int) -> int:
         """Tokens that `slots` may still add to the pool, each counted up to `clip`."""

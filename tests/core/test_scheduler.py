@@ -101,7 +101,7 @@ def test_a_finished_answer_is_cached_for_the_next_turn_of_the_talk() -> None:
 
 
 def test_salt_and_adapter_keep_equal_prompts_apart() -> None:
-    h = Harness()
+    h = Harness(places=1)
     h.request(range(32))
     h.run()
     others = [h.request(range(32), root=RootKey(salt="b")), h.request(range(32), root=RootKey(adapter="x"))]

@@ -10,6 +10,7 @@ from core.config import CacheConfig, Eviction, SchedulePolicy
 from core.costs import CostTable, StepCosts
 from core.request import Request
 from core.schedule import throttle
+from core.schedule.adapters import PATIENCE
 from core.types import FinishReason, RootKey
 from tests.rigs.scheduler import VOCAB, Harness, prompts
 
@@ -33,6 +34,7 @@ class Traffic:
         self.rng = rng = random.Random(seed)
         page_size = rng.choice([1, 4, 16])
         self.pages = rng.randrange(60, 120) // page_size + 4
+        self.places = seed % 4
         self.harness = Harness(
             pages=self.pages,
             page_size=page_size,
@@ -41,6 +43,7 @@ class Traffic:
             samples=rng.choice([0, 20, 80]) if drafts else 0,
             seed=seed,
             costs=COSTS if seed % 2 else None,
+            places=self.places,
             depth=rng.randrange(3),
             cache=CacheConfig(radix_cache=rng.random() < 0.8, eviction=rng.choice(EVICTIONS)),
             step_tokens=rng.choice([16, 32, 64]),
@@ -65,12 +68,13 @@ class Traffic:
             options["prompt_logprobs"] = 0
         if rng.random() < 0.2:
             options["processor"] = "its rows have no drafts"
+        adapter = rng.choice(["", *"abcd"]) if self.places else ""
         self.sent.append(
             self.harness.request(
                 prompt,
                 max_tokens=rng.randrange(0, max(min(room, 40), 1)),
                 priority=rng.randrange(8),
-                root=RootKey(salt=rng.choice(["", "", "b"])),
+                root=RootKey(adapter=adapter, salt=rng.choice(["", "", "b"])),
                 **options,
             )
         )
@@ -87,8 +91,11 @@ class Traffic:
                 self.abort()
             if self.rng.random() < 0.02:
                 self.harness.scheduler.retract_all()
+            self.harness.loads_at_once = self.rng.random() < 0.3
             self.harness.turn()
+            self.harness.clock.now += self.rng.choice([0.0, PATIENCE])
             self.harness.scheduler.check_integrity()
+        self.harness.loads_at_once = True
         self.harness.run()
 
 

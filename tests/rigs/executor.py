@@ -8,6 +8,7 @@ page reused too early changes the output. `oracle` computes the same from the pl
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -33,15 +34,24 @@ def next_token(tokens: Iterable[int] | Ints, vocab_size: int) -> int:
     return state % vocab_size
 
 
+def mark(adapter: str) -> int:
+    """Added to the tokens that are stored with an adapter: its KV is of no use to another one."""
+    return zlib.crc32(adapter.encode()) << 24 if adapter else 0
+
+
 def oracle(
-    prompt: Iterable[int], length: int, vocab_size: int, stop: frozenset[int] = frozenset()
+    prompt: Iterable[int],
+    length: int,
+    vocab_size: int,
+    stop: frozenset[int] = frozenset(),
+    adapter: str = "",
 ) -> list[int]:
     """The output that any schedule must produce."""
-    tokens = list(prompt)
+    tokens = [token + mark(adapter) for token in prompt]
     output: list[int] = []
     while len(output) < length:
         output.append(next_token(tokens, vocab_size))
-        tokens.append(output[-1])
+        tokens.append(output[-1] + mark(adapter))
         if output[-1] in stop:
             break
     return output
@@ -81,6 +91,16 @@ class FakeExecutor:
         self.undrafted: set[int] = set()
         """Slots whose drafts are never verified."""
         self._proposed = False
+        self.host: dict[str, str] = {}
+        """Adapters that were read, with their paths."""
+        self.placed: dict[int, str] = {}
+        """Adapters by place."""
+        self.broken: dict[str, str] = {}
+        """By path: why an adapter cannot be read."""
+        self._row_place = np.full(capabilities.max_rows + 1, -1, np.int64)
+        self._submitted_place = self._row_place.copy()
+        self._places_read: dict[int, set[int]] = {}
+        """By pending step, the places of its rows."""
         self.closed = False
         self._wake: Callable[[], None] = lambda: None
 
@@ -94,6 +114,11 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self.pending.append(plan)
+        for new in plan.new_slots:
+            self._submitted_place[new.slot] = new.place
+        slots = [*plan.decode_slots.tolist(), *(chunk.slot for chunk in plan.chunks)]
+        self._places_read[plan.step] = read = {int(self._submitted_place[slot]) for slot in slots} - {-1}
+        assert plan.adapters == bool(read)
         if self.eager:
             self.complete()
 
@@ -110,13 +135,35 @@ class FakeExecutor:
     def command(self, command: Command) -> None:
         """Answered at once, unless `holds`; with the error `refuse` if it is set."""
         self.commands.append(command)
+        if command.action == "adapter_place":
+            assert command.adapter in self.host, "an adapter is placed that is not in host memory"
+            assert not any(command.place in self._places_read[plan.step] for plan in self.pending)
+            self.placed.pop(command.place, None)
         if not self.holds:
             self.carry_out()
 
-    def carry_out(self) -> None:
-        """Answer the last command."""
-        self.done.append(CommandDone(self.commands[-1].id, self.refuse))
+    def carry_out(self, command: Command | None = None) -> None:
+        """Answer the last command, or this one."""
+        command = command or self.commands[-1]
+        self.done.append(CommandDone(command.id, self.refuse or self._adapt(command)))
         self._wake()
+
+    def _adapt(self, command: Command) -> str | None:
+        match command.action:
+            case "adapter_read" if command.path in self.broken:
+                return self.broken[command.path]
+            case "adapter_read":
+                limits = self._capabilities.adapters
+                assert (
+                    limits is not None and len(self.host) < limits.host and command.adapter not in self.host
+                )
+                self.host[command.adapter] = command.path
+            case "adapter_place":
+                assert 0 <= command.place < self._capabilities.adapters.places
+                self.placed[command.place] = command.adapter
+            case "adapter_drop":
+                del self.host[command.adapter]
+        return None
 
     def results(self) -> list[StepResult | StepFailure | CommandDone]:
         done, self.done = self.done, []
@@ -136,6 +183,7 @@ class FakeExecutor:
             self.undrafted |= {new.slot} if new.grammar or new.params.processor else set()
             self.length[new.slot] = new.cached
             self.limit[new.slot] = new.limit
+            self._row_place[new.slot] = new.place
             self.logprob_slots[new.slot] = new.params.logprobs
         writes = plan.page_writes
         self.table[writes.slots, writes.indices] = writes.pages
@@ -238,7 +286,11 @@ class FakeExecutor:
 
     def _read(self, slot: int, position: int) -> tuple[int, int]:
         page, at = divmod(position, self._capabilities.page_size)
-        return int(self.pool[self.table[slot, page], at]), position
+        return int(self.pool[self.table[slot, page], at]) - self._mark(slot), position
+
+    def _mark(self, slot: int) -> int:
+        place = int(self._row_place[slot])
+        return 0 if place < 0 else mark(self.placed[place])
 
     def _check_common(self, plan: StepPlan) -> None:
         """The common prefix of a plan must be whole pages, equal in all rows, without a row's last token."""
@@ -255,7 +307,8 @@ class FakeExecutor:
         size = self._capabilities.page_size
         pages = self.table[slot, positions // size]
         assert (pages > 0).all(), "a row writes to the dump page"
-        self.pool[pages, positions % size] = tokens
+        stored = np.asarray(tokens, np.int64)
+        self.pool[pages, positions % size] = np.where(stored < 0, stored, stored + self._mark(slot))
         self.length[slot] = start + len(tokens)
 
     def _sample(self, slot: int) -> int:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from core.adapters import AdapterLimits
 from core.cache.manager import CacheManager
+from core.command import Command
 from core.config import CacheConfig, ScheduleConfig
 from core.costs import StepCosts
 from core.executor import Capabilities
@@ -47,6 +49,7 @@ class Harness:
         samples: int = 0,
         seed: int = 0,
         costs: StepCosts | None = None,
+        places: int = 0,
         cache: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
         **schedule: object,
     ) -> None:
@@ -65,6 +68,7 @@ class Harness:
             max_drafts=drafts,
             max_samples=samples,
             costs=costs,
+            adapters=AdapterLimits(places=places, max_rank=8, host=4) if places else None,
         )
         self.executor = FakeExecutor(capabilities, seed=seed)
         manager = CacheManager(
@@ -74,6 +78,22 @@ class Harness:
         self.delivered: dict[str, list[int]] = {}
         self.finishes: dict[str, Finish] = {}
         self._ids = 0
+        self.loading: list[tuple[str, int]] = []
+        """(adapter, place): copies to the device under way."""
+        self.loads_at_once = True
+        """Copies to the device are complete with the turn that they began in."""
+        self.loads = 0
+        """Copies that were made."""
+
+    def load(self, count: int = 1) -> None:
+        """Complete the oldest `count` copies."""
+        for _ in range(count):
+            adapter, place = self.loading.pop(0)
+            self.loads += 1
+            self.executor.host = {adapter: ""}
+            self.executor.command(Command(id=0, action="adapter_place", adapter=adapter, place=place))
+            self.executor.done.pop()
+            self.scheduler.places.placed(adapter)
 
     def request(
         self,
@@ -107,6 +127,7 @@ class Harness:
                 break
             self.executor.submit(plan)
             count += 1
+        self.loading += self.scheduler.places.take_due()
         self._ended(self.scheduler.take_finished())
         return count
 
@@ -116,7 +137,9 @@ class Harness:
         if self.executor.pending:
             self.executor.complete()
         self.apply()
-        return bool(submitted or self.executor.pending or self.scheduler.in_flight)
+        loads = len(self.loading)
+        self.load(loads if self.loads_at_once else 0)
+        return bool(submitted or self.executor.pending or self.scheduler.in_flight or loads)
 
     def apply(self) -> None:
         """Apply the finished steps of the device."""
@@ -137,7 +160,8 @@ class Harness:
     def check(self, request: Request) -> None:
         """The delivered output of the request must be the expected one."""
         params = request.params
-        expected = oracle(request.prompt.tolist(), params.max_tokens, VOCAB, params.stop_ids)
+        prompt, adapter = request.prompt.tolist(), request.root.adapter
+        expected = oracle(prompt, params.max_tokens, VOCAB, params.stop_ids, adapter)
         assert self.delivered[request.id] == expected, request.id
 
     def _deliver(self, confirmed: Confirmed) -> None:
