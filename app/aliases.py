@@ -32,6 +32,7 @@ RENAMED: Mapping[str, str] = {
     "--kv-cache-dtype": "--kv-dtype",
     "--tool-call-parser": "--tool-parser",
     "--fastapi-root-path": "--root-path",
+    "--lora-paths": "--lora",
     "--speculative-draft-model": "--speculative-draft-model-path",
     "--speculative-ngram-min-match-window-size": "--speculative-prompt-lookup-min",
     "--speculative-ngram-max-match-window-size": "--speculative-prompt-lookup-max",
@@ -43,6 +44,9 @@ RENAMED: Mapping[str, str] = {
     "--block-size": "--page-size",
     "--scheduling-policy": "--order",
     "--uvicorn-log-level": "--log-level",
+    "--lora-modules": "--lora",
+    "--max-loras": "--max-loras-per-batch",
+    "--max-cpu-loras": "--max-loaded-loras",
 }
 """Flags that take a value, to ours."""
 
@@ -129,6 +133,8 @@ IGNORED_VALUES: Mapping[str, str] = {
     "--speculative-ngram-min-bfs-breadth": _CHAIN,
     "--cuda-graph-max-bs-decode": "graphs are captured for every size up to --max-running",
     "--cuda-graph-backend-prefill": "it affects speed only, and steps are captured in one way",
+    "--lora-backend": "it affects speed only",
+    "--max-lora-chunk-size": "it affects speed only",
     "--random-seed": "a request without a seed gets a random one",
     "--seed": "a request without a seed gets a random one",
 }
@@ -142,6 +148,8 @@ ONLY: Mapping[str, str] = {
     "--pipeline-parallel-size": "1",
     "--dp-size": "1",
     "--data-parallel-size": "1",
+    "--lora-dtype": "auto",
+    "--lora-eviction-policy": "lru",
 }
 """Flags of which only this value is supported."""
 

@@ -17,11 +17,13 @@ from msgspec import Meta
 from msgspec.structs import FieldInfo, fields
 
 from app.aliases import translate
+from core.adapters import adapters_at_start
 from core.config import (
     LEAST_STEP,
     PARSERS,
     CacheConfig,
     Config,
+    LoraConfig,
     ModelConfig,
     ScheduleConfig,
     ServeConfig,
@@ -38,6 +40,7 @@ ENGINE_GROUPS: Groups = (
     ("cache", CacheConfig),
     ("schedule", ScheduleConfig),
     ("speculative", SpeculativeConfig),
+    ("lora", LoraConfig),
 )
 GROUPS: Groups = (*ENGINE_GROUPS, ("serve", ServeConfig))
 
@@ -124,6 +127,7 @@ def _settings(parser: Parser, given: Mapping[str, Any]) -> Config:
         parser.error(f"argument --step-tokens: must be 0 or at least {LEAST_STEP}, got {tokens}")
     try:
         check_speculation(config.speculative)
+        adapters_at_start(config.lora)
     except ConfigError as error:
         parser.error(str(error))
     return config
@@ -214,7 +218,7 @@ def _add_flag(section: Any, field: FieldInfo, hint: Any) -> None:
     else:
         how = {"type": kind, "metavar": kind.__name__.upper(), "required": field.required}
     if several:
-        how["nargs"] = "+"
+        how |= {"nargs": "+", "action": "extend"}
     section.add_argument(_flag(field.encode_name), dest=field.encode_name, help=text, **how)
 
 

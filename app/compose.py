@@ -5,27 +5,32 @@ It knows neither sockets nor signals: the server (`app/server.py`) and `app.offl
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from app.checkpoint.checkpoint import Checkpoint, resolve, resolve_draft
+from app.checkpoint.checkpoint import ADAPTER, Checkpoint, resolve, resolve_adapter, resolve_draft
+from app.engine.adapters import Adapters
 from app.engine.loop import Engine
 from app.engine.operator import Operator
 from app.engine.submit import Submitter
 from app.helper.process import HelperProcess
 from app.parsers.registry import reasoning_family, tool_family
-from app.service import Loaded, ModelCard
+from app.service import SERVED, Loaded, ModelCard
 from app.text.template import ChatTemplate
 from app.text.tokenizer import Tokenizer
+from core.adapters import AdapterInfo, adapter_limits, adapters_at_start
 from core.cache.manager import CacheManager
 from core.clock import monotonic
 from core.config import Config, ModelConfig, resolve_algorithm
 from core.env import cache_dir, read_object
+from core.errors import ConfigError
 from core.executor import Capabilities, Executor
 from core.models import ModelSpec, algorithm_of, read_spec
 from core.schedule.scheduler import Scheduler
@@ -48,7 +53,15 @@ class Live(msgspec.Struct, frozen=True):
     engine: Engine
     submitter: Submitter
     loaded: Loaded
+    registry: Adapters
+    adapters: list[AdapterInfo]
+    """To load at the start."""
     grammars: Compiler | None
+
+    async def start(self) -> None:
+        """Start the engine on the running loop. Raises `ConfigError` for an adapter that is refused."""
+        self.engine.start(asyncio.get_running_loop())
+        await self.registry.start(self.adapters)
 
     def close(self) -> None:
         """Stop every thread. Requests that still run end with an error."""
@@ -62,13 +75,15 @@ class Live(msgspec.Struct, frozen=True):
 
 
 def load(config: Config, progress: Progress) -> Live:
-    """Fetch, read and place the model, and make an engine over it, which `live.engine.start(loop)` starts.
+    """Fetch, read and place the model, and make an engine over it, which `live.start()` starts.
     Raises `ConfigError`; may run for minutes in any thread."""
     checkpoint = resolve(config.model, lambda text: progress(text, 0.0))
     spec = read_spec(checkpoint.config, pooling_of(checkpoint.path))
     progress("tokenizer", 0.0)
     tokenizer = Tokenizer.load(checkpoint.tokenizer, spec.vocab_size, checkpoint.eos_ids, checkpoint.bos_id)
     template = ChatTemplate.load(checkpoint.tokenizer, checkpoint.chat_template, tokenizer.special_tokens)
+    adapters = _adapters_at_start(config, progress)
+    limits = adapter_limits(config.lora, [read_object(Path(a.path) / ADAPTER) or {} for a in adapters])
     helper = HelperProcess()
     generates = spec.task == "generate"
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
@@ -78,20 +93,36 @@ def load(config: Config, progress: Progress) -> Live:
     )
     executor.prepare(partial(progress, "graphs"))
     progress("ready", 1.0)
+    if limits is not None and executor.capabilities.adapters is None:
+        raise ConfigError("LoRA adapters are not available for this model on this device.")
     engine = _engine(executor, config)
-    submitter = Submitter(engine, tokenizer, monotonic, grammars, generates)
+    card = _card(checkpoint, spec, executor.capabilities, config.model)
+    roots = [Path(path) for path in (*config.lora.lora_root, *(a.path for a in adapters))]
+    registry = Adapters(engine, executor.capabilities.adapters, (*card.names, SERVED), roots)
+    submitter = Submitter(engine, tokenizer, monotonic, grammars, generates, registry)
     loaded = Loaded(
-        _card(checkpoint, spec, executor.capabilities, config.model),
+        card,
         tokenizer,
         template,
         submitter,
         tool_family(config.serve.tool_parser, template.source),
         reasoning_family(config.serve.reasoning_parser, template.source),
-        Operator(engine, cache_dir() / "traces"),
+        registry,
+        operator=Operator(engine, cache_dir() / "traces"),
         settings=config.serve,
         helper=helper,
     )
-    return Live(engine, submitter, loaded, grammars)
+    return Live(engine, submitter, loaded, registry, adapters, grammars)
+
+
+def _adapters_at_start(config: Config, progress: Progress) -> list[AdapterInfo]:
+    """Those of `--lora`, fetched."""
+
+    def fetched(adapter: AdapterInfo) -> AdapterInfo:
+        path = resolve_adapter(adapter.path, config.model, lambda text: progress(text, 0.0))
+        return msgspec.structs.replace(adapter, path=str(path))
+
+    return [fetched(adapter) for adapter in adapters_at_start(config.lora)]
 
 
 def _drafting(config: Config, progress: Progress) -> Drafting:

@@ -24,7 +24,7 @@ from app.api.pooling.classify import ClassifyBody
 from app.api.pooling.embeddings import EmbeddingBody
 from app.api.request.beam import check_streamed
 from app.api.request.hidden import check_states, last_state
-from app.api.request.sampling import MAX_CHOICES
+from app.api.request.sampling import MAX_CHOICES, selected
 from app.api.request.schema import ChatBody, CompletionBody
 from app.compose import load
 from app.engine.failure import failure
@@ -33,10 +33,12 @@ from app.engine.reasoning_budget import watched
 from app.http.decoding import converted
 from app.http.delivery import running
 from app.outputs import Choice, Delta, Output, delta_of, output_of
+from core.adapters import adapters_at_start
 from core.config import (
     PARSERS,
     CacheConfig,
     Config,
+    LoraConfig,
     ModelConfig,
     ScheduleConfig,
     SpeculativeConfig,
@@ -67,7 +69,7 @@ class LLM:
         with LLM("path/to/model", kv_tokens=65536) as llm:
             print(llm.generate("Once upon a time", max_tokens=32)[0].text)
 
-    `settings` are the server's flags of the groups model, cache, schedule and speculative, and those of
+    `settings` are the server's flags of the groups model, cache, schedule, speculative and lora, and those of
     `PARSERS`, by their names with underscores; `speculative_config` is vLLM's. Sampling parameters have the
     names and defaults of the HTTP API, as keywords or as one mapping; a name that it does not have is a
     `TypeError`. What is wrong with a request raises `core.errors.RequestError`, also when only one prompt of
@@ -122,6 +124,16 @@ class LLM:
             self._closed = True
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
+
+    # -- adapters --------------------------------------------------------------------------------------
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Load a LoRA adapter, which requests select as `lora_path` or `model`, after SGLang."""
+        self._wait(self._live.registry.load(lora_name, lora_path, pinned, trusted=True))
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Unload it when the requests that have it have ended."""
+        self._wait(self._live.registry.unload(lora_name))
 
     # -- whole answers -----------------------------------------------------------------------------
 
@@ -230,7 +242,12 @@ class LLM:
 
     async def _run(self, started: Future[asyncio.AbstractEventLoop]) -> None:
         loop = asyncio.get_running_loop()
-        self._live.engine.start(loop)
+        try:
+            await self._live.start()
+        except ConfigError as error:
+            self._live.close()
+            started.set_exception(error)
+            return
         started.set_result(loop)
         await self._stop.wait()
         self._live.submitter.drain()
@@ -294,6 +311,7 @@ class LLM:
 
     async def _job(self, body: Body) -> tuple[Generator, Job]:
         loaded = self._live.loaded
+        loaded = selected(loaded, body.model, body.lora_path)
         if isinstance(body, ChatBody):
             job, watch = await chat_job(body, loaded)
             return watched(loaded.engine, loaded.tokenizer, watch), job
@@ -307,6 +325,7 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
         "cache": CacheConfig,
         "schedule": ScheduleConfig,
         "speculative": SpeculativeConfig,
+        "lora": LoraConfig,
     }
     left = {"model": model, **settings}
     if (theirs := left.pop("speculative_config", None)) is not None:
@@ -324,6 +343,7 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}.") from None
     check_speculation(config.speculative)
+    adapters_at_start(config.lora)
     return config
 
 

@@ -33,6 +33,7 @@ from app.engine.submit import Submitter
 from app.engine.watchdog import Watchdog
 from app.http.server import Runner
 from app.service import Health, Phase, Service
+from core.adapters import adapters_at_start
 from core.clock import monotonic
 from core.config import Config, SpeculativeConfig
 from core.errors import ConfigError
@@ -123,7 +124,11 @@ class Server:
         engine, self._submitter = live.engine, live.submitter
         engine.on_failure = partial(self._on_failure, engine)
         loop = asyncio.get_running_loop()
-        engine.start(loop)
+        try:
+            await live.start()
+        except ConfigError:
+            live.close()
+            raise
         limit = self._config.serve.watchdog_timeout
         housekeeping = Housekeeping(engine, loop, Watchdog(engine, limit, monotonic) if limit else None)
         housekeeping.start()
@@ -182,6 +187,8 @@ def public_settings(config: Config) -> dict[str, object]:
     """The settings that clients may see: no API keys, and only the last part of paths on this machine."""
     settings: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     del settings["serve"]["api_key"]
+    del settings["lora"]["lora_root"]
+    settings["lora"]["lora"] = [adapter.name for adapter in adapters_at_start(config.lora)]
     for group, name in PATHS:
         place = Path(settings[group][name]).expanduser()
         if place.is_absolute() or place.exists():  # otherwise a hub id, or empty

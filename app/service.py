@@ -12,6 +12,7 @@ import msgspec
 
 from app.helper.process import HelperProcess, HelpersBySize
 from app.parsers.registry import ReasoningFamily, ToolFamily
+from core.adapters import AdapterInfo
 from core.config import ServeConfig
 from core.errors import Overloaded, RequestError, Unavailable
 from core.helper import Helper
@@ -19,10 +20,15 @@ from core.models import PoolingSpec, Task
 from core.request import SamplingParams
 
 if TYPE_CHECKING:
+    from app.engine.adapters import Adapters
     from app.engine.operator import Operator
     from app.engine.submit import Submitter
     from app.text.template import ChatTemplate
     from app.text.tokenizer import Tokenizer
+
+
+SERVED = "default"
+"""Stands for the one model: SGLang's and llama.cpp's clients send it when they do not know the name."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +119,10 @@ class Loaded(msgspec.Struct, frozen=True):
     """Format of tool calls; None: they are not parsed."""
     reasoning: ReasoningFamily | None = None
     """Format of reasoning; None: the model has none."""
+    adapters: Adapters | None = None
+    """None where there can be none."""
+    adapter: AdapterInfo | None = None
+    """The one that a request has selected; `card` has its name then."""
     operator: Operator | None = None
     """None where the engine cannot be controlled by this process."""
     settings: ServeConfig = ServeConfig()

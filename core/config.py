@@ -185,6 +185,38 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, rename="speculative_{
         return self.num_steps or max(self.num_draft_tokens - 1, 0)
 
 
+class LoraConfig(Struct, frozen=True, kw_only=True):
+    """LoRA adapters. `core.adapters` reads what these name."""
+
+    enable_lora: Annotated[bool, "serve LoRA adapters, also those that are loaded while serving"] = False
+    lora: Annotated[
+        tuple[str, ...],
+        'adapters to load at startup: NAME=PATH, PATH, or {"name": NAME, "path": PATH, "pinned": true}, '
+        "where a pinned one always stays in memory; implies --enable-lora",
+    ] = ()
+    lora_root: Annotated[
+        tuple[str, ...],
+        "directories whose adapters may be loaded while serving; none: only those of --lora",
+    ] = ()
+    max_loras_per_batch: Annotated[
+        int, "maximum adapters of running requests, which are on the device", Meta(ge=1, le=1024)
+    ] = 8
+    max_loaded_loras: Annotated[
+        int,
+        "maximum adapters in host memory; further ones are read from the disk again when they are needed; "
+        "0: as many as --max-loras-per-batch, or all of --lora",
+        Meta(ge=0),
+    ] = 0
+    max_lora_rank: Annotated[
+        int, "maximum rank of an adapter; 0: that of the adapters of --lora, or 16", Meta(ge=0, le=1024)
+    ] = 0
+    lora_target_modules: Annotated[
+        tuple[str, ...],
+        "matrices that adapters may change, by their names in the model, or all; none: those of the adapters "
+        "of --lora, or all of the layers",
+    ] = ()
+
+
 class ServeConfig(Struct, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -268,6 +300,7 @@ class Config(Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+    lora: LoraConfig = LoraConfig()
     serve: ServeConfig = ServeConfig()
 
 

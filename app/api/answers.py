@@ -14,7 +14,7 @@ from app.api.openai.chat import chat_answer
 from app.api.openai.completions import completion_answer
 from app.api.pooling.classify import ClassifyBody, classify_answer
 from app.api.pooling.embeddings import EmbeddingBody, embeddings_answer
-from app.api.request.sampling import check_model
+from app.api.request.sampling import selected
 from app.api.request.schema import ChatBody, CompletionBody
 from app.batch.work import Answers
 from app.http.body import decode
@@ -37,8 +37,7 @@ _ANSWERS: Mapping[type[msgspec.Struct], Callable[[Any, Loaded], Awaitable[dict[s
 async def answer(body: Any, loaded: Loaded) -> dict[str, Any]:
     """What the endpoint of a decoded body answers, with vectors as arrays. `stream` is ignored. Raises
     `core.errors`."""
-    check_model(loaded, body.model)
-    return await _ANSWERS[type(body)](body, loaded)
+    return await _ANSWERS[type(body)](body, selected(loaded, body.model, getattr(body, "lora_path", None)))
 
 
 async def _answer_json(kind: type[msgspec.Struct], body: bytes, loaded: Loaded) -> dict[str, Any]:

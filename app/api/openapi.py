@@ -42,6 +42,8 @@ _SAMPLES: Mapping[str, object] = {
     "input": "Once upon a time",
     "items": ["Yes", "No"],
     "label_token_ids": [1, 2],
+    "lora_name": "sql",
+    "lora_path": "/adapters/sql",
     "messages": [{"role": "user", "content": "Hello"}],
     "prompt": "Once upon a time",
     "query": "Is it? ",

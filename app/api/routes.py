@@ -7,7 +7,7 @@ from pathlib import Path
 from aiohttp import web
 
 from app.api import openapi
-from app.api.admin import admin, control
+from app.api.admin import adapters, admin, control
 from app.api.answers import ANSWERS
 from app.api.anthropic import routes as anthropic
 from app.api.cohere import routes as cohere
@@ -43,6 +43,7 @@ TABLE: tuple[Route, ...] = (
     *openapi.ROUTES,
     *invoke.ROUTES,
     *control.ROUTES,
+    *adapters.ROUTES,
     *render.ROUTES,
     *parsing.ROUTES,
     *files.ROUTES,

@@ -23,6 +23,7 @@ from core.request.params import check
 log = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+ADAPTER = "adapter_config.json"
 _HUB_CONFIG = ["config.json", "modules.json"]
 _HUB_WEIGHTS = "*.safetensors"
 _HUB_FILES = ["*.json", _HUB_WEIGHTS, "*.txt", "*.model", "*.jinja"]
@@ -103,6 +104,17 @@ def resolve_draft(name: str, config: ModelConfig, progress: Progress) -> Path | 
     offline = _offline(config)
     progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
     return _download(name, offline, [*_HUB_CONFIG, _HUB_WEIGHTS])
+
+
+def resolve_adapter(name: str, config: ModelConfig, progress: Progress) -> Path:
+    """Where a LoRA adapter lies; a hub id is fetched. Raises `ModelError`. See `resolve_draft`."""
+    path = Path(name).expanduser()
+    if not path.exists() and _HUB_ID.fullmatch(name):
+        progress(f"fetching {name} from the Hugging Face hub, unless it is cached")
+        path = _download(name, _offline(config), [ADAPTER, "*.safetensors"])
+    if not (path / ADAPTER).is_file():
+        raise ModelError(f"{path} has no {ADAPTER}: --lora takes a directory of an adapter or a hub id.")
+    return path
 
 
 def _offline(config: ModelConfig) -> bool:

@@ -27,11 +27,13 @@ class Commands:
         """Commands without an answer yet."""
         return len(self._open)
 
-    async def carry_out(self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS) -> None:
+    async def carry_out(
+        self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS, adapter: str = "", place: int = -1
+    ) -> None:
         """Wait until it is done. Raises `RequestError` with the executor's reason when it failed, and
         `EngineFailed` when the executor is lost."""
         self._check()
-        command = Command(id=self._count, action=action, path=path, tags=tags)
+        command = Command(id=self._count, action=action, path=path, tags=tags, adapter=adapter, place=place)
         self._count += 1
         future = self._open[command.id] = asyncio.get_running_loop().create_future()
         self._executor.command(command)

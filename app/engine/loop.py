@@ -20,6 +20,7 @@ from core.errors import Unavailable
 from core.executor import Capabilities, Executor
 from core.plan import StepFailure
 from core.request import Request
+from core.schedule.adapters import Places
 from core.schedule.scheduler import Confirmed, Scheduler
 from core.stats import EngineStatistics, SchedulerStatistics
 from core.types import Finish, FinishReason
@@ -56,6 +57,8 @@ class Engine:
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.on_add: Callable[[list[Request]], None] = lambda requests: None
         """Called before requests are queued, so that background runs can be preempted for them."""
+        self.on_place: Callable[[str, int], None] = lambda adapter, place: None
+        """Called to copy an adapter to a place. Answered with `places.placed` and `wake`, or with `lose`."""
         self.paused = False
         """No step is planned while it is set; `resume` ends it."""
         self._gap = 0.0
@@ -94,18 +97,26 @@ class Engine:
         self._scheduler.add(requests)
         for request, stream in zip(requests, streams, strict=True):
             self._backlog.open(request, stream)
-        self._wake()
+        self.wake()
 
     def abort(self, request: Request, finish: Finish) -> None:
         """End a request in any state; its last piece follows."""
         if self.failure is None:  # else it has had its last piece
             self._scheduler.abort(request, finish)
-            self._wake()
+            self.wake()
 
     def abort_all(self, finish: Finish) -> None:
         """End every request that is here."""
         for request in self._scheduler.requests():
             self.abort(request, finish)
+
+    def lose(self, adapter: str, reason: str) -> None:
+        """End the requests of an adapter that cannot be run."""
+        for request in self._scheduler.requests():
+            if request.root.adapter == adapter:
+                self.abort(request, Finish(FinishReason.ERROR, message=reason))
+        self.places.forget(adapter)
+        self.wake()
 
     def retract_all(self) -> None:
         """Send every running request back to the queue."""
@@ -137,11 +148,11 @@ class Engine:
         if self._resting is not None:
             self._resting.cancel()
             self._resting = None
-        self._wake()
+        self.wake()
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Plan once this turn of the loop is over, so that requests of one burst go together."""
         if not self._tick_due and self._loop is not None:
             self._tick_due = True
@@ -196,6 +207,8 @@ class Engine:
             self._executor.submit(plan)
             if self._gap:
                 self._rest(self._gap)
+        for adapter, place in self.places.take_due():
+            self.on_place(adapter, place)
         if self.paused:
             self._scheduler.expire()
             if self._resting is None and not self._scheduler.idle:
@@ -223,14 +236,14 @@ class Engine:
         if self._backlog:
             self._backlog.deliver()
             if not self._backlog and not self._scheduler.in_flight:
-                self._wake()  # planning may have paused
+                self.wake()  # planning may have paused
             self._deliver_soon()
 
     def _stopped(self, request: Request, finish: Finish) -> None:
         """Its stream has ended it."""
         if self.failure is None:
             self._scheduler.finish(request, finish)
-            self._wake()
+            self.wake()
 
     # -- failure -----------------------------------------------------------------------------------
 
@@ -259,6 +272,11 @@ class Engine:
     def capabilities(self) -> Capabilities:
         """The executor's."""
         return self._executor.capabilities
+
+    @property
+    def places(self) -> Places:
+        """Of adapters on the device."""
+        return self._scheduler.places
 
     @property
     def idle(self) -> bool:

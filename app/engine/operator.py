@@ -3,53 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Literal
 
 from app.engine.loop import Engine
+from app.engine.shielded import Shielded, shielded
 from core.command import TAGS, Tag
-from core.errors import LoomError, RequestError
+from core.errors import RequestError
 from core.types import Finish, FinishReason
 
-log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 PauseMode = Literal["keep", "retract", "abort"]
 
 MAX_GAP = 60.0
 """Maximum seconds between steps: with hours the server would seem to hang."""
 
 
-def shielded(
-    method: Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Operator, P], Coroutine[Any, Any, T]]:
-    """Run it in a task of its own: a client that disconnects during an operation must not leave a paused
-    engine or stale KV. The result is logged."""
-
-    async def run(self: Operator, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.shield(self._begin(method.__name__, method(self, *args, **kwargs)))
-
-    functools.update_wrapper(run, method)
-    return run
-
-
-class Operator:
+class Operator(Shielded):
     """Runs one operation at a time, with the engine paused where necessary.
 
     Owner: event loop.
     """
 
     def __init__(self, engine: Engine, traces: Path) -> None:
+        super().__init__()
         self._engine = engine
         self._traces = traces
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._stays_paused = False
         """Set by `pause`, cleared by `resume`."""
         self.asleep: frozenset[Tag] = frozenset()
@@ -159,20 +141,3 @@ class Operator:
         """Drop all KV: running requests are computed again from their tokens."""
         self._engine.retract_all()
         self._engine.flush()
-
-    def _begin(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work, name=f"operator {name}")
-        self._tasks.add(task)  # the loop holds only weak references to tasks
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            log.warning("%s: cancelled, the server is shutting down", task.get_name())
-        elif (error := task.exception()) is None:
-            log.info("%s: done", task.get_name())
-        elif isinstance(error, LoomError):
-            log.warning("%s: refused: %s", task.get_name(), error)
-        else:
-            log.error("%s: failed", task.get_name(), exc_info=error)

@@ -8,6 +8,7 @@ import random
 import msgspec
 import numpy as np
 
+from app.engine.adapters import Adapters
 from app.engine.beam_search import BeamRun, check_width
 from app.engine.job import Job, Run, Sink
 from app.engine.loop import Engine
@@ -67,10 +68,13 @@ class Submitter:
         clock: Clock,
         grammars: GrammarCompiler | None = None,
         generates: bool = True,
+        adapters: Adapters | None = None,
     ) -> None:
-        """Without `grammars` constraints are refused. A model that `generates` no text runs prompts only."""
+        """Without `grammars` constraints are refused. A model that `generates` no text runs prompts only.
+        `adapters` None: jobs have none."""
         self._grammars = grammars
         self._generates = generates
+        self._adapters = adapters or Adapters(engine)
         self._engine = engine
         self._tokenizer = tokenizer
         self._limits = engine.capabilities
@@ -90,6 +94,7 @@ class Submitter:
         key = job.root.tenant, job.id
         if key in self._runs:
             raise RequestError(f"A request with id {job.id!r} is already running.", "request_id")
+        self._adapters.acquire(job.root.adapter)
         preparing = self._runs[key] = _Preparing()
         arrived = self._clock()
         try:
@@ -101,16 +106,18 @@ class Submitter:
             run = self._enqueue(job, prompt, grammar, pinning, sink)
         except BaseException as ended:
             del self._runs[key]
+            self._adapters.release(job.root.adapter)
             if isinstance(ended, asyncio.CancelledError) and (error := preparing.aborted()) is not None:
                 raise error from None
             raise
         self._runs[key] = run
         self._timelines.open(key, run.requests, arrived, encoded - arrived, self._clock() - encoded)
-        run.on_done(lambda: self._done(key))
+        run.on_done(lambda: self._done(key, job.root.adapter))
         return run
 
-    def _done(self, key: JobKey) -> None:
+    def _done(self, key: JobKey, adapter: str) -> None:
         del self._runs[key]
+        self._adapters.release(adapter)
         self._timelines.close(key)
 
     def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:

@@ -8,6 +8,7 @@ generators scrape every 333 ms.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,8 +21,8 @@ from prometheus_client.core import (
     Metric,
 )
 
-from app.service import Phase, Service
-from core.stats import DraftStatistics, EngineStatistics, Histogram
+from app.service import Loaded, Phase, Service
+from core.stats import DraftStatistics, EngineStatistics, Histogram, SchedulerStatistics
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Not OpenMetrics: it renames metrics with a colon, which breaks dashboards."""
@@ -47,6 +48,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
             "e2e_request_latency_seconds",
         )
     },
+    "loom_adapters_placed": ("sglang:lora_pool_slots_used",),
+    "loom_adapter_places": ("sglang:lora_pool_slots_total",),
     "loom_drafts_total": ("vllm:spec_decode_num_drafts_total",),
     "loom_draft_tokens_total": ("vllm:spec_decode_num_draft_tokens_total",),
     "loom_accepted_tokens_total": ("vllm:spec_decode_num_accepted_tokens_total",),
@@ -89,7 +92,8 @@ class Scrape:
         if service.health.phase in (Phase.READY, Phase.DRAINING):
             loaded = service.loaded
             labels = {"model_name": loaded.card.name, "engine": "0"}
-            self._figures.append((labels, [*_engine(loaded.engine.statistics())]))
+            statistics = loaded.engine.statistics()
+            self._figures.append((labels, [*_engine(statistics), *_adapters(loaded, statistics.scheduler)]))
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
@@ -193,6 +197,24 @@ def _drafts(d: DraftStatistics) -> Iterator[Figure]:
     yield Figure(CounterMetricFamily, name, text, positions, ("position",))
     yield _gauge("loom_accept_length", "Mean tokens of a row with drafts, since the start.", d.length)
     yield _gauge("loom_accept_ratio", "Share of the drafts accepted, since the start.", d.rate)
+
+
+def _adapters(loaded: Loaded, s: SchedulerStatistics) -> Iterator[Figure]:
+    if loaded.adapters is None or (a := loaded.adapters.statistics()) is None:
+        return
+    yield _gauge("loom_adapters_loaded", "Loaded LoRA adapters.", a.loaded)
+    yield _gauge("loom_adapters_host", "LoRA adapters in host memory.", a.host)
+    yield _gauge("loom_adapters_placed", "LoRA adapters on the device.", a.taken)
+    yield _gauge("loom_adapter_places", "LoRA adapters that fit on the device.", a.places)
+    # After vLLM: the value is the time, so that of several label sets the latest can be told.
+    yield _gauge(
+        "vllm:lora_requests_info",
+        "LoRA adapters of requests.",
+        time.time(),
+        max_lora=str(a.places),
+        running_lora_adapters=",".join(loaded.adapters.names(s.running_adapters)),
+        waiting_lora_adapters=",".join(loaded.adapters.names(s.waiting_adapters)),
+    )
 
 
 def _gauge(name: str, help: str, value: float, **labels: str) -> Figure:

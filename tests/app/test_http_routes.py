@@ -135,12 +135,12 @@ async def test_fields_reach_the_job(server: Server) -> None:
     assert (t.stop, t.stop_regex, t.include_stop, t.skip_special_tokens) == (("END",), ("a+b",), True, False)
     assert (job.max_tokens, job.seed, job.ignore_eos, job.priority) == (7, 42, True, 5)
     assert (job.truncate_prompt, job.add_special_tokens, job.prompt_param) == (6, False, "messages")
-    assert job.root == root_key("tenant", None)
+    assert job.root == root_key(server.service.loaded, "tenant", None)
 
 
-def test_salts_never_spell_each_other() -> None:
+async def test_salts_never_spell_each_other(server: Server) -> None:
     keys = [(None, None), ("a", None), (None, "a"), ("ab", "c"), ("a", "bc"), ("1:a", "")]
-    assert len({root_key(*key) for key in keys}) == len(keys)
+    assert len({root_key(server.service.loaded, *key) for key in keys}) == len(keys)
 
 
 async def test_completions_of_every_kind_of_prompt(server: Server) -> None:

@@ -15,7 +15,7 @@ from app.api.routes import TABLE
 from app.service import Loaded, ModelCard
 from core.config import ServeConfig
 from core.models import PoolingSpec
-from tests.rigs.operator import Idle
+from tests.rigs.operator import Idle, NoAdapters
 from tests.rigs.server import CARD, Server, Start
 
 NOT_GENERATING = ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/classify", "/classify")
@@ -140,7 +140,8 @@ async def attacked(
     server = await start(ServeConfig(control_routes=True))
     loaded = server.service.loaded
     server.engine.head = lambda prompt, pair: [0.5]
-    server.service.ready(Loaded(card, loaded.tokenizer, loaded.template, server.engine, operator=Idle()))
+    made = Loaded(card, loaded.tokenizer, loaded.template, server.engine, operator=Idle())
+    server.service.ready(msgspec.structs.replace(made, adapters=NoAdapters()))
     told = await get(server)
     with requests.Session() as session:
         return await asyncio.to_thread(how, told, server.url, session)

@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from core import env
-from core.config import CacheConfig, ModelConfig, ScheduleConfig, ServeConfig, SpeculativeConfig
+from core.config import CacheConfig, LoraConfig, ModelConfig, ScheduleConfig, ServeConfig, SpeculativeConfig
 from tests.rigs.tree import ROOMS, count, limits
 
 SURFACE = limits()["surface"]
 
 
 def test_settings() -> None:
-    groups = (ModelConfig, CacheConfig, ScheduleConfig, SpeculativeConfig, ServeConfig)
+    groups = (ModelConfig, CacheConfig, ScheduleConfig, SpeculativeConfig, LoraConfig, ServeConfig)
     assert sum(len(msgspec.structs.fields(group)) for group in groups) == SURFACE["config_fields"]
 
 

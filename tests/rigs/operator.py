@@ -1,6 +1,25 @@
-"""`app.engine.operator.Operator` without an engine."""
+"""`app.engine.operator.Operator` and `app.engine.adapters.Adapters` without an engine."""
 
 from __future__ import annotations
+
+from core.adapters import AdapterInfo
+
+
+class NoAdapters:
+    """Adapters of which every one can be loaded and unloaded, and none is there."""
+
+    enabled = True
+    listed: tuple[AdapterInfo, ...] = ()
+
+    def find(self, name: str) -> None: ...
+
+    def statistics(self) -> None: ...
+
+    async def load(self, name: str, path: str, pinned: bool = False) -> AdapterInfo:
+        return AdapterInfo(name=name, path=path)
+
+    async def unload(self, name: str) -> AdapterInfo:
+        return AdapterInfo(name=name, path="")
 
 
 class Idle:

@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 
+from app.engine.adapters import Adapters
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
 from app.engine.submit import LiveRun, Submitter
@@ -28,6 +29,9 @@ class Bench:
     """An engine over a fake executor, and the delivered pieces."""
 
     def __init__(self, tokenizer: Tokenizer, depth: int = 1, eager: bool = True, **options: object) -> None:
+        """`adapters` limits adapters, which may lie in `roots`."""
+        adapters = options.pop("adapters", None)
+        roots = options.pop("roots", ())
         fail_at = int(str(options.pop("fail_at", -1)))
         capabilities = Capabilities(
             num_pages=129,
@@ -38,12 +42,14 @@ class Bench:
             max_step_tokens=2048,
             max_drafts=int(str(options.pop("drafts", 0))),
             max_samples=100,
+            adapters=adapters,  # type: ignore[arg-type]
         )
         self.executor = FakeExecutor(capabilities, eager=eager, fail_at=fail_at)
         config = ScheduleConfig(**options)  # type: ignore[arg-type]
         self.scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
         self.engine = Engine(self.scheduler, self.executor, depth, monotonic)
-        self.submitter = Submitter(self.engine, tokenizer, monotonic)
+        self.adapters = Adapters(self.engine, adapters, ("org/tiny", "default"), roots)  # type: ignore[arg-type]
+        self.submitter = Submitter(self.engine, tokenizer, monotonic, adapters=self.adapters)
         self.engine.start(asyncio.get_running_loop())
         self.pieces: dict[str, list[Piece]] = {}
 

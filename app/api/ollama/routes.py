@@ -25,7 +25,7 @@ from app.api.openai.chat import chat_job, chat_spec
 from app.api.openai.common import request_id
 from app.api.openai.completions import completion_jobs
 from app.api.request.routing import Routes
-from app.api.request.sampling import check_model, ready
+from app.api.request.sampling import ready, selected
 from app.engine.job import Job
 from app.engine.reasoning_budget import Watch
 from app.http.answer import answer
@@ -43,8 +43,8 @@ NEVER = "2318-01-01T00:00:00Z"
 """`expires_at` of a model that stays loaded: Ollama's clients parse a date, and have no word for none."""
 
 
-def _find(service: Service, name: str | None) -> Loaded:
-    return ready(service, model_name(name, service.loaded))
+def _find(service: Service, name: str | None, lora_path: str | None) -> Loaded:
+    return ready(service, model_name(name, service.loaded), lora_path)
 
 
 LINES = Dialect(
@@ -142,11 +142,11 @@ async def running_models(request: web.Request) -> object:
     "/api/show",
     example="",
     has="details model_info capabilities",
-    model=lambda service, _: service.loaded,
+    model=lambda service, *_: service.loaded,
 )
 async def show(request: web.Request, body: OllamaShowBody, loaded: Loaded) -> object:
     """What the model is and can do, after Ollama."""
-    check_model(loaded, model_name(body.model or body.name, loaded))
+    selected(loaded, model_name(body.model or body.name, loaded))
     card, details = loaded.card, _details(loaded)
     can = [("completion", True), ("tools", loaded.tools), ("thinking", loaded.reasoning)]
     return {

@@ -86,7 +86,7 @@ async def chat_job(body: ChatBody, loaded: Loaded) -> tuple[Job, Watch]:
     """The job with its rendered prompt, and how to parse the answer. Raises `RequestError` for everything
     that can be checked without tokens."""
     budget = thinking_budget(body, loaded)
-    refuse_unsupported(body, takes=("use_beam_search", "chat_template"))
+    refuse_unsupported(body, takes=("use_beam_search", "chat_template", "lora_path"))
     tools = chosen_tools(body)
     job = base_job(
         body,

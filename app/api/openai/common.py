@@ -21,7 +21,7 @@ from app.api.request.sampling import (
 from app.api.request.schema import ChatBody, CompletionBody, Generation
 from app.engine.job import Job
 from app.service import Loaded
-from core.errors import field_error
+from core.errors import field_error, unsupported
 
 
 def request_id(body: Generation, prefix: str) -> str:
@@ -59,7 +59,9 @@ def base_job(
     """What both routes ask of the engine, without a prompt: everything checked that can be checked without
     tokens. Log-probabilities are counts of alternatives, -1 for none."""
     card = loaded.card
-    root = root_key(body.cache_salt, body.extra_key)
+    if body.lora_path and (loaded.adapter is None or loaded.adapter.name != body.lora_path):
+        raise unsupported("lora_path", "an adapter is named at the top of the body")
+    root = root_key(loaded, body.cache_salt, body.extra_key)
     return Job(
         id=id,
         prompt="",

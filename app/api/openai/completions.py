@@ -36,7 +36,7 @@ P = TypeVar("P")
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, which other servers copied."""
 
-_TAKES = ("use_beam_search", "suffix")
+_TAKES = ("use_beam_search", "suffix", "lora_path")
 
 
 class CompletionFrames(Chunks):

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from aiohttp import web
 
 from app.api.request.routing import Routes
-from app.api.request.sampling import check_model
+from app.api.request.sampling import selected
 from app.http.keys import SERVE, SERVICE
 
 ROUTES = Routes()
@@ -16,16 +16,16 @@ _VERSION = "Anthropic-Version"
 """A header that Anthropic's clients send."""
 
 
-def _model(request: web.Request, name: str) -> dict[str, object]:
-    """A model, also in the fields of Anthropic's API where its client asks."""
+def _model(request: web.Request, name: str, parent: str | None = None) -> dict[str, object]:
+    """A model, or an adapter of `parent`, also in the fields of Anthropic's API where its client asks."""
     card = request.app[SERVICE].loaded.card
     model: dict[str, object] = {
         "id": name,
         "object": "model",
         "created": card.created,
         "owned_by": "loom",
-        "root": card.name,
-        "parent": None,
+        "root": name if parent else card.name,
+        "parent": parent,
         "max_model_len": card.context_length,
     }
     if _VERSION in request.headers:
@@ -36,19 +36,24 @@ def _model(request: web.Request, name: str) -> dict[str, object]:
 
 @ROUTES.add("GET /v1/models", has="object data")
 async def models(request: web.Request) -> object:
-    """The list with the one model, by all its names."""
-    names = request.app[SERVICE].loaded.card.names
-    answer: dict[str, object] = {"object": "list", "data": [_model(request, name) for name in names]}
+    """The list with the one model, by all its names, and its adapters."""
+    loaded = request.app[SERVICE].loaded
+    data = [_model(request, name) for name in loaded.card.names]
+    if loaded.adapters is not None:
+        data += [_model(request, each.name, loaded.card.name) for each in loaded.adapters.listed]
+    answer: dict[str, object] = {"object": "list", "data": data}
     if _VERSION in request.headers:
-        answer |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        answer |= {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return answer
 
 
 @ROUTES.add("GET /v1/models/{id:.+}", has="id object created owned_by")
 async def model(request: web.Request) -> object:
-    """One model by name."""
+    """One model or adapter by name."""
     loaded = request.app[SERVICE].loaded
-    check_model(loaded, name := request.match_info["id"])
+    adapter = selected(loaded, name := request.match_info["id"]).adapter
+    if adapter is not None:
+        return _model(request, adapter.name, loaded.card.name)
     return _model(request, name if name in loaded.card.names else loaded.card.name)
 
 

@@ -169,7 +169,7 @@ async def run_pooled(
         seed=0,
         ignore_eos=True,
         priority=priority(body.priority),
-        root=root_key(body.cache_salt, body.extra_key),
+        root=root_key(loaded, body.cache_salt, body.extra_key),
     )
     done = Pooled(base.id, [])
     async for run in finished_runs(_jobs(inputs, base), loaded):

@@ -48,7 +48,7 @@ class EmbeddingBody(PoolBody, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    lora_path: Any = None
+    lora_path: str | None = None
 
 
 class PoolingBody(EmbeddingBody, kw_only=True):
@@ -104,11 +104,9 @@ async def pooling(request: web.Request, body: PoolingBody, loaded: Loaded) -> we
 
 
 def check_format(body: EmbeddingBody) -> None:
-    """Raise `RequestError` for an unknown `encoding_format`, or an adapter."""
+    """Raise `RequestError` for an unknown `encoding_format`."""
     if body.encoding_format not in (None, *FORMATS):
         raise RequestError(f"'encoding_format' must be one of {', '.join(FORMATS)}.", "encoding_format")
-    if body.lora_path:
-        raise RequestError("Adapters are not available on this server.", "lora_path", "unsupported")
 
 
 async def encoded_inputs(body: EmbeddingBody, loaded: Loaded) -> list[Input]:

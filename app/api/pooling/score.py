@@ -99,7 +99,7 @@ async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
     A label is scored as the last token of a prompt that generates nothing: shared prefixes are computed once
     thanks to the radix tree, and the number of labels is not limited by a top-k.
     """
-    scoring = _check(body, loaded.card.vocab_size)
+    scoring = _check(body, loaded)
     scored = Scored([])
     step = max(1, WINDOW // len(scoring.labels))
     for start in range(0, len(scoring.items), step):
@@ -114,7 +114,7 @@ async def score_answer(body: ScoreBody, loaded: Loaded) -> dict[str, object]:
     }
 
 
-def _check(body: ScoreBody, vocab_size: int) -> ScoreRequest:
+def _check(body: ScoreBody, loaded: Loaded) -> ScoreRequest:
     """Check everything that needs no tokenization."""
     for name in ("query", "items", "label_token_ids"):
         if getattr(body, name) is None or (name != "query" and not getattr(body, name)):
@@ -125,15 +125,15 @@ def _check(body: ScoreBody, vocab_size: int) -> ScoreRequest:
         raise RequestError(
             f"{len(items)} items with {len(labels)} labels are more than {MAX_CHOICES} scores.", "items"
         )
-    check_ids(labels, vocab_size, "label_token_ids")
-    _check_items(body.query, items, vocab_size)
+    check_ids(labels, loaded.card.vocab_size, "label_token_ids")
+    _check_items(body.query, items, loaded.card.vocab_size)
     base = Job(
         id=f"score-{secrets.token_hex(16)}",
         prompt="",
         max_tokens=0,
         seed=0,
         priority=priority(body.priority),
-        root=root_key(body.cache_salt, body.extra_key),
+        root=root_key(loaded, body.cache_salt, body.extra_key),
     )
     return ScoreRequest(body.query, items, body.item_first is True, labels, base)
 

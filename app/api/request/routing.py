@@ -91,12 +91,13 @@ class Routes(list[Route]):
         self,
         kind: type[B],
         *paths: str,
-        model: Callable[[Service, str | None], Loaded] = ready,
+        model: Callable[[Service, str | None, str | None], Loaded] = ready,
         names: Mapping[str, str] | None = None,
         **facts: Unpack[Facts],
     ) -> Callable[[BodyAnswering[B]], Handler]:
         """Decorates the handler of one or more paths that take a body of this `kind`. `model` finds the
-        model that the body names; `names` are of fields in errors, as `fields_named` takes them."""
+        model and the adapter that the body names; `names` are of fields in errors, as `fields_named` takes
+        them."""
         facts["body"] = kind
         targets = [f"POST {path}" for path in paths]
 
@@ -105,7 +106,9 @@ class Routes(list[Route]):
             async def received(request: web.Request) -> object:
                 sent = await decoded(request, kind, b"{}" if facts.get("optional") else b"")
                 with fields_named(names or {}):
-                    loaded = model(request.app[SERVICE], getattr(sent, "model", None))
+                    adapter = getattr(sent, "lora_path", None)
+                    named = adapter if isinstance(adapter, str) else None  # `/generate` takes one per prompt
+                    loaded = model(request.app[SERVICE], getattr(sent, "model", None), named)
                     return await handler(request, sent, loaded)
 
             return self.add(*targets, **facts)(received)

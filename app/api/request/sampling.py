@@ -9,18 +9,18 @@ import msgspec
 
 from app.api.request.prompts import check_ids
 from app.api.request.schema import ExtensionFields, Generation, NativeSampling, RepetitionDetection
+from app.engine.adapters import DISABLED
 from app.engine.job import Keep, TextOptions
 from app.http.body import check_depth
 from app.http.tenant import tenant
-from app.service import Loaded, ModelCard, Phase, Service
+from app.service import SERVED, Loaded, ModelCard, Phase, Service
 from app.text.repetition import MAX_LENGTH, Repetition
-from core.errors import NotFound, RequestError, Unavailable, field_error
+from core.adapters import AdapterInfo
+from core.errors import NotFound, RequestError, Unavailable, field_error, unsupported
 from core.request import SamplingParams
 from core.request.params import MAX_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from core.types import RootKey
 
-SERVED = "default"
-"""Stands for the one model: SGLang's and llama.cpp's clients send it when they do not know the name."""
 MAX_N = 128
 MAX_CHOICES = 2048
 """Prompts times n of one request: the largest batch that lm-eval and batch clients send is 1,024.
@@ -37,32 +37,53 @@ MAX_PARAMS = 2**16
 """Of a logit processor: decoded on the launch thread, at some 5 ns a character."""
 
 
-def ready(service: Service, model: str | None) -> Loaded:
+def ready(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
     """The model, for a request that wants tokens. No name means the only model there is."""
-    loaded = available(service, model)
+    loaded = available(service, model, lora_path)
     loaded.card.check_task("generate")
     return loaded
 
 
-def available(service: Service, model: str | None) -> Loaded:
+def available(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
     """The same for any request, whatever the model was made for."""
     loaded = service.loaded
     if service.health.phase is not Phase.READY:
         raise Unavailable(service.health.reason or "The server is shutting down.")
-    check_model(loaded, model)
-    return loaded
+    return selected(loaded, model, lora_path)
 
 
-def current(service: Service, model: str | None) -> Loaded:
+def current(service: Service, model: str | None, lora_path: str | None = None) -> Loaded:
     """The same for a request that runs nothing: answered while the server drains too."""
-    check_model(service.loaded, model)
-    return service.loaded
+    return selected(service.loaded, model, lora_path)
 
 
-def check_model(loaded: Loaded, model: str | None) -> None:
-    """Raise `NotFound` unless `model` is unset, one of the served names, or `SERVED`."""
-    if model and model not in (*loaded.card.names, SERVED):
-        raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
+def selected(loaded: Loaded, model: str | None, lora_path: str | None = None) -> Loaded:
+    """The model with the adapter that a request names, if any: `model` is unset, `SERVED`, one of the served
+    names, an adapter, or `name:adapter`; `lora_path` is an adapter. Raises `NotFound` for another model, and
+    `RequestError` for another adapter."""
+    names = (*loaded.card.names, SERVED)
+    adapter = None
+    if model and model not in names:
+        own = next((model[len(name) + 1 :] for name in names if model.startswith(f"{name}:")), model)
+        adapter = _adapter(loaded, own)
+        if adapter is None:
+            raise NotFound(f"The model '{model[:200]}' does not exist.", "model", "model_not_found")
+    if lora_path:
+        if loaded.adapters is None or not loaded.adapters.enabled:
+            raise unsupported("lora_path", DISABLED)
+        if adapter is not None and adapter.name != lora_path:
+            raise field_error("lora_path", f"names another adapter than 'model': '{adapter.name}'")
+        adapter = _adapter(loaded, lora_path)
+        if adapter is None:
+            raise field_error("lora_path", f"names no loaded adapter: '{lora_path[:200]}'", "model_not_found")
+    if adapter is None:
+        return loaded
+    card = msgspec.structs.replace(loaded.card, name=adapter.name)
+    return msgspec.structs.replace(loaded, card=card, adapter=adapter)
+
+
+def _adapter(loaded: Loaded, name: str) -> AdapterInfo | None:
+    return None if loaded.adapters is None else loaded.adapters.find(name)
 
 
 def choices(n: int | None, prompts: int = 1, prefix: str = "") -> int:
@@ -250,13 +271,15 @@ def _listed(value: str | list[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def root_key(cache_salt: str | None, extra_key: str | None) -> RootKey:
-    """The root of the prefix cache: one for each tenant, and within it one for each salt."""
+def root_key(loaded: Loaded, cache_salt: str | None, extra_key: str | None) -> RootKey:
+    """The adapter that the request has selected, and the root of the prefix cache: one for each adapter and
+    tenant, and within it one for each salt."""
     check_length(cache_salt, "cache_salt")
     check_length(extra_key, "extra_key")
     # With the length in front no salt and key can spell another pair.
     salt = f"{len(cache_salt or '')}:{cache_salt or ''}{extra_key or ''}" if cache_salt or extra_key else ""
-    return RootKey(tenant=tenant(), salt=salt)
+    adapter = "" if loaded.adapter is None else loaded.adapter.id
+    return RootKey(adapter=adapter, tenant=tenant(), salt=salt)
 
 
 def keep(key: str | None, retention: str | None, root: RootKey) -> Keep | None:

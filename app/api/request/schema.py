@@ -128,6 +128,7 @@ class Generation(Sampling, kw_only=True):
     """What `/v1/chat/completions` and `/v1/completions` share."""
 
     model: str | None = None
+    lora_path: str | None = None
     seed: Int | None = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
@@ -210,6 +211,7 @@ class NativeBody(ExtensionFields, kw_only=True):
     text: Text | None = None
     input_ids: list[Int | list[Int]] | None = None
     input_embeds: Rows = msgspec.field(default_factory=msgspec.Raw)
+    lora_path: str | list[str | None] | None = None
     sampling_params: NativeSampling | None = None
     stream: bool | None = None
     rid: Text | None = None
@@ -264,7 +266,7 @@ _FIELDS: dict[str, str] = {
     "logit_processors": "logits processors cannot be sent with a request",
     "logits_processors": "logits processors cannot be sent with a request",
     "use_beam_search": "beams are searched by /v1/completions and /v1/chat/completions",
-    "lora_path": "adapters are not available on this server",
+    "lora_path": "an adapter is named at the top of the body",
     "prompt_embeds": "embeddings are taken by /v1/completions",
     "input_embeds": "embeddings are taken by /generate",
     "chat_template": "a chat template is taken where messages are",

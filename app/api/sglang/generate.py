@@ -28,6 +28,7 @@ from app.api.request.sampling import (
     requested_fields,
     root_key,
     sampling_params,
+    selected,
     stream_interval,
     text_options,
     wants_states,
@@ -41,7 +42,7 @@ from app.http.aside import aside, prompt_count
 from app.http.tenant import tenant
 from app.service import Loaded
 from core.errors import RequestError, field_error
-from core.types import Floats
+from core.types import Floats, RootKey
 
 ROUTES = Routes()
 
@@ -100,7 +101,7 @@ def _budget(body: NativeBody, loaded: Loaded) -> int | None:
 
 def native_jobs(body: NativeBody, loaded: Loaded, given: EmbeddedPrompts | None = None) -> list[Job]:
     """One job per prompt. `given` are those of `input_embeds`."""
-    refuse_unsupported(body, takes=("input_embeds",))
+    refuse_unsupported(body, takes=("input_embeds", "lora_path"))
     sampling = body.sampling_params or NativeSampling()
     refuse_unsupported(sampling, _IN)
     param, prompts, _ = _prompts(body, given)
@@ -130,17 +131,27 @@ def native_jobs(body: NativeBody, loaded: Loaded, given: EmbeddedPrompts | None 
         bad_words=bad_words(sampling, _IN) or bad_words(body),
         grammar=constraint_of(body, sampling),
         priority=priority(body.priority),
-        root=root_key(body.cache_salt, body.extra_key),
     )
+    roots = _roots(body, loaded, len(prompts))
     jobs = []
     for i, prompt in enumerate(prompts):
         name = param if len(prompts) == 1 else f"{param}[{i}]"
-        job = msgspec.structs.replace(base, id=ids[i], prompt_param=name)
+        job = msgspec.structs.replace(base, id=ids[i], prompt_param=name, root=roots[i])
         if isinstance(prompt, np.ndarray):
             jobs.append(embedded(job, prompt, name))
         else:
             jobs.append(msgspec.structs.replace(job, prompt=check_prompt(prompt, vocab_size, name)))
     return jobs
+
+
+def _roots(body: NativeBody, loaded: Loaded, prompts: int) -> list[RootKey]:
+    """Of each prompt: `lora_path` is an adapter for all, or a list with one or none for each."""
+    if not isinstance(body.lora_path, list):
+        return [root_key(loaded, body.cache_salt, body.extra_key)] * prompts
+    if len(body.lora_path) != prompts:
+        raise field_error("lora_path", f"must have {prompts} entries, as many as there are prompts")
+    each = (selected(loaded, None, adapter) for adapter in body.lora_path)
+    return [root_key(one, body.cache_salt, body.extra_key) for one in each]
 
 
 def _experts(body: NativeBody, sampling: NativeSampling, loaded: Loaded) -> dict[str, int]:

@@ -1,0 +1,265 @@
+"""LoRA adapters of a running engine: their names, the requests that use them, and where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from app.engine.loop import Engine
+from app.engine.shielded import Shielded, shielded
+from core.adapters import NAME, NAMING, AdapterInfo, AdapterLimits
+from core.errors import ConfigError, NotFound, RequestError, field_error
+
+DISABLED = "adapters are not enabled: start the server with --enable-lora or --lora"
+
+
+class AdapterStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters by where they are."""
+
+    places: int
+    """On the device."""
+    taken: int
+    """Of these, with an adapter."""
+    host: int
+    """In host memory."""
+    loaded: int
+    """Of which requests may be sent."""
+
+
+class _Use(msgspec.Struct, eq=False):
+    """A loaded adapter, and what must end before it is unloaded."""
+
+    info: AdapterInfo
+    jobs: int = 0
+    placing: bool = False
+    """On its way to the device."""
+    closing: bool = False
+    """Being unloaded: no more jobs."""
+    changed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+
+
+class Adapters(Shielded):
+    """Loads and unloads adapters while requests run.
+
+    An adapter that is loaded was read into host memory once, so that a wrong one is refused then. Later the
+    least recently placed makes way there for others, and is read again when it is needed.
+
+    To unload takes two phases: the name is gone at once, then jobs that have the adapter end, then its memory
+    is freed. An adapter that is loaded under the same name meanwhile is another one.
+
+    Owner: event loop.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: AdapterLimits | None = None,
+        reserved: Collection[str] = (),
+        roots: Sequence[Path] = (),
+    ) -> None:
+        """`limits` None: adapters are refused. `reserved` are names that none may have. Only directories in
+        `roots` are loaded."""
+        super().__init__()
+        self._engine = engine
+        self._limits = limits
+        self._reserved = reserved
+        self._roots = [root.expanduser().resolve() for root in roots]
+        self._named: dict[str, AdapterInfo] = {}
+        self._arriving: dict[str, bool] = {}
+        """Names under which adapters are being loaded, and whether pinned."""
+        self._uses: dict[str, _Use] = {}
+        self._host: OrderedDict[str, None] = OrderedDict()
+        """Ids of those in host memory, the least recently placed first."""
+        self._room = asyncio.Lock()
+        """Held while host memory changes hands."""
+        self._copied = asyncio.Event()
+        engine.on_place = self._on_place
+
+    # -- by name ---------------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there can be adapters at all."""
+        return self._limits is not None
+
+    @property
+    def listed(self) -> list[AdapterInfo]:
+        """Adapters that requests may name, oldest first."""
+        return list(self._named.values())
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """The adapter of that name."""
+        return self._named.get(name)
+
+    def names(self, ids: Collection[str]) -> list[str]:
+        """The names of loaded adapters, those being unloaded too."""
+        return sorted(self._uses[id].info.name for id in ids if id in self._uses)
+
+    @shielded
+    async def load(self, name: str, path: str, pinned: bool = False, trusted: bool = False) -> AdapterInfo:
+        """Read an adapter from a directory; `trusted`: from any. Raises `RequestError` with what is wrong."""
+        limits = self._check(name, pinned)
+        self._arriving[name] = pinned
+        try:
+            found = await asyncio.to_thread(self._resolved, path, trusted)
+            info = AdapterInfo(id=secrets.token_hex(16), name=name, path=str(found), pinned=pinned)
+            use = _Use(info)
+            try:
+                await self._read(use, limits)
+            except RequestError as error:
+                raise RequestError(error.message, "lora_path", "adapter_refused") from None
+        finally:
+            del self._arriving[name]
+        self._uses[info.id] = use
+        self._named[name] = info
+        if pinned:
+            self._engine.places.pin(info.id)
+        return info
+
+    @shielded
+    async def unload(self, name: str) -> AdapterInfo:
+        """Refuse new jobs with an adapter, wait until those under way have ended, and free its memory. Raises
+        `NotFound`."""
+        self._enabled()
+        if (info := self._named.pop(name, None)) is None:
+            raise NotFound(f"No adapter '{name[:200]}' is loaded.", "lora_name", "model_not_found")
+        use = self._uses[info.id]
+        use.closing = True
+        while use.jobs or use.placing:
+            use.changed.clear()
+            await use.changed.wait()
+        del self._uses[info.id]
+        self._engine.places.forget(info.id)
+        async with self._room:
+            if info.id in self._host:
+                await self._drop(info.id)
+        return info
+
+    async def start(self, adapters: Sequence[AdapterInfo]) -> None:
+        """Load those of the start. Raises `ConfigError`."""
+        for each in adapters:
+            try:
+                await self.load(each.name, each.path, each.pinned, trusted=True)
+            except RequestError as error:
+                raise ConfigError(f"the adapter {each.name} at {each.path} is refused: {error}") from None
+
+    def statistics(self) -> AdapterStatistics | None:
+        """Numbers of adapters; None where there can be none."""
+        if self._limits is None:
+            return None
+        return AdapterStatistics(
+            places=self._limits.places,
+            taken=self._engine.places.taken,
+            host=len(self._host),
+            loaded=len(self._named),
+        )
+
+    # -- by job ----------------------------------------------------------------------------------------
+
+    def acquire(self, id: str) -> None:
+        """A job with the adapter begins. Raises `NotFound` where it has been unloaded since it was found."""
+        if not id:
+            return
+        use = self._uses.get(id)
+        if use is None or use.closing:
+            raise NotFound("The adapter was unloaded.", "model", "model_not_found")
+        use.jobs += 1
+
+    def release(self, id: str) -> None:
+        """It has ended."""
+        if id:
+            use = self._uses[id]
+            use.jobs -= 1
+            use.changed.set()
+
+    # -- checks ----------------------------------------------------------------------------------------
+
+    def _enabled(self) -> AdapterLimits:
+        if self._limits is None:
+            raise RequestError(f"{DISABLED[0].upper()}{DISABLED[1:]}.", "lora_name", "adapters_off")
+        return self._limits
+
+    def _check(self, name: str, pinned: bool) -> AdapterLimits:
+        limits = self._enabled()
+        if not NAME.fullmatch(name):
+            raise RequestError(f"'lora_name' is not a name: {NAMING}.", "lora_name")
+        if name in self._reserved:
+            raise field_error("lora_name", "is a name of the model itself")
+        if name in self._named or name in self._arriving:
+            raise field_error("lora_name", f"is taken: an adapter '{name}' is loaded already")
+        held = sum(use.info.pinned for use in self._uses.values()) + sum(self._arriving.values())
+        if pinned and held + 1 >= min(limits.places, limits.host):
+            raise field_error("pinned", f"is refused: {held} adapters are pinned, others need room")
+        return limits
+
+    def _resolved(self, path: str, trusted: bool) -> Path:
+        """The real directory at `path`, which is not left by links or dots."""
+        try:
+            found = Path(path).expanduser().resolve()
+            inside = trusted or any(found.is_relative_to(root) for root in self._roots)
+            if inside and found.is_dir():
+                return found
+        except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, a null byte
+            inside = False
+        if inside:
+            raise field_error("lora_path", "is no directory on the server")
+        raise field_error("lora_path", "is outside of the directories that --lora-root and --lora name")
+
+    # -- host memory and device --------------------------------------------------------------------------
+
+    async def _read(self, use: _Use, limits: AdapterLimits) -> None:
+        """Have it in host memory, where another makes way. Raises `RequestError`."""
+        id = use.info.id
+        if id in self._host:  # without the lock, whose holder may wait for the copy of this one
+            self._host.move_to_end(id)
+            return
+        async with self._room:
+            while len(self._host) >= limits.host:
+                await self._make_room()
+            self._host[id] = None
+            try:
+                await self._engine.commands.carry_out("adapter_read", use.info.path, adapter=id)
+            except RequestError:
+                del self._host[id]
+                raise
+
+    async def _make_room(self) -> None:
+        """Drop one, or wait until the copy of one is done. Others are never all pinned."""
+        for id in self._host:
+            use = self._uses.get(id)
+            if use is None or not (use.info.pinned or use.placing):
+                await self._drop(id)
+                return
+        self._copied.clear()
+        await self._copied.wait()
+
+    async def _drop(self, id: str) -> None:
+        del self._host[id]
+        await self._engine.commands.carry_out("adapter_drop", adapter=id)
+
+    def _on_place(self, id: str, place: int) -> None:
+        use = self._uses[id]
+        use.placing = True
+        self._begin(f"places {use.info.name}", self._place(use, place), logging.DEBUG)
+
+    async def _place(self, use: _Use, place: int) -> None:
+        """Copy it to the place. Where that fails, its requests end with the reason."""
+        assert self._limits is not None
+        id = use.info.id
+        try:
+            await self._read(use, self._limits)
+            await self._engine.commands.carry_out("adapter_place", adapter=id, place=place)
+            self._engine.places.placed(id)
+            self._engine.wake()
+        except RequestError as error:
+            self._engine.lose(id, f"The adapter '{use.info.name}' cannot be run: {error}")
+        finally:
+            use.placing = False
+            use.changed.set()
+            self._copied.set()
