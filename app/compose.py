@@ -89,7 +89,7 @@ def load(config: Config, progress: Progress) -> Live:
     grammars = _grammars(tokenizer, spec.vocab_size, helper) if generates else None
     drafting = _drafting(config, progress)
     executor = build_executor(
-        spec, checkpoint.path, config.model, config.cache, config.schedule, progress, Beside(drafting)
+        spec, checkpoint.path, config.model, config.cache, config.schedule, progress, Beside(drafting, limits)
     )
     executor.prepare(partial(progress, "graphs"))
     progress("ready", 1.0)

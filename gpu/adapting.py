@@ -43,7 +43,7 @@ class Adapting(NamedTuple):
             raise ConfigError(
                 f"Not enough memory: {limits.host} adapters of rank {limits.max_rank} take "
                 f"{host / GIB:.2f} GiB of the host's, {left / GIB:.2f} GiB is free. "
-                "Lower --max-cpu-loras or --max-lora-rank."
+                "Lower --max-loaded-loras or --max-lora-rank."
             )
         log.info(
             "adapters of up to rank %d: %d on the device (%.2f GiB), %d on the host (%.2f GiB)",

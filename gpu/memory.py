@@ -188,9 +188,9 @@ def plan_memory(
         left -= sum(needs.fixed)
         if left < 0:
             raise ConfigError(
-                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs.fixed))}{_adapters(needs)}, "
-                f"{_gib(available - weights)} is left beside the weights. Lower --step-tokens or "
-                "--max-running, or use a smaller --model."
+                f"Not enough memory: graphs, logits and workspace need {_gib(sum(needs.fixed))}"
+                f"{_adapters(needs)}, {_gib(available - weights)} is left beside the weights. "
+                "Lower --step-tokens or --max-running, or use a smaller --model."
             )
     size = cache.page_size
     kept = page_dtype(cache, dtype)

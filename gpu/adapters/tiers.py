@@ -55,7 +55,7 @@ class AdapterTiers:
         rest and returns when it is done. Raises `ConfigError`."""
         if command.action == "adapter_read":
             if not self._free:
-                raise ConfigError(f"the host has room for {len(self._arena)} adapters (--max-cpu-loras)")
+                raise ConfigError(f"the host has room for {len(self._arena)} adapters (--max-loaded-loras)")
             buffer = self._free.pop()
             return lambda: self._fill(command.adapter, Path(command.path), buffer)
         buffer, place = self._find(command.adapter), command.place
