@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from core.cache.manager import CacheManager
 from core.clock import monotonic
+from core.command import Command, CommandDone
 from core.config import ScheduleConfig
 from core.executor import Executor
 from core.grammar import CompiledGrammar
@@ -44,16 +46,31 @@ class Driver:
         self.scheduler = Scheduler(caps, cache, schedule, monotonic)
         executor.start(self._arrived.release)
         self._made = 0
+        self._commands: list[str] = []
+        self._placing = 0
+
+    def load(self, adapter: str, path: Path) -> None:
+        """Read an adapter to the host."""
+        self._commands.append("")
+        self._executor.command(
+            Command(id=len(self._commands), action="adapter_read", adapter=adapter, path=str(path))
+        )
+        assert self._arrived.acquire(timeout=PATIENCE), "no answer arrived"
+        (done,) = self._executor.results()
+        assert isinstance(done, CommandDone) and done.error is None
 
     def run(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         grammars: Sequence[CompiledGrammar | None] = (),
+        adapters: Sequence[str] = (),
     ) -> list[Answer]:
         """Run all requests, starting one in each iteration. A prompt is token ids, or embeddings. The first
-        requests have `grammars`."""
+        requests have `grammars` and `adapters`, "" for none."""
         requests = [self._request(p, s) for p, s in zip(prompts, params, strict=True)]
+        for request, adapter in zip(requests, adapters, strict=False):
+            request.root = RootKey(adapter=adapter)
         for request, grammar in zip(requests, grammars, strict=False):
             request.grammar = grammar
         answers = {request.id: Answer([], [], [], request.prompt_logprobs) for request in requests}
@@ -81,10 +98,21 @@ class Driver:
         while self.scheduler.in_flight <= self._depth and (plan := self.scheduler.plan()) is not None:
             self._executor.submit(plan)
         self.scheduler.take_finished()
-        if not self.scheduler.in_flight:
+        for adapter, place in self.scheduler.places.take_due():
+            self._commands.append(adapter)
+            self._placing += 1
+            self._executor.command(
+                Command(id=len(self._commands), action="adapter_place", adapter=adapter, place=place)
+            )
+        if not self.scheduler.in_flight and not self._placing:
             return
         assert self._arrived.acquire(timeout=PATIENCE), "no result arrived"
         for result in self._executor.results():
+            if isinstance(result, CommandDone):
+                assert result.error is None
+                self._placing -= 1
+                self.scheduler.places.placed(self._commands[result.id - 1])
+                continue
             assert isinstance(result, StepResult), result
             confirmed = self.scheduler.apply(result)
             for row, (request, token) in enumerate(zip(confirmed.requests, confirmed.tokens, strict=True)):
