@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -44,13 +45,13 @@ from core.config import (
     SpeculativeConfig,
     check_speculation,
 )
-from core.errors import ConfigError, LoomError, Unavailable
+from core.errors import ConfigError, LoomError, Unavailable, field_error
 from core.types import Floats
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-__all__ = ["LLM", "Choice", "Delta", "Output"]
+__all__ = ["LLM", "Choice", "Delta", "LoRARequest", "Output"]
 
 Prompt = str | Sequence[int]
 """A text, or token ids."""
@@ -61,6 +62,18 @@ Conversations = Messages | Sequence[Messages]
 Sampling = Mapping[str, Any] | None
 """Sampling parameters by name; keywords come on top."""
 Body = ChatBody | CompletionBody
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """A LoRA adapter that `LLM` loads when it is first used, after vLLM, whose own class does too."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""Of all prompts, or of each."""
 
 
 class LLM:
@@ -137,21 +150,39 @@ class LLM:
 
     # -- whole answers -----------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompts, sampling: Sampling = None, **fields: Any) -> list[Output]:
+    def generate(
+        self, prompts: Prompts, sampling: Sampling = None, *, lora_request: Adapters = None, **fields: Any
+    ) -> list[Output]:
         """Continue one prompt or each of many; the outputs are in their order."""
-        return self._wait(self._many(_completions(prompts, sampling, fields)))
+        return self._wait(self._many(_completions(prompts, sampling, fields), lora_request))
 
-    async def agenerate(self, prompts: Prompts, sampling: Sampling = None, **fields: Any) -> list[Output]:
+    async def agenerate(
+        self, prompts: Prompts, sampling: Sampling = None, *, lora_request: Adapters = None, **fields: Any
+    ) -> list[Output]:
         """`generate` on the caller's loop. Cancelling it ends the requests."""
-        return await self._hand(self._many(_completions(prompts, sampling, fields)))
+        return await self._hand(self._many(_completions(prompts, sampling, fields), lora_request))
 
-    def chat(self, messages: Conversations, sampling: Sampling = None, **fields: Any) -> list[Output]:
+    def chat(
+        self,
+        messages: Conversations,
+        sampling: Sampling = None,
+        *,
+        lora_request: Adapters = None,
+        **fields: Any,
+    ) -> list[Output]:
         """Answer one conversation or each of many."""
-        return self._wait(self._many(_chats(messages, sampling, fields)))
+        return self._wait(self._many(_chats(messages, sampling, fields), lora_request))
 
-    async def achat(self, messages: Conversations, sampling: Sampling = None, **fields: Any) -> list[Output]:
+    async def achat(
+        self,
+        messages: Conversations,
+        sampling: Sampling = None,
+        *,
+        lora_request: Adapters = None,
+        **fields: Any,
+    ) -> list[Output]:
         """`chat` on the caller's loop. Cancelling it ends the requests."""
-        return await self._hand(self._many(_chats(messages, sampling, fields)))
+        return await self._hand(self._many(_chats(messages, sampling, fields), lora_request))
 
     def embed(self, inputs: Prompts, **fields: Any) -> list[Floats]:
         """A vector for one input or each of many, float32 [width], as `/v1/embeddings` makes it."""
@@ -263,8 +294,25 @@ class LLM:
     async def _one_by_one(self, bodies: Sequence[msgspec.Struct]) -> list[dict[str, Any]]:
         return [await answer(body, self._live.loaded) for body in bodies]
 
-    async def _many(self, bodies: Sequence[Body]) -> list[Output]:
+    async def _adapt(self, bodies: Sequence[Body], adapters: Adapters) -> None:
+        """Select an adapter for each body; those that are not loaded are loaded."""
+        registry = self._live.registry
+        each = adapters if isinstance(adapters, Sequence) else [adapters] * len(bodies)
+        if len(each) != len(bodies):
+            raise TypeError(f"there are {len(each)} adapters for {len(bodies)} prompts")
+        for body, adapter in zip(bodies, each, strict=True):
+            if adapter is None:
+                continue
+            known = registry.find(adapter.lora_name)
+            if known is None:
+                await registry.load(adapter.lora_name, adapter.lora_path, trusted=True)
+            elif known.path != str(Path(adapter.lora_path).expanduser().resolve()):
+                raise field_error("lora_request", f"names '{known.name}', which was loaded from {known.path}")
+            body.lora_path = adapter.lora_name
+
+    async def _many(self, bodies: Sequence[Body], adapters: Adapters) -> list[Output]:
         """Side by side, as many as keep the engine full; more would only wait in its queue."""
+        await self._adapt(bodies, adapters)
         window = asyncio.Semaphore(self.window)
         bar = tqdm(total=len(bodies), unit="req") if self._progress else None
 
