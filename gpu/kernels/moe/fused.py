@@ -5,7 +5,7 @@ up to 128 rows      choose, sort, gate_up, down, moe_sum_add_norm       5
 above               route, scatter, gate_up, down, moe_sum_add_norm     5
 
 FP8 weights multiply rows that are quantised first, 2 launches more; `few_rows_moe` widens them instead, since
-reading them is its time.
+reading them is its time. Adapters are a launch more before each GEMM, and few rows take these GEMMs too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from torch import Tensor
 from core.models.quant import BLOCK
 from gpu.experts import Experts
 from gpu.kernels.gemm.quant import quantise_rows
+from gpu.kernels.moe.adapters import shrink_pairs
 from gpu.kernels.moe.combine import moe_sum_add_norm
 from gpu.kernels.moe.few_rows import few_rows_moe
+from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.norm import rms_norm
+from gpu.lora import LoraExperts, LoraRows
 
 
 def fused_moe_add_norm(
@@ -31,6 +34,7 @@ def fused_moe_add_norm(
     after: tuple[Tensor, Tensor, float],
     *,
     keep: Tensor | None = None,
+    adapters: tuple[LoraExperts, LoraRows] | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -41,27 +45,37 @@ def fused_moe_add_norm(
     config    from `gpu.kernels.moe.tuned`, for T rows
     after     the residual [T, hidden], updated in place, the next norm's weight [hidden], and eps
     keep      [T, hidden], whose rows may be strided, gets the new residual too
+    adapters  of the rows: their deltas are added to gate and up before silu, to down before the weights
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   the normed [T, hidden] in x's dtype
     """
     residual, norm, eps = after
-    if config.small:
+    if config.small and adapters is None:
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
         return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
     w13, w2, top_k, renormalise, _, scales, _ = experts
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
-    if scales is None:
-        hidden = grouped_gemm(x, w13, tiles, tall, up, gated=True, pdl=pdl)
-        parts = grouped_gemm(hidden, w2, tiles, tall, low, after=up, pdl=pdl)
-    else:
-        s13, s2 = scales
-        group = BLOCK if s13.dim() == w13.dim() else 0
-        numbers, rows = quantise_rows(x, group=group, num_rows=num_rows, pdl=pdl)
-        hidden = grouped_gemm(
-            numbers, w13, tiles, tall, up, gated=True, scales=(rows, s13), dtype=x.dtype, pdl=pdl
-        )
+
+    def product(rows: Tensor, at: int, after: TileConfig | None = None) -> Tensor:
+        """The layer's first or second GEMM of `rows`, with the deltas of its adapters."""
+        gated = at == 0
+        w, cut = ((w13, up), (w2, low))[at]
+        delta, lora = None, None if adapters is None else adapters[0][at]
+        if adapters is not None and lora is not None:
+            delta = shrink_pairs(rows, lora, adapters[1], tiles, tall, top_k, gathered=gated, pdl=pdl)
+            after = None  # another kernel runs in between
+        if scales is None:
+            return grouped_gemm(rows, w, tiles, tall, cut, gated=gated, after=after, delta=delta, pdl=pdl)
+        group = BLOCK if scales[at].dim() == w.dim() else 0
         # Places are sorted: those of true rows come first, top_k of each.
-        numbers, rows = quantise_rows(hidden, group=group, per=top_k, num_rows=num_rows, pdl=pdl)
-        parts = grouped_gemm(numbers, w2, tiles, tall, low, scales=(rows, s2), dtype=x.dtype, pdl=pdl)
+        per = 1 if gated else top_k
+        numbers, by_row = quantise_rows(rows, group=group, per=per, num_rows=num_rows, pdl=pdl)
+        by = by_row, scales[at]
+        return grouped_gemm(
+            numbers, w, tiles, tall, cut, gated=gated, scales=by, dtype=x.dtype, delta=delta, pdl=pdl
+        )
+
+    hidden = product(x, 0)
+    parts = product(hidden, 1, after=up)
     return moe_sum_add_norm(parts, routing, residual, norm, eps, keep=keep, num_rows=num_rows, pdl=pdl)

@@ -34,6 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core.models.quant import BLOCK
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
+from gpu.kernels.moe.adapters import Delta, DeltaShape, add_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.grouped_gemm_tma import TALL, tma_gemm
 from gpu.kernels.moe.route import Tiles
@@ -116,6 +117,31 @@ def _add_scaled(
 
 
 @jit
+def _add_deltas(
+    acc: tl.tensor,
+    up: tl.tensor,
+    delta: Delta,
+    pairs: tl.tensor,
+    place: tl.tensor,
+    inside: tl.tensor,
+    expert: tl.tensor,
+    cols: tl.tensor,
+    places: int,
+    SHAPE: tl.constexpr,
+    CONFIG: tl.constexpr,
+    DELTA: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both sums with the deltas of their adapters, if there are any (DELTA)."""
+    N: tl.constexpr = SHAPE.n
+    if DELTA is not None:
+        swap: tl.constexpr = CONFIG.swap
+        acc = add_delta(acc, delta, pairs, place, inside, expert, cols, 0, N, places, DELTA, swap)
+        if SHAPE.gated:
+            up = add_delta(up, delta, pairs, place, inside, expert, N + cols, 1, 2 * N, places, DELTA, swap)
+    return acc, up
+
+
+@jit
 def _tile(
     a: tl.tensor,
     w: tl.tensor,
@@ -127,10 +153,12 @@ def _tile(
     first: tl.tensor,
     count: tl.tensor,
     n: tl.tensor,
-    last_place: tl.tensor,
+    places: int,
+    delta: Delta,
     BLOCK_M: tl.constexpr,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
+    DELTA: tl.constexpr,
 ) -> None:
     N: tl.constexpr = SHAPE.n
     K: tl.constexpr = SHAPE.k
@@ -139,7 +167,7 @@ def _tile(
     m = tl.arange(0, BLOCK_M)
     inside = m < count
     # Rows behind `count` are computed on other rows and dropped: cheaper than masking.
-    place = tl.minimum(first + m, last_place)
+    place = tl.minimum(first + m, places - 1)
     row = tl.load(pairs + place, mask=inside, other=0) // SHAPE.top_k if SHAPE.gated else place
     d = tl.arange(0, BLOCK_K)
     a_at = a + row.to(tl.int64)[:, None] * K + d[None, :]
@@ -171,6 +199,8 @@ def _tile(
         acc = _scaled(acc, by_row, w_scales + w_row, n, SHAPE, CONFIG)
         if SHAPE.gated:
             up = _scaled(up, by_row, w_scales + w_row + N, n, SHAPE, CONFIG)
+    cols = n + tl.arange(0, BLOCK_N)
+    acc, up = _add_deltas(acc, up, delta, pairs, place, inside, expert, cols, places, SHAPE, CONFIG, DELTA)
     if SHAPE.gated:
         acc = acc * tl.sigmoid(acc) * up
         target = place
@@ -179,7 +209,6 @@ def _tile(
     result = acc.to(out.dtype.element_ty)
     if CONFIG.swap:
         result = tl.trans(result)
-    cols = n + tl.arange(0, BLOCK_N)
     at = out + target.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(at, result, mask=inside[:, None] & (cols < N)[None, :])
 
@@ -194,9 +223,11 @@ def _grouped(
     tiles: Tiles,
     total: int,
     places: int,
+    delta: Delta,
     BLOCK_M: tl.constexpr,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
+    DELTA: tl.constexpr,
     AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -210,14 +241,20 @@ def _grouped(
         if AFTER > 0:
             finish(PDL)
         return
-    pairs, end = tiles.pairs, places - 1
+    pairs = tiles.pairs
     half: tl.constexpr = BLOCK_M // 2
     if AFTER > 0:
         wait_for(done, seen, AFTER, False)
     if CONFIG.half and count <= half:
-        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, half, SHAPE, CONFIG)
+        _tile(
+            a, w, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
+            half, SHAPE, CONFIG, DELTA,
+        )  # fmt: skip
     else:
-        _tile(a, w, out, a_scales, w_scales, pairs, expert, first, count, n, end, BLOCK_M, SHAPE, CONFIG)
+        _tile(
+            a, w, out, a_scales, w_scales, pairs, expert, first, count, n, places, delta,
+            BLOCK_M, SHAPE, CONFIG, DELTA,
+        )  # fmt: skip
     if SHAPE.gated:
         signal(done)
     if AFTER > 0:
@@ -235,6 +272,7 @@ def grouped_gemm(
     scales: Scales | None = None,
     dtype: torch.dtype | None = None,
     after: TileConfig | None = None,
+    delta: tuple[Delta, DeltaShape] | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`gate_up` where `gated`, else `down`, for every pair.
@@ -246,6 +284,7 @@ def grouped_gemm(
     dtype    of the result, None for a's
     after    the config of the `gate_up` that `down` is launched right behind: a tile then waits for its own
              rows alone (`gpu.kernels.moe.tile_dependency`)
+    delta    of the rows' adapters, from `shrink_pairs`: added before silu
     returns  [T * k, width] in the order of `tiles`, or [T * k, hidden] in pair order (row * k + j). Places
              behind the last pair, and rows of pairs that went nowhere, are not written
     """
@@ -257,11 +296,12 @@ def grouped_gemm(
     shape = GemmShape(n, k, len(tiles.pairs) // len(a), gated, by_block)
     if block_m == TALL:
         assert scales is None, "rows in e4m3 have lower tiles"
-        tma_gemm(a, w, out, tiles, shape, config, after=parts, pdl=pdl)
+        tma_gemm(a, w, out, tiles, shape, config, after=parts, delta=delta, pdl=pdl)
         return out
     if by_block:  # a tile lies within blocks, and a step over K in one
         assert config.block_k == BLOCK and BLOCK % config.block_n == 0 and not (n % BLOCK or k % BLOCK)
     total = tiles.blocks.shape[1]
+    added, delta_shape = delta or (None, None)
     weights: Any = w
     if config.tma:
         weights = TensorDescriptor.from_tensor(w.view(-1, k), [config.block_n, config.block_k])
@@ -274,9 +314,11 @@ def grouped_gemm(
         tiles,
         total,
         len(tiles.pairs),
+        added,
         BLOCK_M=block_m,
         SHAPE=shape,
         CONFIG=config,
+        DELTA=delta_shape,
         AFTER=parts,
         **launch_options(pdl, config.warps, config.stages),
     )

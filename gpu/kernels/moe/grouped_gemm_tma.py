@@ -43,6 +43,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gpu.kernels.jit import cdiv, jit, jit_loose, launch_options
+from gpu.kernels.moe.adapters import Delta, DeltaShape, add_delta
 from gpu.kernels.moe.gemm_config import GemmShape, TileConfig
 from gpu.kernels.moe.route import Tiles
 from gpu.kernels.moe.tile_dependency import finish, signal, take_tile, wait_for
@@ -57,11 +58,26 @@ def _store(
     out: tl.tensor,
     target: tl.tensor,
     inside: tl.tensor,
+    pairs: tl.tensor,
+    expert: tl.tensor,
+    index: tl.tensor,
     n: tl.tensor,
+    places: int,
+    delta: Delta,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
+    DELTA: tl.constexpr,
 ) -> None:
     BLOCK_N: tl.constexpr = CONFIG.block_n
+    if DELTA is not None:
+        # Gate and up are one operand here too: of each column its part and its output.
+        c = tl.arange(0, acc.shape[1])
+        part = c // BLOCK_N
+        there = n + c % BLOCK_N < SHAPE.n
+        own = tl.where(there, part * SHAPE.n + n + c % BLOCK_N, 2 * SHAPE.n)
+        acc = add_delta(
+            acc, delta, pairs, index, inside, expert, own, part, 2 * SHAPE.n, places, DELTA, False
+        )
     if SHAPE.gated:
         # A thread has gate and up of a row in its registers: nothing moves.
         rows: tl.constexpr = acc.shape[0]
@@ -132,10 +148,13 @@ def _tile(
     first: tl.tensor,
     count: tl.tensor,
     n: tl.tensor,
+    places: int,
+    delta: Delta,
     ROWS: tl.constexpr,
     MORE: tl.constexpr,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
+    DELTA: tl.constexpr,
 ) -> None:
     """ROWS rows, and with MORE 64 behind them, by block_n outputs."""
     width: tl.constexpr = 2 * CONFIG.block_n if SHAPE.gated else CONFIG.block_n
@@ -156,12 +175,17 @@ def _tile(
         acc = tl.dot(x, weights, acc, input_precision="ieee")
         if MORE:
             acc_low = tl.dot(x_low, weights, acc_low, input_precision="ieee")
-    _store(acc, out, target, inside, n, SHAPE, CONFIG)
+    index = first + tl.arange(0, ROWS)
+    _store(acc, out, target, inside, pairs, expert, index, n, places, delta, SHAPE, CONFIG, DELTA)
     if MORE:
-        _store(acc_low, out, target_low, inside_low, n, SHAPE, CONFIG)
+        index_low = first + ROWS + tl.arange(0, 64)
+        _store(
+            acc_low, out, target_low, inside_low, pairs, expert, index_low, n, places, delta,
+            SHAPE, CONFIG, DELTA,
+        )  # fmt: skip
 
 
-@jit_loose("total")
+@jit_loose("total", "places")
 def _grouped_tma(
     a: tl.tensor,
     a_low: tl.tensor,
@@ -169,8 +193,11 @@ def _grouped_tma(
     out: tl.tensor,
     tiles: Tiles,
     total: int,
+    places: int,
+    delta: Delta,
     SHAPE: tl.constexpr,
     CONFIG: tl.constexpr,
+    DELTA: tl.constexpr,
     AFTER: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -181,11 +208,20 @@ def _grouped_tma(
     if AFTER > 0 and count > 0:  # a tile without rows waits for nothing
         wait_for(done, seen, AFTER, PDL)
     if count > 128:
-        _tile(a, a_low, w, out, tiles.pairs, expert, first, count, n, 128, True, SHAPE, CONFIG)
+        _tile(
+            a, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
+            128, True, SHAPE, CONFIG, DELTA,
+        )  # fmt: skip
     elif count > 64:
-        _tile(a, a_low, w, out, tiles.pairs, expert, first, count, n, 128, False, SHAPE, CONFIG)
+        _tile(
+            a, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
+            128, False, SHAPE, CONFIG, DELTA,
+        )  # fmt: skip
     elif count > 0:
-        _tile(a_low, a_low, w, out, tiles.pairs, expert, first, count, n, 64, False, SHAPE, CONFIG)
+        _tile(
+            a_low, a_low, w, out, tiles.pairs, expert, first, count, n, places, delta,
+            64, False, SHAPE, CONFIG, DELTA,
+        )  # fmt: skip
     if SHAPE.gated and count > 0:
         signal(done)
     if AFTER > 0:
@@ -201,6 +237,7 @@ def tma_gemm(
     config: TileConfig,
     *,
     after: int,
+    delta: tuple[Delta, DeltaShape] | None,
     pdl: bool,
 ) -> None:
     """As `gpu.kernels.moe.grouped_gemm`, into `out`, with `tiles` cut with TALL rows. Rows of `w`, and for
@@ -209,6 +246,7 @@ def tma_gemm(
     """
     n, k, block_n, block_k = shape.n, shape.k, config.block_n, config.block_k
     total = tiles.blocks.shape[1]
+    added, delta_shape = delta or (None, None)
     if shape.gated:
         weights = TensorDescriptor.from_tensor(w.view(-1, n, k), [2, block_n, block_k])
         high = low = a
@@ -222,8 +260,11 @@ def tma_gemm(
         out,
         tiles,
         total,
+        len(tiles.pairs),
+        added,
         SHAPE=shape,
         CONFIG=config,
+        DELTA=delta_shape,
         AFTER=after,
         **launch_options(pdl, config.warps, config.stages),
     )

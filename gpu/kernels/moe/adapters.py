@@ -1,0 +1,210 @@
+"""Adapters of routed experts: the delta of each pair of a row and an expert, by the row's own adapter.
+
+    shrink_pairs    h[index] = A[place, expert] x[row]      over the tiles of `gpu.kernels.moe.route`
+    add_delta       sums    += B[place, expert] h[index]    last in a tile of the grouped GEMMs: gate and up
+                                                            before silu, down before the rows' weights
+
+Both take the tiles of the layer's own GEMMs, whose rows share an expert but not an adapter: a tile goes over
+the adapters that its rows have, each with the other rows masked. So no pair is sorted anew, A and B of an
+expert are read once a tile by whom it takes, and the delta makes no trip to memory. Rows of a prompt stand
+side by side, and so do their pairs of an expert: nearly all tiles of a large step have one adapter.
+
+`index` is a pair's in the sorted list of `Tiles`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gpu.kernels.gemm.skinny import PROCESSORS
+from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, pow2, pow2_divisor
+from gpu.kernels.lora.dense import split_inputs
+from gpu.kernels.moe.route import Tiles
+from gpu.lora import LoraMatrix, LoraRows
+
+_NONE: tl.constexpr = tl.constexpr(2**30)
+
+
+class DeltaShape(NamedTuple):
+    """Constants of a delta: pairs of a row, elements of B from one place to the next and from one expert to
+    the next, the adapters' rank, that of all parts together and the power of two that holds it, and the parts
+    of `h`."""
+
+    top_k: int
+    by_place: int
+    by_expert: int
+    rank: int
+    wide: int
+    block_r: int
+    parts: int
+
+
+class Delta(NamedTuple):
+    """What `shrink_pairs` found, for `add_delta`.
+
+    h       float32 [parts, T * k, all ranks]
+    b       [places, experts, outputs, rank]
+    ranks   int32 [places]
+    places  int32 [T], -1 for none
+    """
+
+    h: Tensor
+    b: Tensor
+    ranks: Tensor
+    places: Tensor
+
+
+@jit
+def _adapters(places: tl.tensor, ranks: tl.tensor, row: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """The places of the rows `inside`; _NONE of others and of those whose adapter leaves the matrix alone."""
+    place = tl.load(places + row, mask=inside, other=-1)
+    rank = tl.load(ranks + place, mask=place >= 0, other=0)
+    return tl.where(rank > 0, place, _NONE)
+
+
+@jit_loose("total", "count")
+def _shrink_pairs(
+    x: tl.tensor,
+    a: tl.tensor,
+    ranks: tl.tensor,
+    places: tl.tensor,
+    tiles: Tiles,
+    h: tl.tensor,
+    total: int,
+    count: int,
+    K: tl.constexpr,
+    BY_PLACE: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHERED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    begin(PDL)
+    tile, part = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(tiles.blocks + tile)
+    start = tl.load(tiles.blocks + total + tile)
+    height = tl.load(tiles.blocks + 2 * total + tile)
+    r = tl.arange(0, BLOCK_R)
+    d = tl.arange(0, BLOCK_K)
+    steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    for first in range(0, height, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        inside = m < height
+        index = start + m
+        row = tl.load(tiles.pairs + index, mask=inside, other=0) // TOP_K
+        adapter = _adapters(places, ranks, row, inside)
+        source = row if GATHERED else index
+        current = tl.min(adapter, 0)
+        while current < _NONE:
+            mine = adapter == current
+            x_at = x + source.to(tl.int64)[:, None] * K + d[None, :]
+            a_at = a + current.to(tl.int64) * BY_PLACE + expert.to(tl.int64) * BY_EXPERT
+            acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+            for k in range(steps * part // PARTS * BLOCK_K, steps * (part + 1) // PARTS * BLOCK_K, BLOCK_K):
+                there = (k + d < K)[None, :]
+                some = tl.load(x_at + k, mask=mine[:, None] & there, other=0.0)
+                at = a_at + k + r[:, None] * K + d[None, :]
+                weights = tl.load(at, mask=(r < R)[:, None] & there, other=0.0)
+                acc = tl.dot(some, tl.trans(weights), acc, input_precision="ieee")
+            at = h + (part * count + index).to(tl.int64)[:, None] * R + r[None, :]
+            tl.store(at, acc, mask=mine[:, None] & (r < R)[None, :])
+            current = tl.min(tl.where(adapter > current, adapter, _NONE), 0)
+
+
+def shrink_pairs(
+    x: Tensor,
+    lora: LoraMatrix,
+    rows: LoraRows,
+    tiles: Tiles,
+    block_m: int,
+    top_k: int,
+    *,
+    gathered: bool,
+    pdl: bool = False,
+) -> tuple[Delta, DeltaShape]:
+    """A[place, expert] x of every pair, for `grouped_gemm`.
+
+    x        contiguous, in the dtype of A: with `gathered` [T, inputs], a row of each `top_k` pairs, else
+             [T * top_k, inputs] in the order of `tiles`
+    rows     of the T rows; those without a place are not computed
+    block_m  what `tiles` was cut with
+    """
+    count, size, total = len(tiles.pairs), x.shape[1], tiles.blocks.shape[1]
+    wide, block_k = lora.a.shape[-2], 128
+    block_r = max(pow2(wide), 16)
+    parts = split_inputs(2 * PROCESSORS // total, cdiv(size, block_k))
+    h = x.new_empty(parts, count, wide, dtype=torch.float32)
+    _shrink_pairs[(total, parts)](
+        x,
+        lora.a,
+        lora.ranks,
+        rows.places,
+        tiles,
+        h,
+        total,
+        count,
+        K=size,
+        BY_PLACE=lora.a.stride(0),
+        BY_EXPERT=lora.a.stride(1),
+        R=wide,
+        BLOCK_R=block_r,
+        TOP_K=top_k,
+        GATHERED=gathered,
+        PARTS=parts,
+        BLOCK_M=min(pow2_divisor(block_m), 64),
+        BLOCK_K=block_k if block_r <= 64 else block_k // 2,
+        **launch_options(pdl, 4, 4),
+    )
+    shape = DeltaShape(top_k, lora.b.stride(0), lora.b.stride(1), lora.rank, wide, block_r, parts)
+    return Delta(h, lora.b, lora.ranks, rows.places), shape
+
+
+@jit
+def add_delta(
+    acc: tl.tensor,
+    delta: Delta,
+    pairs: tl.tensor,
+    index: tl.tensor,
+    inside: tl.tensor,
+    expert: tl.tensor,
+    cols: tl.tensor,
+    part: tl.tensor,
+    last: tl.tensor,
+    count: int,
+    DELTA: tl.constexpr,
+    SWAP: tl.constexpr,
+) -> tl.tensor:
+    """`acc` [rows, cols], with SWAP [cols, rows], and the delta of the pairs at `index` that are `inside`.
+    `cols` are outputs, all of part `part` of them (gate 0, up 1) or each of one of a vector; those from
+    `last` on have no weights. `count` is how many pairs `h` has room for."""
+    R: tl.constexpr = DELTA.rank
+    row = tl.load(pairs + index, mask=inside, other=0) // DELTA.top_k
+    adapter = _adapters(delta.places, delta.ranks, row, inside)
+    r = tl.arange(0, DELTA.block_r)
+    own = r[:, None] - (tl.zeros(cols.shape, tl.int32) + part)[None, :] * R
+    there = (own >= 0) & (own < R) & (cols < last)[None, :]
+    b_at = delta.b + expert.to(tl.int64) * DELTA.by_expert + cols[None, :] * R + own
+    current = tl.min(adapter, 0)
+    while current < _NONE:
+        mask = (adapter == current)[:, None] & (r < DELTA.wide)[None, :]
+        sums = tl.zeros([index.shape[0], DELTA.block_r], tl.float32)
+        for i in tl.static_range(DELTA.parts):
+            at = delta.h + (i * count + index).to(tl.int64)[:, None] * DELTA.wide + r[None, :]
+            sums += tl.load(at, mask=mask, other=0.0)
+        weights = tl.load(b_at + current.to(tl.int64) * DELTA.by_place, mask=there, other=0.0)
+        factors = sums.to(weights.dtype)
+        if SWAP:
+            acc = tl.dot(tl.trans(weights), tl.trans(factors), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(factors, weights, acc, input_precision="ieee")
+        current = tl.min(tl.where(adapter > current, adapter, _NONE), 0)
+    return acc
