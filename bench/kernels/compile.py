@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.kernels import inputs
 from bench.kernels.inputs import Heads, MoeSize
+from bench.kernels.lora_inputs import blank_rows, lora_matrix, slots_view
 from core.models import Fp8
 from gpu.experts import Experts
 from gpu.kernels import norm
@@ -35,9 +36,12 @@ from gpu.kernels.attention import merge_state as merge
 from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import fp8_block, gemv, skinny
+from gpu.kernels.lora import dense
+from gpu.kernels.lora.rows import lay_out
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
+from gpu.lora import LoraExperts
 from gpu.ops.base import Matrix
 from gpu.ops.fp8 import fp8_linear
 from gpu.quant import FP8, scale_shape
@@ -97,7 +101,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         q, layer = empty(128, heads.q, heads.dim), Pages(both[:, 0], both[:, 1], table, 16, 0.1)
         cascade.prefix_attention(q, layer, slots, n, config, pdl=pdl)
 
-    def experts(tokens: int, config: MoeConfig | None = None, fp8: Fp8 = "") -> None:
+    def experts(tokens: int, config: MoeConfig | None = None, fp8: Fp8 = "", adapters: bool = False) -> None:
         name = weight_name(fp8, "bfloat16")
         shape = MoeShape(SIZE.experts, SIZE.width, SIZE.hidden, SIZE.top_k, name, "H200")
         kind = FP8 if fp8 else DTYPE
@@ -113,7 +117,12 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         use = config or rule(shape, tokens)
         used = (scales[0], scales[1]) if fp8 else None
         layer = Experts(*weights, SIZE.top_k, scales=used)
-        moe.fused_moe_add_norm(x, logits, layer, use, after, num_rows=n, pdl=pdl)
+        lora = None
+        if adapters:
+            both = partial(lora_matrix, [16], dtype=DTYPE, device=CPU, experts=(SIZE.experts,) * 2)
+            made = both(SIZE.hidden, (SIZE.width,) * 2), both(SIZE.width, (SIZE.hidden,))
+            lora = LoraExperts(*made), blank_rows(tokens, 1, CPU)
+        moe.fused_moe_add_norm(x, logits, layer, use, after, adapters=lora, num_rows=n, pdl=pdl)
 
     def block_gemm_case(rows: int, name: str) -> None:
         outputs, size, _ = inputs.LINEARS[name]
@@ -160,6 +169,28 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         logits = empty(256, 151_936, dtype=torch.float32)
         inputs.choose_tokens(logits, rows, filtered=True, pdl=pdl)
 
+    def lora(rows: int, parts: tuple[int, ...], size: int) -> None:
+        matrix = lora_matrix([16] * 8, size, parts, DTYPE, CPU)
+        use = blank_rows(rows, 8, CPU)
+        y = empty(rows, sum(parts))
+        h = dense.shrink(empty(rows, size), matrix, use, pdl=pdl)
+        dense.expand(h, matrix, use, y, pdl=pdl)
+        if len(parts) == 2:
+            dense.expand_silu(h, matrix, use, y, num_rows=n, pdl=pdl)
+
+    def lora_ends(rows: int) -> None:
+        table = lora_matrix([16], 151_936, (4096,), DTYPE, CPU)
+        head = lora_matrix([16], 4096, (151_936,), DTYPE, CPU)
+        use = blank_rows(rows, 1, CPU)
+        view = slots_view([0] * rows, [], rows, 0, CPU)
+        lay_out(view, view.decode_slots, view.decode_slots, use, use, pdl=pdl)
+        dense.embed(view.decode_slots, table, use, empty(rows, 4096), pdl=pdl)
+        h = dense.shrink(empty(rows, 4096), head, use, pdl=pdl)
+        dense.expand(h, head, use, empty(rows, 151_936, dtype=torch.float32), pdl=pdl)
+        mixed = slots_view([0] * rows, [(0, 9)], rows + 9, 64, CPU)
+        long = blank_rows(rows + 9, 8, CPU)
+        lay_out(mixed, view.decode_slots, view.decode_slots, long, long, pdl=pdl)
+
     wide = TileConfig(128, 64, 8, 3, False, half=True, tma=True)
     tall = TileConfig(128, 64, 8, 4, False, tma=True)
     swapped = TileConfig(128, 64, 8, 3, True, half=True, tma=True)
@@ -190,6 +221,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "block 4096": lambda: block_gemm_case(4096, "8B qkv"),
         "gated": lambda: gated.silu_mul(x, num_rows=n, pdl=pdl),
         "qkv": fused_qkv,
+        "lora 1": lambda: lora(1, (4096, 1024, 1024), 4096),
+        "lora 32": lambda: lora(32, (12_288, 12_288), 4096),
+        "lora 2048": lambda: lora(2048, (12_288, 12_288), 4096),
+        "lora ends": lambda: lora_ends(256),
         "sample": sampler,
         "merge": lambda: merge.merge_state(empty(256, 32, 128), lse, empty(256, 32, 128), lse, pdl=pdl),
         "decode, page 16": lambda: attention(16, heads),
@@ -215,6 +250,10 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         "moe 4096": lambda: experts(4096),
         "moe 4096 tall": lambda: experts(4096, MoeConfig(False, 192, tall, tall._replace(block_n=256))),
         "moe 4096 tma": lambda: experts(4096, MoeConfig(False, 128, wide, wide._replace(block_n=256))),
+        **{f"moe lora {n}": partial(experts, n, adapters=True) for n in (1, 32, 256)},
+        "moe lora 4096": lambda: experts(
+            4096, MoeConfig(False, 192, tall, tall._replace(block_n=256)), adapters=True
+        ),
         **{
             f"moe fp8 {kind} {n}": partial(experts, n, fp8=kind)
             for kind in ("rows", "blocks")
