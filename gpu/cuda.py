@@ -18,6 +18,7 @@ from gpu.draft.model import DraftMachine
 from gpu.kernels.draft import look_up
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
+from gpu.kernels.lora.linear import Branch
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.sampling import chain
 from gpu.kernels.sampling import kernels as triton_kernels
@@ -92,7 +93,9 @@ def _layers(
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         counters = split_k_counters(device) if pdl else None  # pdl's devices have the room, too
-        kernels = Kernels(attention, pool.caches(), experts, pdl, config.kv_scales, counters, dense)
+        kernels = Kernels(
+            attention, pool.caches(), experts, pdl, config.kv_scales, counters, dense, Branch(device)
+        )
         return lambda view: TritonOps(view, kernels)
 
     return _Layers(attention, ops, pdl)

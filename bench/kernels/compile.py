@@ -37,7 +37,7 @@ from gpu.kernels.attention import qk_norm_rope_store as qkv
 from gpu.kernels.attention.pages import Pages
 from gpu.kernels.gemm import fp8_block, gemv, skinny
 from gpu.kernels.lora import dense
-from gpu.kernels.lora.rows import lay_out
+from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.moe import fused as moe
 from gpu.kernels.moe.gemm_config import TileConfig
 from gpu.kernels.moe.tuned import MoeConfig, MoeShape, rule, weight_name
@@ -116,13 +116,13 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
         after = empty(tokens, SIZE.hidden), empty(SIZE.hidden), 1e-6
         use = config or rule(shape, tokens)
         used = (scales[0], scales[1]) if fp8 else None
-        layer = Experts(*weights, SIZE.top_k, scales=used)
-        lora = None
+        lora, rows = LoraExperts(), None
         if adapters:
             both = partial(lora_matrix, [16], dtype=DTYPE, device=CPU, experts=(SIZE.experts,) * 2)
             made = both(SIZE.hidden, (SIZE.width,) * 2), both(SIZE.width, (SIZE.hidden,))
-            lora = LoraExperts(*made), blank_rows(tokens, 1, CPU)
-        moe.fused_moe_add_norm(x, logits, layer, use, after, adapters=lora, num_rows=n, pdl=pdl)
+            lora, rows = LoraExperts(*made), blank_rows(tokens, 1, CPU)
+        layer = Experts(*weights, SIZE.top_k, scales=used, lora=lora)
+        moe.fused_moe_add_norm(x, logits, layer, use, after, adapters=rows, num_rows=n, pdl=pdl)
 
     def block_gemm_case(rows: int, name: str) -> None:
         outputs, size, _ = inputs.LINEARS[name]

@@ -13,6 +13,7 @@ from gpu.kernels.attention import prefill_plan
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.sampling.sample import choose
+from gpu.lora import LoraExperts
 from gpu.sample.rows import Rows
 from gpu.state.tables import SlotTables
 
@@ -186,11 +187,12 @@ def run_moe(
     top_k: int,
     config: MoeConfig,
     scales: tuple[Tensor, Tensor] | None = None,
+    lora: LoraExperts | None = None,
     **options: Any,
 ) -> Tensor:
     """The MoE output of `fused_moe_add_norm`: [T, hidden]; zeros in padding rows."""
     after = moe_after(x)
-    experts = Experts(*weights, top_k, scales=scales)
+    experts = Experts(*weights, top_k, scales=scales, lora=lora or LoraExperts())
     fused_moe_add_norm(x, logits, experts, config, after, **options)
     return after[0]
 

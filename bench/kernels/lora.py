@@ -30,7 +30,7 @@ from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm, split_k_counters
 from gpu.kernels.lora.dense import expand, expand_silu, shrink
 from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear
-from gpu.kernels.lora.rows import lay_out
+from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfig, MoeConfigs, MoeShape
 from gpu.kernels.norm import rms_norm
@@ -160,7 +160,7 @@ def experts(
     kind = str(dtype).removeprefix("torch.")
     shape = MoeShape(size.experts, size.width, size.hidden, size.top_k, kind, name)
     use = config or MoeConfigs(shape, deep=where.pdl).at(n)
-    layer = Experts(*moe_weights(size, dtype, device), size.top_k)
+    weights = moe_weights(size, dtype, device)
     many = (size.experts, size.experts)
     sets = [
         LoraExperts(
@@ -182,10 +182,9 @@ def experts(
     case = f"experts x {n}, {adapters} adapters"
 
     def call(x: Tensor, logits: Tensor, lora: LoraExperts | None) -> Callable[[], Tensor]:
-        with_them = None if lora is None else (lora, rows)
-        return partial(
-            fused_moe_add_norm, x, logits, layer, use, moe_after(x), adapters=with_them, pdl=where.pdl
-        )
+        layer = Experts(*weights, size.top_k, lora=lora or LoraExperts())
+        used = None if lora is None else rows
+        return partial(fused_moe_add_norm, x, logits, layer, use, moe_after(x), adapters=used, pdl=where.pdl)
 
     plain = where.time([call(x, logits, None) for x, logits in steps])
     yield lora_line("moe + norm", case, plain, base)

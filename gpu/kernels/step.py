@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu.kernels.jit import begin, jit, jit_loose, options, pow2
+from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.paths import drafts_beside
 from gpu.sample.penalties import Counts
 from gpu.sample.rows import COUNT_BITS, DraftSamples, Rows
@@ -421,6 +422,8 @@ def begin_step(
         PDL=pdl,
         **options(span // 32, pdl=pdl),
     )
+    if view.adapters is not None:
+        lay_out(view, slots, tables.place, *view.adapters, pdl=pdl)
 
 
 @jit_loose("room")

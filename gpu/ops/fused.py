@@ -29,11 +29,16 @@ Of the experts' 9: router, two for the experts, add + norm. Of the 10: router, r
 one that sums, adds and norms. Above 64 rows route is two.
 
 A step adds embedding, rotation (plain: 8), first norm and head, one each.
+
+In a step with adapters each product they change has two launches more, `shrink`, which may run beside it, and
+`expand`, which has silu with gate and up; each of the experts' two products has one more, and the step one
+that sorts its rows by adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,11 +53,13 @@ from gpu.kernels.attention.rope import rope_rows
 from gpu.kernels.gemm.cublaslt import Products
 from gpu.kernels.gemm.gemv import gemv, gemv_config
 from gpu.kernels.gemm.skinny import skinny_config, skinny_gemm
+from gpu.kernels.lora.dense import embed, expand, shrink
+from gpu.kernels.lora.linear import Branch, lora_gated, lora_linear
 from gpu.kernels.moe.fused import fused_moe_add_norm
 from gpu.kernels.moe.tuned import MoeConfigs
 from gpu.kernels.norm import embed_beside, rms_norm
 from gpu.kernels.silu_mul import silu_mul
-from gpu.lora import LoraMatrix
+from gpu.lora import LoraMatrix, LoraRows
 from gpu.ops.base import HeadNorms, Matrix, PairNorms, Part, PendingExperts, Rotation
 from gpu.ops.fp8 import fp8_linear
 from gpu.ops.plain import gate
@@ -68,6 +75,7 @@ class Kernels(NamedTuple):
     kv_scales what K and V are divided by before a float8 page takes them; None: pages are not float8
     counters  of `skinny_gemm`; None where a multiprocessor has no room for what it holds
     products  of thousands of rows; None: cuBLAS's own
+    branch    where adapters' `shrink` runs beside the base product; None: before it
     """
 
     attention: AttentionBackend
@@ -77,6 +85,7 @@ class Kernels(NamedTuple):
     kv_scales: tuple[float, float] | None = None
     counters: Tensor | None = None
     products: Products | None = None
+    branch: Branch | None = None
 
 
 class TritonOps:
@@ -85,19 +94,25 @@ class TritonOps:
     Owner: launch thread, while a graph is captured or a step runs eagerly.
     """
 
-    def __init__(self, view: StepView, kernels: Kernels, rows: Tensor | None = None) -> None:
-        """`rows` int32 [1] on the device is how many rows are true, None for the view's tokens."""
+    def __init__(self, view: StepView, kernels: Kernels, samples: bool = False) -> None:
+        """Of the view's tokens, or of its `samples`."""
         self._view = view
         self._kernels = kernels
-        self._rows = view.num_tokens if rows is None else rows
+        self._rows = view.counts[3:4] if samples else view.num_tokens
+        self._adapters: LoraRows | None = None
+        if view.adapters is not None:
+            self._adapters = view.adapters.samples if samples else view.adapters.tokens
 
     def for_samples(self) -> TritonOps:
         """See `Ops.for_samples`."""
-        return TritonOps(self._view, self._kernels, self._view.counts[3:4])
+        return TritonOps(self._view, self._kernels, samples=True)
 
     def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
         """See `Ops.embed`. Padded ids are in bounds, and their rows unused."""
-        return torch.index_select(table, 0, ids)
+        found = torch.index_select(table, 0, ids)
+        if lora is not None and self._adapters is not None:
+            embed(ids, lora, self._adapters, found, pdl=self._kernels.pdl)
+        return found
 
     def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
         """See `Ops.embed_beside`: one launch."""
@@ -122,7 +137,10 @@ class TritonOps:
         configs = self._kernels.moe
         assert configs is not None, "experts in a model without"
         config, after = configs.at(len(part.x)), (residual, weight, eps)
-        return fused_moe_add_norm(*part, config, after, keep=keep, num_rows=rows, pdl=pdl)
+        adapters, pdl = self._adapters, self._kernels.pdl
+        return fused_moe_add_norm(
+            *part, config, after, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl
+        )
 
     def attend(
         self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
@@ -161,17 +179,34 @@ class TritonOps:
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
         """See `Ops.linear`."""
-        return self._linear(x, matrix, gated=False)
+        kernels, product = self._kernels, partial(self._linear, x, matrix, gated=False)
+        if matrix.lora is None or self._adapters is None:
+            return product()
+        return lora_linear(x, matrix.lora, self._adapters, kernels.branch, product, pdl=kernels.pdl)
 
     def add_lora(self, x: Tensor, lora: LoraMatrix | None, y: Tensor) -> Tensor:
         """See `Ops.add_lora`."""
+        if lora is not None and self._adapters is not None:
+            pdl = self._kernels.pdl
+            expand(shrink(x, lora, self._adapters, pdl=pdl), lora, self._adapters, y, pdl=pdl)
         return y
 
     def gated_linear(self, x: Tensor, matrix: Matrix, activation: str) -> Tensor:
-        """See `Ops.gated_linear`; up to 64 rows in one kernel."""
+        """See `Ops.gated_linear`; up to 64 rows in one kernel. With adapters silu is `expand`'s."""
         if activation != "silu":
             return gate(self.linear(x, matrix), activation)
-        return self._linear(x, matrix, gated=True)
+        if matrix.lora is None or self._adapters is None:
+            return self._linear(x, matrix, gated=True)
+        kernels, product = self._kernels, partial(self._linear, x, matrix, gated=False)
+        return lora_gated(
+            x,
+            matrix.lora,
+            self._adapters,
+            kernels.branch,
+            product,
+            num_rows=self._rows,
+            pdl=kernels.pdl,
+        )
 
     def _linear(self, x: Tensor, matrix: Matrix, *, gated: bool) -> Tensor:
         kernels, pdl, (weight, bias, scale, _) = self._kernels, self._kernels.pdl, matrix
@@ -183,7 +218,7 @@ class TritonOps:
         if kernels.counters is not None and skinny is not None:
             return skinny_gemm(x, weight, bias, skinny, kernels.counters, gated=gated, pdl=pdl)
         if gated:
-            return silu_mul(self.linear(x, matrix), num_rows=self._rows, pdl=pdl)
+            return silu_mul(self._linear(x, matrix, gated=False), num_rows=self._rows, pdl=pdl)
         return cublas_gemm(x, weight, bias, kernels.products)
 
     def experts(self, x: Tensor, logits: Tensor, experts: Experts) -> Part:

@@ -1,4 +1,4 @@
-"""A x and B h of each row's adapter: grouped products over the tiles of `gpu.kernels.lora.rows`.
+"""A x and B h of each row's adapter: grouped products over the tiles of `gpu.kernels.lora_rows`.
 
     shrink    h[part, row] = A[place] x[row]      inputs are divided among `part` programs (split-K)
     expand    y[row]      += B[place] Σ h[part, row]
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpu.kernels.gemm.skinny import PROCESSORS
 from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, options, pow2
-from gpu.kernels.lora.rows import max_tiles, take_tile
+from gpu.kernels.lora_rows import max_tiles, take_tile
 from gpu.lora import LoraMatrix, LoraRows
 
 MOST_PARTS = 32

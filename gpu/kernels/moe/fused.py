@@ -23,7 +23,7 @@ from gpu.kernels.moe.grouped_gemm import grouped_gemm
 from gpu.kernels.moe.route import route
 from gpu.kernels.moe.tuned import MoeConfig
 from gpu.kernels.norm import rms_norm
-from gpu.lora import LoraExperts, LoraRows
+from gpu.lora import LoraRows
 
 
 def fused_moe_add_norm(
@@ -34,7 +34,7 @@ def fused_moe_add_norm(
     after: tuple[Tensor, Tensor, float],
     *,
     keep: Tensor | None = None,
-    adapters: tuple[LoraExperts, LoraRows] | None = None,
+    adapters: LoraRows | None = None,
     num_rows: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -45,15 +45,16 @@ def fused_moe_add_norm(
     config    from `gpu.kernels.moe.tuned`, for T rows
     after     the residual [T, hidden], updated in place, the next norm's weight [hidden], and eps
     keep      [T, hidden], whose rows may be strided, gets the new residual too
-    adapters  of the rows: their deltas are added to gate and up before silu, to down before the weights
+    adapters  of the rows, if any have one: deltas by `experts.lora` are added to gate and up before silu, to
+              down before the weights
     num_rows  int32 [1] on the device; rows from there on read no expert and are not written
     returns   the normed [T, hidden] in x's dtype
     """
     residual, norm, eps = after
-    if config.small and adapters is None:
+    if config.small and (adapters is None or not any(experts.lora)):
         total, _ = few_rows_moe(x, logits, experts, num_rows=num_rows, pdl=pdl)
         return rms_norm(total, norm, eps, residual=residual, keep=keep, num_rows=num_rows, pdl=pdl)
-    w13, w2, top_k, renormalise, _, scales, _ = experts
+    w13, w2, top_k, renormalise, _, scales, lora = experts
     routing, tiles = route(logits, top_k, config.block_m, renormalise=renormalise, num_rows=num_rows, pdl=pdl)
     tall, up, low = config.block_m, config.up, config.down
 
@@ -61,9 +62,9 @@ def fused_moe_add_norm(
         """The layer's first or second GEMM of `rows`, with the deltas of its adapters."""
         gated = at == 0
         w, cut = ((w13, up), (w2, low))[at]
-        delta, lora = None, None if adapters is None else adapters[0][at]
-        if adapters is not None and lora is not None:
-            delta = shrink_pairs(rows, lora, adapters[1], tiles, tall, top_k, gathered=gated, pdl=pdl)
+        delta, own = None, lora[at]
+        if adapters is not None and own is not None:
+            delta = shrink_pairs(rows, own, adapters, tiles, tall, top_k, gathered=gated, pdl=pdl)
             after = None  # another kernel runs in between
         if scales is None:
             return grouped_gemm(rows, w, tiles, tall, cut, gated=gated, after=after, delta=delta, pdl=pdl)

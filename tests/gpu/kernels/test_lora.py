@@ -11,7 +11,7 @@ from bench.kernels.inputs import error, scalar
 from bench.kernels.lora_inputs import blank_rows, lora_matrix, lora_rows, slots_view
 from gpu.adapters.kernels import TorchLora
 from gpu.kernels.lora.dense import LoraConfig, embed, expand, expand_silu, lora_config, shrink
-from gpu.kernels.lora.rows import lay_out
+from gpu.kernels.lora_rows import lay_out
 from gpu.kernels.silu_mul import silu_mul
 from gpu.lora import LoraMatrix, LoraRows
 

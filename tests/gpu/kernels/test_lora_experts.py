@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,11 @@ def made(
     return inputs, (LoraExperts(up, down), lora_rows(used, len(ranks), device))
 
 
+def given(adapters: tuple[LoraExperts, LoraRows]) -> dict[str, Any]:
+    """Of `run_moe`."""
+    return {"lora": adapters[0], "adapters": adapters[1]}
+
+
 MIXED = [0, -1, 2, 2, 1, -1, 0, 1]
 
 
@@ -77,7 +84,7 @@ def test_adapters_of_experts(
 ) -> None:
     inputs, adapters = made(used, ranks, shared, dtype, device)
     weights = inputs.w13, inputs.w2
-    found = run_moe(inputs.x, inputs.logits, weights, SIZE.top_k, config, adapters=adapters)
+    found = run_moe(inputs.x, inputs.logits, weights, SIZE.top_k, config, **given(adapters))
     assert error(found, expected(inputs, adapters)) < tolerance
 
 
@@ -88,7 +95,13 @@ def test_adapters_of_fp8_experts(device: torch.device, dtype: torch.dtype) -> No
     (w13, s13), (w2, s2) = quantise(inputs.w13), quantise(inputs.w2)
     cut = MoeConfig(False, 16, PLAIN, PLAIN)
     found = run_moe(
-        inputs.x, inputs.logits, (w13, w2), SIZE.top_k, cut, (s13, s2), adapters=adapters, num_rows=None
+        inputs.x,
+        inputs.logits,
+        (w13, w2),
+        SIZE.top_k,
+        cut,
+        (s13, s2),
+        **given(adapters),
     )
     exact = inputs._replace(w13=restore(w13, s13).to(dtype), w2=restore(w2, s2).to(dtype))
     assert error(found, expected(exact, adapters)) < 0.05
@@ -99,7 +112,15 @@ def test_padded_rows_have_no_delta(device: torch.device, dtype: torch.dtype, tol
     inputs.x[-2:] = inputs.logits[-2:] = float("nan")
     live, cut = scalar(len(MIXED), device), MoeConfig(False, 16, PLAIN, SWAP)
     weights = inputs.w13, inputs.w2
-    found = run_moe(inputs.x, inputs.logits, weights, SIZE.top_k, cut, adapters=adapters, num_rows=live)
+    found = run_moe(
+        inputs.x,
+        inputs.logits,
+        weights,
+        SIZE.top_k,
+        cut,
+        **given(adapters),
+        num_rows=live,
+    )
     true = inputs._replace(x=inputs.x[:-2], logits=inputs.logits[:-2])
     lora, rows = adapters
     assert error(found[:-2], expected(true, (lora, rows.first(len(MIXED))))) < tolerance

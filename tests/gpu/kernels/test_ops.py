@@ -15,16 +15,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.kernels.inputs import MoeSize, moe_inputs
+from bench.kernels.lora_inputs import lora_matrix, lora_rows, slots_view
 from core.models import Fp8
 from core.plan import Chunk, NewSlot, PageWrites, StepPlan
 from core.types import NO_TOKENS
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
 from gpu.context import ForwardContext
+from gpu.experts import Experts
 from gpu.kernels.gemm.gemv import GemvConfig
 from gpu.kernels.gemm.skinny import SkinnyConfig, split_k_counters
+from gpu.kernels.lora.linear import Branch
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape
 from gpu.kv.pool import KvPool
+from gpu.lora import LoraExperts, LoraMatrix, StepAdapters
+from gpu.ops.base import Matrix, Ops
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.ops.plain import TorchOps
 from gpu.state.view import StepView
@@ -194,3 +200,41 @@ def test_fp8_weights(variant: str, fp8: Fp8, count: int, tmp_path: Path) -> None
         got = both.model.forward(ForwardContext(view.positions, TritonOps(view, both.kernels)), view.ids)
     near = F.cosine_similarity(got[:count], want, dim=-1)
     assert near.min() > 0.99, near
+
+
+def test_adapters() -> None:
+    """Every operation that adapters change, of tokens and of samples."""
+    used, size = [1, -1, 0, 1, 2, -1], MoeSize(experts=3, width=16, hidden=32, top_k=2)
+    rows, one = lora_rows(used, 3, CPU), lora_rows([2, -1], 3, CPU)
+    view = slots_view([1] * len(used), [], len(used), 0, CPU)
+    view = view._replace(adapters=StepAdapters(rows, one))
+    view.counts[3] = 2
+    shape = MoeShape(size.experts, size.width, size.hidden, size.top_k, "float32", "none")
+    kernels = Kernels(EagerAttention([], []), [], MoeConfigs(shape), branch=Branch(CPU))
+    fused, plain = TritonOps(view, kernels), TorchOps(view, TorchAttention([]))
+
+    def lora(inputs: int, *parts: int, experts: bool = False) -> LoraMatrix:
+        many = (size.experts,) * 2 if experts else None
+        return lora_matrix([4, 0, 16], inputs, parts, torch.float32, CPU, experts=many)
+
+    x, logits, w13, w2 = moe_inputs(len(used), size, torch.float32, CPU)
+    matrix = Matrix(torch.randn(48, 32), lora=lora(32, 24, 24))
+    table, ids = torch.randn(20, 32), torch.arange(len(used), dtype=torch.int32)
+    of_table, of_head = lora(20, 32), lora(32, 20)
+    layer = Experts(w13, w2, size.top_k, lora=LoraExperts(lora(32, 16, 16, experts=True), None))
+
+    def run(ops: Ops) -> list[torch.Tensor]:
+        residual = x.clone()
+        return [
+            ops.add_rms_norm(ops.experts(x, logits, layer), residual, x.new_ones(32), 1e-6),
+            residual,
+            ops.linear(x, matrix),
+            ops.gated_linear(x, matrix, "silu"),
+            ops.gated_linear(x, matrix, "gelu_pytorch_tanh"),
+            ops.embed(table, ids, of_table),
+            ops.for_samples().add_lora(x[:2], of_head, torch.ones(2, 20)),
+        ]
+
+    for got, want in zip(run(fused), run(plain), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert not torch.equal(fused.linear(x, matrix)[2], F.linear(x, matrix.weight)[2])
