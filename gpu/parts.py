@@ -54,6 +54,4 @@ class Parts(NamedTuple):
         drafts = 0 if self.draft is None else self.draft.most
         trees = self.draft is not None and self.draft.tree is not None
         vocab = spec.vocab_size
-        return Shape(
-            rows, tokens, chunks, pages, page_size, vocab, hidden, drafts, trees, self.adapters
-        )
+        return Shape(rows, tokens, chunks, pages, page_size, vocab, hidden, drafts, trees, self.adapters)

@@ -138,9 +138,7 @@ class TritonOps:
         assert configs is not None, "experts in a model without"
         config, after = configs.at(len(part.x)), (residual, weight, eps)
         adapters, pdl = self._adapters, self._kernels.pdl
-        return fused_moe_add_norm(
-            *part, config, after, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl
-        )
+        return fused_moe_add_norm(*part, config, after, keep=keep, adapters=adapters, num_rows=rows, pdl=pdl)
 
     def attend(
         self, layer: int, qkv: Tensor, heads: tuple[int, int], rotation: Rotation, norms: HeadNorms | None
