@@ -66,7 +66,7 @@ def test_a_batch_of_adapters_says_what_each_says_alone(
     alone = {}
     for name in NAMES:
         own = driver(path, NO_DRAFTS, tmp_path)
-        alone[name] = own.run([PREFIX] * 2, [params, short], [name] * 2, [None, digits])
+        alone[name] = own.run([PREFIX] * 2, [params, short], [None, digits], [name] * 2)
         own.close()
     assert len({tuple(answers[0].tokens) for answers in alone.values()}) == len(NAMES)
     together = driver(path, drafting, tmp_path)
