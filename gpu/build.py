@@ -22,7 +22,7 @@ from gpu.adapting import Adapting, plan_adapters
 from gpu.attention import EncoderAttention, TorchAttention, TorchBackend
 from gpu.attention.registry import check_cpu_backends
 from gpu.device import HOPPER, LEAST_FP8, CudaFacts, choose_device, cuda_facts
-from gpu.draft import chain_kernels
+from gpu.draft import kernels as draft_kernels
 from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.build import Make as MakeDrafter
 from gpu.draft.model import DraftMachine
@@ -231,7 +231,7 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
             attention,
             lambda pool: lambda view: TorchOps(view, attention),
             pool_of(layers, dtype, device),
-            chain_kernels,
+            draft_kernels,
         )
     return make_drafter(draft, parts.sizes.context, samples, dtype, device, run)
 

@@ -15,12 +15,12 @@ from gpu.attention.selector import device_attention
 from gpu.device import HOPPER, CudaFacts
 from gpu.draft.build import make_drafter, pool_of
 from gpu.draft.model import DraftMachine
-from gpu.kernels.draft import look_up
 from gpu.kernels.gemm.cublaslt import products
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.lora.linear import Branch
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
-from gpu.kernels.sampling import chain
+from gpu.kernels.ngram import look_up
+from gpu.kernels.sampling import drafts as draft_kernels
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
@@ -58,7 +58,7 @@ def captured_runner(
         if (layers := draft.layers) is not None:
             own = _layers(layers, parts.target, model, cache, samples, query)
             pages = pool_of(layers, page_dtype(cache, dtype), device)
-            run = DraftMachine(own.attention, own.ops, pages, chain, pdl)
+            run = DraftMachine(own.attention, own.ops, pages, draft_kernels, pdl)
         drafter = make_drafter(draft, sizes.context, samples, dtype, device, run, partial(look_up, pdl=pdl))
     return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
 

@@ -39,10 +39,10 @@ from gpu.draft.build import Draft, make_drafter, pool_of, read_drafting
 from gpu.draft.drafter import Drafter
 from gpu.draft.model import DraftMachine
 from gpu.draft.stage import DraftStage
-from gpu.kernels.draft import look_up
 from gpu.kernels.gemm.skinny import split_k_counters
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
-from gpu.kernels.sampling import chain
+from gpu.kernels.ngram import look_up
+from gpu.kernels.sampling import drafts as draft_kernels
 from gpu.kernels.sampling import kernels as triton_kernels
 from gpu.kernels.step import begin_step
 from gpu.kv.pool import KvPool
@@ -189,7 +189,7 @@ def drafter_of(spec: ModelSpec, steps: Steps) -> Callable[[SlotTables], Drafter]
     if (own := draft.layers) is not None:
         attention, ops = layers_of(msgspec.structs.replace(own, dtype=spec.dtype), steps)
         pages = pool_of(own, steps.kv or dtype, CPU)
-        run = DraftMachine(attention, ops, pages, chain, steps.pdl)
+        run = DraftMachine(attention, ops, pages, draft_kernels, steps.pdl)
     found = partial(look_up, pdl=steps.pdl)
     return make_drafter(draft, spec.context_length, steps.samples, dtype, CPU, run, found)
 

@@ -15,7 +15,7 @@ from gpu.draft.drafter import StepOutcome
 from gpu.draft.model import ModelDrafter
 from gpu.models.base import CausalModel
 from gpu.models.draft import BlockModel
-from gpu.state.chain import Block, ChainRows
+from gpu.state.draft_rows import Block, DraftRows
 
 
 class BlockDrafter(ModelDrafter[BlockModel]):
@@ -29,27 +29,27 @@ class BlockDrafter(ModelDrafter[BlockModel]):
             return
         spec = self._ready().spec
         block = Block(min(spec.block_size, 1 + self._tables.most_drafts), spec.mask_token, spec.causal)
-        if block != (old := self._chain).block:
-            self._chain = ChainRows.of(self._tables, block)._replace(page_size=old.page_size)
+        if block != (old := self._rows).block:
+            self._rows = DraftRows.of(self._tables, block)._replace(page_size=old.page_size)
 
     def follow(self, outcome: StepOutcome) -> None:
         """See `Drafter.follow`."""
         model, machine = self._ready(), self._machine
         view, samples, live, chosen, aux = outcome
         assert aux is not None, "a block reads its target's states"
-        row = self._chain.first(min(len(samples.rows), self._tables.slots - 1))
-        view, _ = machine.chain.follow(view, samples, live, chosen, row, None, pdl=machine.pdl)
+        row = self._rows.first(min(len(samples.rows), self._tables.slots - 1))
+        view, _ = machine.kernels.follow(view, samples, live, chosen, row, None, pdl=machine.pdl)
         ctx = self._context(view)
         model.store(ctx, model.fuse(aux[: view.tokens], ctx.ops))
 
     def propose(self, outcome: StepOutcome, rows: int) -> None:
         """See `Drafter.propose`."""
-        model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
-        tokens = self._chain.block.tokens
+        model, kernels, pdl = self._ready(), self._machine.kernels, self._machine.pdl
+        tokens = self._rows.block.tokens
         most = max(self._samples // tokens, 1)
         for first in range(0, rows, most):
             count = min(most, rows - first)
-            row = self._chain.first(count)
+            row = self._rows.first(count)
             kernels.start(outcome.view, outcome.samples, row, first, pdl=pdl)
             hidden = model.forward(self._context(row.view), row.view.ids)
             masks = hidden.view(count, tokens, -1)[:, 1:].flatten(0, 1)

@@ -72,7 +72,7 @@ class ChainDrafter(ModelDrafter[Chain]):
         if target is None or self._states is not None:
             return
         model = self._ready()
-        self._chain = self._chain._replace(shifted=model.shifted)
+        self._rows = self._rows._replace(shifted=model.shifted)
         shape, device = (self._kept, model.width), target.embedding.device
         states, ahead = (torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2))
         self._states = states, ahead
@@ -83,9 +83,9 @@ class ChainDrafter(ModelDrafter[Chain]):
 
     def follow(self, outcome: StepOutcome) -> None:
         """See `Drafter.follow`. Behind the last layer's attention only the rows' last tokens go on."""
-        model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
+        model, kernels, pdl = self._ready(), self._machine.kernels, self._machine.pdl
         view, samples, live, chosen, aux = outcome
-        row = self._chain.first(min(len(samples.rows), self._kept))
+        row = self._rows.first(min(len(samples.rows), self._kept))
         behind = self._successors.behind(view)
         view, last = kernels.follow(view, samples, live, chosen, row, behind, pdl=pdl)
         ctx = self._context(view)
@@ -98,9 +98,9 @@ class ChainDrafter(ModelDrafter[Chain]):
 
     def propose(self, outcome: StepOutcome, rows: int) -> None:
         """See `Drafter.propose`."""
-        model, kernels, pdl = self._ready(), self._machine.chain, self._machine.pdl
+        model, kernels, pdl = self._ready(), self._machine.kernels, self._machine.pdl
         assert self._states is not None
-        row, (states, hidden) = self._chain.first(rows), (each[:rows] for each in self._states)
+        row, (states, hidden) = self._rows.first(rows), (each[:rows] for each in self._states)
         kernels.start(outcome.view, outcome.samples, row, pdl=pdl)
         for made in range(self._tables.most_drafts):
             if made or not model.shifted:

@@ -17,11 +17,11 @@ from torch import Tensor
 from core.plan import StepPlan
 from gpu.attention.backend import AttentionBackend
 from gpu.context import ForwardContext
-from gpu.draft.chain_kernels import ChainKernels
+from gpu.draft.kernels import DraftKernels
 from gpu.kv.pool import KvPool
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
-from gpu.state.chain import ChainRows
+from gpu.state.draft_rows import DraftRows
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 
@@ -52,14 +52,14 @@ Model = TypeVar("Model", bound=AnyDraftModel)
 
 
 class DraftMachine(NamedTuple):
-    """How a draft model is run: `attention` and `ops` of its layers over its own pages, and the `chain`
-    kernels around its forwards. `make_pool` allocates pages of the draft's heads for as many as the target's
-    pool has. `pdl` is programmatic dependent launch."""
+    """How a draft model is run: `attention` and `ops` of its layers over its own pages, and the `kernels`
+    around its forwards. `make_pool` allocates pages of the draft's heads for as many as the target's pool
+    has. `pdl` is programmatic dependent launch."""
 
     attention: AttentionBackend
     ops: Callable[[KvPool], Callable[[StepView], Ops]]
     make_pool: Callable[[KvPool], KvPool]
-    chain: ChainKernels
+    kernels: DraftKernels
     pdl: bool = False
 
 
@@ -84,7 +84,7 @@ class ModelDrafter(Generic[Model]):
         self._load, self._machine, self._tables, self._samples = load, machine, tables, samples
         self._model: Model | None = None
         self._ops: Callable[[StepView], Ops] | None = None
-        self._chain = ChainRows.of(tables)
+        self._rows = DraftRows.of(tables)
 
     def use_model(self, target: CausalModel | None) -> None:
         """See `Drafter.use_model`. The draft model stays where the target's weights are exchanged: reading it
@@ -100,7 +100,7 @@ class ModelDrafter(Generic[Model]):
         self._machine.attention.bind(own)
         self._ops = None if own is None else self._machine.ops(own)
         if own is not None:
-            self._chain = self._chain._replace(page_size=own.page_size)
+            self._rows = self._rows._replace(page_size=own.page_size)
 
     def prepare(self, plan: StepPlan) -> None:
         """See `Drafter.prepare`: a new slot's cached tokens have the draft's KV in the same pages."""

@@ -45,7 +45,7 @@ class LookUp(Protocol):
     drafts to `tables`.
 
     `samples` and `chosen` are those of `StepOutcome`, and `rows` is at least the true number of rows. On a
-    GPU it is `gpu.kernels.draft.look_up`. `pdl` is programmatic dependent launch.
+    GPU it is `gpu.kernels.ngram.look_up`. `pdl` is programmatic dependent launch.
 
     Of the suffixes of a text, `history.longest` to `history.shortest` tokens, the longest that occurs
     earlier is taken, and its most recent occurrence. Drafts are the tokens behind that occurrence. Where the

@@ -1,6 +1,6 @@
 """The index of served text (`gpu.state.served`) on a CPU, in numpy over the memory of its tensors.
 
-On a GPU it is a part of `gpu.kernels.draft`.
+On a GPU it is a part of `gpu.kernels.ngram`.
 """
 
 from __future__ import annotations

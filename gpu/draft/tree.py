@@ -23,7 +23,7 @@ from gpu.draft.drafter import StepOutcome
 from gpu.draft.model import DraftMachine
 from gpu.models.base import CausalModel
 from gpu.sample.rows import Rows
-from gpu.state.chain import ChainRows
+from gpu.state.draft_rows import DraftRows
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 
@@ -68,8 +68,8 @@ class TreeDrafter(ChainDrafter):
         """See `Drafter.propose`."""
         model, machine, (steps, topk, _) = self._ready(), self._machine, self._tree
         assert self._states is not None
-        row, (states, hidden) = self._chain.first(rows), (each[:rows] for each in self._states)
-        machine.chain.start(outcome.view, outcome.samples, row, pdl=machine.pdl)
+        row, (states, hidden) = self._rows.first(rows), (each[:rows] for each in self._states)
+        machine.kernels.start(outcome.view, outcome.samples, row, pdl=machine.pdl)
         if not model.shifted:
             states, hidden = model.forward(self._context(row.view), row.view.ids, hidden)
         root = torch.full((rows, 1), -1, device=states.device)
@@ -94,7 +94,7 @@ class TreeDrafter(ChainDrafter):
         self._write(row, torch.cat(ids, 1), torch.cat(shares, 1), torch.cat(parents, 1))
 
     def _successors_of(
-        self, states: Tensor, level: _Level, row: ChainRows, depth: int
+        self, states: Tensor, level: _Level, row: DraftRows, depth: int
     ) -> tuple[Tensor, Tensor]:
         """The best successors int64 [rows, any] of all drafts of `level`, `topk` of each, and the probability
         that each is reached. They are drawn as the target's tokens will be, by the noise of their
@@ -104,14 +104,14 @@ class TreeDrafter(ChainDrafter):
         times = len(logits) // len(row.ends)
         slots = row.view.decode_slots.repeat_interleave(times)
         drawn = Rows(slots, tables.length[slots] + 1 + depth, row.view.num_tokens * times, tables)
-        self._machine.chain.perturb(logits, drawn, model.token_ids, pdl=self._machine.pdl)
+        self._machine.kernels.perturb(logits, drawn, model.token_ids, pdl=self._machine.pdl)
         best = logits.topk(topk, dim=1)
         share = (best.values - logits.logsumexp(1, keepdim=True)).exp().nan_to_num(0.0)
         ids = best.indices if model.token_ids is None else model.token_ids[best.indices]
         return ids.view(len(row.ends), -1), (level.share.view(-1, 1) * share).view(len(row.ends), -1)
 
     def _view_of(
-        self, row: ChainRows, ids: Tensor, depth: int, place: Tensor, ancestors: Tensor
+        self, row: DraftRows, ids: Tensor, depth: int, place: Tensor, ancestors: Tensor
     ) -> tuple[StepView, Tensor]:
         """The forward of drafts `ids` [rows, n] behind `depth` others each, whose entries lie at `place` [n];
         and which of them have a page [rows, n]. The others' entries go to the dump."""
@@ -131,7 +131,7 @@ class TreeDrafter(ChainDrafter):
         )  # fmt: skip
         return view, inside
 
-    def _write(self, row: ChainRows, ids: Tensor, shares: Tensor, parents: Tensor) -> None:
+    def _write(self, row: DraftRows, ids: Tensor, shares: Tensor, parents: Tensor) -> None:
         """Make the likeliest of the candidates [rows, any] drafts, the likeliest first."""
         tables, (steps, _, nodes) = self._tables, self._tree
         assert tables.ancestors is not None

@@ -11,7 +11,7 @@ from core.env import read_json
 from core.models import ModelSpec, read_draft
 from gpu.attention import TorchAttention
 from gpu.build import spec_of
-from gpu.draft import chain_kernels
+from gpu.draft import kernels as draft_kernels
 from gpu.draft.block import BlockDrafter
 from gpu.draft.build import chained
 from gpu.draft.chain import Chain
@@ -99,4 +99,4 @@ def cpu_machine(spec: ModelSpec) -> DraftMachine:
     def ops(pool: KvPool) -> Callable[[StepView], TorchOps]:
         return lambda view: TorchOps(view, attention)
 
-    return DraftMachine(attention, ops, make_pool, chain_kernels)
+    return DraftMachine(attention, ops, make_pool, draft_kernels)

@@ -16,7 +16,7 @@ from gpu.attention.selector import device_attention
 from gpu.device import CudaFacts
 from gpu.draft.model import DraftMachine
 from gpu.draft.tree import Tree
-from gpu.kernels.sampling import chain
+from gpu.kernels.sampling import drafts as draft_kernels
 from gpu.kv.pool import KvPool
 from gpu.ops.fused import Kernels, TritonOps
 from gpu.state.entry import CASCADE_ROWS
@@ -69,7 +69,7 @@ def gpus_machine(spec: ModelSpec) -> DraftMachine:
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         return lambda view: TritonOps(view, Kernels(attention, pool.caches(), None))
 
-    return drafters.cpu_machine(spec)._replace(attention=attention, ops=ops, chain=chain)
+    return drafters.cpu_machine(spec)._replace(attention=attention, ops=ops, kernels=draft_kernels)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the rig's model is on a CPU: the interpreter's")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu.draft.ngram import NgramDrafter
-from gpu.kernels.draft import look_up
+from gpu.kernels.ngram import look_up
 from gpu.state.history import SERVED, SOURCE
 from gpu.state.tables import SlotTables
 from tests.rigs.ngram import Texts, lookup

@@ -1,4 +1,4 @@
-"""`gpu.draft.chain_kernels.ChainKernels` for a GPU."""
+"""`gpu.draft.kernels.DraftKernels` for a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu.kernels.jit import begin, cdiv, jit, jit_loose, launch_options, padding
 from gpu.kernels.sampling.sample import BLOCK, RUN, Columns, Runs, inverse_temperature, sample_runs
 from gpu.kernels.sampling.sample import perturb as perturb
 from gpu.sample.rows import DraftSamples
-from gpu.state.chain import ChainRows
+from gpu.state.draft_rows import DraftRows
 from gpu.state.tables import row_of
 from gpu.state.view import StepView
 
@@ -116,12 +116,12 @@ def follow(
     samples: tuple[Tensor, Tensor, Tensor, DraftSamples],
     live: Tensor,
     chosen: Tensor,
-    rows: ChainRows,
+    rows: DraftRows,
     behind: Tensor | None,
     *,
     pdl: bool = False,
 ) -> tuple[StepView, Tensor]:
-    """See `ChainKernels.follow`. One program, which needs no order between programs."""
+    """See `DraftKernels.follow`. One program, which needs no order between programs."""
     tables, (at, slots, positions, drafts) = rows.tables, samples
     out = view._replace(
         ids=torch.empty_like(view.ids) if rows.shifted else view.ids,
@@ -170,7 +170,7 @@ def _keep(
 def keep(
     states: tuple[Tensor, Tensor], at: Tensor | None, out: tuple[Tensor, Tensor], *, pdl: bool = False
 ) -> None:
-    """See `ChainKernels.keep`. All are contiguous."""
+    """See `DraftKernels.keep`. All are contiguous."""
     first, second = states
     rows, width = len(first) if at is None else len(at), first.shape[1]
     block = pow2(width)
@@ -272,12 +272,12 @@ def _start(
 def start(
     view: StepView,
     samples: tuple[Tensor, Tensor, Tensor, DraftSamples],
-    rows: ChainRows,
+    rows: DraftRows,
     first: int = 0,
     *,
     pdl: bool = False,
 ) -> None:
-    """See `ChainKernels.start`. One program."""
+    """See `DraftKernels.start`. One program."""
     own, tables, block, (_, slots, positions, drafts) = rows.view, rows.tables, rows.block, samples
     span = pow2(tables.slots - 1)  # of the tables, not of the step: one kernel for all sizes
     _start[(1,)](
@@ -365,8 +365,8 @@ def _take(
             tl.store(draws + row, draw + 1)
 
 
-def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *, pdl: bool = False) -> None:
-    """See `ChainKernels.draw`: the first kernel of `choose`, and one that takes what it found."""
+def draw(logits: Tensor, token_ids: Tensor | None, rows: DraftRows, made: int, *, pdl: bool = False) -> None:
+    """See `DraftKernels.draw`: the first kernel of `choose`, and one that takes what it found."""
     vocab, tables, view, live = logits.shape[1], rows.tables, rows.view, rows.view.counts[3:4]
     run = 1 if len(logits) <= _FEW else RUN
     shape = len(logits), cdiv(vocab, BLOCK * run)

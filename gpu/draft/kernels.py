@@ -2,7 +2,7 @@
 and those of a CPU.
 
 A draft step has a few numbers for each row, and a launch takes longer than their arithmetic: each of these is
-one or two launches. On a GPU they are `gpu.kernels.sampling.chain`.
+one or two launches. On a GPU they are `gpu.kernels.sampling.drafts`.
 
 `view`, `samples`, `live` and `chosen` are those of `gpu.draft.drafter.StepOutcome`.
 """
@@ -19,12 +19,12 @@ from gpu.sample.noise import bits, exponential, row_keys
 from gpu.sample.rows import Rows
 from gpu.sample.select import argmax
 from gpu.sample.torch_kernels import perturb as perturb
-from gpu.state.chain import ChainRows
+from gpu.state.draft_rows import DraftRows
 from gpu.state.view import StepView
 from gpu.step.buffers import Samples
 
 
-class ChainKernels(Protocol):
+class DraftKernels(Protocol):
     """See the module. None waits for the device; `pdl` is programmatic dependent launch."""
 
     def follow(
@@ -33,12 +33,12 @@ class ChainKernels(Protocol):
         samples: Samples,
         live: Tensor,
         chosen: Tensor,
-        rows: ChainRows,
+        rows: DraftRows,
         behind: Tensor | None,
         *,
         pdl: bool = False,
     ) -> tuple[StepView, Tensor]:
-        """Close the gaps of a step's rows (`gpu.state.chain.Gaps`).
+        """Close the gaps of a step's rows (`gpu.state.draft_rows.Gaps`).
 
         Returns the view that the draft model reads, with decode rows' tokens where it has them and, if it is
         shifted, each token's successor in its place; `behind` int32 [chunks] stands behind chunks, unless it
@@ -58,7 +58,7 @@ class ChainKernels(Protocol):
         ...
 
     def start(
-        self, view: StepView, samples: Samples, rows: ChainRows, first: int = 0, *, pdl: bool = False
+        self, view: StepView, samples: Samples, rows: DraftRows, first: int = 0, *, pdl: bool = False
     ) -> None:
         """Begin the drafts of a step's rows that sample, from `first` on: write how many each gets, and
         `rows` for the forward of its last token or block. A row has pages for its whole query if it is a
@@ -69,7 +69,7 @@ class ChainKernels(Protocol):
         self,
         logits: Tensor,
         token_ids: Tensor | None,
-        rows: ChainRows,
+        rows: DraftRows,
         made: int,
         *,
         pdl: bool = False,
@@ -95,12 +95,12 @@ def follow(
     samples: Samples,
     live: Tensor,
     chosen: Tensor,
-    rows: ChainRows,
+    rows: DraftRows,
     behind: Tensor | None,
     *,
     pdl: bool = False,
 ) -> tuple[StepView, Tensor]:
-    """See `ChainKernels.follow`."""
+    """See `DraftKernels.follow`."""
     ids, count = view.ids, len(rows.ends)
     accepted = rows.tables.length[samples.slots[:count].long()] + 1 - samples.positions[:count]
     last = (samples.rows[:count] + accepted - 1).clamp(0, max(len(ids) - 1, 0))
@@ -113,7 +113,7 @@ def follow(
     return _close(view, samples, rows)._replace(ids=ids), last
 
 
-def _close(view: StepView, samples: Samples, rows: ChainRows) -> StepView:
+def _close(view: StepView, samples: Samples, rows: DraftRows) -> StepView:
     """`view` with its decode rows' tokens where the draft model has them; counts what is in their gaps."""
     (skipped, taken), tables, most = rows.gaps, rows.tables, view.max_decode
     own, before = int(samples.drafts.rows), samples.drafts.before
@@ -134,14 +134,14 @@ def _close(view: StepView, samples: Samples, rows: ChainRows) -> StepView:
 def keep(
     states: tuple[Tensor, Tensor], at: Tensor | None, out: tuple[Tensor, Tensor], *, pdl: bool = False
 ) -> None:
-    """See `ChainKernels.keep`."""
+    """See `DraftKernels.keep`."""
     for found, into in zip(states, out, strict=True):
         found = found if at is None else found.index_select(0, at)
         into[: len(found)] = found
 
 
-def start(view: StepView, samples: Samples, rows: ChainRows, first: int = 0, *, pdl: bool = False) -> None:
-    """See `ChainKernels.start`."""
+def start(view: StepView, samples: Samples, rows: DraftRows, first: int = 0, *, pdl: bool = False) -> None:
+    """See `DraftKernels.start`."""
     tables, block, own = rows.tables, rows.block, rows.view
     slots, lengths, ends = _rows(view, samples, rows, first)
     live = (samples.drafts.rows - first).clamp(0, len(ends))
@@ -160,7 +160,7 @@ def start(view: StepView, samples: Samples, rows: ChainRows, first: int = 0, *, 
     rows.positions.copy_((lengths[:, None] + 1 + each[: block.draws]).flatten())
 
 
-def _rows(view: StepView, samples: Samples, rows: ChainRows, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rows(view: StepView, samples: Samples, rows: DraftRows, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slots (0 for padding), lengths and ends [rows] of a step's rows that sample, from `first` on."""
     tables, size, end = rows.tables, rows.page_size, first + len(rows.ends)
     slots, positions = samples.slots[first:end], samples.positions[first:end]
@@ -174,7 +174,7 @@ def _rows(view: StepView, samples: Samples, rows: ChainRows, first: int) -> tupl
     return slots, tables.length[slots], torch.where(slots > 0, ends, 0)
 
 
-def _forward(rows: ChainRows, ids: Tensor, position: Tensor) -> None:
+def _forward(rows: DraftRows, ids: Tensor, position: Tensor) -> None:
     """Write the forward of tokens `ids` of the rows at `position`, [rows * tokens] each."""
     view, size = rows.view, rows.page_size
     slots, ends = view.decode_slots.long(), rows.ends.repeat_interleave(rows.block.tokens)
@@ -186,8 +186,8 @@ def _forward(rows: ChainRows, ids: Tensor, position: Tensor) -> None:
     view.kv_slot_mapping.copy_(torch.where(position < ends, cells, 0))
 
 
-def draw(logits: Tensor, token_ids: Tensor | None, rows: ChainRows, made: int, *, pdl: bool = False) -> None:
-    """See `ChainKernels.draw`: a token at a time."""
+def draw(logits: Tensor, token_ids: Tensor | None, rows: DraftRows, made: int, *, pdl: bool = False) -> None:
+    """See `DraftKernels.draw`: a token at a time."""
     tables, draws = rows.tables, rows.block.draws
     live = int(rows.view.counts[3])
     slots = rows.slots[:live].long()

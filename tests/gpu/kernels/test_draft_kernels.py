@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu.draft import chain_kernels as plain
-from gpu.draft.chain_kernels import ChainKernels
-from gpu.kernels.sampling import chain as triton_kernels
+from gpu.draft import kernels as plain
+from gpu.draft.kernels import DraftKernels
+from gpu.kernels.sampling import drafts as triton_kernels
 from gpu.sample import torch_kernels
 from gpu.sample.rows import DraftSamples, Rows
-from gpu.state.chain import ONE_TOKEN, Block, ChainRows
+from gpu.state.draft_rows import ONE_TOKEN, Block, DraftRows
 from gpu.state.tables import SlotTables
 from gpu.state.view import StepView
 from gpu.step.buffers import Samples
 from tests.rigs.runner import CPU
 
 SLOTS, PAGES, PAGE, MOST, VOCAB = 7, 8, 4, 3, 3000
-PLAIN: ChainKernels = plain
-KERNELS: list[ChainKernels] = [plain, triton_kernels]
+PLAIN: DraftKernels = plain
+KERNELS: list[DraftKernels] = [plain, triton_kernels]
 
 # Behind a step of two decode rows of three and one token, a chunk that ends its prompt and one that does not:
 # slots 5, 2, 3, and a sample and two tokens of padding.
@@ -66,13 +66,13 @@ def step(device: torch.device) -> tuple[StepView, Samples]:
     return view, Samples(ints(SAMPLE_ROWS), ints(SAMPLE_SLOTS), ints(SAMPLE_POSITIONS), drafts)
 
 
-def begun(device: torch.device, shifted: bool, rows: int, block: Block = ONE_TOKEN) -> ChainRows:
-    made = ChainRows.of(tables(device), block)
+def begun(device: torch.device, shifted: bool, rows: int, block: Block = ONE_TOKEN) -> DraftRows:
+    made = DraftRows.of(tables(device), block)
     made.gaps.skipped[3] = 2  # of one row
     return made._replace(page_size=PAGE, shifted=shifted).first(rows)
 
 
-def contents(rows: ChainRows) -> list[list[float]]:
+def contents(rows: DraftRows) -> list[list[float]]:
     """All that kernels write; of the dump no drafts."""
     view, live = rows.view, int(rows.view.counts[0])
     written = (
@@ -86,7 +86,7 @@ def contents(rows: ChainRows) -> list[list[float]]:
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("told", [None, -1, 7])
 def test_a_draft_model_reads_successors(
-    kernels: ChainKernels, shifted: bool, told: int | None, device: torch.device
+    kernels: DraftKernels, shifted: bool, told: int | None, device: torch.device
 ) -> None:
     where = CPU if kernels is PLAIN else device
     live, chosen = torch.tensor([5], dtype=torch.int32), torch.tensor(CHOSEN)
@@ -101,7 +101,7 @@ def test_a_draft_model_reads_successors(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_draft_model_closes_gaps(kernels: ChainKernels, device: torch.device) -> None:
+def test_a_draft_model_closes_gaps(kernels: DraftKernels, device: torch.device) -> None:
     where = CPU if kernels is PLAIN else device
     live, chosen = torch.tensor([5], dtype=torch.int32, device=where), torch.tensor(CHOSEN, device=where)
     rows, given = begun(where, shifted=False, rows=6), step(where)
@@ -128,7 +128,7 @@ def test_a_draft_model_closes_gaps(kernels: ChainKernels, device: torch.device) 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("at", [None, [4, 0, 1]])
 def test_states_of_last_tokens_are_kept(
-    kernels: ChainKernels, at: list[int] | None, device: torch.device
+    kernels: DraftKernels, at: list[int] | None, device: torch.device
 ) -> None:
     where = CPU if kernels is PLAIN else device
     rows = None if at is None else torch.tensor(at, dtype=torch.int32, device=where)

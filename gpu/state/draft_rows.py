@@ -46,7 +46,7 @@ class Block(NamedTuple):
 ONE_TOKEN: Final = Block()
 
 
-class ChainRows(NamedTuple):
+class DraftRows(NamedTuple):
     """Rows that get drafts, in memory that all steps share: graphs hold its addresses.
 
     tables     of their slots
@@ -71,7 +71,7 @@ class ChainRows(NamedTuple):
     block: Block = ONE_TOKEN
 
     @classmethod
-    def of(cls, tables: SlotTables, block: Block = ONE_TOKEN) -> ChainRows:
+    def of(cls, tables: SlotTables, block: Block = ONE_TOKEN) -> DraftRows:
         """For as many rows as there are slots."""
         device, rows = tables.words.device, tables.slots - 1
 
@@ -99,7 +99,7 @@ class ChainRows(NamedTuple):
         """How many drafts a row has whose pages end at its last token: each further position is one more."""
         return int(self.shifted) if self.block.tokens == 1 else -1
 
-    def first(self, rows: int) -> ChainRows:
+    def first(self, rows: int) -> DraftRows:
         """The first `rows`."""
         view, tokens, draws = self.view, rows * self.block.tokens, rows * self.block.draws
         view = view._replace(
