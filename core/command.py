@@ -16,6 +16,8 @@ Action = Literal[
     "adapter_place",
     "adapter_drop",
 ]
+BESIDE: tuple[Action, ...] = ("adapter_read", "adapter_place")
+"""Those that steps run beside."""
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from core.command import Command, CommandDone
+from core.command import BESIDE, Command, CommandDone
 from core.errors import ConfigError, EngineFailed, LoomError, ModelError
 from gpu.adapters.tiers import AdapterTiers
 from gpu.kv.pool import KvPool
@@ -67,7 +67,7 @@ class Maintenance:
     def carry_out(self, command: Command, runner: Replaceable) -> CommandDone | Future[CommandDone]:
         """Do it, or say why not; then everything is as it was. Raises `EngineFailed` where it cannot be:
         no step may come then. The future is of what goes on beside the steps that follow."""
-        if command.action not in ("adapter_read", "adapter_place"):
+        if command.action not in BESIDE:
             return self._attempt(command, lambda: self._do(command, runner))
         started: list[Callable[[], None]] = []
         done = self._attempt(command, lambda: started.append(self._tiers().start(command)))

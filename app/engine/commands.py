@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from core.command import TAGS, Action, Command, CommandDone, Tag
+from core.command import BESIDE, TAGS, Action, Command, CommandDone, Tag
 from core.errors import EngineFailed, RequestError
 from core.executor import Executor
 
@@ -20,12 +20,13 @@ class Commands:
         self._count = 0
         self._failure: str | None = None
         self._open: dict[int, asyncio.Future[None]] = {}
+        self._blocking: set[int] = set()
         self._quiet: list[asyncio.Future[None]] = []
 
     @property
-    def open(self) -> int:
-        """Commands without an answer yet."""
-        return len(self._open)
+    def blocking(self) -> bool:
+        """Steps wait for a command without an answer yet."""
+        return bool(self._blocking)
 
     async def carry_out(
         self, action: Action, path: str = "", tags: tuple[Tag, ...] = TAGS, adapter: str = "", place: int = -1
@@ -36,12 +37,15 @@ class Commands:
         command = Command(id=self._count, action=action, path=path, tags=tags, adapter=adapter, place=place)
         self._count += 1
         future = self._open[command.id] = asyncio.get_running_loop().create_future()
+        if action not in BESIDE:
+            self._blocking.add(command.id)
         self._executor.command(command)
         await future
 
     def settle(self, done: CommandDone) -> None:
         """The executor's answer."""
         future = self._open.pop(done.id)
+        self._blocking.discard(done.id)
         if future.done():
             return  # the caller was cancelled; the command was carried out all the same
         if done.error is None:

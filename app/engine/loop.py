@@ -286,7 +286,7 @@ class Engine:
     @property
     def awaits_step(self) -> bool:
         """The device has a step to finish, and no command before it that may take long."""
-        return self._scheduler.in_flight > 0 and not self.commands.open
+        return self._scheduler.in_flight > 0 and not self.commands.blocking
 
     def check_integrity(self) -> None:
         """Raise unless pages, slots and rows agree. Slow; any thread may call it while the engine is idle."""

@@ -19,7 +19,7 @@ from app.engine.loop import PAUSED_TICK
 from app.engine.output import Stream
 from app.engine.watchdog import FIRST, Watchdog
 from app.text.tokenizer import Tokenizer
-from core.errors import Unavailable
+from core.errors import EngineFailed, Unavailable
 from core.types import FinishReason
 from tests.rigs.executor import oracle
 from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
@@ -378,6 +378,21 @@ async def test_a_device_without_steps_does_not_hang(tokenizer: Tokenizer) -> Non
     bench.executor.carry_out()
     await order
     assert bench.engine.failure is None
+
+
+async def test_an_adapter_on_its_way_hides_no_hang(tokenizer: Tokenizer) -> None:
+    """Its copy waits for steps, and so for ever where one never ends."""
+    watched = Watched(tokenizer)
+    bench = watched.bench
+    await bench.start("a", 50)
+    await settle()
+    bench.executor.holds = True
+    reading = asyncio.create_task(bench.engine.commands.carry_out("adapter_read", adapter="a"))
+    await settle()
+    watched.wait((FIRST + 2) * 8.0)
+    assert bench.engine.failure is not None
+    with pytest.raises(EngineFailed):
+        await reading
 
 
 @pytest.fixture(autouse=True)
