@@ -28,6 +28,7 @@ class Adapting(NamedTuple):
 
     limits: AdapterLimits
     layout: AdapterLayout
+    vocab_size: int
 
     @property
     def device_bytes(self) -> int:
@@ -37,7 +38,7 @@ class Adapting(NamedTuple):
     def allocate(self, model: CausalModel, device: torch.device) -> AdapterTiers:
         """The memory of both tiers, whose adapters may change `model`. Raises `ConfigError` where the host
         has too little."""
-        limits, layout = self
+        limits, layout, vocab_size = self
         host = limits.host * layout.bytes
         if host > (left := available_bytes()):
             raise ConfigError(
@@ -55,7 +56,7 @@ class Adapting(NamedTuple):
         )
 
         def read(path: Path, into: Sequence[LoraMatrix]) -> None:
-            read_adapter(path, layout.shapes, limits.targets, into)
+            read_adapter(path, layout.shapes, limits.targets, into, vocab_size)
 
         tiers = AdapterTiers(layout, limits, device, read)
         tiers.bind(model.adaptable)
@@ -69,4 +70,5 @@ def plan_adapters(spec: ModelSpec, limits: AdapterLimits | None, dtype: torch.dt
     if not spec.causal:
         raise ConfigError(f"--enable-lora: {spec.architecture} takes no adapters.")
     outline = Decoder(spec, dtype, torch.device("meta"))  # sizes without memory
-    return Adapting(limits, AdapterLayout([each.shape for each in outline.adaptable], limits, dtype))
+    layout = AdapterLayout([each.shape for each in outline.adaptable], limits, dtype)
+    return Adapting(limits, layout, spec.vocab_size)

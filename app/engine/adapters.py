@@ -16,6 +16,8 @@ from app.engine.shielded import Shielded, shielded
 from core.adapters import NAME, NAMING, AdapterInfo, AdapterLimits
 from core.errors import ConfigError, NotFound, RequestError, field_error
 
+log = logging.getLogger(__name__)
+
 DISABLED = "adapters are not enabled: start the server with --enable-lora or --lora"
 
 
@@ -147,7 +149,7 @@ class Adapters(Shielded):
             try:
                 await self.load(each.name, each.path, each.pinned, trusted=True)
             except RequestError as error:
-                raise ConfigError(f"the adapter {each.name} at {each.path} is refused: {error}") from None
+                raise ConfigError(f"--lora {each.name}={each.path}: {error}") from None
 
     def statistics(self) -> AdapterStatistics | None:
         """Numbers of adapters; None where there can be none."""
@@ -225,7 +227,8 @@ class Adapters(Shielded):
             self._host[id] = None
             try:
                 await self._engine.commands.carry_out("adapter_read", use.info.path, adapter=id)
-            except RequestError:
+            except RequestError as error:
+                log.warning("adapter %s at %s: %s", use.info.name, use.info.path, error)
                 del self._host[id]
                 raise
 

@@ -140,17 +140,31 @@ class _Place(NamedTuple):
 
 
 def read_adapter(
-    directory: Path, shapes: Sequence[LoraShape], targets: Sequence[str], into: Sequence[LoraMatrix]
+    directory: Path,
+    shapes: Sequence[LoraShape],
+    targets: Sequence[str],
+    into: Sequence[LoraMatrix],
+    vocab_size: int,
 ) -> None:
     """Read the adapter in `directory` into host memory `into`, [1, ...] for each of `shapes`, of which it may
-    change `targets`. What it leaves as it is becomes zero.
+    change `targets`. What it leaves as it is becomes zero. `vocab_size`: of the model.
 
-    Raises `ModelError` with the reason where it cannot be served; `into` holds anything then.
+    Raises `ModelError` with the reason where it cannot be served; `into` holds anything then. The reason does
+    not name the directory: clients see it, of adapters that they did not load too.
     """
     try:
+        _check_tokens(directory, vocab_size)
         _Reader(_read_config(directory), shapes, targets, into).read(directory)
     except (ArithmeticError, LookupError, ModelError, OSError, TypeError, ValueError) as refused:
-        raise ModelError(f"The adapter {directory} is refused: {refused}.") from refused
+        reason = str(refused).replace(f"{directory}/", "").rstrip(".")
+        raise ModelError(f"The adapter is refused: {reason}.") from refused
+
+
+def _check_tokens(directory: Path, vocab_size: int) -> None:
+    """Raise `ModelError` for tokens beyond the model's, which a tokenizer saved beside the adapter tells."""
+    for token, id in (read_object(directory / "added_tokens.json") or {}).items():
+        if not isinstance(id, int) or id >= vocab_size:
+            raise ModelError(f"its added_tokens.json has {token!r}: added tokens are not supported")
 
 
 def _read_config(directory: Path) -> _Config:

@@ -19,6 +19,7 @@ from gpu.weights.peft import read_adapter
 from tests.rigs import lora, tiny_model
 from tests.rigs.lora import LIMITS, Adapter
 from tests.rigs.runner import Rig
+from tests.rigs.tiny_model import VOCAB
 
 PROMPT = [int(i * 37 % 251) + 3 for i in range(40)]
 EXPERTS = "model.layers.1.mlp.experts"
@@ -39,7 +40,7 @@ def read(path: Path, directory: Path, limits: AdapterLimits = LIMITS) -> dict[st
     """The adapter in `directory` for the model at `path`, by the first name of each matrix."""
     layout = AdapterLayout(lora.shapes_of(path), limits, torch.float32)
     views = layout.views(torch.full((1, layout.bytes), 7, dtype=torch.uint8))
-    read_adapter(directory, layout.shapes, limits.targets, views)
+    read_adapter(directory, layout.shapes, limits.targets, views, VOCAB)
     return {next(iter(shape.parts)): view for shape, view in zip(layout.shapes, views, strict=True)}
 
 
@@ -209,7 +210,7 @@ def test_what_cannot_be_served_is_refused(
     text = own.generate(1, PROMPT, 4, place=0)
     for _ in range(LIMITS.host):
         refused = own.command("adapter_read", "bad", bad)
-        assert refused is not None and str(bad) in refused
+        assert refused is not None and str(bad) not in refused, "clients would learn the path"
         assert re.search(reason, refused), refused
     assert own.command("adapter_place", "bad", place=1) == "the adapter bad is not in host memory"
     assert own.generate(2, PROMPT, 4, place=0) == text
@@ -237,7 +238,18 @@ def test_damaged_files_are_refused(llama: Path, tmp_path: Path, damage: str) -> 
             (saved / "adapter_config.json").write_text(json.dumps([1, 2]))
     own = Rig(llama, adapters=LIMITS)
     refused = str(own.command("adapter_read", "a", saved))
-    assert str(saved) in refused and refused.startswith("The adapter")
+    assert refused.startswith("The adapter is refused: ") and str(tmp_path) not in refused
+
+
+def test_tokens_beyond_the_models_are_refused(llama: Path, tmp_path: Path) -> None:
+    """Those that the model has are told by a tokenizer that was saved with the adapter, too."""
+    saved = lora.save(lora.adapter_for(llama), tmp_path / "a")
+    own = Rig(llama, adapters=LIMITS)
+    (saved / "added_tokens.json").write_text(json.dumps({"<turn>": VOCAB - 1}))
+    assert own.command("adapter_read", "a", saved) is None
+    (saved / "added_tokens.json").write_text(json.dumps({"<turn>": VOCAB - 1, "<new>": VOCAB}))
+    refused = str(own.command("adapter_read", "b", saved))
+    assert "'<new>': added tokens are not supported" in refused
 
 
 def test_the_host_has_room_for_as_many_as_it_says(llama: Path, tmp_path: Path) -> None:
