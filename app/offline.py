@@ -110,6 +110,7 @@ class LLM:
         self.window = 2 * self._live.engine.capabilities.max_rows
         """Requests at once that keep the engine full."""
         self._stop = asyncio.Event()
+        self._adapting = asyncio.Lock()
         self._closed = False
         started: Future[asyncio.AbstractEventLoop] = Future()
         # A daemon: a program that forgets to close must still be able to end.
@@ -207,11 +208,12 @@ class LLM:
         sampling: Sampling = None,
         *,
         messages: Messages | None = None,
+        lora_request: LoRARequest | None = None,
         **fields: Any,
     ) -> Iterator[Delta]:
         """Pieces of one prompt's or conversation's choices as they are made. Closing the iterator ends
         the request."""
-        return self._stream(_single(prompt, messages, sampling, fields))
+        return self._stream(_single(prompt, messages, sampling, fields), lora_request)
 
     async def astream(
         self,
@@ -219,6 +221,7 @@ class LLM:
         sampling: Sampling = None,
         *,
         messages: Messages | None = None,
+        lora_request: LoRARequest | None = None,
         **fields: Any,
     ) -> AsyncIterator[Delta]:
         """`stream` on the caller's loop."""
@@ -229,7 +232,7 @@ class LLM:
         def put(delta: Delta | None) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, delta)
 
-        work = self._call(self._follow(body, put))
+        work = self._call(self._follow(body, lora_request, put))
         try:
             while (delta := await pieces.get()) is not None:
                 yield delta
@@ -237,9 +240,9 @@ class LLM:
         finally:
             work.cancel()
 
-    def _stream(self, body: Body) -> Iterator[Delta]:
+    def _stream(self, body: Body, adapter: LoRARequest | None) -> Iterator[Delta]:
         pieces: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
-        work = self._call(self._follow(body, pieces.put))
+        work = self._call(self._follow(body, adapter, pieces.put))
         try:
             while (delta := pieces.get()) is not None:
                 yield delta
@@ -296,19 +299,22 @@ class LLM:
 
     async def _adapt(self, bodies: Sequence[Body], adapters: Adapters) -> None:
         """Select an adapter for each body; those that are not loaded are loaded."""
-        registry = self._live.registry
         each = adapters if isinstance(adapters, Sequence) else [adapters] * len(bodies)
         if len(each) != len(bodies):
             raise TypeError(f"there are {len(each)} adapters for {len(bodies)} prompts")
         for body, adapter in zip(bodies, each, strict=True):
-            if adapter is None:
-                continue
-            known = registry.find(adapter.lora_name)
-            if known is None:
-                await registry.load(adapter.lora_name, adapter.lora_path, trusted=True)
-            elif known.path != str(Path(adapter.lora_path).expanduser().resolve()):
-                raise field_error("lora_request", f"names '{known.name}', which was loaded from {known.path}")
-            body.lora_path = adapter.lora_name
+            if adapter is not None:
+                async with self._adapting:  # two callers may bring the same one
+                    await self._bring(adapter)
+                body.lora_path = adapter.lora_name
+
+    async def _bring(self, adapter: LoRARequest) -> None:
+        registry = self._live.registry
+        known = registry.find(adapter.lora_name)
+        if known is None:
+            await registry.load(adapter.lora_name, adapter.lora_path, trusted=True)
+        elif known.path != str(Path(adapter.lora_path).expanduser().resolve()):
+            raise field_error("lora_request", f"names '{known.name}', which was loaded from {known.path}")
 
     async def _many(self, bodies: Sequence[Body], adapters: Adapters) -> list[Output]:
         """Side by side, as many as keep the engine full; more would only wait in its queue."""
@@ -332,8 +338,11 @@ class LLM:
             if bar is not None:
                 bar.close()
 
-    async def _follow(self, body: Body, put: Callable[[Delta | None], None]) -> None:
+    async def _follow(
+        self, body: Body, adapter: LoRARequest | None, put: Callable[[Delta | None], None]
+    ) -> None:
         try:
+            await self._adapt([body], adapter)
             engine, job = await self._job(body)
             check_streamed(job, True)
             counts = [0] * job.n
