@@ -48,6 +48,23 @@ def test_a_start_line_of_sglang() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        "--enable-lora --lora-paths a=/x/a b=org/b --max-loras-per-batch 4 --max-loaded-loras 9 "
+        "--lora-backend csgmv --enable-lora-overlap-loading --lora-eviction-policy lru",
+        "--enable-lora --lora-modules a=/x/a b=org/b --max-loras 4 --max-cpu-loras 9 --fully-sharded-loras "
+        "--lora-dtype auto",
+    ],
+)
+def test_flags_of_adapters(theirs: str) -> None:
+    rest = "--max-lora-rank 32 --lora-target-modules q_proj v_proj --port 0"
+    lora = read(f"{theirs} {rest}").lora
+    ours = "--enable-lora --lora a=/x/a --lora b=org/b --max-loras-per-batch 4 --max-loaded-loras 9"
+    assert lora == read(f"{ours} {rest}").lora
+    assert (lora.lora, lora.max_lora_rank) == (("a=/x/a", "b=org/b"), 32)
+
+
 def test_several_served_names() -> None:
     assert read("serve m --served-model-name a b/c d --port 0").model.served_model_name == ("a", "b/c", "d")
     assert read("--served-model-name a --port 0").model.served_model_name == ("a",)
