@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from app.aliases import ALGORITHMS, speculation
+from app.aliases import RENAMED, VALUES, speculation
 from app.api.answers import ANSWERS, answer
 from app.api.openai.chat import chat_job
 from app.api.openai.common import request_id
@@ -83,10 +83,10 @@ class LLM:
             print(llm.generate("Once upon a time", max_tokens=32)[0].text)
 
     `settings` are the server's flags of the groups model, cache, schedule, speculative and lora, and those of
-    `PARSERS`, by their names with underscores; `speculative_config` is vLLM's. Sampling parameters have the
-    names and defaults of the HTTP API, as keywords or as one mapping; a name that it does not have is a
-    `TypeError`. What is wrong with a request raises `core.errors.RequestError`, also when only one prompt of
-    many is wrong: the others are ended then.
+    `PARSERS`, by their names with underscores, or SGLang's and vLLM's names for them; `speculative_config` is
+    vLLM's. Sampling parameters have the names and defaults of the HTTP API, as keywords or as one mapping; a
+    name that it does not have is a `TypeError`. What is wrong with a request raises
+    `core.errors.RequestError`, also when only one prompt of many is wrong: the others are ended then.
 
     The engine has its own thread and event loop; every method may be called from any thread, those
     with an `a` in front from any loop.
@@ -384,11 +384,14 @@ def make_config(model: str, settings: Mapping[str, Any]) -> Config:
         "speculative": SpeculativeConfig,
         "lora": LoraConfig,
     }
-    left = {"model": model, **settings}
+    left: dict[str, Any] = {"model": model}
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        ours = RENAMED.get(flag, flag)
+        values = VALUES.get(ours, {})
+        left[ours[2:].replace("-", "_")] = values.get(value, value) if isinstance(value, str) else value
     if (theirs := left.pop("speculative_config", None)) is not None:
         left |= speculation(theirs)
-    if (algorithm := left.get("speculative_algorithm")) is not None:
-        left["speculative_algorithm"] = ALGORITHMS.get(str(algorithm), algorithm)
     made: dict[str, Any] = {}
     for name, group in groups.items():
         made[name] = {field: left.pop(field) for field in group.__struct_encode_fields__ if field in left}

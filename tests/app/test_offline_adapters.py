@@ -39,9 +39,11 @@ def opened(home: Path, **settings: Any) -> LLM:
 
 @pytest.fixture
 def llm(home: Path) -> Iterator[LLM]:
-    """With `a`, and room for two on the device and three in host memory."""
-    settings: dict[str, Any] = {"max_loras_per_batch": 2, "max_loaded_loras": 3}
-    with opened(home, lora=(f"a={home / 'a'}",), lora_target_modules=("all",), **settings) as loaded:
+    """With `a`, and room for two on the device and three in host memory; in the peers' words."""
+    settings: dict[str, Any] = {"max_loras": 2, "max_cpu_loras": 3, "lora_target_modules": ["all"]}
+    with opened(home, enable_lora=True, lora_paths=[f"a={home / 'a'}"], **settings) as loaded:
+        limits = loaded._live.engine.capabilities.adapters
+        assert limits is not None and (limits.places, limits.host) == (2, 3)
         yield loaded
 
 
