@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from app.engine.adapters import Adapters
+from app.engine.job import Job, Piece
+from app.http.delivery import Collector, running
 from app.text.tokenizer import Tokenizer
 from core.adapters import AdapterInfo, AdapterLimits, adapter_limits, adapters_at_start
 from core.config import LoraConfig
@@ -16,7 +18,7 @@ from core.errors import ConfigError, EngineFailed, NotFound, RequestError
 from core.plan import StepFailure
 from core.types import FinishReason, RootKey
 from tests.rigs.executor import oracle
-from tests.rigs.step_loop import PROMPT, VOCAB, Bench
+from tests.rigs.step_loop import GREEDY, PROMPT, VOCAB, Bench
 from tests.rigs.wait import settle
 
 LIMITS = AdapterLimits(places=2, max_rank=8, host=3)
@@ -80,6 +82,39 @@ async def test_unloading_waits_for_requests_and_refuses_new_ones(bench: Bench, r
     await work(bench)
     await unloading
     assert bench.tokens("queued-0") == oracle(PROMPT.tolist(), 4, VOCAB, adapter=a.id)
+    assert bench.executor.host == {} and bench.engine.places.taken == 0
+
+
+@pytest.mark.parametrize("at", range(4))
+async def test_unloading_between_the_prompts_of_a_request_refuses_all_of_it(
+    bench: Bench, root: Path, at: int
+) -> None:
+    """`at` turns after it came, when some of its prompts run."""
+    a = await load(bench, root, "a")
+    jobs = [
+        Job(id=f"r{i}", prompt="x" * 5000, truncate_prompt=8, sampling=GREEDY, max_tokens=4, root=key(a), n=2)
+        for i in range(3)
+    ]
+
+    async def ask() -> list[Piece]:
+        collector = Collector(6)
+        async with running(bench.submitter, jobs, collector.take):
+            return await collector.collect()
+
+    asked = asyncio.ensure_future(ask())
+    while len(bench.submitter._runs) < at and not asked.done():
+        await asyncio.sleep(0)
+    unloading = asyncio.ensure_future(bench.adapters.unload("a"))
+    await settle()
+    while not unloading.done():
+        bench.executor.complete(len(bench.executor.pending))
+        await asyncio.sleep(0.001)
+    if at < 3:
+        with pytest.raises(NotFound, match="unloaded"):
+            await asked
+    else:
+        assert len(await asked) == 6
+    await work(bench)
     assert bench.executor.host == {} and bench.engine.places.taken == 0
 
 

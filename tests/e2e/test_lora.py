@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -255,6 +256,26 @@ async def test_what_is_refused_while_others_run(world: World, http: aiohttp.Clie
         )
         assert status == 400 and reason in answer["error"]["message"], (reason, answer)
     assert await asked == [[world.texts[name][1]] for name in "abc"]
+
+
+async def test_files_that_are_gone_end_requests_of_their_adapter_alone(
+    world: World, http: aiohttp.ClientSession
+) -> None:
+    """They are needed again once others have taken the adapter's host memory; when they are back, it runs."""
+    path, away = world.roots / "x", world.roots.parent / "away"
+    shutil.copytree(world.roots / "a", path)
+    assert (await post(http, "/load_lora_adapter", {"lora_name": "x", "lora_path": str(path)}))[0] == 200
+    for name in "cde":
+        await complete(http, {"prompt": PROMPTS[0], "model": name})
+    path.rename(away)
+    others = asyncio.gather(*(complete(http, {"prompt": PROMPTS[1], "model": name}) for name in "abc"))
+    status, answer = await post(http, "/v1/completions", {"prompt": PROMPTS, "model": "x", "n": 2})
+    assert status == 500 and "'x' cannot be run" in answer["error"]["message"], answer
+    assert str(world.roots) not in str(answer)
+    assert await others == [[world.texts[name][1]] for name in "abc"]
+    away.rename(path)
+    assert await complete(http, {"prompt": PROMPTS[0], "model": "x"}) == [world.texts["a"][0]]
+    assert (await post(http, "/unload_lora_adapter", {"lora_name": "x"}))[0] == 200
 
 
 async def test_adapters_outlive_sleep_and_new_weights(world: World, http: aiohttp.ClientSession) -> None:
