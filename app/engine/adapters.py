@@ -122,6 +122,7 @@ class Adapters(Shielded):
         self._named[name] = info
         if pinned:
             self._engine.places.pin(info.id)
+        log.info("adapter %s: loaded from %s", name, found)
         return info
 
     @shielded
@@ -141,6 +142,7 @@ class Adapters(Shielded):
         async with self._room:
             if info.id in self._host:
                 await self._drop(info.id)
+        log.info("adapter %s: unloaded", name)
         return info
 
     async def start(self, adapters: Sequence[AdapterInfo]) -> None:
