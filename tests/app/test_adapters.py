@@ -133,6 +133,26 @@ async def test_a_name_is_reused_while_its_first_adapter_drains(bench: Bench, roo
     assert [each.id for each in bench.adapters.listed] == [second.id]
 
 
+async def test_statistics_name_running_and_waiting_adapters(bench: Bench, root: Path) -> None:
+    """There are two places: the third waits, until its request has ended."""
+
+    def named() -> list[list[str]]:
+        now = bench.engine.load()
+        return [bench.adapters.names(ids) for ids in (now.running_adapters, now.waiting_adapters)]
+
+    for info in [await load(bench, root, name) for name in "cba"]:
+        await bench.start(info.name, 30, root=key(info))
+    assert named() == [[], ["a", "b", "c"]]
+    for _ in range(4):
+        bench.executor.complete(len(bench.executor.pending))
+        await settle()
+    assert named() == [["b", "c"], ["a"]]
+    statistics = bench.adapters.statistics()
+    assert statistics is not None and (statistics.taken, statistics.host, statistics.loaded) == (2, 3, 3)
+    await work(bench)
+    assert named() == [[], []]
+
+
 async def test_an_abort_lets_unloading_end(bench: Bench, root: Path) -> None:
     a = await load(bench, root, "a")
     run = await bench.start("a", 400, root=key(a))

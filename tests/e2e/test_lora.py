@@ -19,6 +19,7 @@ from core.adapters import TARGETS
 from tests.rigs import lora, tiny_model
 from tests.rigs.process import Process, read_events, serving
 from tests.rigs.vocabularies import byte_level
+from tests.rigs.wait import PATIENCE
 
 NAMES = "abcde"
 VOCAB = 288
@@ -183,6 +184,21 @@ async def test_adapters_are_listed_and_counted(http: aiohttp.ClientSession) -> N
     info = re.search(r"^vllm:lora_requests_info\{(.*)\} (.*)$", metrics, re.MULTILINE)
     assert info is not None and 'max_lora="2"' in info[1] and float(info[2]) > 0
     assert re.search(r"^loom_adapters_loaded(\{.*\})? 5\.0$", metrics, re.MULTILINE)
+
+
+async def test_metrics_name_the_adapters_of_waiting_requests(
+    world: World, http: aiohttp.ClientSession
+) -> None:
+    assert (await post(http, "/pause", {}))[0] == 200
+    asked = asyncio.gather(*(complete(http, {"prompt": PROMPTS[0], "model": name}) for name in "dba"))
+    async with asyncio.timeout(PATIENCE):
+        metrics = ""
+        while 'waiting_lora_adapters="a,b,d"' not in metrics:
+            async with http.get("/metrics") as answer:
+                metrics = await answer.text()
+    assert 'running_lora_adapters=""' in metrics
+    assert (await post(http, "/resume", {}))[0] == 200
+    assert await asked == [[world.texts[name][0]] for name in "dba"]
 
 
 async def test_loading_and_unloading_while_others_run(world: World, http: aiohttp.ClientSession) -> None:
