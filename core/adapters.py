@@ -125,11 +125,15 @@ def _targets(named: Sequence[str], files: Sequence[Mapping[str, Any]]) -> tuple[
         return TARGETS
     if named:
         return tuple(target for target in TARGETS if target in named)
-    wanted = set() if files else set(LINEAR)
-    for file in files:
-        modules = file.get("target_modules")
-        if isinstance(modules, list):
-            wanted |= {str(name).rpartition(".")[2] for name in modules}
-        else:  # a pattern, or `all-linear`
-            wanted |= set(LINEAR)
+    wanted: set[str] = set().union(*map(_changed, files)) if files else set(LINEAR)
     return tuple(target for target in TARGETS if target in wanted) or LINEAR
+
+
+def _changed(file: Mapping[str, Any]) -> set[str]:
+    """Those of `TARGETS` that an adapter changes, or more."""
+    modules = file.get("target_modules")
+    names = {str(name).rpartition(".")[2] for name in modules} if isinstance(modules, list) else {""}
+    found = names.intersection(TARGETS)
+    if names.difference(TARGETS) or file.get("target_parameters"):
+        found |= set(LINEAR)  # a pattern, `all-linear`, or experts by other names
+    return found

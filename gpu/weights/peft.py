@@ -236,14 +236,18 @@ class _Reader:
             for each in parts:
                 self._allowed(f"{experts}.{each}", place)
             return _Place(place.matrix, place.first, len(parts), expert, flat)
-        raise ModelError(f"it changes {module}, which is none of {', '.join(self._targets)} of this model")
+        raise self._strange(module)
 
     def _allowed(self, name: str, place: _Place) -> _Place:
-        if (target := name.rpartition(".")[2]) not in self._targets:
-            raise ModelError(
-                f"it changes {target}, which is none of the targets ({', '.join(self._targets)})"
-            )
+        if name.rpartition(".")[2] not in self._targets:
+            raise self._strange(name)
         return place
+
+    def _strange(self, module: str) -> ModelError:
+        targets = ", ".join(self._targets)
+        return ModelError(
+            f"it changes {module}, which is none of {targets} of this model (see --lora-target-modules)"
+        )
 
     def _put(self, module: str, place: _Place, a: Tensor, b: Tensor) -> None:
         """Copy a module's factors `a` and `b`, of any form, to where they belong."""

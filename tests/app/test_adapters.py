@@ -12,7 +12,7 @@ from app.engine.adapters import Adapters
 from app.engine.job import Job, Piece
 from app.http.delivery import Collector, running
 from app.text.tokenizer import Tokenizer
-from core.adapters import AdapterInfo, AdapterLimits, adapter_limits, adapters_at_start
+from core.adapters import LINEAR, AdapterInfo, AdapterLimits, adapter_limits, adapters_at_start
 from core.config import LoraConfig
 from core.errors import ConfigError, EngineFailed, NotFound, RequestError
 from core.plan import StepFailure
@@ -374,6 +374,24 @@ def test_adapters_of_the_start() -> None:
 def test_settings_that_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         adapters_at_start(LoraConfig(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("file", "targets"),
+    [
+        ({"target_modules": ["q_proj", "model.layers.0.mlp.up_proj"]}, ("q_proj", "up_proj")),
+        ({"target_modules": ["v_proj", "lm_head"]}, ("v_proj", "lm_head")),
+        ({"target_modules": "all-linear"}, LINEAR),
+        ({"target_modules": ["q_proj", "gate_up_proj"]}, LINEAR),
+        ({"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}, LINEAR),
+        ({}, LINEAR),
+    ],
+)
+def test_targets_are_those_of_the_adapters_at_the_start(
+    file: dict[str, object], targets: tuple[str, ...]
+) -> None:
+    limits = adapter_limits(LoraConfig(lora=("a=/a",)), [file])
+    assert limits is not None and limits.targets == targets
 
 
 def test_room_follows_from_flags_and_adapters() -> None:
