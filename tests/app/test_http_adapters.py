@@ -11,6 +11,7 @@ import pytest
 
 from app.text.tokenizer import Tokenizer
 from core.adapters import AdapterLimits
+from core.config import ServeConfig
 from tests.rigs.server import Server, Start, know
 from tests.rigs.step_loop import Bench
 
@@ -135,6 +136,21 @@ async def test_loading_after_sglang(adapted: Server, root: Path) -> None:
     assert (status, answer["loaded_adapters"]) == (200, paths)
     status, _ = await adapted.post("/unload_lora_adapter", {"lora_name": "c"})
     assert status == 404
+
+
+async def test_with_a_key_no_path_is_told(start: Start, tokenizer: Tokenizer, root: Path) -> None:
+    server = await start(ServeConfig(api_key=("one",)))
+    bench = Bench(tokenizer, adapters=LIMITS, roots=(root,))
+    server.service.ready(msgspec.structs.replace(server.service.loaded, adapters=bench.adapters))
+    await bench.adapters.load("a", str(root / "a"))
+    body = {"lora_name": "b", "lora_path": str(root / "b")}
+    headers = {"Authorization": "Bearer one"}
+    async with server.http.post("/load_lora_adapter", json=body, headers=headers) as response:
+        assert response.status == 200
+        assert (await response.json())["loaded_adapters"] == {"a": "a", "b": "b"}
+    async with server.http.post("/load_lora_adapter", json=body) as response:
+        assert response.status == 401
+    bench.engine.close()
 
 
 async def test_loading_after_vllm(adapted: Server, root: Path) -> None:
