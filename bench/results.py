@@ -39,6 +39,14 @@ def save(name: str, figures: dict[str, Any]) -> str:
     return text
 
 
+def replace(path: Path, found: dict[str, Any]) -> None:
+    """Write `found` to the list of results at `path`, in place of older ones of its `name`."""
+    held: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    kept = [each for each in held if each["name"] != found["name"]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([*kept, found], indent=1) + "\n")
+
+
 def _commit() -> str:
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],

@@ -22,11 +22,9 @@ request's own text alone, unless --spec-flags says otherwise: prompts are asked 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,37 +32,17 @@ from typing import Any, NamedTuple
 
 from bench.load.report import align
 from bench.load.server import base_name
-from bench.results import RESULTS, conditions
+from bench.results import RESULTS, conditions, replace
+from bench.servers import Clock, serving
 from bench.spec import wave
 from bench.spec.cases import HEAD, NGRAM, SETUPS, Case, by_setup, chosen, every
 from bench.spec.wave import Sizes, Wave
-from bench.table import Server
 
 SIDES = ("base", "spec")
 WARM_TOKENS = 16
 
 Result = dict[str, Any]
 Pair = tuple[Wave, Wave]
-
-
-class Clock:
-    """The time box of a run and of each case in it."""
-
-    def __init__(self, seconds: float, each: float) -> None:
-        self._end, self._each = time.monotonic() + seconds, each
-
-    def left(self) -> float:
-        """Seconds until the run must end."""
-        return self._end - time.monotonic()
-
-    def share(self, part: float) -> Clock:
-        """One that ends when `part` of the time left has passed."""
-        return Clock(self.left() * part, self._each)
-
-    def case(self) -> Callable[[], float]:
-        """Says how many seconds a case that begins now has left."""
-        end = min(self._end, time.monotonic() + self._each)
-        return lambda: end - time.monotonic()
 
 
 class Bench(NamedTuple):
@@ -129,10 +107,7 @@ class Bench(NamedTuple):
     def save(self, case: Case, pairs: Sequence[Pair]) -> Result:
         """Write the results with those of `case` in place of older ones."""
         found = result(case, pairs, self.about)
-        held: list[Result] = json.loads(self.out.read_text()) if self.out.exists() else []
-        kept = [each for each in held if each["name"] != found["name"]]
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps([*kept, found], indent=1) + "\n")
+        replace(self.out, found)
         print(line(found), flush=True)
         return found
 
@@ -242,7 +217,7 @@ def run(cases: Sequence[Case], args: argparse.Namespace, flags: Sequence[str], f
             "server_flags": [base_name(flag) for flag in own.get("spec", ())],
         }
         bench = Bench(sizes, args.data, args.rounds, clock, args.out, about)
-        server = partial(serving, setup, own, folder, clock)
+        server = partial(side_of, setup, own, folder, clock)
         try:
             if args.url_base:
                 results += bench.together({"base": args.url_base, "spec": args.url_spec}, mine)
@@ -257,22 +232,12 @@ def run(cases: Sequence[Case], args: argparse.Namespace, flags: Sequence[str], f
     return results
 
 
-@contextmanager
-def serving(
-    setup: str, flags: Mapping[str, list[str]], folder: Path, clock: Clock, side: str
-) -> Iterator[str]:
-    """A running server's address. Raises `RuntimeError` with the end of its log if it does not start."""
+def side_of(
+    setup: str, flags: Mapping[str, Sequence[str]], folder: Path, clock: Clock, side: str
+) -> AbstractContextManager[str]:
+    """The server of one side."""
     module = "bench.spec.server" if side == "spec" and setup in SETUPS else "app"
-    log = folder / f"{setup}-{side}.log"
-    server = Server(flags[side], log, module)
-    try:
-        ready = server.wait_ready(max(clock.left(), 1.0))
-        print(f"{setup} {side}: ready after {ready:.1f} s", flush=True)
-        yield server.url
-    except RuntimeError as error:
-        raise RuntimeError(f"{error}\n{log.read_text()[-2000:]}") from error
-    finally:
-        server.stop()
+    return serving(f"{setup}-{side}", flags[side], folder, clock, module)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -53,6 +53,9 @@ class Drafts(NamedTuple):
         return Drafts(self.rows - rows, self.drafted - drafted, self.accepted - accepted, self.most)
 
 
+NO_DRAFTS = Drafts(0, 0, 0, 0)
+
+
 class Wave(NamedTuple):
     """Output tokens per second of the wave, p99 of the time between two events of a stream and median of the
     time per token of a stream."""
@@ -91,37 +94,40 @@ def run(url: str, case: Case, work: Workload, turn: int, seconds: float) -> Wave
     if case.accept:
         half = work.input_len + work.output_len // 2
         extra["seed"] = seed_for(case.accept, case.then, half)
-    requests = [_with(source.request(turn * work.requests + i), extra) for i in range(work.requests)]
+    requests = [changed(source.request(turn * work.requests + i), extra) for i in range(work.requests)]
     before = drafts(url)
-    records = uvloop.run(_send(target, work, requests, seconds))
-    return _figures(records, drafts(url).since(before))
+    records = uvloop.run(send(target, work, requests, seconds))
+    return figures(records, drafts(url).since(before))
 
 
-def _with(request: PreparedRequest, extra: Mapping[str, Any]) -> PreparedRequest:
+def changed(request: PreparedRequest, extra: Mapping[str, Any]) -> PreparedRequest:
+    """A request with `extra` fields."""
     if not extra:
         return request
     body = msgspec.json.encode(msgspec.json.decode(request.body) | extra)
     return msgspec.structs.replace(request, body=body)
 
 
-async def _send(
+async def send(
     target: Target, work: Workload, requests: Sequence[PreparedRequest], seconds: float
 ) -> list[Record]:
+    """Send all requests, `work.concurrency` at once. Raises `TimeoutError` after `seconds`."""
     client, running = Client(target, work.endpoint), asyncio.Semaphore(work.concurrency)
 
-    async def send(request: PreparedRequest) -> Record:
+    async def one(request: PreparedRequest) -> Record:
         async with running:
             record, _ = await client.send(request)
             return record
 
     try:
         async with asyncio.timeout(seconds):
-            return await asyncio.gather(*map(send, requests))
+            return await asyncio.gather(*map(one, requests))
     finally:
         client.close()
 
 
-def _figures(records: Sequence[Record], drafts: Drafts) -> Wave:
+def figures(records: Sequence[Record], drafts: Drafts = NO_DRAFTS) -> Wave:
+    """Of the requests of a wave. Raises `RuntimeError` if one failed."""
     for record in records:
         if record.bad is not None:
             raise RuntimeError(f"a request failed: {record.bad} {record.detail}")

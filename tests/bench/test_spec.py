@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bench import servers
 from bench.chaos.tiny import CONFIG, dummy_model, flags
 from bench.spec import cases, main, wave
 from bench.spec.cases import Case, Setup, chosen, every
@@ -145,7 +146,7 @@ def test_a_run_of_cases(
 ) -> None:
     monkeypatch.setattr(main, "SETUPS", {"8b": Setup(str(model), str(head), together)})
     if together:  # the servers have the same flags either way
-        monkeypatch.setattr(main, "Server", lambda flags, log, module: Running(url))
+        monkeypatch.setattr(servers, "Server", lambda flags, log, module: Running(url))
     out = tmp_path / "out.json"
     out.write_text(json.dumps([{"name": "8b-accept3-c1-16/32", "speedup": 0}, {"name": "older"}]))
     sizes = ["--input-len", "16", "--output-len", "32", "--vocab-high", "200", "--rounds", "1"]
@@ -170,7 +171,7 @@ def test_what_runs_out_of_time_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(main, "SETUPS", {"8b": Setup(str(model), str(head))})
-    monkeypatch.setattr(main, "Server", lambda flags, log, module: Running(url))
+    monkeypatch.setattr(servers, "Server", lambda flags, log, module: Running(url))
     out = tmp_path / "out.json"
     server = ["--device", "cpu", "--chat-template", str(model / "template.jinja"), "--vocab-high", "200"]
     with pytest.raises(SystemExit):
