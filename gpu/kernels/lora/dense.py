@@ -100,6 +100,7 @@ def _shrink(
     PDL: tl.constexpr,
 ) -> None:
     R: tl.constexpr = SIZES.rank
+    BLOCK_R: tl.constexpr = SIZES.block_r
     part = tl.program_id(1)
     place, first, count = take_tile(rows.starts, None, tl.program_id(0), SIZES.places, SIZES.block_p, BLOCK_M)
     m = tl.arange(0, BLOCK_M)
@@ -109,12 +110,12 @@ def _shrink(
     begin(PDL)
     if changed == 0:
         return
-    r = tl.arange(0, SIZES.block_r)
+    r = tl.arange(0, BLOCK_R)
     d = tl.arange(0, BLOCK_K)
     x_at = x + row.to(tl.int64)[:, None] * K + d[None, :]
     a_at = a + place.to(tl.int64) * stride + r[:, None] * K + d[None, :]
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros([BLOCK_M, SIZES.block_r], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     for k in range(steps * part // PARTS * BLOCK_K, steps * (part + 1) // PARTS * BLOCK_K, BLOCK_K):
         there = (k + d < K)[None, :]
         some = tl.load(x_at + k, mask=inside[:, None] & there, other=0.0)
@@ -194,9 +195,10 @@ def _sums(
 ) -> tl.tensor:
     """What `shrink` found for the rows `inside` and part `part` of OUTPUTS of the outputs, float32
     [rows, block_r]: PARTS sums."""
-    r = tl.arange(0, SIZES.block_r)[None, :]
+    BLOCK_R: tl.constexpr = SIZES.block_r
+    r = tl.arange(0, BLOCK_R)[None, :]
     at = h + (row[:, None] * OUTPUTS + part) * SIZES.rank + r
-    sums = tl.zeros([row.shape[0], SIZES.block_r], tl.float32)
+    sums = tl.zeros([row.shape[0], BLOCK_R], tl.float32)
     for i in tl.static_range(PARTS):
         mask = inside[:, None] & (r < SIZES.rank)
         sums += tl.load(at + i * n * (OUTPUTS * SIZES.rank), mask=mask, other=0.0)

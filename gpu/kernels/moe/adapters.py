@@ -187,17 +187,19 @@ def add_delta(
     `cols` are outputs, all of part `part` of them (gate 0, up 1) or each of one of a vector; those from
     `last` on have no weights. `count` is how many pairs `h` has room for."""
     R: tl.constexpr = DELTA.rank
+    BLOCK_R: tl.constexpr = DELTA.block_r
+    PARTS: tl.constexpr = DELTA.parts
     row = tl.load(pairs + index, mask=inside, other=0) // DELTA.top_k
     adapter = _adapters(delta.places, delta.ranks, row, inside)
-    r = tl.arange(0, DELTA.block_r)
+    r = tl.arange(0, BLOCK_R)
     own = r[:, None] - (tl.zeros(cols.shape, tl.int32) + part)[None, :] * R
     there = (own >= 0) & (own < R) & (cols < last)[None, :]
     b_at = delta.b + expert.to(tl.int64) * DELTA.by_expert + cols[None, :] * R + own
     current = tl.min(adapter, 0)
     while current < _NONE:
         mask = (adapter == current)[:, None] & (r < DELTA.wide)[None, :]
-        sums = tl.zeros([index.shape[0], DELTA.block_r], tl.float32)
-        for i in tl.static_range(DELTA.parts):
+        sums = tl.zeros([index.shape[0], BLOCK_R], tl.float32)
+        for i in tl.static_range(PARTS):
             at = delta.h + (i * count + index).to(tl.int64)[:, None] * DELTA.wide + r[None, :]
             sums += tl.load(at, mask=mask, other=0.0)
         weights = tl.load(b_at + current.to(tl.int64) * DELTA.by_place, mask=there, other=0.0)
