@@ -25,6 +25,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench.kernels import inputs
+from bench.kernels.compile_steps import step_cases
 from bench.kernels.inputs import Heads, MoeSize
 from bench.kernels.lora_inputs import blank_rows, lora_matrix, slots_view
 from core.models import Fp8
@@ -260,6 +261,7 @@ def _cases(pdl: bool) -> dict[str, Callable[[], Any]]:
             for n in (1, 32, 256, 512, 2048, 4096)
         },
         "moe 4096 swap": lambda: experts(4096, MoeConfig(False, 128, swapped, swapped)),
+        **step_cases(pdl),
     }
 
 
@@ -305,6 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--pdl", action="store_true")
     args = parser.parse_args(argv)
+    print(f"Triton {triton.__version__}")
     with compiling() as found:
         for name, case in _cases(args.pdl).items():
             if args.names and not any(name.startswith(prefix) for prefix in args.names):
