@@ -1,0 +1,97 @@
+"""What is measured, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from bench.load.workloads import SCENARIOS, Workload
+
+CHURN = "churn"
+"""The kind in which adapters come and go."""
+
+ZIPF = 1.0
+"""Of adapters by popularity, the k-th is asked for as often as k to the power of -ZIPF says."""
+
+
+class Setup(NamedTuple):
+    """A model with random weights, and so many different files of adapters. Not `together`: two such servers
+    do not fit into the memory of one GPU."""
+
+    model: str
+    files: int
+    together: bool = True
+
+
+SETUPS: Mapping[str, Setup] = MappingProxyType(
+    {
+        "8b": Setup("configs/models/qwen3-8b", 8),
+        "30b": Setup("configs/models/qwen3-30b-a3b", 1, together=False),
+    }
+)
+
+KINDS: Mapping[str, int] = MappingProxyType({"8mixed": 8, "one": 1, "base": 0, "zipf": 64, CHURN: 8})
+"""Adapters that requests have; `8mixed` in turn, `zipf` by popularity."""
+
+LOADS: Mapping[str, Workload] = MappingProxyType(
+    {
+        "c32": SCENARIOS["c32"],
+        "c128": msgspec.structs.replace(
+            SCENARIOS["c32"], name="c128", input_len=512, output_len=128, concurrency=128, requests=256
+        ),
+    }
+)
+"""Those of the LoRA table that servers are compared by; `name` goes into the seed of prompts."""
+
+
+class Case(NamedTuple):
+    """One row of the results."""
+
+    setup: str
+    load: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """By which results and --cases know it."""
+        first = "" if self.setup == "8b" else f"{self.setup}-"
+        if self.kind in ("zipf", CHURN):
+            return f"{first}{self.kind}-{self.load}"
+        return f"{first}{self.load}-{self.kind}"
+
+    @property
+    def adapters(self) -> int:
+        """That requests may have."""
+        return KINDS[self.kind]
+
+
+ALL = (
+    *(Case("8b", load, kind) for load in LOADS for kind in ("8mixed", "one", "base", "zipf")),
+    Case("8b", "c32", CHURN),
+    *(Case("30b", load, kind) for load in LOADS for kind in ("8mixed", "one", "base")),
+)
+
+
+def chosen(patterns: str) -> list[Case]:
+    """Cases whose names match one of the patterns, which are separated by commas. ValueError for a pattern
+    without a case."""
+    for pattern in patterns.split(","):
+        if not any(fnmatchcase(case.name, pattern) for case in ALL):
+            raise ValueError(f"no case is named {pattern}")
+    return [case for case in ALL if any(fnmatchcase(case.name, each) for each in patterns.split(","))]
+
+
+def picks(case: Case, first: int, count: int) -> list[int]:
+    """Numbers of the adapters that the requests from number `first` on have."""
+    if case.kind != "zipf":
+        return [(first + number) % case.adapters for number in range(count)]
+    weights = np.arange(1, case.adapters + 1) ** -ZIPF
+    found: list[int] = (
+        np.random.default_rng(first).choice(case.adapters, count, p=weights / weights.sum()).tolist()
+    )
+    return found
