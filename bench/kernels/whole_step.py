@@ -24,11 +24,14 @@ from unittest import mock
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from bench.kernels.compile import compiling, report
+from core.adapters import TARGETS, AdapterLimits
 from core.config import SpeculativeConfig
 from core.models import Fp8, ModelSpec
+from gpu.adapters.pool import AdapterLayout
 from gpu.attention.backend import AttentionBackend, attention_config
 from gpu.attention.selector import PhasedAttention
 from gpu.attention.triton_paged import TritonDecode, TritonPrefill
@@ -40,6 +43,7 @@ from gpu.draft.drafter import Drafter
 from gpu.draft.model import DraftMachine
 from gpu.draft.stage import DraftStage
 from gpu.kernels.gemm.skinny import split_k_counters
+from gpu.kernels.lora.linear import Branch
 from gpu.kernels.moe.tuned import MoeConfigs, MoeShape, weight_name
 from gpu.kernels.ngram import look_up
 from gpu.kernels.sampling import drafts as draft_kernels
@@ -63,6 +67,8 @@ from gpu.weights import load_model
 
 CPU = torch.device("cpu")
 PAGES = 64
+TREE_STEPS = 3
+"""Forwards of the draft model for a tree."""
 DEVICE = CudaFacts("", "NVIDIA H200", HOPPER, 132)
 
 FP8_KINDS: dict[str, Fp8] = {"none": "", "fp8": "rows", "fp8-blocks": "blocks"}
@@ -94,13 +100,9 @@ def _cublas_fp8_gemm(x: Tensor, rows: Tensor, weight: Tensor, *others: object) -
     return torch.empty(len(x), len(weight), dtype=dtype)
 
 
-def _embed(self: TritonOps, table: Tensor, ids: Tensor) -> Tensor:
-    """Of ids that no kernel has written."""
-    return table.new_empty(len(ids), table.shape[1])
-
-
-def _to_float32(self: Linear, x: Tensor) -> Tensor:
-    return torch.empty(len(x), len(self.matrix.weight))
+def _to_float32(self: Linear, x: Tensor, ops: TritonOps | None = None) -> Tensor:
+    out = torch.empty(len(x), len(self.matrix.weight))
+    return out if ops is None else ops.add_lora(x, self.matrix.lora, out)
 
 
 @contextmanager
@@ -111,7 +113,6 @@ def _no_library_gemms() -> Iterator[None]:
         mock.patch.object(Linear, "to_float32", _to_float32),
         mock.patch("gpu.ops.fused.cublas_gemm", _cublas_gemm),
         mock.patch("gpu.ops.fp8.cublas_fp8_gemm", _cublas_fp8_gemm),
-        mock.patch.object(TritonOps, "embed", _embed),
         mock.patch.object(torch, "empty_like", torch.zeros_like),  # indices are in bounds
         mock.patch.object(DraftStage, "measure", lambda *args: None),
     ):
@@ -129,6 +130,7 @@ class Steps(NamedTuple):
     kv: torch.dtype | None = None
     """Dtype of the KV pages; None: the model's."""
     draft: Draft | None = None
+    adapters: AdapterLimits | None = None
 
     @property
     def samples(self) -> int:
@@ -139,6 +141,11 @@ class Steps(NamedTuple):
     def drafts(self) -> int:
         """Of a row."""
         return 0 if self.draft is None else self.draft.most
+
+    @property
+    def trees(self) -> bool:
+        """Whether these are."""
+        return self.draft is not None and self.draft.tree is not None
 
 
 def cut(model: Path, layers: int, dtype: str, fp8: Fp8) -> ModelSpec:
@@ -164,6 +171,7 @@ def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
         pdl=pdl,
         cascade_rows=steps.cascade_rows,
         query=1 + steps.drafts,
+        trees=steps.trees,
         kv_scales=(1.0, 1.0) if steps.kv else None,
     )
     attention = PhasedAttention(TritonPrefill(config), TritonDecode(config))
@@ -175,7 +183,7 @@ def layers_of(spec: ModelSpec, steps: Steps) -> Layers:
 
     def ops(pool: KvPool) -> Callable[[StepView], TritonOps]:
         counters = split_k_counters(CPU) if pdl else None
-        kernels = Kernels(attention, pool.caches(), moe, pdl, config.kv_scales, counters)
+        kernels = Kernels(attention, pool.caches(), moe, pdl, config.kv_scales, counters, branch=Branch(CPU))
         return lambda view: TritonOps(view, kernels)
 
     return Layers(attention, ops)
@@ -200,10 +208,11 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     rows, tokens, chunks = steps.rows, steps.tokens, min(steps.rows, MAX_CHUNKS)
     attention, ops = layers_of(spec, steps)
-    padded = PaddedSizes(steps.samples, tokens, chunks, steps.drafts)
+    padded = PaddedSizes(steps.samples, tokens, chunks, steps.drafts, steps.adapters)
     machine = Machine(CPU, padded, lambda: launcher, attention, ops, begin_step, triton_kernels, steps.pdl)
     hidden = HiddenShape(spec.hidden, dtype)
-    shape = Shape(rows, tokens, chunks, PAGES, steps.page, spec.vocab_size, hidden, steps.drafts)
+    vocab, drafts, adapters = spec.vocab_size, steps.drafts, steps.adapters
+    shape = Shape(rows, tokens, chunks, PAGES, steps.page, vocab, hidden, drafts, steps.trees, adapters)
     runner = ModelRunner(shape, machine, shape.entries(CPU), drafter=drafter_of(spec, steps))
     with (
         device_thread(CPU),
@@ -211,7 +220,11 @@ def launch_all(spec: ModelSpec, steps: Steps, launcher: PartLauncher) -> None:
         mock.patch("gpu.weights.load.fill_dummy"),
         mock.patch("gpu.weights.draft.fill_dummy"),
     ):
-        runner.use_model(load_model(spec, None, dtype, CPU))
+        model = load_model(spec, None, dtype, CPU)
+        if adapters is not None:
+            layout = AdapterLayout([each.shape for each in model.adaptable], adapters, dtype)
+            layout.bind(torch.empty(adapters.places, layout.bytes, dtype=torch.uint8), model.adaptable)
+        runner.use_model(model)
         heads = (spec.kv_heads, spec.head_dim)
         runner.use_pool(KvPool(spec.layers, PAGES, steps.page, heads, steps.kv or dtype, CPU))
         runner.prepare()
@@ -240,11 +253,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft", type=Path, help="a head or a small model that drafts, by its config.json")
     parser.add_argument("--algorithm", default="eagle3", help="of --draft; ngram needs none")
     parser.add_argument("--drafts", type=int, default=0, help="of a row; 0: as the draft model says")
+    parser.add_argument("--branches", type=int, default=1, help="of a tree of drafts; 1: a chain")
+    parser.add_argument("--adapters", type=int, default=0, help="rank of adapters in 8 places; 0: none")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args(argv)
     kept = torch.float8_e4m3fn if args.kv_dtype == "fp8" else None
     steps = Steps(args.rows, args.tokens, args.page, not args.no_pdl, args.cascade_rows, kept)
+    if args.adapters:
+        limits = AdapterLimits(places=8, max_rank=args.adapters, host=1, targets=TARGETS)
+        steps = steps._replace(adapters=limits)
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for model in args.models:
             began = time.monotonic()
@@ -253,6 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.draft is not None or args.algorithm == "ngram":
                 tokens = args.drafts and 1 + args.drafts
                 settings = SpeculativeConfig(algorithm=args.algorithm, num_draft_tokens=tokens)
+                if args.branches > 1:
+                    settings = replace(settings, eagle_topk=args.branches, num_steps=TREE_STEPS)
                 draft = read_drafting(settings, args.draft, spec_of(model), True, spec_of)
             work = partial(compile_part, spec, steps._replace(draft=draft), of=args.jobs)
             every = {name: line for found in pool.map(work, range(args.jobs)) for name, line in found.items()}
