@@ -19,22 +19,18 @@ import torch
 
 from core.command import Command
 from core.config import CacheConfig, ModelConfig, ScheduleConfig
-from core.plan import Chunk, NewSlot, PageWrites, StepPlan
+from core.plan import StepPlan
 from core.request import SamplingParams
 from gpu.build import build_executor, spec_of
 from gpu.executor import LocalExecutor
 from gpu.step.steps import Forward
 from gpu.thread import device_thread
 from tests.rigs import tiny_model
-from tests.rigs.arrays import ints
+from tests.rigs.captured import full, same_text
 from tests.rigs.configurations import TINY_CONFIGURATIONS
 from tests.rigs.driver import Answer, Driver
 
 pytestmark = pytest.mark.gpu
-
-TIE = 5e-3
-"""Margin of log-probabilities below which the order of two tokens is the arithmetic's: products of
-float32 run in TF32 in the experts' kernels."""
 
 PROMPTS = [[int(i * 37 % 251) + 3 for i in range(n)] for n in (40, 23, 7, 90, 40, 1)]
 PROMPTS.append([*PROMPTS[0][:33], 9, 8, 7])
@@ -100,14 +96,6 @@ def test_every_family_as_on_a_cpu(path: Path) -> None:
         answers(path, "cuda", "float32", GREEDY), answers(path, "cpu", "float32", GREEDY), strict=True
     ):
         same_text(got, want)
-
-
-def same_text(got: Answer, want: Answer) -> None:
-    for at, (mine, theirs) in enumerate(zip(got.tokens, want.tokens, strict=True)):
-        if mine != theirs:
-            assert want.margins[at] < TIE, f"token {at}: {mine} for {theirs}"
-            return  # from here on the texts are two
-        assert got.logprobs[at] == pytest.approx(want.logprobs[at], abs=2e-2)
 
 
 MIXED = [
@@ -297,24 +285,6 @@ def runner(moe: Path) -> Iterator[Any]:
     made = executor(moe, "cuda", "bfloat16")
     yield made._workers[0]._runner
     made.close()
-
-
-def full(tokens: int, mixed: bool, rows: int) -> StepPlan:
-    """A step that fills a graph: slots with three pages each, one chunk of what is left."""
-    decode = list(range(1, min(tokens, rows) + (0 if mixed else 1)))
-    chunks, new, cells = [], [], []
-    if mixed:
-        slot, count = rows, tokens - len(decode)
-        known = ints([i % 250 for i in range(count)])
-        chunks.append(Chunk(slot, 0, known, True))
-        new.append(NewSlot(slot, SamplingParams(temperature=0.0), known, ints([]), 0))
-        cells += [(slot, at, 100 + at) for at in range(-(-count // 16))]
-    for slot in decode:
-        params = SamplingParams(temperature=0.0 if slot % 2 else 0.8, seed=slot)
-        new.append(NewSlot(slot, params, ints([]), ints([]), 37 + slot % 5))
-        cells += [(slot, at, 1 + (slot * 3 + at) % 90) for at in range(3)]
-    columns = np.array(cells, np.int32).reshape(-1, 3).T
-    return StepPlan(1, ints(decode), tuple(chunks), tuple(new), PageWrites(*columns))
 
 
 def test_every_graph_is_its_work_bit_by_bit(runner: Any) -> None:
