@@ -14,15 +14,16 @@ import torch
 from core.config import MAX_NODES
 from gpu.kernels.attention import decode
 from gpu.kernels.attention.pages import Pages
-from gpu.kernels.draft import look_up
+from gpu.kernels.ngram import look_up
 from gpu.kernels.paths import move_paths
-from gpu.kernels.sampling import chain, kernels
+from gpu.kernels.sampling import drafts as draft_kernels
+from gpu.kernels.sampling import kernels
 from gpu.kernels.sampling.sample import perturb
 from gpu.kernels.step import begin_step
 from gpu.sample.kernels import MaskRows
 from gpu.sample.penalties import Counts
 from gpu.sample.token_tables import token_tables
-from gpu.state.chain import ONE_TOKEN, Block, ChainRows
+from gpu.state.draft_rows import ONE_TOKEN, Block, DraftRows
 from gpu.state.entry import Limits
 from gpu.state.history import History, history_words
 from gpu.state.served import make_served
@@ -95,21 +96,21 @@ class _Step:
 
     def draft(self, block: Block, shifted: bool, pdl: bool) -> None:
         """A draft model's steps, without its layers."""
-        rows = ChainRows.of(self.tables, block)._replace(page_size=PAGE, shifted=shifted)
+        rows = DraftRows.of(self.tables, block)._replace(page_size=PAGE, shifted=shifted)
         samples, live = self.buffers.samples.first(self.decode.samples), self.buffers.rows.live
         for key in (self.decode, self.mixed):
             behind = torch.zeros(key.chunks, dtype=torch.int32) if key.chunks else None
             view = self.buffers.view(key)._replace(ancestors=None)
-            chain.follow(view, samples, live, self.chosen, rows, behind, pdl=pdl)
-            chain.start(view, samples, rows, pdl=pdl)
+            draft_kernels.follow(view, samples, live, self.chosen, rows, behind, pdl=pdl)
+            draft_kernels.start(view, samples, rows, pdl=pdl)
         states = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16)
-        chain.keep((states, states), rows.ends, (states, states), pdl=pdl)
-        chain.keep((states, states.clone()), None, (states, states), pdl=pdl)
+        draft_kernels.keep((states, states), rows.ends, (states, states), pdl=pdl)
+        draft_kernels.keep((states, states.clone()), None, (states, states), pdl=pdl)
         logits = torch.empty(len(rows.slots), 32_000)
         names = torch.zeros(32_000, dtype=torch.int32)
         for few in (rows, rows.first(8)):
-            chain.draw(logits[: len(few.slots)], names, few, 0, pdl=pdl)
-            chain.draw(logits[: len(few.slots)], None, few, 0, pdl=pdl)
+            draft_kernels.draw(logits[: len(few.slots)], names, few, 0, pdl=pdl)
+            draft_kernels.draw(logits[: len(few.slots)], None, few, 0, pdl=pdl)
 
     def look_up(self, served: int, pdl: bool) -> None:
         """Prompt lookup, in `served` tokens of others too."""
