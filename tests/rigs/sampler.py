@@ -76,7 +76,7 @@ class Sampler:
         slots = torch.from_numpy(records[:, 0]).long()
         for column in COLUMNS:
             first = 1 + column.row
-            words = torch.from_numpy(np.ascontiguousarray(records[:, first : first + column.width]))
+            words = torch.from_numpy(records[:, first : first + column.width].copy())
             table = self._tables.columns[column.row]
             table[slots] = words.view(column.dtype)[:, 0].to(table.device)
 
