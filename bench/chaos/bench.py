@@ -14,6 +14,7 @@ from bench.chaos.row import Outcome, Row, Setting
 from bench.chaos.server import POLL_INTERVAL, Server
 
 PROMPTS = 20
+"""Greedy outputs compared at full scale; 4 at least."""
 CONCURRENCY = 4
 """Requests at a time: the queue of some servers is short."""
 GROWTH = 50 * 2**20
@@ -148,7 +149,7 @@ class Bench:
                 "temperature": 0,
                 "ignore_eos": True,
             }
-            for i in range(PROMPTS)
+            for i in range(min(self.count(PROMPTS, minimum=4), PROMPTS))
         ]
         gate = asyncio.Semaphore(CONCURRENCY)
 
