@@ -644,7 +644,7 @@ def test_work_is_linear_in_the_text(family: str, filling: str) -> None:
         return lines(lambda: parse(parser(family), text))
 
     for opening in ("", OPENINGS[family], OPENINGS[family] + '{"a": "', OPENINGS[family] + '"'):
-        small, large = work(500, opening), work(2_000, opening)
+        small, large = work(250, opening), work(1_000, opening)
         assert large < 4.5 * small + 200
     whole = filling * (2**18 // len(filling))
     family_parser = parser(family)

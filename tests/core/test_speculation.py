@@ -178,8 +178,10 @@ COSTS = pytest.mark.parametrize("costs", [DENSE, EXPERTS], ids=["dense", "expert
 
 
 @COSTS
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "depth"),
+    [*((rows, 1) for rows in ROWS), *((rows, depth) for rows in (4, 128) for depth in (0, 2))],
+)
 def test_rejected_drafts_cost_nothing(rows: int, depth: int, costs: StepCosts) -> None:
     simulation = simulated(Load(rows, tokens(rows), BAD), costs, depth=depth)
     assert without(rows, costs) / simulation.now >= 0.99

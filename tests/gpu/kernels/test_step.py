@@ -371,7 +371,7 @@ MANY = 1100
 """Rows that one pass of the kernel does not hold."""
 
 
-@pytest.mark.parametrize("budget", [0, 1, 400, 1100, 1500, 2047, 3300])
+@pytest.mark.parametrize("budget", [0, 1, 1100, 2047, 3300])
 @pytest.mark.parametrize("told", ["nothing", "levels", "anything"])
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_drafts_go_to_the_rows_that_will_most_likely_take_them(
