@@ -174,9 +174,13 @@ def jobs() -> list[Job]:
     ]
 
 
-@pytest.mark.parametrize("retract", [False, True])
 @pytest.mark.parametrize(
-    ("name", "samples"), [*((name, SAMPLES) for name in draft_heads.CONFIGS), ("dflash-speculators", 9)]
+    ("name", "samples", "retract"),
+    [
+        *((name, SAMPLES, False) for name in draft_heads.CONFIGS),
+        *((name, SAMPLES, True) for name in ("eagle", "eagle3", "dflash")),
+        ("dflash-speculators", 9, True),
+    ],
 )
 async def test_drafts_are_those_of_the_whole_text(
     engines: Engines, tiny: Tiny, tmp_path: Path, name: str, samples: int, retract: bool

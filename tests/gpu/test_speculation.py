@@ -16,8 +16,9 @@ from tests.rigs.tiny_model import Tiny
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """Of the layers that the heads of `draft_heads` are for."""
-    return tiny_model.build("qwen3-moe", tmp_path_factory.mktemp("moe"), num_hidden_layers=6)
+    """Of the layers that the heads of `draft_heads` are for. Two have experts, which are slow on a CPU."""
+    path = tmp_path_factory.mktemp("moe")
+    return tiny_model.build("qwen3-moe", path, num_hidden_layers=6, mlp_only_layers=[0, 1, 3, 4])
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def engines(tiny: Tiny) -> Iterator[Engines]:
         yield made
 
 
-@pytest.mark.parametrize(("depth", "overlap"), [(1, 0), (1, 2), (3, 1), (7, 0), (7, 2)])
+@pytest.mark.parametrize(("depth", "overlap"), [(1, 0), (3, 1), (7, 2)])
 async def test_a_draft_model_that_is_the_target_is_always_right(
     engines: Engines, tiny: Tiny, depth: int, overlap: int
 ) -> None:
@@ -42,9 +43,7 @@ async def test_a_draft_model_that_is_the_target_is_always_right(
     assert engine.runner.most[plain["seeded"].run.prompt.tobytes()] == 1 + depth
 
 
-@pytest.mark.parametrize(
-    ("tree", "overlap"), [(Tree(1, 3, 2), 0), (Tree(3, 2, 7), 1), (Tree(5, 3, 12), 2), (Tree(4, 4, 5), 1)]
-)
+@pytest.mark.parametrize(("tree", "overlap"), [(Tree(1, 3, 2), 0), (Tree(5, 3, 12), 2), (Tree(4, 4, 5), 1)])
 async def test_trees_of_the_target_are_often_right(
     engines: Engines, tiny: Tiny, tree: Tree, overlap: int
 ) -> None:
@@ -57,8 +56,9 @@ async def test_trees_of_the_target_are_often_right(
         assert engine.runner.most[plain[name].run.prompt.tobytes()] > min(tree.steps, 2)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-@pytest.mark.parametrize(("tree", "overlap"), [(Tree(2, 4, 9), 0), (Tree(4, 2, 6), 2)])
+@pytest.mark.parametrize(
+    ("name", "tree", "overlap"), [("eagle", Tree(2, 4, 9), 0), ("eagle3", Tree(4, 2, 6), 2)]
+)
 async def test_a_heads_trees_change_no_text(
     engines: Engines, tmp_path: Path, name: str, tree: Tree, overlap: int
 ) -> None:
@@ -71,13 +71,10 @@ async def test_a_heads_trees_change_no_text(
 @pytest.mark.parametrize(
     ("name", "depth", "overlap"),
     [
-        ("eagle", 1, 0),
         ("eagle", 5, 2),
         ("eagle-sglang", 3, 1),
-        ("eagle3", 3, 1),
-        ("eagle3", 5, 2),
+        ("eagle3", 3, 2),
         ("eagle3.1", 1, 0),
-        ("eagle3.1", 5, 2),
     ],
 )
 async def test_a_heads_guesses_change_no_text(
@@ -93,8 +90,6 @@ async def test_a_heads_guesses_change_no_text(
     ("name", "depth", "overlap"),
     [
         ("dflash", 3, 0),
-        ("dflash", 2, 1),
-        ("dflash", 3, 2),
         ("dflash-bias", 2, 1),
         ("dflash-speculators", 3, 2),
     ],
@@ -108,7 +103,7 @@ async def test_a_blocks_guesses_change_no_text(
         same(answer, plain[answer.run.id])
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("overlap", [0, 2])
 async def test_looked_up_drafts_change_no_text(engines: Engines, overlap: int) -> None:
     plain = await engines.plain(jobs())
     engine = engines.make(Drafts(4, 0.0, drafters.ngram(4)), overlap)

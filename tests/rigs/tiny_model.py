@@ -91,7 +91,7 @@ class Tiny(NamedTuple):
     reference: transformers.PreTrainedModel
 
 
-def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: int) -> Tiny:
+def build(name: str, directory: Path, max_shard_size: str = "1GB", **more: Any) -> Tiny:
     """Create variant `name` and save it under `directory`; `more` are further changes to its config. The
     weights are deterministic."""
     family, changes = VARIANTS[name]
