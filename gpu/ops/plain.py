@@ -169,7 +169,7 @@ def run_experts(x: Tensor, logits: Tensor, experts: Experts, rows: LoraRows | No
     parts = _by_expert(hidden, chosen, experts.w2, down)
     if rows is not None:
         _add_to_pairs(hidden, chosen, experts.lora.down, rows, parts)
-    return (parts.view(len(x), experts.top_k, -1) * weights.unsqueeze(2)).sum(1)
+    return (parts.view(*weights.shape, parts.shape[1]) * weights.unsqueeze(2)).sum(1)
 
 
 def _add_to_pairs(x: Tensor, chosen: Tensor, lora: LoraMatrix | None, rows: LoraRows, y: Tensor) -> None:
