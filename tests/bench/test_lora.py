@@ -70,7 +70,7 @@ def test_adapters_are_read_and_change_all_targets(config: dict[str, Any], tmp_pa
     layout = AdapterLayout(shapes, AdapterLimits(places=1, max_rank=4, host=3), torch.float32)
     buffers = torch.zeros(3, layout.bytes, dtype=torch.uint8)
     for at, path in enumerate(made):
-        read_adapter(path, layout.shapes, LINEAR, layout.views(buffers[at : at + 1]))
+        read_adapter(path, layout.shapes, LINEAR, layout.views(buffers[at : at + 1]), config["vocab_size"])
     for lora in layout.views(buffers[:1]):
         assert lora.ranks.tolist() == [4]
         assert lora.a.abs().amin() > 0 and lora.b.abs().amin() > 0

@@ -124,7 +124,7 @@ def test_penalties_know_the_output_of_a_retracted_row(both: Both) -> None:
 
 
 def test_an_order_larger_than_its_entry(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpu.runner.PAGE_WRITES", 3)
+    monkeypatch.setattr("gpu.step.shape.PAGE_WRITES", 3)
     run(Both(tiny.path), PENALISED, 4)
 
 
