@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from gpu.shard import Slice, Slices
 
 
 class LoraShape(NamedTuple):
@@ -15,11 +18,18 @@ class LoraShape(NamedTuple):
     parts    names of the fused matrices, as checkpoints have them, and their output sizes, in order
     inputs   the vocabulary's size for an embedding
     experts  how many have such matrices, each named without its number; 0: not one of experts
+    slices   of the parts whose matrix [outputs, inputs] a rank has a part of
     """
 
     parts: Mapping[str, int]
     inputs: int
     experts: int = 0
+    slices: Slices = MappingProxyType({})
+
+    def slice(self, name: str) -> Slice:
+        """What there is of the whole matrix of a part."""
+        size = self.parts[name]
+        return self.slices.get(name) or Slice(0, 0, size, (size, self.inputs))
 
     @property
     def targets(self) -> set[str]:

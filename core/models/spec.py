@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from core.errors import ConfigError
+
 Task = Literal["generate", "embed", "classify"]
 """What a checkpoint was trained for. A model that generates also embeds."""
 
@@ -110,6 +112,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How the checkpoint's matrices are scaled if they are e4m3."""
     fp8: Fp8 = ""
     """How the layers' matrices, except routers, are held while serving: chosen by device, not read."""
+    ranks: int = 1
+    """Ranks that divide each layer: heads, kv_heads and intermediate sizes are those of one (`shard`)."""
+    kv_copies: int = 1
+    """Neighbouring ranks that hold the same KV heads, where there are more ranks than KV heads."""
 
     @property
     def context_length(self) -> int:
@@ -140,13 +146,45 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def kv_size(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head that a rank has room for."""
+        return -(-self.vocab_size // self.ranks)
+
+    def shard(self, count: int) -> ModelSpec:
+        """Of one of `count` ranks. Raises `ConfigError` with the sizes that `count` does not divide."""
+        if count == 1:
+            return self
+        if not self.causal:
+            raise ConfigError(f"--tp {count}: {self.architecture} is an encoder, which runs on one rank.")
+        sizes = {"num_attention_heads": self.heads}
+        if count % self.kv_heads:
+            sizes["num_key_value_heads"] = self.kv_heads
+        moe = self.moe
+        if moe is None or len(moe.layers) < self.layers:
+            sizes["intermediate_size"] = self.intermediate
+        if moe is not None:
+            sizes["moe_intermediate_size"] = moe.intermediate
+            moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // count)
+        if odd := [f"{name} ({size})" for name, size in sizes.items() if size % count]:
+            raise ConfigError(f"--tp {count} does not divide {', '.join(odd)} of {self.architecture}.")
+        return msgspec.structs.replace(
+            self,
+            heads=self.heads // count,
+            kv_heads=max(self.kv_heads // count, 1),
+            intermediate=self.intermediate // count,
+            moe=moe,
+            ranks=count,
+            kv_copies=max(count // self.kv_heads, 1),
+        )
+
     def window(self, layer: int) -> int:
         """Positions that `layer` sees; 0: all."""
         return self.sliding_window if layer in self.window_layers else 0
 
     def table_parameters(self) -> int:
         """Those of `num_parameters` outside of layers: the embedding, positions, the head."""
-        total = self.vocab_size * self.hidden * (1 if self.tied or self.task != "generate" else 2)
+        total = self.vocab_rows * self.hidden * (1 if self.tied or self.task != "generate" else 2)
         if self.encoder is not None:
             total += self.max_position * self.hidden
         return total

@@ -8,6 +8,7 @@ from core.models import ModelSpec
 from gpu.context import ForwardContext
 from gpu.layers.parameters import Parameters
 from gpu.ops.base import HeadNorms, Matrix, Rotation
+from gpu.shard import COLUMN, ROW
 
 
 class Attention:
@@ -25,9 +26,10 @@ class Attention:
         self._layer = layer
         self._heads = (spec.heads, spec.kv_heads)
         parts = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.fp8)
+        heads = COLUMN._replace(copies=dict.fromkeys(("k_proj", "v_proj"), spec.kv_copies))
+        self._qkv = parameters.linear(prefix, inputs or spec.hidden, parts, spec.qkv_bias, spec.fp8, heads)
         out = {"o_proj": spec.hidden}
-        self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.fp8)
+        self._out = parameters.linear(prefix, spec.q_size, out, spec.out_bias, spec.fp8, ROW)
         self._norms: HeadNorms | None = None
         if spec.qk_norm:
             q, k = (parameters.tensor(f"{prefix}{of}_norm.weight", spec.head_dim) for of in "qk")

@@ -13,6 +13,7 @@ from gpu.layers.parameters import Parameters
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.ops.base import Part
 from gpu.quant import FP8, scale_shape
+from gpu.shard import COLUMN, ROW
 
 
 def expert_scales(spec: ModelSpec, moe: MoeSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -52,11 +53,18 @@ class SparseMlp:
             half = up.shape[1] // 2
             views = {"gate": up[expert, :half], "up": up[expert, half:], "down": down[expert]}
             for part, view in views.items():
-                parameters.places[f"{prefix}experts.{expert}.{part}_proj.{kind}"] = view
+                name = f"{prefix}experts.{expert}.{part}_proj.{kind}"
+                parameters.place(name, view, ROW if part == "down" else COLUMN)
+        slices = {
+            f"{prefix}experts.{part}_proj": parameters.slices[name]
+            for part in ("gate", "up", "down")
+            if (name := f"{prefix}experts.0.{part}_proj.weight") in parameters.slices
+        }
         outer, inner = {f"{prefix}experts.{part}_proj": width for part in ("gate", "up")}, spec.hidden
+        last = {f"{prefix}experts.down_proj": inner}
         parameters.adaptable += [
-            Adaptable(LoraShape(outer, inner, moe.experts), self._adapt_up),
-            Adaptable(LoraShape({f"{prefix}experts.down_proj": inner}, width, moe.experts), self._adapt_down),
+            Adaptable(LoraShape(outer, inner, moe.experts, slices), self._adapt_up),
+            Adaptable(LoraShape(last, width, moe.experts, slices), self._adapt_down),
         ]
 
     def _adapt_up(self, lora: LoraMatrix) -> None:

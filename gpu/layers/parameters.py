@@ -9,35 +9,66 @@ import torch
 from core.models import Fp8
 from gpu.layers.linear import Linear, Places
 from gpu.lora import Adaptable, LoraShape
+from gpu.shard import ALONE, Shard, Slice, Split, slice_of
 
 
 class Parameters:
     """What the layers of one model allocate while it is built.
 
     `places` maps each name of a checkpoint to the exact view that the named tensor is copied into; the
-    views cover the parameters once.
+    views cover the parameters once. Of several ranks each allocates its part, and `slices` say what of the
+    named tensor belongs there, where it is not all of it.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE) -> None:
         self.dtype = dtype
         self.device = device
+        self.shard = shard
         self.linears: list[Linear] = []
         self.adaptable: list[Adaptable] = []
         """What adapters may change."""
         self.places: Places = {}
+        self.slices: dict[str, Slice] = {}
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """A tensor of its own, uninitialised."""
-        self.places[name] = found = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def tensor(self, name: str, *shape: int, split: Split | None = None) -> torch.Tensor:
+        """A tensor of its own, uninitialised, of the rank's `shape`."""
+        found = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.place(name, found, split)
         return found
 
     def linear(
-        self, prefix: str, inputs: int, parts: Mapping[str, int], bias: bool = False, fp8: Fp8 = ""
+        self,
+        prefix: str,
+        inputs: int,
+        parts: Mapping[str, int],
+        bias: bool = False,
+        fp8: Fp8 = "",
+        split: Split | None = None,
     ) -> Linear:
-        """See `Linear`. `prefix` stands before the names of its parts."""
-        linear = Linear(inputs, parts, self.dtype, self.device, bias, fp8)
+        """See `Linear`. `prefix` stands before the names of its parts. Sizes are those of the rank, whose
+        matrix is the part by `split`; None: each rank has all of it."""
+        partial = split is not None and split.dim == 1
+        linear = Linear(
+            inputs, parts, self.dtype, self.device, bias and not (partial and self.shard.rank), fp8
+        )
         self.linears.append(linear)
-        shape = LoraShape({prefix + name: size for name, size in parts.items()}, inputs)
-        self.adaptable.append(Adaptable(shape, linear.adapt))
-        self.places |= linear.places(prefix)
+        for name, view in linear.places(prefix).items():
+            part = name.removeprefix(prefix).rpartition(".")[0]
+            self.place(name, view, split, 1 if split is None else split.copies.get(part, 1))
+        if partial and bias and self.shard.rank:
+            # Of a sum one rank adds the bias. The others know its name and take nothing of it.
+            for name, size in parts.items():
+                self.places[f"{prefix}{name}.bias"] = torch.empty(0, dtype=self.dtype, device=self.device)
+                self.slices[f"{prefix}{name}.bias"] = Slice(0, 0, 0, (size,))
+        names = {prefix + name: size for name, size in parts.items()}
+        slices = {name: self.slices[f"{name}.weight"] for name in names if f"{name}.weight" in self.slices}
+        self.adaptable.append(Adaptable(LoraShape(names, inputs, slices=slices), linear.adapt))
         return linear
+
+    def place(self, name: str, view: torch.Tensor, split: Split | None = None, copies: int = 1) -> None:
+        """Fill `view` with the rank's part of the tensor `name`: all of it without `split`, or where the
+        tensor does not have the side that is divided."""
+        if split is not None and split.dim < view.dim() and self.shard.ranks > 1:
+            own = self.slices[name] = slice_of(self.shard, tuple(view.shape), split, copies)
+            view = view.narrow(own.dim, 0, own.size)
+        self.places[name] = view

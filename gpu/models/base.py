@@ -13,6 +13,7 @@ from gpu.layers import Parameters
 from gpu.layers.linear import Places
 from gpu.lora import Adaptable
 from gpu.ops.base import Ops
+from gpu.shard import ALONE, Shard, Slices
 
 
 class CausalModel(ABC):
@@ -24,9 +25,11 @@ class CausalModel(ABC):
     embedding: torch.Tensor
     """Of tokens, [vocab_size, hidden]."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE
+    ) -> None:
         self.spec = spec
-        self._parameters = Parameters(dtype, device)
+        self._parameters = Parameters(dtype, device, shard)
 
     @abstractmethod
     def forward(self, ctx: ForwardContext, ids: torch.Tensor) -> torch.Tensor:
@@ -54,3 +57,8 @@ class CausalModel(ABC):
         """Every checkpoint name the model wants and the view it fills; none once it is sealed. A tied head
         has no name of its own."""
         return dict(self._parameters.places)
+
+    @property
+    def slices(self) -> Slices:
+        """Which part of a checkpoint's tensor a place takes, where it is not all of it."""
+        return self._parameters.slices

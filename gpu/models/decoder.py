@@ -16,6 +16,7 @@ from gpu.layers import Attention, Mlp, Parameters, RmsNorm, Rope, SparseMlp
 from gpu.lora import Adaptable, LoraMatrix, LoraShape
 from gpu.models.base import CausalModel
 from gpu.ops.base import Matrix, Ops, Part, Rotation
+from gpu.shard import ALONE, COLUMN, Shard
 
 
 class Layer:
@@ -69,21 +70,27 @@ def distinct_layers(kinds: Sequence[Hashable]) -> list[int]:
 class Decoder(CausalModel):
     """The Llama lineage: models that generate, those below their head, and those with one for classes."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, dtype, device)
-        parameters = self._parameters
-        self.embedding = parameters.tensor("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard = ALONE
+    ) -> None:
+        super().__init__(spec, dtype, device, shard)
+        parameters, vocabulary = self._parameters, COLUMN._replace(total=spec.vocab_size)
+        table = "model.embed_tokens"
+        self.embedding = parameters.tensor(f"{table}.weight", spec.vocab_rows, spec.hidden, split=vocabulary)
         self._table_lora: LoraMatrix | None = None
-        shape = LoraShape({"model.embed_tokens": spec.hidden}, spec.vocab_size)
+        own = parameters.slices.get(f"{table}.weight")
+        slices = {} if own is None else {table: own.transposed}
+        shape = LoraShape({table: spec.hidden}, spec.vocab_rows, slices=slices)
         parameters.adaptable.append(Adaptable(shape, self._adapt_table))
         self._norm = RmsNorm(spec, "model.norm", parameters)
         self._layers = [Layer(spec, layer, parameters) for layer in range(spec.layers)]
         heads = {
-            "generate": {"lm_head": spec.vocab_size},
+            "generate": {"lm_head": spec.vocab_rows},
             "classify": {"score": len(spec.pooling.labels)},
             "embed": {},
         }
-        self._head = parameters.linear("", spec.hidden, heads[spec.task])
+        split = vocabulary if spec.task == "generate" else None
+        self._head = parameters.linear("", spec.hidden, heads[spec.task], split=split)
         if spec.tied:
             self._head.matrix = Matrix(self.embedding)
             del parameters.places["lm_head.weight"]

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 
 from gpu.layers.linear import Places
 from gpu.quant import FP8, quantise_like
+from gpu.shard import Slices
 
 
-def fill_dummy(places: Places, device: torch.device) -> None:
-    """Normal(0, 0.02), norms 1. The same every time: seed 0, in the order of `places`."""
+def fill_dummy(places: Places, device: torch.device, slices: Slices = MappingProxyType({})) -> None:
+    """Normal(0, 0.02), norms 1. The same every time: seed 0, in the order of `places`. Of several ranks each
+    gets its `slices` of what one alone would have."""
     generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(place: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+        own = slices.get(name)
+        shape = place.shape if own is None else own.shape
+        whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, 0.02, generator=generator)
+        return whole if own is None else own.of(whole)
+
     for name, place in places.items():
         if place.dtype == FP8:
-            weight = torch.empty(place.shape, dtype=torch.bfloat16, device=device)
             scale = places[name + "_scale"]
-            numbers, scales = quantise_like(weight.normal_(0.0, 0.02, generator=generator), scale)
+            numbers, scales = quantise_like(drawn(place, name, torch.bfloat16), scale)
             place.copy_(numbers)
             scale.copy_(scales)
         elif name.endswith("weight_scale"):
             continue  # its weight's
         elif place.dim() == 1 and name.endswith(".weight"):  # a norm's
             place.fill_(1.0)
+        elif name in slices:
+            place.copy_(drawn(place, name, place.dtype))
         else:
             place.normal_(0.0, 0.02, generator=generator)

@@ -94,8 +94,8 @@ def _reader(filler: Filler, path: Path, names: list[str], holders: Mapping[str, 
 
 def _put_fp8(filler: Filler, name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
     """As it is, where its place is FP8 and scaled as it is."""
-    place = filler.scale(name)
-    kept = as_place_scale(scale, tuple(place.shape)) if place is not None else None
+    shape = filler.scale_shape(name)
+    kept = None if shape is None else as_place_scale(scale, shape)
     if kept is not None:
         filler.put(name, weight, kept)
     else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from core.errors import ModelError
 from gpu.layers.linear import Places
 from gpu.quant import FP8
+from gpu.shard import Slices
 from gpu.weights.fp8 import store
 from gpu.weights.stage import Copy
 
@@ -33,11 +35,13 @@ class Filler:
         base: str = "",
         unused: tuple[str, ...] = (),
         aliases: Mapping[str, str] = {},
+        slices: Slices = MappingProxyType({}),
     ) -> None:
         """`copy` is how a tensor gets into its place, `base` what a checkpoint may leave out before a
         place's name, `unused` are beginnings of names that belong to nothing here, `aliases` beginnings of
-        names and how those of places begin instead."""
-        self._places = places
+        names and how those of places begin instead. Of a tensor named in `slices` a place takes that part;
+        the rest of a mapped file is not read."""
+        self._places, self._slices = places, slices
         self._aliases = aliases
         self._copy = copy
         self._base = base
@@ -61,29 +65,33 @@ class Filler:
             ):
                 self._unexpected.append(own)
             return False
-        if tuple(shape) != tuple(place.shape):
-            self._misshapen.append(f"{name} {list(shape)} instead of {list(place.shape)}")
+        if tuple(shape) != (wanted := self._whole(name)):
+            self._misshapen.append(f"{name} {list(shape)} instead of {list(wanted)}")
             self._filled[name] = None
             return False
         return True
 
-    def scale(self, name: str) -> torch.Tensor | None:
-        """The place of the scale of `name`, which is wanted, where its own is e4m3."""
+    def scale_shape(self, name: str) -> tuple[int, ...] | None:
+        """Of the scale of `name`, which is wanted, where its place is e4m3."""
         own = self._place_name(name)
-        return self._places[own + "_scale"] if self._places[own].dtype == FP8 else None
+        return self._whole(own + "_scale") if self._places[own].dtype == FP8 else None
 
     def put(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None = None) -> None:
         """Copy `tensor` into the place of `name`, converting its dtype. Once per name.
 
-        `scale`, of the shape of `scale(name)`, comes with an FP8 tensor for a place that is one; any other
+        `scale`, of `scale_shape(name)`, comes with an FP8 tensor for a place that is one; any other
         tensor is quantised on its way there.
         """
         name = self._place_name(name)
         if name in self._filled:
             raise ModelError(f"The checkpoint holds {name} twice.")
         place = self._places[name]
+        if (part := self._slices.get(name)) is not None:
+            tensor = part.of(tensor)
         if place.dtype == FP8:
             scales = self._places[name + "_scale"]
+            if scale is not None and (part := self._slices.get(name + "_scale")) is not None:
+                scale = part.of(scale)
             if scale is None:
                 store(place, scales, tensor, self._copy)
                 self.quantised.append(name)
@@ -94,6 +102,11 @@ class Filler:
         else:
             self._copy(place, tensor)
         self._filled[name] = None
+
+    def _whole(self, name: str) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor for a place."""
+        part = self._slices.get(name)
+        return tuple(self._places[name].shape) if part is None else part.shape
 
     def _place_name(self, name: str) -> str:
         """The place's name for a checkpoint's: one saved without a head leaves the base's prefix out."""

@@ -11,6 +11,7 @@ from core.models import ModelSpec, family_of
 from gpu.models.base import CausalModel
 from gpu.models.bert import Bert
 from gpu.models.decoder import Decoder
+from gpu.shard import ALONE, Shard
 from gpu.thread import device_thread
 from gpu.weights.dummy import fill_dummy
 from gpu.weights.files import Progress, fill_from_safetensors
@@ -27,18 +28,20 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = lambda share: None,
+    shard: Shard = ALONE,
 ) -> CausalModel:
     """Build the model of `spec` and fill it from `source`: a Hugging Face directory, a .gguf file,
-    or None for random weights. Raises `ModelError`; nothing is half filled."""
+    or None for random weights. Raises `ModelError`; nothing is half filled. `spec` is that of one of
+    `shard.ranks` ranks, which reads its part alone."""
     family = family_of(spec.architecture)
     with device_thread(device):
-        model = (Bert if spec.encoder else Decoder)(spec, dtype, device)
+        model = Bert(spec, dtype, device) if spec.encoder else Decoder(spec, dtype, device, shard)
         places = model.places()
         if source is None:
-            fill_dummy(places, device)
+            fill_dummy(places, device, model.slices)
             progress(1.0)
             return model
-        filler = Filler(places, copier(device), family.base, family.unused)
+        filler = Filler(places, copier(device), family.base, family.unused, slices=model.slices)
         if source.suffix == ".gguf":
             fill_from_gguf(filler, source, device, progress)
         else:

@@ -25,6 +25,7 @@ from torch import Tensor
 from core.env import read_object
 from core.errors import ModelError
 from gpu.lora import LoraMatrix, LoraShape
+from gpu.shard import Slice
 from gpu.weights.files import open_file
 
 _NAME = re.compile(
@@ -252,18 +253,18 @@ class _Reader:
     def _put(self, module: str, place: _Place, a: Tensor, b: Tensor) -> None:
         """Copy a module's factors `a` and `b`, of any form, to where they belong."""
         shape, lora = self._shapes[place.matrix], self._into[place.matrix]
-        sizes = list(shape.parts.values())
-        outputs = sum(sizes[place.first : place.first + place.parts])
+        slices = [shape.slice(name) for name in shape.parts][place.first : place.first + place.parts]
+        outputs, inputs = sum(own.shape[0] for own in slices), slices[0].shape[1]
         if place.flat:
-            a, b = _unflatten(a, b, shape.experts, (shape.inputs, outputs))
+            a, b = _unflatten(a, b, shape.experts, (inputs, outputs))
         rank = a.shape[-2] if a.dim() > 1 else 0
-        for factor, size in ((a, (rank, shape.inputs)), (b, (outputs, rank))):
+        for factor, size in ((a, (rank, inputs)), (b, (outputs, rank))):
             of_all = shape.experts and place.expert < 0
             if tuple(factor.shape) in ([(1, *size), (shape.experts, *size)] if of_all else [size]):
                 continue
             raise ModelError(
                 f"{module} has factors {list(a.shape)} and {list(b.shape)}, the model's matrix is "
-                f"[{outputs}, {shape.inputs}]"
+                f"[{outputs}, {inputs}]"
             )
         if rank > lora.rank:
             raise ModelError(f"{module} has rank {rank}, --max-lora-rank is {lora.rank}")
@@ -275,11 +276,22 @@ class _Reader:
         into_a, into_b = lora.a[0], lora.b[0]
         if place.expert >= 0:
             into_a, into_b = into_a[place.expert], into_b[place.expert]
-        for part in range(place.first, place.first + place.parts):
-            into_a[..., part * lora.rank : part * lora.rank + rank, :] = a
-        first = sum(sizes[: place.first])
-        into_b[..., first : first + outputs, :rank] = b
+        first = sum(lora.parts[: place.first])
+        each = torch.split(b, [own.shape[0] for own in slices], dim=-2)
+        for part, (own, own_b) in enumerate(zip(slices, each, strict=True), place.first):
+            own_a, own_b = _part(own, a, own_b)
+            into_a[..., part * lora.rank : part * lora.rank + rank, : own_a.shape[-1]] = own_a
+            into_b[..., first : first + own_b.shape[-2], :rank] = own_b
+            first += lora.parts[part]
         lora.ranks.clamp_(min=rank)
+
+
+def _part(own: Slice, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """What a rank that holds `own` of a matrix needs of its factors: rows of B for outputs, columns of A for
+    inputs."""
+    if own.dim == 0:
+        return a, b.narrow(-2, own.start, own.size)
+    return a.narrow(-1, own.start, own.size), b
 
 
 def _pairs(names: Sequence[str]) -> dict[str, tuple[str, str]]:

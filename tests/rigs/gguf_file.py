@@ -1,0 +1,95 @@
+"""GGUF files of tiny models, written as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import gguf
+import torch
+from transformers import PreTrainedModel
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, suffix = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{suffix}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{suffix}"
+
+
+def permute(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """What llama.cpp's converter does to q and k of the llama architecture."""
+    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def apart(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A state with gate and up of the experts apart, their names as those of other matrices."""
+    for name, tensor in state.items():
+        if name.endswith("gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up", part) + ".weight", half
+        else:
+            yield name + ".weight" if name.endswith("experts.down_proj") else name, tensor
+
+
+def write(path: Path, arch: str, reference: PreTrainedModel, quantise: bool = False) -> Path:
+    """`reference`, a transformers model, as a GGUF file."""
+    config = reference.config
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(getattr(config, "head_dim", 16))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_token_list([f"token {i}" for i in range(300)])
+    writer.add_token_scores([0.5] * 300)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for name, tensor in apart(reference.state_dict()):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch == "llama" and "q_proj" in name:
+            tensor = permute(tensor, config.num_attention_heads)
+        if arch == "llama" and "k_proj" in name:
+            tensor = permute(tensor, config.num_key_value_heads)
+        data = tensor.contiguous().numpy()
+        if quantise and tensor.dim() > 1:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(gguf_name(name), gguf.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
