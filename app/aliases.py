@@ -33,6 +33,7 @@ RENAMED: Mapping[str, str] = {
     "--tool-call-parser": "--tool-parser",
     "--fastapi-root-path": "--root-path",
     "--lora-paths": "--lora",
+    "--tp-size": "--tp",
     "--speculative-draft-model": "--speculative-draft-model-path",
     "--speculative-ngram-min-match-window-size": "--speculative-prompt-lookup-min",
     "--speculative-ngram-max-match-window-size": "--speculative-prompt-lookup-max",
@@ -45,6 +46,7 @@ RENAMED: Mapping[str, str] = {
     "--scheduling-policy": "--order",
     "--uvicorn-log-level": "--log-level",
     "--lora-modules": "--lora",
+    "--tensor-parallel-size": "--tp",
     "--max-loras": "--max-loras-per-batch",
     "--max-cpu-loras": "--max-loaded-loras",
 }
@@ -146,9 +148,6 @@ IGNORED_VALUES: Mapping[str, str] = {
 """The same for flags that take a value."""
 
 ONLY: Mapping[str, str] = {
-    "--tp": "1",
-    "--tp-size": "1",
-    "--tensor-parallel-size": "1",
     "--pp-size": "1",
     "--pipeline-parallel-size": "1",
     "--dp-size": "1",

@@ -57,6 +57,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "cpu", "cuda"],
         "auto: a supported GPU if there is one, else the CPU",
     ] = "auto"
+    tp: Annotated[int, "tensor parallelism: ranks that divide the model; on a CPU only", Meta(ge=1)] = 1
     attention_backend: Annotated[
         str,
         "attention backend on a GPU: NAME, or prefill=NAME,decode=NAME; empty: the fastest "

@@ -18,6 +18,7 @@ from gpu.lora import LoraMatrix
 from gpu.memory import GIB, available_bytes
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Decoder
+from gpu.shard import ALONE, Shard
 from gpu.weights.peft import read_adapter
 
 log = logging.getLogger(__name__)
@@ -63,12 +64,15 @@ class Adapting(NamedTuple):
         return tiers
 
 
-def plan_adapters(spec: ModelSpec, limits: AdapterLimits | None, dtype: torch.dtype) -> Adapting | None:
-    """Room for as many as `limits` say. Raises `ConfigError` for a model that takes none."""
+def plan_adapters(
+    spec: ModelSpec, limits: AdapterLimits | None, dtype: torch.dtype, shard: Shard = ALONE
+) -> Adapting | None:
+    """Room for as many as `limits` say, of the rank's part of each. Raises `ConfigError` for a model that
+    takes none."""
     if limits is None:
         return None
     if not spec.causal:
         raise ConfigError(f"--enable-lora: {spec.architecture} takes no adapters.")
-    outline = Decoder(spec, dtype, torch.device("meta"))  # sizes without memory
+    outline = Decoder(spec, dtype, torch.device("meta"), shard)  # sizes without memory
     layout = AdapterLayout([each.shape for each in outline.adaptable], limits, dtype)
     return Adapting(limits, layout, spec.vocab_size)

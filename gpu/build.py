@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,12 +40,19 @@ from gpu.memory import (
     plan_memory,
 )
 from gpu.models.base import CausalModel
+from gpu.models.ranks import RankModel
+from gpu.ops.base import Ops
 from gpu.ops.plain import TorchOps
+from gpu.ops.ranks import RankOps, TableOps
 from gpu.parts import Parts, Sizes, Target
+from gpu.ranks import Rank, RankGroup, make_ranks
 from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
 from gpu.sample.processors import load_processors
+from gpu.shard import ALONE
+from gpu.state.view import StepView
 from gpu.step.begin import begin_step
+from gpu.step.rings import Entries
 from gpu.step.shape import Shape
 from gpu.step.shapes import most_samples
 from gpu.step.steps import ExactSizes, PaddedSizes
@@ -84,6 +93,9 @@ class Beside(NamedTuple):
 
 NOTHING_BESIDE = Beside()
 
+THREADS = torch.get_num_threads()
+"""Of products on a CPU, which its ranks share."""
+
 Progress = Callable[[str, float], None]
 """Called with a stage and the share of it that is done, 0 to 1; from any thread."""
 
@@ -122,32 +134,30 @@ def build_executor(
     """
     target = _target(spec, model)
     schedule = _with_budget(schedule, target.device)
-    spec = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
+    whole = spec = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
     check_pages(spec, target, cache)
+    group, ranks = choose_ranks(model.tp, target)
+    spec = whole.shard(model.tp)
     device, dtype = target.device, target.dtype
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
     dummy = model.load_format == "dummy"
     drafting, limits = beside
-    draft = read_drafting(drafting.settings, drafting.path, spec, dummy, spec_of)
-    adapting = plan_adapters(spec, limits, dtype)
+    draft = read_drafting(drafting.settings, drafting.path, whole, dummy, spec_of)
+    shards = [ALONE if rank is None else rank.shard for rank in ranks]
+    adapting = [plan_adapters(spec, limits, dtype, shard) for shard in shards]
     progress("memory", 0.0)
-    memory = _memory(spec, target, sizes, cache, (draft, adapting))
+    memory = _memory(spec, target, sizes, cache, (draft, adapting[0]))
 
-    def load(path: str) -> CausalModel:
-        if Path(path) != source and spec_of(Path(path)) != spec_of(source):
-            raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
-        weights = None if dummy else Path(path)
-        loaded = load_model(spec, weights, dtype, device, lambda share: progress("weights", share))
-        loaded.seal()
-        return loaded
-
+    loader = _Loader(spec, source, target, dummy, progress)
     with device_thread(device):
         free = free_bytes(device)
-        loaded = load(str(source))
+        models = loader.load_all(ranks)
         if device.type == "cuda":
             # Weights are what they are now; before, they were reckoned.
-            memory = _memory(spec, target, sizes, cache, (draft, adapting), loaded=free - free_bytes(device))
+            memory = _memory(
+                spec, target, sizes, cache, (draft, adapting[0]), loaded=free - free_bytes(device)
+            )
         for line in memory_table(memory):
             log.info("%s", line)
         sizes = sizes._replace(context=min(sizes.context, memory.tokens))
@@ -158,18 +168,65 @@ def build_executor(
             return KvPool(spec.kv_layers, memory.num_pages, cache.page_size, heads, kept, device)
 
         progress("pool", 0.0)
-        tiers = None if adapting is None else adapting.allocate(loaded, device)
-        maintenance = Maintenance(str(source), load, make_pool, device.type == "cpu", tiers)
-        parts = Parts(spec, target, sizes, processors, maintenance, draft, limits)
+        each: list[Parts] = []
+        for rank, loaded, room in zip(ranks, models, adapting, strict=True):
+            tiers = None if room is None else room.allocate(loaded, device)
+            load = partial(loader.load, rank)
+            maintenance = Maintenance(str(source), load, make_pool, device.type == "cpu", tiers, not each)
+            each.append(Parts(spec, target, sizes, processors, maintenance, draft, limits, rank))
         if target.captures(spec):
             from gpu.cuda import captured_runner  # Triton, which a CPU may not have
 
-            runner = captured_runner(parts, model, cache, schedule)
+            runners = [captured_runner(each[0], model, cache, schedule)]
         else:
-            runner = _called_runner(parts, cache.page_size)
-        runner.use_model(loaded)
-        runner.use_pool(make_pool())
-    return LocalExecutor([runner], _capabilities(parts, memory, runner.shape))
+            runners = _called_runners(each, cache.page_size)
+        for runner, loaded in zip(runners, models, strict=True):
+            runner.use_model(loaded)
+            runner.use_pool(make_pool())
+    return LocalExecutor(runners, _capabilities(each[0], memory, runners[0].shape), group)
+
+
+class _Loader(NamedTuple):
+    """Reads the checkpoint at `source`, whose `spec` is that of one rank; `dummy`: random weights."""
+
+    spec: ModelSpec
+    source: Path
+    target: Target
+    dummy: bool
+    progress: Progress
+
+    def load(self, rank: Rank | None, path: str) -> CausalModel:
+        """The model of `path`, or the part of it that `rank` has."""
+        spec, source, (device, dtype, _), dummy, progress = self
+        if Path(path) != source and spec_of(Path(path)) != spec_of(source):
+            raise ModelError(f"{path} is another model: its config.json differs from the running one's.")
+        weights, shard = None if dummy else Path(path), ALONE if rank is None else rank.shard
+
+        def report(share: float) -> None:
+            if not shard.rank:
+                progress("weights", share)
+
+        with device_thread(device):
+            loaded = load_model(spec, weights, dtype, device, report, shard)
+            loaded.seal()
+        return loaded if rank is None else RankModel(loaded, rank)
+
+    def load_all(self, ranks: Sequence[Rank | None]) -> list[CausalModel]:
+        """Those of all ranks, each read by a thread of its own where there are several."""
+        if len(ranks) == 1:
+            return [self.load(ranks[0], str(self.source))]
+        with ThreadPoolExecutor(len(ranks), "loom-load-rank") as pool:
+            return list(pool.map(partial(self.load, path=str(self.source)), ranks))
+
+
+def choose_ranks(count: int, target: Target) -> tuple[RankGroup | None, Sequence[Rank | None]]:
+    """So many ranks and how they meet. Raises `ConfigError` for a device that has none."""
+    if count == 1:
+        return None, [None]
+    if target.device.type != "cpu":
+        raise ConfigError(f"--tp {count}: several ranks run on a CPU (--device cpu), not on GPUs yet.")
+    torch.set_num_threads(max(THREADS // count, 1))
+    return make_ranks(count)
 
 
 def _capabilities(parts: Parts, memory: MemoryPlan, shape: Shape) -> Capabilities:
@@ -195,9 +252,16 @@ def _capabilities(parts: Parts, memory: MemoryPlan, shape: Shape) -> Capabilitie
     )
 
 
-def _called_runner(parts: Parts, page_size: int) -> ModelRunner:
+def _called_runners(ranks: Sequence[Parts], page_size: int) -> list[ModelRunner]:
+    """Those of all ranks, which read the same entries."""
+    shape = ranks[0].shape(page_size, ranks[0].sizes.rows)
+    entries = shape.entries(ranks[0].target.device)
+    return [_called_runner(parts, shape, entries) for parts in ranks]
+
+
+def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
     """Steps in plain torch, called in the plan's own sizes."""
-    spec, device = parts.spec, parts.target.device
+    spec, device, rank = parts.spec, parts.target.device, parts.rank
     attention: TorchBackend = EncoderAttention()
     if spec.causal:
         attention = TorchAttention([spec.window(layer) for layer in range(spec.layers)])
@@ -206,19 +270,19 @@ def _called_runner(parts: Parts, page_size: int) -> ModelRunner:
         ExactSizes(),
         None,
         attention,
-        lambda pool: lambda view: TorchOps(view, attention),
+        lambda pool: plain_ops(attention, rank, RankOps, spec.vocab_size),
         begin_step,
         torch_kernels,
+        rank=rank,
     )
     if device.type == "cuda":
         from gpu.cuda import with_kernels  # Triton, which a CPU may not have
 
         machine = with_kernels(machine)
-    shape = parts.shape(page_size, parts.sizes.rows)
     drafter = None
     if (draft := parts.draft) is not None:
         drafter = _called_drafter(draft, parts, shape.samples)
-    return ModelRunner(shape, machine, shape.entries(device), parts.processors, parts.maintenance, drafter)
+    return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
 
 
 def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
@@ -229,11 +293,20 @@ def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:
         attention = TorchAttention([layers.window(layer) for layer in range(layers.layers)])
         run = DraftMachine(
             attention,
-            lambda pool: lambda view: TorchOps(view, attention),
+            lambda pool: plain_ops(attention, parts.rank, TableOps, parts.spec.vocab_size),
             pool_of(layers, dtype, device),
             draft_kernels,
         )
     return make_drafter(draft, parts.sizes.context, samples, dtype, device, run)
+
+
+def plain_ops(
+    attention: TorchBackend, rank: Rank | None, kind: type[TableOps], vocab: int
+) -> Callable[[StepView], Ops]:
+    """Makes the operations of a step's layers, of a `rank` as `kind`."""
+    if rank is None:
+        return lambda view: TorchOps(view, attention)
+    return lambda view: kind(TorchOps(view, attention), rank, vocab)
 
 
 def _target(spec: ModelSpec, model: ModelConfig) -> Target:
@@ -327,7 +400,7 @@ def _memory(
             page = draft.page_bytes(cache, page_dtype(cache, target.dtype))
             needs = needs._replace(drafts=draft.held_bytes(spec, sizes, samples, target.dtype), page=page)
     else:
-        available -= adapters
+        available = available // spec.ranks - adapters  # ranks of a CPU share its memory
     return plan_memory(spec, target.dtype, cache, available, rows * sizes.context, needs, loaded)
 
 

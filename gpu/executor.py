@@ -14,19 +14,27 @@ from core.errors import EngineFailed
 from core.executor import Capabilities
 from core.mailbox import Outbox
 from core.plan import StepFailure, StepPlan, StepResult
+from gpu.ranks import RankGroup
 from gpu.worker import Item, Progress, Runner, Worker
+
+COMPARED = 1000
+"""Steps between two of which the tokens of all ranks are compared: they follow from equal logits."""
 
 
 class LocalExecutor:
     """A worker for each rank: all of them get every plan and command.
 
-    A step is answered by rank 0, when every rank has ended it; a failure of any rank is the executor's.
+    A step is answered by rank 0, when every rank has ended it; a failure of any rank is the executor's, and
+    ends what others wait for.
 
     Owner: event loop. See `core.executor.Executor` for what each method promises.
     """
 
-    def __init__(self, ranks: Sequence[Runner], capabilities: Capabilities) -> None:
-        self._capabilities = capabilities
+    def __init__(
+        self, ranks: Sequence[Runner], capabilities: Capabilities, group: RankGroup | None = None
+    ) -> None:
+        """`group` is how the ranks meet; None: they do not."""
+        self._capabilities, self._group = capabilities, group
         self._outbox: Outbox[Item] = Outbox()
         self._failed = threading.Event()
         self._lock = threading.Lock()
@@ -81,7 +89,8 @@ class LocalExecutor:
     def close(self) -> None:
         """Finish, then join."""
         for worker in self._workers:
-            worker.close()
+            if not worker.close() and self._group is not None:
+                self._group.abort("a rank does not end")
 
     def _post(self, rank: int, item: Item) -> None:
         """A thread of `rank`: take what it has ended, and hand out what all have."""
@@ -97,7 +106,10 @@ class LocalExecutor:
                 if len(arrived) < len(self._workers):
                     return
                 answer = self._agreed([each for _, each in sorted(self._arrived.pop(key).items())])
-            self._over = isinstance(answer, StepFailure)
+            if isinstance(answer, StepFailure):
+                self._over = True
+                if self._group is not None:
+                    self._group.abort(answer.reason)
             self._outbox.put(answer)
 
     def _agreed(self, items: Sequence[Item]) -> Item:
@@ -106,4 +118,11 @@ class LocalExecutor:
         if errors and len(errors) < len(items):
             self._failed.set()
             return StepFailure(-1, f"a command was carried out by some ranks alone: {errors[0]}")
-        return items[0]
+        first = items[0]
+        if len(items) > 1 and isinstance(first, StepResult) and (first.step + 1) % COMPARED == 0:
+            tokens = [item.tokens.tolist() for item in items if isinstance(item, StepResult)]
+            for rank, own in enumerate(tokens):
+                if own != tokens[0]:
+                    self._failed.set()
+                    return StepFailure(first.step, f"rank 0 sampled {tokens[0]}, rank {rank} {own}")
+        return first

@@ -55,8 +55,10 @@ class Maintenance:
         make_pool: Callable[[], KvPool],
         both: bool = True,
         adapters: AdapterTiers | None = None,
+        profiles: bool = True,
     ) -> None:
-        self._both, self._adapters = both, adapters
+        """`profiles`: whether it records; the first of several ranks does, for the whole process."""
+        self._both, self._adapters, self._profiles = both, adapters, profiles
         # One more than reads: a copy to the device does not wait for a file.
         self._threads = ThreadPoolExecutor(2, "loom-adapters")
         self._path = path
@@ -90,6 +92,8 @@ class Maintenance:
 
     def _do(self, command: Command, runner: Replaceable) -> None:
         match command.action:
+            case "profile_start" | "profile_stop" if not self._profiles:
+                pass
             case "profile_start":
                 self._start_profile()
             case "profile_stop":

@@ -173,7 +173,7 @@ def plan_memory(
     """
     parameters = spec.num_parameters()
     if spec.tied and needs is None and dtype == torch.float32:
-        parameters += spec.vocab_size * spec.hidden  # the packed head is a copy (`Decoder.seal`)
+        parameters += spec.vocab_rows * spec.hidden  # the packed head is a copy (`Decoder.seal`)
     kinds = _name(FP8 if spec.fp8 else dtype)
     weights = loaded or _weight_bytes(spec, parameters, dtype)
     available += loaded
@@ -205,7 +205,7 @@ def plan_memory(
                 f"beside the weights, {_gib(left)} is left. Lower --kv-tokens."
             )
         return plan._replace(num_pages=pages)
-    budget = _budget(left, cache.mem_fraction, on_cpu=needs is None)
+    budget = _budget(left, cache.mem_fraction, spec.ranks, on_cpu=needs is None)
     pages = min(budget // max(page_bytes, 1), -(-most_tokens // size) + 1)
     least = -(-min(SHORTEST_CONTEXT, spec.context_length, most_tokens) // size) + 1
     if pages < least:
@@ -229,11 +229,11 @@ def _weight_bytes(spec: ModelSpec, parameters: int, dtype: torch.dtype) -> int:
     return tables * dtype.itemsize + (parameters - tables) * FP8.itemsize
 
 
-def _budget(left: int, fraction: float, on_cpu: bool) -> int:
-    """What pages may take of what is left."""
+def _budget(left: int, fraction: float, ranks: int, on_cpu: bool) -> int:
+    """What pages may take of what is left for each of `ranks`."""
     if fraction:
         return int(left * fraction)
-    return min(int(left * CPU_FRACTION), CPU_POOL_LIMIT) if on_cpu else int(left * GPU_FRACTION)
+    return min(int(left * CPU_FRACTION), CPU_POOL_LIMIT // ranks) if on_cpu else int(left * GPU_FRACTION)
 
 
 def memory_table(plan: MemoryPlan) -> Sequence[str]:

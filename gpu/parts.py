@@ -12,6 +12,7 @@ from core.models import ModelSpec
 from gpu.device import CudaFacts
 from gpu.draft.build import Draft
 from gpu.maintenance import Maintenance
+from gpu.ranks import Rank
 from gpu.sample.processors import Processor
 from gpu.step.buffers import HiddenShape
 from gpu.step.shape import Shape
@@ -37,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a runner is made of."""
+    """What a runner is made of. `rank`: which it is of several; `spec` is that of its part."""
 
     spec: ModelSpec
     target: Target
@@ -46,6 +47,7 @@ class Parts(NamedTuple):
     maintenance: Maintenance
     draft: Draft | None = None
     adapters: AdapterLimits | None = None
+    rank: Rank | None = None
 
     def shape(self, page_size: int, chunks: int) -> Shape:
         """Of a runner whose steps have up to so many `chunks`."""

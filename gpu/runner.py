@@ -39,6 +39,7 @@ from gpu.maintenance import Maintenance
 from gpu.models.base import CausalModel
 from gpu.ops.base import Ops
 from gpu.prompt import score_prompts
+from gpu.ranks import Rank
 from gpu.sample.kernels import SamplingKernels
 from gpu.sample.processors import Processor
 from gpu.state.tables import SlotTables
@@ -67,6 +68,7 @@ class Machine(NamedTuple):
     begin     the first kernel of a step
     sampling  the last ones
     pdl       programmatic dependent launch
+    rank      which of several this is
     """
 
     device: torch.device
@@ -77,6 +79,7 @@ class Machine(NamedTuple):
     begin: BeginStep
     sampling: SamplingKernels
     pdl: bool = False
+    rank: Rank | None = None
 
 
 class Uncaptured(NamedTuple):

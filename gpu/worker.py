@@ -110,9 +110,9 @@ class Worker:
         """Hand over a plan or a command; never blocks. Raises `Closed` after `close`."""
         self._plans.put(plan)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Finish what was submitted, join, and give the device's memory back: another executor may need it in
-        this process. Idempotent, and fine before `start`."""
+        this process. Idempotent, and fine before `start`. Returns whether both threads have ended."""
         self._plans.close()
         for thread in self._threads:
             if thread.ident is not None:
@@ -120,8 +120,10 @@ class Worker:
                 if thread.is_alive():
                     log.error("%s does not end: what it waits for is left behind", thread.name)
         # After a failure the device may take no call; the process ends soon, and its memory with it.
-        if not self._failed.is_set() and not any(thread.is_alive() for thread in self._threads):
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if ended and not self._failed.is_set():
             self._give_back()
+        return ended
 
     def _give_back(self) -> None:
         try:

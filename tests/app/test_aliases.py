@@ -36,7 +36,7 @@ def test_a_start_line_of_sglang() -> None:
         "--model-path org/m --tokenizer-path t --mem-fraction-static 0.8 --max-running-requests 64 "
         "--chunked-prefill-size 4096 --schedule-policy lpm --schedule-conservativeness 0.5 "
         "--disable-overlap-schedule --context-length 1000 --page-size 1 --max-total-tokens 9000 "
-        "--max-queued-requests 7 --tool-call-parser qwen25 --reasoning-parser qwen3 --tp-size 1 "
+        "--max-queued-requests 7 --tool-call-parser qwen25 --reasoning-parser qwen3 --tp-size 2 "
         "--disable-radix-cache --radix-eviction-policy lfu --dtype half --port 30000 "
         "--kv-cache-dtype fp8_e4m3"
     )
@@ -44,7 +44,7 @@ def test_a_start_line_of_sglang() -> None:
         "--model org/m --tokenizer t --mem-fraction 0.8 --max-running 64 --step-tokens 4096 --order lpm "
         "--conservativeness 0.5 --overlap-depth 0 --context-length 1000 --page-size 1 --kv-tokens 9000 "
         "--max-queued 7 --tool-parser hermes --reasoning-parser think --no-radix-cache --eviction lfu "
-        "--dtype float16 --port 30000 --kv-dtype fp8"
+        "--tp 2 --dtype float16 --port 30000 --kv-dtype fp8"
     )
 
 
@@ -125,7 +125,8 @@ def test_no_bound_is_no_bound() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--tp-size 2", ["--tp-size 2"]),
+        ("--tp-size 0", ["--tp-size", "0"]),
+        ("--dp-size 2", ["--dp-size 2"]),
         ("--tensor-parallel-size", ["--tensor-parallel-size"]),
         ("--quantization awq", ["--quantization", "awq"]),
         ("--tool-call-parser seed_oss", ["--tool-call-parser", "seed_oss", "hermes"]),

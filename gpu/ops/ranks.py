@@ -1,0 +1,67 @@
+"""The operations of a rank that holds a part of a model: those of its device, with what ranks exchange.
+
+Layers are the same: a row-split product leaves a partial sum, which the next norm sums over the ranks before
+it adds it to the residual, and the embedding is looked up by the rank that has the row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu.lora import LoraMatrix
+from gpu.ops.base import Ops, PairNorms, Part
+from gpu.ranks import Rank
+
+
+class TableOps:
+    """`Ops` of a draft model, which each rank has whole, over the target's divided embedding.
+
+    Owner: launch thread, for one step.
+    """
+
+    def __init__(self, own: Ops, rank: Rank, vocab: int) -> None:
+        """`own` are the device's; `vocab` is the target's."""
+        self._own, self._rank, self._vocab = own, rank, vocab
+        self.rotation, self.attend, self.store = own.rotation, own.attend, own.store
+        self.linear, self.gated_linear, self.add_lora = own.linear, own.gated_linear, own.add_lora
+        self.experts, self.routes = own.experts, own.routes
+
+    def for_samples(self) -> Ops:
+        """See `Ops.for_samples`."""
+        return type(self)(self._own.for_samples(), self._rank, self._vocab)
+
+    def embed(self, table: Tensor, ids: Tensor, lora: LoraMatrix | None = None) -> Tensor:
+        """See `Ops.embed`. A table of fewer rows than the vocabulary is the rank's part of one."""
+        if len(table) >= self._vocab:
+            return self._own.embed(table, ids, lora)
+        local = ids - len(table) * self._rank.shard.rank
+        outside = (local < 0) | (local >= len(table))
+        found = self._own.embed(table, local.masked_fill(outside, 0), lora)
+        return self._rank.reduce_sum(found.masked_fill_(outside[:, None], 0))
+
+    def embed_beside(self, table: Tensor, ids: Tensor, hidden: Tensor, norms: PairNorms | None) -> Tensor:
+        """See `Ops.embed_beside`."""
+        if len(table) >= self._vocab:
+            return self._own.embed_beside(table, ids, hidden, norms)
+        rows = torch.arange(len(ids), device=ids.device)
+        return self._own.embed_beside(self.embed(table, ids), rows, hidden, norms)
+
+    def add_rms_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
+        """See `Ops.add_rms_norm`."""
+        return self._own.add_rms_norm(part, residual, weight, eps, keep)
+
+
+class RankOps(TableOps):
+    """`Ops` of a rank's part of a model. Owner: launch thread, for one step."""
+
+    def add_rms_norm(
+        self, part: Part | None, residual: Tensor, weight: Tensor, eps: float, keep: Tensor | None = None
+    ) -> Tensor:
+        """See `Ops.add_rms_norm`: `part` is a partial sum."""
+        if part is not None:
+            assert isinstance(part, Tensor), "a CPU leaves nothing pending"
+            part = self._rank.reduce_sum(part)
+        return self._own.add_rms_norm(part, residual, weight, eps, keep)
