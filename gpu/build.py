@@ -48,7 +48,7 @@ from gpu.parts import Parts, Sizes, Target
 from gpu.ranks import Rank, RankGroup, make_ranks
 from gpu.runner import Machine, ModelRunner
 from gpu.sample import torch_kernels
-from gpu.sample.processors import load_processors
+from gpu.sample.processors import load_processors, shared
 from gpu.shard import ALONE
 from gpu.state.view import StepView
 from gpu.step.begin import begin_step
@@ -282,7 +282,10 @@ def _called_runner(parts: Parts, shape: Shape, entries: Entries) -> ModelRunner:
     drafter = None
     if (draft := parts.draft) is not None:
         drafter = _called_drafter(draft, parts, shape.samples)
-    return ModelRunner(shape, machine, entries, parts.processors, parts.maintenance, drafter)
+    processors = parts.processors
+    if rank is not None:
+        processors = {name: shared(process, rank) for name, process in processors.items()}
+    return ModelRunner(shape, machine, entries, processors, parts.maintenance, drafter)
 
 
 def _called_drafter(draft: Draft, parts: Parts, samples: int) -> MakeDrafter:

@@ -8,12 +8,14 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from core.command import Command, CommandDone
 from core.errors import EngineFailed
 from core.executor import Capabilities
 from core.mailbox import Outbox
 from core.plan import StepFailure, StepPlan, StepResult
+from core.types import NAN_TOKEN
 from gpu.ranks import RankGroup
 from gpu.worker import Item, Progress, Runner, Worker
 
@@ -120,9 +122,11 @@ class LocalExecutor:
             return StepFailure(-1, f"a command was carried out by some ranks alone: {errors[0]}")
         first = items[0]
         if len(items) > 1 and isinstance(first, StepResult) and (first.step + 1) % COMPARED == 0:
-            tokens = [item.tokens.tolist() for item in items if isinstance(item, StepResult)]
+            tokens = [item.tokens.copy() for item in items if isinstance(item, StepResult)]
+            for own in tokens:
+                own[list(first.failed)] = NAN_TOKEN  # rank 0 alone has matchers
             for rank, own in enumerate(tokens):
-                if own != tokens[0]:
+                if not np.array_equal(own, tokens[0]):
                     self._failed.set()
                     return StepFailure(first.step, f"rank 0 sampled {tokens[0]}, rank {rank} {own}")
         return first

@@ -33,6 +33,7 @@ from gpu.draft.stage import DraftStage
 from gpu.draft.stage import Key as DraftKey
 from gpu.embeds import Embedded, embedded
 from gpu.grammar.matchers import Masks, Matchers
+from gpu.grammar.ranks import RankMatchers
 from gpu.hidden import HiddenRows, segments
 from gpu.kv.pool import KvPool
 from gpu.maintenance import Maintenance
@@ -116,7 +117,8 @@ class ModelRunner:
         self._paths = PathMover(buffers, machine.sampling, machine.pdl)
         works_on = SamplingDevice(buffers.rows, self._rings, machine.sampling, machine.pdl, self._paths)
         self._stage = SamplingStage(works_on, shape.vocab, self._head, processors, shape.adapts_head)
-        self._matchers = Matchers(self.tables)
+        rank = machine.rank
+        self._matchers = Matchers(self.tables) if rank is None else RankMatchers(self.tables, rank)
         self._hidden = HiddenRows()
         self._model: CausalModel | None = None
         self._ops: Callable[[StepView], Ops] | None = None
@@ -294,7 +296,9 @@ class ModelRunner:
             progress(done / len(keys))
         self._stage.warm()
         self._launches = launches
-        return None if self._drafts is None else self._drafts.measure(self.launch, self.shape.vocab)
+        if self._drafts is None:
+            return None
+        return self._drafts.measure(self.launch, self.shape.vocab, self._machine.rank)
 
     def carry_out(self, command: Command) -> CommandDone | Future[CommandDone]:
         """Do what an operator asked, between steps or beside those that follow."""

@@ -185,7 +185,7 @@ class Matchers:
                 self._end_drafts([owners[i] for i in which if ahead[i]])
         return Masks(np.repeat(rows, counts).tolist(), np.repeat(owners, counts).tolist(), bits, drafts)
 
-    def _end_drafts(self, slots: list[int]) -> None:
+    def _end_drafts(self, slots: Sequence[int]) -> None:
         """From the next step on these slots have none."""
         assert self._known is not None
         self._known.end(slots)

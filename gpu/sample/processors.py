@@ -19,6 +19,7 @@ import torch
 from core.errors import ConfigError
 from core.plan import NewSlot
 from core.types import NAN_TOKEN, Ints
+from gpu.ranks import Rank
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,19 @@ def load_processors(text: str) -> dict[str, Processor]:
             raise ConfigError(f"--logit-processor {name}: {module}:{attribute} is not callable.")
         found[name] = process
     return found
+
+
+def shared(process: Processor, rank: Rank) -> Processor:
+    """`process`, run by rank 0 alone: its logits are those of all ranks."""
+
+    def run(logits: torch.Tensor, output_ids: list[int], params: dict[str, Any]) -> None:
+        def changed() -> torch.Tensor:
+            process(logits, output_ids, params)
+            return logits.clone()
+
+        logits.copy_(rank.first(changed))
+
+    return run
 
 
 class _Row:

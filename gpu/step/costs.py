@@ -24,12 +24,24 @@ SPACING: Final = 1.4
 Launch = Callable[[StepPlan], LaunchedStep]
 
 
-def measure_costs(launch: Launch, tables: SlotTables, sizes: Sequence[int], vocab: int) -> StepCosts:
+def is_late(deadline: float) -> bool:
+    """Whether a point of the monotonic clock, in seconds, has passed."""
+    return monotonic() > deadline
+
+
+def measure_costs(
+    launch: Launch,
+    tables: SlotTables,
+    sizes: Sequence[int],
+    vocab: int,
+    late: Callable[[float], bool] = is_late,
+) -> StepCosts:
     """The costs of decode-only steps by tokens and of drafting by rows.
 
     `launch` is a runner's before any request runs: each of its slots is used, which a new request writes
     anew. `sizes` ascend: those that tokens are padded to (`gpu.step.shapes.decode_sizes`), or all where none
-    is. With several ranks each has to call this at once, and the first one's costs are for all.
+    is. With several ranks each has to call this at once, `late` says the same to all, so that they launch the
+    same steps, and the first one's costs are for all.
 
     The rows are true ones with different tokens, since padded ones would use no expert; their drafts are
     wrong. Each has one token before, the same for all: trained models make a text's first tokens alike
@@ -49,7 +61,7 @@ def measure_costs(launch: Launch, tables: SlotTables, sizes: Sequence[int], voca
     held = [size for size in sizes if size <= rows * (1 + tables.most_drafts)]
     verify = dict[int, float]()
     for size in _spaced(held):
-        if len(verify) > 1 and monotonic() > deadline:
+        if len(verify) > 1 and late(deadline):
             break
         verify[size] = seconds(size, False)
     known = [size for size in held if size <= max(verify)]
@@ -57,7 +69,7 @@ def measure_costs(launch: Launch, tables: SlotTables, sizes: Sequence[int], voca
     deadline = monotonic() + SECONDS / 2
     draft = dict[int, float]()
     for size in verify:
-        if size <= rows and not (draft and monotonic() > deadline):
+        if size <= rows and not (draft and late(deadline)):
             draft[size] = max(seconds(size, True) - verify[size], 0.0)
     tables.drafts.zero_()
     tables.length.zero_()

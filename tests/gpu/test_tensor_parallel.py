@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from core.config import CacheConfig, ModelConfig, ScheduleConfig
+from app.engine.job import Piece
+from app.engine.loop import Engine
+from app.engine.submit import LiveRun, Submitter
+from app.helper.process import HelperProcess
+from app.text.tokenizer import Tokenizer
+from core.adapters import TARGETS
+from core.cache.manager import CacheManager
+from core.clock import monotonic
+from core.command import Command, CommandDone
+from core.config import CacheConfig, ModelConfig, ScheduleConfig, SpeculativeConfig
 from core.errors import ConfigError
+from core.plan import Chunk, NewSlot, PageWrites, StepFailure, StepPlan, StepResult
 from core.request import SamplingParams
-from gpu.build import NOTHING_BESIDE, Beside, build_executor, choose_ranks, spec_of
+from core.schedule.scheduler import Scheduler
+from core.types import NO_TOKENS
+from gpu.build import NO_DRAFTS, NOTHING_BESIDE, Beside, Drafting, build_executor, choose_ranks, spec_of
 from gpu.device import CudaFacts
 from gpu.executor import LocalExecutor
+from gpu.grammar import Compiler
 from gpu.parts import Target
-from tests.rigs import tiny_model
+from gpu.runner import ModelRunner
+from tests.rigs import draft_heads, lora, tiny_model
+from tests.rigs.arrays import ints
+from tests.rigs.draft_jobs import STOP, jobs, same
+from tests.rigs.drafting import Answer as Told
 from tests.rigs.driver import Answer, Driver
+from tests.rigs.runner import GREEDY
+from tests.rigs.tiny_model import VOCAB
+from tests.rigs.wait import PATIENCE
 
+HERE = "tests.rigs.processors"
+PROMPT = ints(range(3, 13))
 PROMPTS = [[int(i * 37 % 241) + 3 for i in range(n)] for n in (40, 23, 150, 40)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs_start=0, prompt_logprobs=1),
@@ -27,8 +53,8 @@ PARAMS = [
 
 
 def build(path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHING_BESIDE) -> LocalExecutor:
-    config = ModelConfig(device="cpu", tp=tp)
-    cache = CacheConfig(page_size=4, kv_tokens=1024)
+    config = ModelConfig(device="cpu", tp=tp, logit_processor=f"only={HERE}:only,broken={HERE}:broken")
+    cache = CacheConfig(page_size=4, kv_tokens=4096)
     made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None, beside)
     made.prepare(lambda share: None)
     return made
@@ -74,3 +100,220 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_read(tmp_path: 
     (path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"--tp 3 does not divide num_attention_heads \(4\)"):
         build(path, 3, ScheduleConfig())
+
+
+# -- everything that a request may ask for -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """All 256 tokens are bytes."""
+    return Tokenizer.load(None, VOCAB, [STOP])
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Iterator[Compiler]:
+    compiler = Compiler(tokenizer.token_table(VOCAB), HelperProcess())
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("qwen3-moe-mixed", tmp_path_factory.mktemp("moe"), num_hidden_layers=6).path
+
+
+class Serving(NamedTuple):
+    """What answers jobs over a checkpoint."""
+
+    path: Path
+    tokenizer: Tokenizer
+    grammars: Compiler
+
+    async def answers(self, tp: int, drafting: Drafting = NO_DRAFTS, overlap: int = 1) -> list[Told]:
+        """Of a job of each kind, all at once."""
+        schedule = ScheduleConfig(step_tokens=64, max_running=8, overlap_depth=overlap)
+        executor = build(self.path, tp, schedule, Beside(drafting))
+        caps = executor.capabilities
+        scheduler = Scheduler(caps, CacheManager(caps.num_pages, caps.page_size), schedule, monotonic)
+        engine = Engine(scheduler, executor, overlap, monotonic)
+        submitter = Submitter(engine, self.tokenizer, monotonic, self.grammars)
+        engine.start(asyncio.get_running_loop())
+        found = []
+        for job in jobs():
+            pieces: list[Piece] = []
+            run = await submitter.start(job, lambda index, piece, into=pieces: into.append(piece))  # type: ignore[misc]
+            assert isinstance(run, LiveRun)
+            found.append(Told(run, pieces))
+        for told in found:
+            await told.run.wait()
+        await engine.quiet()
+        engine.check_integrity()
+        engine.close()
+        assert engine.failure is None
+        return found
+
+
+HEADS = ("eagle", "eagle3", "dflash")
+
+
+CASES = [
+    (2, "none", 0),
+    (4, "none", 2),
+    (2, "ngram", 1),
+    (2, "eagle", 2),
+    (4, "eagle", 0),
+    (2, "eagle3", 1),
+    (2, "dflash", 1),
+    (2, "draft-model", 1),
+]
+"""Ranks, what drafts, and how far ahead steps are planned."""
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_whatever_a_request_asks_for(
+    moe: Path, tokenizer: Tokenizer, grammars: Compiler, tmp_path: Path, case: tuple[int, str, int]
+) -> None:
+    """Grammars, processors, log-probabilities, hidden states, with drafts and without."""
+    tp, algorithm, overlap = case
+    serving = Serving(moe, tokenizer, grammars)
+    path = draft_heads.write(algorithm, tmp_path) if algorithm in HEADS else moe
+    drafting = Drafting(SpeculativeConfig(algorithm=algorithm), path)  # type: ignore[arg-type]
+    one, several = await serving.answers(1), await serving.answers(tp, drafting, overlap)
+    for told, want in zip(several, one, strict=True):
+        same(told, want)
+
+
+@pytest.mark.parametrize(
+    ("tp", "drafting"), [(2, NO_DRAFTS), (4, Drafting(SpeculativeConfig(algorithm="ngram")))]
+)
+def test_adapters_say_what_they_say_on_one_rank(
+    moe: Path, tmp_path: Path, tp: int, drafting: Drafting
+) -> None:
+    """Of attention, MLPs, experts, the embedding and the head; more than there are places for."""
+    names = ("", "a", "b", "c", "d")
+    for seed, name in enumerate(names[1:], 1):
+        lora.save(lora.adapter_for(moe, TARGETS, rank=2 * seed, seed=seed), tmp_path / name, rank=2 * seed)
+    schedule = ScheduleConfig(step_tokens=64, max_running=6)
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    told = []
+    for ranks, beside in ((1, NO_DRAFTS), (tp, drafting)):
+        driver = Driver(build(moe, ranks, schedule, Beside(beside, lora.LIMITS)), schedule)
+        for name in names[1:]:
+            driver.load(name, tmp_path / name)
+        found = driver.run(PROMPTS[:1] * 10, [params] * 10, adapters=names * 2)
+        told.append([answer.tokens for answer in found])
+        driver.close()
+    assert told[1] == told[0] and len(set(map(tuple, told[0]))) == len(names)
+
+
+# -- what ends ranks, and what changes between steps --------------------------------------------------
+
+
+def prefill(step: int) -> StepPlan:
+    """The prompt in slot 1 on pages 1 to 3; yields its first token."""
+    writes = PageWrites(ints([1] * 3), ints(range(3)), ints(range(1, 4)))
+    new = NewSlot(1, GREEDY, PROMPT, NO_TOKENS, 0)
+    return StepPlan(step, NO_TOKENS, (Chunk(1, 0, PROMPT, True),), (new,), writes)
+
+
+def play(executor: LocalExecutor, *work: StepPlan | Command) -> list[Any]:
+    """The answers to all of it, one after the other, and the executor closed."""
+    arrived = threading.Semaphore(0)
+    executor.start(arrived.release)
+    found: list[Any] = []
+    for item in work:
+        if isinstance(item, Command):
+            executor.command(item)
+        else:
+            executor.submit(item)
+        while not (answers := executor.results()):
+            assert arrived.acquire(timeout=PATIENCE), "no answer"
+        found += answers
+    executor.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.build("llama", tmp_path_factory.mktemp("llama")).path
+
+
+def test_commands_change_all_ranks(llama: Path, tmp_path: Path) -> None:
+    """Weights of another checkpoint, and of the same again; sleep and wake."""
+    other = tiny_model.build("llama", tmp_path).reference
+    changed = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    changed["lm_head.weight"] = changed["lm_head.weight"].roll(1, 0)  # over the ranks' border
+    other.save_pretrained(tmp_path, state_dict=changed)
+    work = [
+        prefill(0),
+        Command(id=1, action="load_weights", path=str(tmp_path)),
+        prefill(1),
+        Command(id=2, action="sleep", tags=("weights", "kv_cache")),
+        Command(id=3, action="wake", tags=("weights", "kv_cache")),
+        prefill(2),
+        Command(id=4, action="load_weights", path=str(tmp_path / "nowhere")),
+        prefill(3),
+    ]
+    first, loaded, second, *slept, third, refused, fourth = play(build(llama, 2, ScheduleConfig()), *work)
+    assert [loaded, *slept] == [CommandDone(1), CommandDone(2), CommandDone(3)]
+    token = int(first.tokens[0])
+    assert [int(each.tokens[0]) for each in (second, third, fourth)] == [(token + 1) % VOCAB] * 3
+    assert refused.error is not None
+
+
+def test_one_rank_records_for_all(llama: Path, tmp_path: Path) -> None:
+    done = play(
+        build(llama, 2, ScheduleConfig()),
+        Command(id=1, action="profile_start"),
+        prefill(0),
+        Command(id=2, action="profile_stop", path=str(tmp_path / "trace.json")),
+    )
+    assert done[0] == CommandDone(1) and done[2] == CommandDone(2)
+    assert (tmp_path / "trace.json").stat().st_size
+
+
+def fails(*args: object) -> None:
+    raise RuntimeError("rank lost")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_rank_that_raises_between_exchanges_ends_all(
+    llama: Path, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have come to a sum that it never gives to."""
+    executor = build(llama, 4, ScheduleConfig())
+    runner = executor._workers[lost]._runner
+    assert isinstance(runner, ModelRunner)
+    monkeypatch.setattr(runner._machine.attention, "attend", fails)
+    found = play(executor, prefill(0))
+    assert found == [StepFailure(0, "RuntimeError: rank lost")]
+    assert not any(thread.is_alive() for worker in executor._workers for thread in worker._threads)
+
+
+def test_a_rank_that_hangs_holds_nobody_for_ever(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing ends the ranks that wait for it; a server is ended by its watchdog."""
+    monkeypatch.setattr("gpu.worker.JOIN_SECONDS", 0.2)
+    executor, hang = build(llama, 2, ScheduleConfig()), threading.Event()
+    runner = executor._workers[1]._runner
+    assert isinstance(runner, ModelRunner)
+    monkeypatch.setattr(runner._machine.attention, "attend", lambda *args: hang.wait(PATIENCE))
+    executor.start(lambda: None)
+    executor.submit(prefill(0))
+    executor.close()
+    waiting, hanging = (worker._threads[0] for worker in executor._workers)
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive() and hanging.is_alive()
+    hang.set()
+    hanging.join(PATIENCE)
+
+
+def test_ranks_that_sample_different_tokens_fail(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.executor.COMPARED", 2)
+    executor = build(llama, 2, ScheduleConfig())
+    for step in (0, 1):
+        executor._post(0, StepResult(step, ints([5, 6]), failed={0: "its grammar"}))
+        executor._post(1, StepResult(step, ints([7, 6 + step])))
+    first, failure = executor.results()
+    assert first.step == 0 and failure.step == 1
+    assert "rank 0 sampled" in failure.reason and "rank 1" in failure.reason
