@@ -43,9 +43,11 @@ async def failing(server: Process, fault: str = "fault") -> tuple[list[Any], lis
             return ends[0], ends[1], time.monotonic() - begun
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
-    more = ["--device", device, "--logit-processor", "fault=tests.rigs.processors:fault"]
+@pytest.mark.parametrize(
+    ("device", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 1, marks=pytest.mark.gpu)]
+)
+async def test_a_step_that_fails(tmp_path: Path, device: str, ranks: int) -> None:
+    more = ["--device", device, "--tp", str(ranks), "--logit-processor", "fault=tests.rigs.processors:fault"]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
         other, breaking, delay = await failing(server)
         assert server.wait() != 0
@@ -58,8 +60,17 @@ async def test_a_step_that_fails(tmp_path: Path, device: str) -> None:
     assert "the engine failed" in log
 
 
-async def test_a_device_that_hangs(tmp_path: Path) -> None:
-    more = ["--logit-processor", "hang=tests.rigs.processors:hang", "--watchdog-timeout", "1"]
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_device_that_hangs(tmp_path: Path, ranks: int) -> None:
+    """With two ranks one hangs, and the other waits for it."""
+    more = [
+        "--tp",
+        str(ranks),
+        "--logit-processor",
+        "hang=tests.rigs.processors:hang",
+        "--watchdog-timeout",
+        "1",
+    ]
     with serving(*flags(dummy_model(tmp_path / "model")), *more) as server:
         other, breaking, delay = await failing(server, "hang")
         assert server.wait() == HUNG
