@@ -137,7 +137,7 @@ def build_executor(
     whole = spec = msgspec.structs.replace(spec, fp8=choose_fp8(spec, model, target))
     check_pages(spec, target, cache)
     group, ranks = choose_ranks(model.tp, target)
-    spec = whole.shard(model.tp)
+    spec = shard_spec(whole, model.tp)
     device, dtype = target.device, target.dtype
     sizes = Sizes(_rows(schedule, device), schedule.step_tokens, _context(spec, model, schedule))
     processors = load_processors(model.logit_processor)
@@ -347,11 +347,19 @@ def choose_fp8(spec: ModelSpec, model: ModelConfig, target: Target) -> Fp8:
         case "fp8":
             return spec.stored_fp8 or "rows"
         case "fp8-blocks":
-            _check_blocks(spec)
+            _check_blocks(spec, "--quantization fp8-blocks", "--quantization fp8, scaled by channel")
             return "blocks"
 
 
-def _check_blocks(spec: ModelSpec) -> None:
+def shard_spec(spec: ModelSpec, ranks: int) -> ModelSpec:
+    """Of one of so many ranks. Raises `ConfigError` where these do not divide the model."""
+    own = spec.shard(ranks)
+    if ranks > 1 and own.fp8 == "blocks":
+        _check_blocks(own, f"--tp {ranks} of FP8 in blocks", "--quantization none, or fewer ranks")
+    return own
+
+
+def _check_blocks(spec: ModelSpec, asked: str, instead: str) -> None:
     """Raises `ConfigError` for a model some of whose matrices would stay as they are, however large."""
     sizes = {"hidden_size": spec.hidden, "queries": spec.q_size, "keys": spec.kv_size}
     moe = spec.moe
@@ -360,10 +368,7 @@ def _check_blocks(spec: ModelSpec) -> None:
     if moe is None or len(moe.layers) < spec.layers:
         sizes["intermediate_size"] = spec.intermediate
     if odd := [f"{name} ({size})" for name, size in sizes.items() if size % BLOCK]:
-        raise ConfigError(
-            f"--quantization fp8-blocks is refused: {BLOCK} does not divide {', '.join(odd)}. "
-            "Use --quantization fp8, scaled by channel."
-        )
+        raise ConfigError(f"{asked} is refused: {BLOCK} does not divide {', '.join(odd)}. Use {instead}.")
 
 
 def check_pages(spec: ModelSpec, target: Target, cache: CacheConfig) -> None:

@@ -11,7 +11,7 @@ import torch
 from core.adapters import TARGETS
 from core.errors import ConfigError, ModelError
 from gpu.adapters.pool import AdapterLayout
-from gpu.build import spec_of
+from gpu.build import shard_spec, spec_of
 from gpu.layers import Parameters
 from gpu.models.base import CausalModel
 from gpu.models.decoder import Decoder
@@ -55,6 +55,10 @@ def test_each_rank_reads_its_slices(name: str, count: int, more: dict[str, int],
             own = model.slices.get(key)
             torch.testing.assert_close(place, whole[key] if own is None else own.of(whole[key]))
             (covered[key] if own is None else own.of(covered[key])).add_(1)
+        if not more:  # else the last rank has padding
+            assert (
+                sum(p.numel() for p in model.places().values() if p.dim() > 1) == model.spec.num_parameters()
+            )
         heads = model.spec.heads * model.spec.head_dim
         assert model.places()["model.layers.0.self_attn.o_proj.weight"].shape[1] == heads
     copies = max(count // spec_of(path).kv_heads, 1)
@@ -170,3 +174,17 @@ def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     bert = spec_of(tiny_model.build_headless("BertModel", tmp_path / "bert").path)
     with pytest.raises(ConfigError, match="is an encoder"):
         bert.shard(2)
+
+
+def test_blocks_of_fp8_are_not_cut(tmp_path: Path) -> None:
+    spec = spec_of(tiny_model.build("qwen3-moe-wide", tmp_path).path)
+    blocks = msgspec.structs.replace(spec, fp8="blocks", kv_heads=4, heads=8, head_dim=64, intermediate=512)
+    with pytest.raises(
+        ConfigError, match=r"--tp 2 of FP8 .* 128 does not divide moe_intermediate_size \(64\)"
+    ):
+        shard_spec(blocks, 2)
+    assert shard_spec(blocks, 1) is blocks
+    dense = msgspec.structs.replace(blocks, moe=None)
+    assert shard_spec(dense, 2).intermediate == 256
+    with pytest.raises(ConfigError, match=r"keys \(64\)"):
+        shard_spec(dense, 4)

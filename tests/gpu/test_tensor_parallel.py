@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,7 +33,7 @@ from gpu.executor import LocalExecutor
 from gpu.grammar import Compiler
 from gpu.parts import Target
 from gpu.runner import ModelRunner
-from tests.rigs import draft_heads, lora, tiny_model
+from tests.rigs import draft_heads, gguf_file, lora, tiny_model
 from tests.rigs.arrays import ints
 from tests.rigs.draft_jobs import STOP, jobs, same
 from tests.rigs.drafting import Answer as Told
@@ -86,6 +87,43 @@ def test_text_is_that_of_one_rank(name: str, tp: int, more: dict[str, int], tmp_
     for one, several in zip(answers(path, 1), answers(path, tp), strict=True):
         assert several.tokens == one.tokens
         assert several.logprobs == pytest.approx(one.logprobs, abs=1e-4)
+
+
+def test_text_of_a_gguf(tmp_path: Path) -> None:
+    made = tiny_model.build("llama", tmp_path / "model")
+    path = gguf_file.write(tmp_path / "model.gguf", "llama", made.reference, quantise=True)
+    assert [each.tokens for each in answers(path, 2)] == [each.tokens for each in answers(path, 1)]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "Qwen2ForSequenceClassification"])
+def test_models_that_embed_and_classify(architecture: str, tmp_path: Path) -> None:
+    path = tiny_model.build_headless(architecture, tmp_path).path
+    plan = StepPlan(
+        0,
+        NO_TOKENS,
+        (Chunk(1, 0, PROMPT, False, hidden="last"),),
+        (NewSlot(1, GREEDY, PROMPT, NO_TOKENS, 0),),
+        PageWrites(ints([1] * 3), ints(range(3)), ints(range(1, 4))),
+    )
+    (one,), (two,) = (play(build(path, tp, ScheduleConfig()), plan) for tp in (1, 2))
+    np.testing.assert_allclose(two.hidden[1], one.hidden[1], atol=1e-4)
+
+
+def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each has its part of the weights and of the heads: as many tokens as on one rank, where nothing is
+    copied."""
+    path = tiny_model.build("qwen3-moe", tmp_path).path
+    monkeypatch.setattr("gpu.build.free_bytes", lambda device: 8 * 2**20)
+
+    def tokens(tp: int) -> int:
+        config, schedule = ModelConfig(device="cpu", tp=tp), ScheduleConfig(max_running=512)
+        cache = CacheConfig(page_size=4)
+        made = build_executor(spec_of(path), path, config, cache, schedule, lambda stage, share: None)
+        return 4 * made.capabilities.num_pages
+
+    one, two, four = (tokens(tp) for tp in (1, 2, 4))
+    assert two == pytest.approx(one, rel=0.05)
+    assert four == pytest.approx(one / 2, rel=0.05)  # two ranks for each KV head
 
 
 def test_gpus_are_refused() -> None:
