@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,17 +64,22 @@ def question_of(record: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def questions(directory: Path) -> list[tuple[str, str]]:
-    """Category and text of each distinct question in the .jsonl and .jsonl.gz files of `directory`.
-    A question of several sets has the category that Spec-Bench gives it."""
-    found: dict[str, str] = {}
+def records(directory: Path) -> Iterator[dict[str, Any]]:
+    """The lines of all .jsonl and .jsonl.gz files of `directory`."""
     for path in sorted(directory.glob("*.jsonl")) + sorted(directory.glob("*.jsonl.gz")):
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            for line in lines:
-                if (question := question_of(json.loads(line))) is not None:
-                    category, text = question
-                    if found.get(text, "gsm8k") == "gsm8k":
-                        found[text] = category
+            yield from map(json.loads, lines)
+
+
+def questions(directory: Path) -> list[tuple[str, str]]:
+    """Category and text of each distinct question in the files of `directory`. A question of several sets has
+    the category that Spec-Bench gives it."""
+    found: dict[str, str] = {}
+    for record in records(directory):
+        if (question := question_of(record)) is not None:
+            category, text = question
+            if found.get(text, "gsm8k") == "gsm8k":
+                found[text] = category
     return [(category, text) for text, category in found.items()]
 
 

@@ -31,6 +31,10 @@ BUCKET = 64
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Of a layer's number, q [B, T, heads, d] and k, v [B, T, kv_heads, d]: [B, T, heads, d]."""
 
+Delta = Callable[[int, str, Tensor], Tensor | None]
+"""Of a layer's number, the name of one of its products ("qkv", "out", "gate_up", "down") and the input
+[..., in]: what to add to the product [..., out], None for nothing."""
+
 
 class Rotation(NamedTuple):
     """cos and sin, float32, each [..., d]."""
@@ -77,6 +81,7 @@ class Target:
         if spec.rope.kind == "dynamic" or spec.rope.partial != 1:
             raise ModelError(f"bench.heads does not have the rope of {source}.")
         self.device = device
+        self.delta: Delta | None = None
         # Copies: autograd takes no tensors that were made for inference.
         places = load_model(spec, source, dtype, device).places()
         weights = {name: place.clone() for name, place in places.items()}
@@ -115,6 +120,10 @@ class Target:
 
     @torch.no_grad()
     def see(self, ids: Tensor, inputs: Collection[int] = ()) -> Seen:
+        """`forward` without gradients."""
+        return self.forward(ids, inputs)
+
+    def forward(self, ids: Tensor, inputs: Collection[int] = ()) -> Seen:
         """A causal forward of ids [B, T] from position 0. Pads belong at the right, where nothing sees
         them."""
 
@@ -136,12 +145,18 @@ class Target:
 
     def _layer(self, number: int, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         spec, layer = self.spec, self._layers[number]
+
+        def product(name: str, x: Tensor) -> Tensor:
+            y = F.linear(x, getattr(layer, name))
+            more = None if self.delta is None else self.delta(number, name, x)
+            return y if more is None else y + more
+
         sizes = [spec.q_size, spec.kv_size, spec.kv_size]
-        parts = torch.split(F.linear(self._normed(x, layer.before), layer.qkv), sizes, -1)
+        parts = torch.split(product("qkv", self._normed(x, layer.before)), sizes, -1)
         q, k, v = (part.view(*x.shape[:-1], -1, spec.head_dim) for part in parts)
-        x = x + F.linear(attend(number, rotation(q), rotation(k), v).flatten(-2), layer.out)
-        gate, up = F.linear(self._normed(x, layer.after), layer.gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, layer.down)
+        x = x + product("out", attend(number, rotation(q), rotation(k), v).flatten(-2))
+        gate, up = product("gate_up", self._normed(x, layer.after)).chunk(2, -1)
+        return x + product("down", F.silu(gate) * up)
 
     # -- answers -----------------------------------------------------------------------------------
 

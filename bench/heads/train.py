@@ -74,7 +74,7 @@ def train(
                 reported, since = now, 0
             if now >= deadline:
                 break
-            rate = RATE * _schedule(steps, (now - begun) / (deadline - begun))
+            rate = RATE * schedule(steps, (now - begun) / (deadline - begun))
             batch = pad(group, target.device)
             seen = target.see(batch.ids, inputs)
             for name, head in heads.items():
@@ -94,9 +94,9 @@ def train(
     return {"steps": steps, "epochs": round(epochs, 2), **{f"loss {name}": losses[name] for name in losses}}
 
 
-def _schedule(step: int, share: float) -> float:
-    """Share of the highest rate after `share` of the time: a warm-up, then a cosine to 5%."""
-    return min((step + 1) / WARMUP, 1.0) * (0.05 + 0.95 * (1 + math.cos(math.pi * min(share, 1))) / 2)
+def schedule(step: int, share: float, warmup: int = WARMUP) -> float:
+    """Share of the highest rate after `share` of the time: `warmup` steps, then a cosine to 5%."""
+    return min((step + 1) / warmup, 1.0) * (0.05 + 0.95 * (1 + math.cos(math.pi * min(share, 1))) / 2)
 
 
 def save_head(head: Head, directory: Path) -> int:

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from core.adapters import LINEAR, TARGETS, AdapterLimits
-from gpu.adapters.pool import AdapterLayout
-from gpu.lora import LoraMatrix
-from gpu.weights.peft import read_adapter
 from tests.rigs import lora, tiny_model
-from tests.rigs.lora import LIMITS, Adapter
+from tests.rigs.lora import LIMITS, Adapter, delta, read
 from tests.rigs.runner import Rig
 from tests.rigs.tiny_model import VOCAB
 
@@ -34,20 +31,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.build("qwen3-moe-mixed", tmp_path_factory.mktemp("moe"), moe_intermediate_size=48).path
-
-
-def read(path: Path, directory: Path, limits: AdapterLimits = LIMITS) -> dict[str, LoraMatrix]:
-    """The adapter in `directory` for the model at `path`, by the first name of each matrix."""
-    layout = AdapterLayout(lora.shapes_of(path), limits, torch.float32)
-    views = layout.views(torch.full((1, layout.bytes), 7, dtype=torch.uint8))
-    read_adapter(directory, layout.shapes, limits.targets, views, VOCAB)
-    return {next(iter(shape.parts)): view for shape, view in zip(layout.shapes, views, strict=True)}
-
-
-def delta(found: LoraMatrix, part: int = 0) -> Tensor:
-    """B A of one part, of all experts where it has any."""
-    a = found.a[0][..., part * found.rank : (part + 1) * found.rank, :]
-    return torch.split(found.b[0], list(found.parts), dim=-2)[part] @ a
 
 
 def test_what_an_adapter_leaves_is_zero(llama: Path, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.adapters import LINEAR, TARGETS, AdapterLimits
+from gpu.adapters.pool import AdapterLayout
 from gpu.build import spec_of
-from gpu.lora import LoraShape
+from gpu.lora import LoraMatrix, LoraShape
 from gpu.models.decoder import Decoder
+from gpu.weights.peft import read_adapter
 
 LIMITS = AdapterLimits(places=3, max_rank=8, host=4, targets=TARGETS)
 
@@ -101,3 +103,17 @@ def merged(
         weights[f"{module}.weight"] += delta.t() if module.endswith("embed_tokens") else delta
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def read(path: Path, directory: Path, limits: AdapterLimits = LIMITS) -> dict[str, LoraMatrix]:
+    """The adapter in `directory` for the model at `path`, by the first name of each matrix."""
+    layout = AdapterLayout(shapes_of(path), limits, torch.float32)
+    views = layout.views(torch.full((1, layout.bytes), 7, dtype=torch.uint8))
+    read_adapter(directory, layout.shapes, limits.targets, views, spec_of(path).vocab_size)
+    return {next(iter(shape.parts)): view for shape, view in zip(layout.shapes, views, strict=True)}
+
+
+def delta(found: LoraMatrix, part: int = 0) -> Tensor:
+    """B A of one part, of all experts where it has any."""
+    a = found.a[0][..., part * found.rank : (part + 1) * found.rank, :]
+    return torch.split(found.b[0], list(found.parts), dim=-2)[part] @ a

@@ -1,0 +1,1 @@
+"""Trains LoRA adapters on the reference answers of public sets."""
