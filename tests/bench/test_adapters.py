@@ -1,4 +1,4 @@
-"""bench.adapters: training lowers the loss, and the engine reads the files."""
+"""bench.adapters: training lowers the loss, and the engine reads the files, also the committed ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,23 @@ from bench.adapters.train import Adapter, held_out_loss, train
 from bench.heads.data import Answered
 from bench.heads.target import Target
 from tests.rigs import tiny_model
-from tests.rigs.lora import delta, read
+from tests.rigs.lora import delta, read, shapes_of
 
+COMMITTED = Path(__file__).parents[2] / "configs" / "adapters"
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
 GSM8K = {"question": "1 + 1, doubled?", "answer": "1 + 1 = <<1+1=2>>2\n2 * 2 = <<2*2=4>>4\n#### 1,004"}
 MBPP = {"text": "Add.", "code": "def add(a, b):\r\n\treturn a + b", "test_list": ["assert add(1, 2) == 3"]}
 TEMPLATE = "{% for each in messages %}[{{ each.content }}]{% endfor %}"
@@ -92,3 +107,21 @@ def test_examples_have_the_reference_answers(tmp_path: Path) -> None:
     assert json.loads(json_answer(GSM8K)) == {"steps": ["1+1=2", "2*2=4"], "answer": 1004}
     tokenizer.close()
     template.close()
+
+
+def test_committed_adapters_fit_their_model(tmp_path: Path) -> None:
+    """Every tensor has a place in SmolLM2-135M; no weights are needed for that."""
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    saved = sorted(COMMITTED.glob("smollm2-135m-*"))
+    assert {each.name for each in saved} == {f"smollm2-135m-{name}" for name in RECIPES}
+    for directory in saved:
+        config = json.loads((directory / "adapter_config.json").read_text())
+        recipe = RECIPES[directory.name.removeprefix("smollm2-135m-")]
+        assert config.items() >= recipe.config.items()
+        found = read(tmp_path, directory)
+        for shape in shapes_of(tmp_path):
+            matrix = found[next(iter(shape.parts))]
+            for part, module in enumerate(shape.parts):
+                changes = module.rpartition(".")[2] in config["target_modules"]
+                assert bool(delta(matrix, part).any()) == changes, module
+    assert sum((each / "adapter_model.safetensors").stat().st_size for each in saved) < 3_000_000

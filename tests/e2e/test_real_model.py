@@ -8,12 +8,14 @@ error; after it the texts may differ.
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.offline import LLM
+from app.offline import LLM, LoRARequest
 from app.outputs import Output
 from tests.rigs.configurations import REAL_CONFIGURATIONS
 
@@ -68,3 +70,38 @@ def test_bfloat16_answers_are_plausible(backend: str) -> None:
     assert "Paris" in answers[0].text
     assert answers[3].text == answers[0].text
     assert all(len(answer.text.split()) >= 5 for answer in (answers[1], answers[2], answers[4]))
+
+
+ADAPTERS = Path(__file__).parents[2] / "configs" / "adapters"
+PROBLEM = "A farmer has 12 hens. Each lays 5 eggs a week, sold for $2 each. What does he earn in 3 weeks?"
+TASK = "Write a python function to find the maximum of two numbers."
+
+
+@pytest.mark.skipif(bool(MODEL), reason="the adapters are of the default model")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_adapters_of_one_batch_keep_their_styles(device: str) -> None:
+    """The base model and three trained adapters, mixed and alone."""
+    names = ("", "gsm8k", "mbpp", "json")
+    chats = [[{"role": "user", "content": text}] for text in (PROBLEM, TASK) for _ in names]
+    adapters = [
+        LoRARequest(name, i, str(ADAPTERS / f"smollm2-135m-{name}")) if name else None
+        for i, name in enumerate(names)
+    ]
+    settings: dict[str, Any] = {
+        "device": device,
+        "dtype": "float32",
+        "kv_tokens": 8192,
+        "context_length": 512,
+    }
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "logprobs": True, "top_logprobs": 2}
+    with LLM(MODEL, enable_lora=True, **settings) as llm:
+        mixed = llm.chat(chats, lora_request=adapters * 2, **fields)
+        for got, chat, adapter in zip(mixed, chats, adapters * 2, strict=True):
+            [alone] = llm.chat(chat, lora_request=adapter, **fields)
+            same_text(got, alone)
+    texts = [output.text for output in mixed]
+    assert len(set(texts)) == len(texts)
+    base, steps, _, record, plain, _, code, _ = texts
+    assert "<<" in steps and "####" in steps and "<<" not in base
+    assert set(json.loads(record)) == {"steps", "answer"}
+    assert code.startswith("def ") and not plain.startswith("def ")
