@@ -22,17 +22,21 @@ class RankMatchers(Matchers):
     def __init__(self, tables: SlotTables, rank: Rank) -> None:
         super().__init__(tables)
         self._rank, self._leads = rank, rank.shard.rank == 0
+        self._masked: set[int] = set()
+        """Slots whose owners came with a grammar, whether or not it has ended: all ranks know the same."""
         self._ended: list[int] = []
         """Slots that have no drafts from the step on whose masks are filled."""
 
     def apply(self, new_slots: Iterable[NewSlot]) -> None:
         """See `Matchers.apply`."""
+        for new in (given := list(new_slots)):
+            self._masked.discard(new.slot)
+        begun = [new.slot for new in given if new.grammar is not None]
+        self._masked.update(begun)
         if self._leads:
-            super().apply(new_slots)
-        elif self._known is not None:
-            begun = [new.slot for new in new_slots if new.grammar is not None]
-            if begun:
-                self._known.begin(begun)
+            super().apply(given)
+        elif begun and self._known is not None:
+            self._known.begin(begun)
 
     def fetch(self, masks: Masks | None) -> None:
         """See `Matchers.fetch`."""
@@ -42,6 +46,9 @@ class RankMatchers(Matchers):
     def fill(self, plan: StepPlan) -> Masks | None:
         """See `Matchers.fill`. The ranks read rank 0's memory, which it writes again only when all have come
         to the forward of the next step."""
+        slots = plan.decode_slots.tolist() + [chunk.slot for chunk in plan.chunks if chunk.samples]
+        if self._masked.isdisjoint(slots):
+            return None
         masks, ended = self._rank.first(partial(self._fill_for_all, plan))
         if ended and self._known is not None and not self._leads:
             self._known.end(ended)
