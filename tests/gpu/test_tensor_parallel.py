@@ -53,6 +53,12 @@ PARAMS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' tokens, in each step."""
+    monkeypatch.setattr("gpu.executor.COMPARED", 1)
+
+
 def build(path: Path, tp: int, schedule: ScheduleConfig, beside: Beside = NOTHING_BESIDE) -> LocalExecutor:
     config = ModelConfig(device="cpu", tp=tp, logit_processor=f"only={HERE}:only,broken={HERE}:broken")
     cache = CacheConfig(page_size=4, kv_tokens=4096)
@@ -219,6 +225,17 @@ async def test_whatever_a_request_asks_for(
     drafting = Drafting(SpeculativeConfig(algorithm=algorithm), path)  # type: ignore[arg-type]
     one, several = await serving.answers(1), await serving.answers(tp, drafting, overlap)
     for told, want in zip(several, one, strict=True):
+        same(told, want)
+
+
+async def test_drafts_that_end_on_rank_0_end_on_all(
+    moe: Path, tokenizer: Tokenizer, grammars: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where masks along drafts take too long, by rank 0's clock: here always."""
+    monkeypatch.setattr("gpu.grammar.matchers.MOST_SECONDS", -1.0)
+    serving = Serving(moe, tokenizer, grammars)
+    drafting = Drafting(SpeculativeConfig(algorithm="draft-model"), moe)
+    for told, want in zip(await serving.answers(2, drafting), await serving.answers(1), strict=True):
         same(told, want)
 
 
