@@ -19,6 +19,7 @@ from app.checkpoint.checkpoint import ADAPTER, Checkpoint, resolve, resolve_adap
 from app.engine.adapters import Adapters
 from app.engine.loop import Engine
 from app.engine.operator import Operator
+from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.helper.process import HelperProcess
 from app.parsers.registry import reasoning_family, tool_family
@@ -48,9 +49,9 @@ Progress = Callable[[str, float], None]
 
 
 class Live(msgspec.Struct, frozen=True):
-    """An engine and all that serves it. Owner: event loop, once the engine is started."""
+    """Engines and all that serves them. Owner: event loop, once they are started."""
 
-    engine: Engine
+    replicas: Replicas
     submitter: Submitter
     loaded: Loaded
     registry: Adapters
@@ -59,13 +60,13 @@ class Live(msgspec.Struct, frozen=True):
     grammars: Compiler | None
 
     async def start(self) -> None:
-        """Start the engine on the running loop. Raises `ConfigError` for an adapter that is refused."""
-        self.engine.start(asyncio.get_running_loop())
+        """Start the engines on the running loop. Raises `ConfigError` for an adapter that is refused."""
+        self.replicas.start(asyncio.get_running_loop())
         await self.registry.start(self.adapters)
 
     def close(self) -> None:
         """Stop every thread. Requests that still run end with an error."""
-        self.engine.close()
+        self.replicas.close()
         if self.grammars is not None:
             self.grammars.close()
         self.loaded.helper.close()
@@ -95,11 +96,11 @@ def load(config: Config, progress: Progress) -> Live:
     progress("ready", 1.0)
     if limits is not None and executor.capabilities.adapters is None:
         raise ConfigError("LoRA adapters are not available for this model on this device.")
-    engine = _engine(executor, config)
+    replicas = Replicas([_engine(executor, config)])
     card = _card(checkpoint, spec, executor.capabilities, config.model)
     roots = [Path(path) for path in (*config.lora.lora_root, *(a.path for a in adapters))]
-    registry = Adapters(engine, executor.capabilities.adapters, (*card.names, SERVED), roots)
-    submitter = Submitter(engine, tokenizer, monotonic, grammars, generates, registry)
+    registry = Adapters(replicas.engines[0], executor.capabilities.adapters, (*card.names, SERVED), roots)
+    submitter = Submitter(replicas, tokenizer, monotonic, grammars, generates, registry)
     loaded = Loaded(
         card,
         tokenizer,
@@ -108,11 +109,11 @@ def load(config: Config, progress: Progress) -> Live:
         tool_family(config.serve.tool_parser, template.source),
         reasoning_family(config.serve.reasoning_parser, template.source),
         registry,
-        operator=Operator(engine, cache_dir() / "traces"),
+        operator=Operator(replicas.engines[0], cache_dir() / "traces"),
         settings=config.serve,
         helper=helper,
     )
-    return Live(engine, submitter, loaded, registry, adapters, grammars)
+    return Live(replicas, submitter, loaded, registry, adapters, grammars)
 
 
 def _adapters_at_start(config: Config, progress: Progress) -> list[AdapterInfo]:

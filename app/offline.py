@@ -107,8 +107,8 @@ class LLM:
     def _open(self, config: Config, progress: bool) -> None:
         self._progress = progress
         self._live = load(config, lambda stage, share: log.info("%s %d%%", stage, 100 * share))
-        self.window = 2 * self._live.engine.capabilities.max_rows
-        """Requests at once that keep the engine full."""
+        self.window = 2 * sum(each.capabilities.max_rows for each in self._live.replicas.engines)
+        """Requests at once that keep the engines full."""
         self._stop = asyncio.Event()
         self._adapting = asyncio.Lock()
         self._closed = False
@@ -121,7 +121,7 @@ class LLM:
     @property
     def failure(self) -> str | None:
         """Why the engine stopped; None while it works."""
-        return self._live.engine.failure
+        return self._live.replicas.failure
 
     def __enter__(self) -> Self:
         return self

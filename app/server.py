@@ -28,7 +28,7 @@ from app.api.routes import make_app
 from app.batch import BackgroundCapacity, Batches
 from app.compose import Live, load
 from app.engine.gc import Housekeeping
-from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.engine.watchdog import Watchdog
 from app.http.server import Runner
@@ -121,8 +121,8 @@ class Server:
             self._service.health = Health(Phase.STARTING, stage, share)
 
     async def _run_engine(self, live: Live, batches: Batches, begun: float) -> None:
-        engine, self._submitter = live.engine, live.submitter
-        engine.on_failure = partial(self._on_failure, engine)
+        replicas, self._submitter = live.replicas, live.submitter
+        replicas.on_failure = partial(self._on_failure, replicas)
         loop = asyncio.get_running_loop()
         try:
             await live.start()
@@ -130,10 +130,11 @@ class Server:
             live.close()
             raise
         limit = self._config.serve.watchdog_timeout
-        housekeeping = Housekeeping(engine, loop, Watchdog(engine, limit, monotonic) if limit else None)
+        watchdogs = [Watchdog(engine, limit, monotonic) for engine in replicas.engines if limit]
+        housekeeping = Housekeeping(replicas, loop, watchdogs)
         housekeeping.start()
         self._service.ready(live.loaded)
-        batches.start(self._service, BackgroundCapacity(engine))
+        batches.start(self._service, BackgroundCapacity(replicas))
         log.info("%s is ready after %.1f s", live.loaded.card.name, time.perf_counter() - begun)
         try:
             await self._stop.wait()
@@ -153,9 +154,9 @@ class Server:
                 self._submitter.abort_all("The server is shutting down.")
         self._stop.set()
 
-    def _on_failure(self, engine: Engine, reason: str) -> None:
+    def _on_failure(self, replicas: Replicas, reason: str) -> None:
         log.error("the engine failed: %s", reason)
-        self._exit_code = HUNG if engine.hung else FAILED
+        self._exit_code = HUNG if replicas.hung else FAILED
         self._service.health = Health(Phase.FAILED, "failed", 1.0, f"the engine failed: {reason}")
         self._stop.set()
 

@@ -328,7 +328,7 @@ async def generate(arguments: argparse.Namespace) -> dict[str, Any]:
         model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=16)
     )
     live = load(settings, lambda stage, share: None)
-    live.engine.start(asyncio.get_running_loop())
+    live.replicas.start(asyncio.get_running_loop())
     tally: Counter[str] = Counter()
     try:
         gate = asyncio.Semaphore(16)
@@ -447,7 +447,7 @@ async def hostile(arguments: argparse.Namespace) -> dict[str, Any]:
         model=ModelConfig(offline=True, context_length=2048), schedule=ScheduleConfig(max_running=4)
     )
     live = load(settings, lambda stage, share: None)
-    live.engine.start(asyncio.get_running_loop())
+    live.replicas.start(asyncio.get_running_loop())
     tally: Counter[str] = Counter()
     gaps: dict[str, list[float]] = {"beside_plain": [], "beside_hostile": []}
     try:

@@ -14,6 +14,7 @@ from core.types import LogprobsMode
 SchedulePolicy = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority"]
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
 Algorithm = Literal["auto", "none", "ngram", "eagle", "eagle3", "dflash", "draft-model"]
+LoadBalance = Literal["cached-prefix", "shortest-queue", "round-robin", "fewest-tokens"]
 
 
 class ModelConfig(Struct, frozen=True, kw_only=True):

@@ -52,6 +52,16 @@ class SchedulerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting_adapters: list[str] = []
     cache: CacheStatistics
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the pool that are neither free nor only cached."""
+        return (self.cache.total - self.cache.free - self.cache.cached) * self.cache.page_size
+
+    @property
+    def tokens(self) -> int:
+        """Those and the tokens of waiting requests: what there is to do."""
+        return self.used_tokens + self.waiting_tokens
+
 
 class Histogram(msgspec.Struct):
     """`counts[i]` observations above `bounds[i - 1]` and at most `bounds[i]`; the last are the rest.

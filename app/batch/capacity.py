@@ -8,6 +8,7 @@ import msgspec
 
 from app.engine.job import Generator, Job, Run, Sink
 from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.service import Loaded
 from core.request import Request, State
@@ -32,15 +33,18 @@ class BackgroundRun:
     Owner: event loop.
     """
 
-    def __init__(self, engine: Generator) -> None:
+    def __init__(self, engine: Generator, replica: int) -> None:
         self._engine = engine
+        self.replica = replica
+        """Where it runs."""
         self.runs: list[Run] = []
         self.preempted = False
         """Aborted for clients' requests: the answer is discarded and the line runs again."""
 
     async def start(self, job: Job, sink: Sink) -> Run:
         """See `app.engine.job.Generator.start`."""
-        run = await self._engine.start(msgspec.structs.replace(job, priority=BACKGROUND), sink)
+        job = msgspec.structs.replace(job, priority=BACKGROUND, replica=self.replica)
+        run = await self._engine.start(job, sink)
         self.runs.append(run)
         if self.preempted:
             run.abort()
@@ -62,6 +66,40 @@ class BackgroundRun:
 
 
 class BackgroundCapacity:
+    """Admits batch lines on any replica that has capacity for one, the least loaded first.
+
+    Owner: event loop.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = [ReplicaCapacity(engine) for engine in replicas.engines]
+
+    def admit(self, loaded: Loaded) -> tuple[BackgroundRun, Loaded] | None:
+        """A run for one line, and the model with the run as its engine; None without capacity."""
+        for replica, capacity in sorted(enumerate(self._replicas), key=lambda each: each[1].load):
+            if capacity.idle:
+                run = BackgroundRun(loaded.engine, replica)
+                capacity.add(run)
+                return run, msgspec.structs.replace(loaded, engine=cast(Submitter, run))
+        return None
+
+    def release(self, run: BackgroundRun) -> None:
+        """End a run. Idempotent."""
+        self._replicas[run.replica].release(run)
+
+    def preempt_all(self) -> None:
+        """Preempt every line."""
+        for capacity in self._replicas:
+            capacity.preempt_all()
+
+    def check_starvation(self) -> None:
+        """Preempt the lines of a replica that keeps skipping a client's request. Called every few
+        milliseconds."""
+        for capacity in self._replicas:
+            capacity.check_starvation()
+
+
+class ReplicaCapacity:
     """Admits batch lines while no client's request waits, and preempts them when one would have to wait.
 
     Three rules let a client's request be admitted by the next plan, as if no batch ran. It never queues
@@ -83,13 +121,14 @@ class BackgroundCapacity:
         """Step count when a client's request was first seen waiting."""
         engine.on_add = self.preempt_for
 
-    def admit(self, loaded: Loaded) -> tuple[BackgroundRun, Loaded] | None:
-        """A run for one line, and the model with the run as its engine; None without capacity."""
-        if not self._idle():
-            return None
-        run = BackgroundRun(loaded.engine)
+    @property
+    def load(self) -> int:
+        """Tokens to do."""
+        return self._engine.load().tokens
+
+    def add(self, run: BackgroundRun) -> None:
+        """Count a run until `release`."""
         self._runs[run] = None
-        return run, msgspec.structs.replace(loaded, engine=cast(Submitter, run))
 
     def release(self, run: BackgroundRun) -> None:
         """End a run. Idempotent."""
@@ -129,7 +168,9 @@ class BackgroundCapacity:
     def _own_waiting(self) -> int:
         return sum(run.count(State.WAITING) for run in self._runs)
 
-    def _idle(self) -> bool:
+    @property
+    def idle(self) -> bool:
+        """There is capacity for another line."""
         statistics, own = self._engine.load(), self._own_waiting()
         starting = sum(not run.runs for run in self._runs)
         prompts = [n for run in self._runs for n in run.prompts(State.WAITING, State.PREFILL)]

@@ -99,7 +99,7 @@ class BeamRun(LiveRun):
         if self._stopped is None:
             self._stopped = Finish(FinishReason.ABORT, message=message)
             for request in self._queued:
-                self._engine.abort(request, self._stopped)
+                self.engine.abort(request, self._stopped)
 
     def end(self, index: int) -> None:
         """See `app.engine.job.Run.end`. The rest of this choice is not delivered."""
@@ -157,7 +157,7 @@ class BeamRun(LiveRun):
         self._queued, self._waiting = requests, len(requests)
         self._rows = [None] * len(requests)
         streams = [Stream(i, self._take, self._take, self._detokenizer()) for i in range(len(requests))]
-        self._engine.add(requests, streams)
+        self.engine.add(requests, streams)
 
     def _take(self, index: int, piece: Piece) -> None:
         """Of a beam's one token. Which one was sampled does not matter, only the log-probabilities do."""

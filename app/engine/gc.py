@@ -6,10 +6,10 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ class Housekeeping:
     """
 
     def __init__(
-        self, engine: Engine, loop: asyncio.AbstractEventLoop, watchdog: Watchdog | None = None
+        self, replicas: Replicas, loop: asyncio.AbstractEventLoop, watchdogs: Sequence[Watchdog] = ()
     ) -> None:
-        self._engine = engine
-        self._watchdog = watchdog
+        self._replicas = replicas
+        self._watchdogs = watchdogs
         self._loop = loop
         self._lags: list[float] = []
         self._due = 0.0
@@ -59,8 +59,8 @@ class Housekeeping:
         gc.disable()
         self._every(LAG_EVERY, self._measure)
         self._every(COLLECT_EVERY, self._collect)
-        if self._watchdog is not None:
-            self._every(self._watchdog.interval, self._watchdog.check)
+        for watchdog in self._watchdogs:
+            self._every(watchdog.interval, watchdog.check)
 
     def stop(self) -> None:
         """Stop the timers and turn the automatic collector on."""
@@ -87,13 +87,15 @@ class Housekeeping:
         now = time.monotonic()
         if self._due:
             self._lags = [*self._lags[-LAG_WINDOW:], max(now - self._due, 0.0)]
-            self._engine.recorder.lag = max(self._lags)
+            lag = max(self._lags)
+            for engine in self._replicas.engines:
+                engine.recorder.lag = lag
         self._due = now + LAG_EVERY
 
     def _collect(self) -> None:
         begun = time.perf_counter()
         self._collections += 1
-        idle = self._engine.idle
+        idle = self._replicas.idle
         gc.collect(2 if idle or self._collections % FULL_EVERY == 0 else 1)
         self.pause = time.perf_counter() - begun
         if idle and self.pause > LONG:
@@ -111,7 +113,7 @@ class Housekeeping:
         if self._checking or state == self._checked:
             return
         self._checking = True
-        checked = self._loop.run_in_executor(None, self._engine.check_integrity)
+        checked = self._loop.run_in_executor(None, self._replicas.check_integrity)
         checked.add_done_callback(partial(self._integrity_checked, state))
 
     def _integrity_checked(self, state: object, checked: asyncio.Future[None]) -> None:
@@ -124,6 +126,6 @@ class Housekeeping:
             log.error("the integrity check of the idle engine failed", exc_info=error)
 
     def _state(self) -> object:
-        """A snapshot that changes when the engine runs a step or allocates or frees pages."""
-        engine = self._engine
-        return engine.idle, engine.recorder.steps, engine.load().cache
+        """A snapshot that changes when an engine runs a step or allocates or frees pages."""
+        engines = self._replicas.engines
+        return [(engine.idle, engine.recorder.steps, engine.load().cache) for engine in engines]

@@ -86,6 +86,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     (`app/text/infill.py`)."""
     beam: BeamOptions | None = None
     """Beam search instead of sampling; of `sampling` only what is reported applies."""
+    replica: int | None = None
+    """Which replica is to take it; None: it is chosen (`app/engine/replicas.py`)."""
     continues: bool = False
     """Part of an answer under way: taken while draining too."""
 

@@ -23,7 +23,7 @@ from core.request import Request
 from core.schedule.adapters import Places
 from core.schedule.scheduler import Confirmed, Scheduler
 from core.stats import EngineStatistics, SchedulerStatistics
-from core.types import Finish, FinishReason
+from core.types import Finish, FinishReason, Ints, RootKey
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +125,10 @@ class Engine:
     def flush(self) -> None:
         """Drop all KV that is cached and that no running request holds."""
         self._scheduler.cache.flush()
+
+    def cached(self, root: RootKey, prompt: Ints) -> int:
+        """Tokens of a prompt that are cached. Nothing is locked or refreshed."""
+        return self._scheduler.cache.peek(root, prompt, len(prompt)).units
 
     async def quiet(self) -> None:
         """Until no step is in flight. Raises `EngineFailed`."""
@@ -253,13 +257,17 @@ class Engine:
         self.fail(reason)
 
     def fail(self, reason: str) -> None:
-        """End everything with `reason`, for good. Nothing happens after the first failure."""
-        if self.failure is not None:
-            return
-        self.failure = reason
-        log_stacks()
-        self.on_failure(reason)
-        self._end_all(reason)
+        """Report a failure and end. Nothing happens after the first one."""
+        if self.failure is None:
+            log_stacks()
+            self.on_failure(reason)
+            self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """End everything with `reason`, for good."""
+        if self.failure is None:
+            self.failure = reason
+            self._end_all(reason)
 
     def _end_all(self, reason: str) -> None:
         """Every promised stream gets its last piece, and every command its answer, with the reason."""

@@ -21,7 +21,7 @@ class LiveRun:
         self.params = params
         self.choices = job.n
         self.requests: list[Request] = []
-        self._engine = engine
+        self.engine = engine
         self.sink = sink
         self._left = job.n
         self._done = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ class LiveRun:
 
     def drafts(self, index: int) -> DraftCounts | None:
         """See `app.engine.job.Run.drafts`."""
-        if not self._engine.capabilities.max_drafts:
+        if not self.engine.capabilities.max_drafts:
             return None
         request = self.requests[index]
         counts = request.drafts
@@ -82,11 +82,11 @@ class LiveRun:
     def abort(self, message: str | None = None) -> None:
         """End it; with a `message` the client gets an error."""
         for request in self.requests:
-            self._engine.abort(request, Finish(FinishReason.ABORT, message=message))
+            self.engine.abort(request, Finish(FinishReason.ABORT, message=message))
 
     def end(self, index: int) -> None:
         """See `app.engine.job.Run.end`."""
-        self._engine.abort(self.requests[index], Finish(FinishReason.ABORT))
+        self.engine.abort(self.requests[index], Finish(FinishReason.ABORT))
 
     def on_done(self, callback: Callable[[], object]) -> None:
         """Call `callback` when the last choice has ended."""

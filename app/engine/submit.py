@@ -11,8 +11,8 @@ import numpy as np
 from app.engine.adapters import Adapters
 from app.engine.beam_search import BeamRun, check_width
 from app.engine.job import Job, Run, Sink
-from app.engine.loop import Engine
 from app.engine.output import Stream
+from app.engine.replicas import Replicas
 from app.engine.run import LiveRun
 from app.engine.timeline import JobKey, Timelines
 from app.text.detokenizer import Detokenizer
@@ -63,7 +63,7 @@ class Submitter:
 
     def __init__(
         self,
-        engine: Engine,
+        replicas: Replicas,
         tokenizer: Tokenizer,
         clock: Clock,
         grammars: GrammarCompiler | None = None,
@@ -74,15 +74,15 @@ class Submitter:
         `adapters` None: jobs have none."""
         self._grammars = grammars
         self._generates = generates
-        self._adapters = adapters or Adapters(engine)
-        self._engine = engine
+        self._adapters = adapters or Adapters(replicas.engines[0])
+        self._replicas = replicas
         self._tokenizer = tokenizer
-        self._limits = engine.capabilities
+        self._limits = replicas.capabilities
         self._clock = clock
         self._rng = random.SystemRandom()
         self._runs: dict[JobKey, LiveRun | _Preparing] = {}
         self._draining = False
-        self._timelines = Timelines(engine.recorder, clock)
+        self._timelines = Timelines(clock)
 
     async def start(self, job: Job, sink: Sink) -> Run:
         """See `app.engine.job.Generator.start`."""
@@ -111,7 +111,8 @@ class Submitter:
                 raise error from None
             raise
         self._runs[key] = run
-        self._timelines.open(key, run.requests, arrived, encoded - arrived, self._clock() - encoded)
+        times = arrived, encoded - arrived, self._clock() - encoded
+        self._timelines.open(key, run.engine.recorder, run.requests, *times)
         run.on_done(lambda: self._done(key, job.root.adapter))
         return run
 
@@ -130,7 +131,7 @@ class Submitter:
 
     @property
     def idle(self) -> bool:
-        return not self._runs and self._engine.idle
+        return not self._runs and self._replicas.idle
 
     def abort(self, id: str, tenant: str = "") -> bool:
         """Abort one job of a tenant by id; False when there is none."""
@@ -148,22 +149,17 @@ class Submitter:
 
     def flush(self) -> bool:
         """Empty the prefix cache; False, without effect, while requests run."""
-        # Steps in flight do not count: those that ended requests left behind only write, before
-        # any later plan reads. A client that has had its last answer may flush at once.
-        now = self._engine.load()
-        if now.running or now.waiting:
-            return False
-        self._engine.flush()
-        return True
+        return self._replicas.flush()
 
-    def statistics(self) -> EngineStatistics:
-        return self._engine.statistics()
+    def statistics(self) -> list[EngineStatistics]:
+        """Of each replica."""
+        return self._replicas.statistics()
 
     # -- one job -----------------------------------------------------------------------------------
 
     def _check_open(self, job: Job) -> None:
-        if self._engine.failure is not None:
-            raise Unavailable(f"The engine has failed: {self._engine.failure}")
+        if self._replicas.failure is not None:
+            raise Unavailable(f"The engine has failed: {self._replicas.failure}")
         if self._draining and not job.continues:
             raise Unavailable("The server is shutting down.")
 
@@ -244,12 +240,13 @@ class Submitter:
         check(sampling, self._limits.vocab_size, self._limits.processors)
         check_starts(sampling, len(prompt))
         check_stops(job.text.stop, job.text.stop_regex)
+        engine = self._replicas.choose(job, prompt)
         if job.beam is not None:
             check_width(job, self._limits.vocab_size)
-            search = BeamRun(job, prompt, sampling, self._engine, sink)
+            search = BeamRun(job, prompt, sampling, engine, sink)
             search.begin(self._stream, lambda: self._detokenizer(job, prompt), self._clock, pinning)
             return search
-        run = LiveRun(job, prompt, sampling, self._engine, sink)
+        run = LiveRun(job, prompt, sampling, engine, sink)
         now = self._clock()
         assert job.embeds is None or job.root.own, "equal placeholders are not equal prompts"
         for index in range(job.n):
@@ -262,7 +259,7 @@ class Submitter:
             request.grammar, request.embeds = grammar, job.embeds
             run.requests.append(request)
         run.requests[0].pinning = pinning  # its prompt is the others' too
-        self._engine.add(run.requests, [self._stream(index, run, job) for index in range(job.n)])
+        engine.add(run.requests, [self._stream(index, run, job) for index in range(job.n)])
         return run
 
     def _complete(self, job: Job, prompt_len: int) -> SamplingParams:

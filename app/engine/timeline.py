@@ -16,8 +16,9 @@ KEPT = 1000
 
 class _Entry(NamedTuple):
     """One job while it runs: when it came, seconds of encoding and of waiting for its grammar. `steps` and
-    `rows` are the recorder's sums at its start."""
+    `rows` are the sums of its engine's recorder at its start."""
 
+    recorder: Recorder
     requests: list[Request]
     arrived: float
     encoding: float
@@ -34,18 +35,23 @@ JobKey = tuple[str, str]
 class Timelines:
     """The jobs that run and the last thousand that ended. Owner: event loop."""
 
-    def __init__(self, recorder: Recorder, clock: Clock) -> None:
-        self._recorder = recorder
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: dict[JobKey, _Entry] = {}
         self._ended: OrderedDict[JobKey, dict[str, object]] = OrderedDict()
 
     def open(
-        self, key: JobKey, requests: list[Request], arrived: float, encoding: float, grammar: float
+        self,
+        key: JobKey,
+        recorder: Recorder,
+        requests: list[Request],
+        arrived: float,
+        encoding: float,
+        grammar: float,
     ) -> None:
         """A job was queued that came at `arrived`; seconds of encoding, of waiting for its grammar."""
-        steps, rows = self._recorder.steps, self._recorder.rows
-        self._open[key] = _Entry(requests, arrived, encoding, grammar, steps, rows, int(time.time()))
+        steps, rows, created = recorder.steps, recorder.rows, int(time.time())
+        self._open[key] = _Entry(recorder, requests, arrived, encoding, grammar, steps, rows, created)
 
     def close(self, key: JobKey) -> None:
         """Its last choice ended. What is kept holds no prompt."""
@@ -60,7 +66,8 @@ class Timelines:
 
     def _describe(self, key: JobKey, entry: _Entry, running: bool) -> dict[str, object]:
         now = self._clock()
-        steps, rows = self._recorder.steps - entry.steps, self._recorder.rows - entry.rows
+        steps, rows = entry.recorder.steps - entry.steps, entry.recorder.rows - entry.rows
+        drafts = entry.recorder.drafts is not None
         return {
             "id": key[1],
             "created": entry.created,
@@ -70,27 +77,28 @@ class Timelines:
             "grammar_ms": _ms(entry.grammar),
             "steps": steps,
             "mean_rows": round(rows / steps, 1) if steps else 0.0,
-            "choices": [self._choice(request, now) for request in entry.requests],
+            "choices": [_choice(request, now, drafts) for request in entry.requests],
         }
 
-    def _choice(self, request: Request, now: float) -> dict[str, object]:
-        started, first = request.started_at, request.first_token_at
-        return {
-            "state": request.state.name.lower(),
-            "prompt_tokens": len(request.prompt),
-            "cached_tokens": request.cached,
-            "output_tokens": len(request.output),
-            **({} if self._recorder.drafts is None else _drafts(request)),
-            "queue_ms": _ms((started or now) - request.arrival),
-            "prefill_ms": _ms((first or now) - started) if started else None,
-            "decode_ms": _ms(now - first) if first else None,
-            "retractions": request.retractions,
-            "finish_reason": request.finish.reason.value if request.finish else None,
-            "events": [
-                {"at_ms": _ms(when - request.arrival), "event": what, "tokens": tokens}
-                for when, what, tokens in request.history
-            ],
-        }
+
+def _choice(request: Request, now: float, drafts: bool) -> dict[str, object]:
+    started, first = request.started_at, request.first_token_at
+    return {
+        "state": request.state.name.lower(),
+        "prompt_tokens": len(request.prompt),
+        "cached_tokens": request.cached,
+        "output_tokens": len(request.output),
+        **(_drafts(request) if drafts else {}),
+        "queue_ms": _ms((started or now) - request.arrival),
+        "prefill_ms": _ms((first or now) - started) if started else None,
+        "decode_ms": _ms(now - first) if first else None,
+        "retractions": request.retractions,
+        "finish_reason": request.finish.reason.value if request.finish else None,
+        "events": [
+            {"at_ms": _ms(when - request.arrival), "event": what, "tokens": tokens}
+            for when, what, tokens in request.history
+        ],
+    }
 
 
 def _drafts(request: Request) -> dict[str, object]:

@@ -62,8 +62,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 class Figure(NamedTuple):
-    """One figure. `labels` names those that it has besides the model's; a sample is their values and what the
-    family's `add_metric` takes for one."""
+    """One figure. `labels` names those that it has besides the replica's; a sample is their values and what
+    the family's `add_metric` takes for one."""
 
     family: Callable[..., Any]
     name: str
@@ -71,13 +71,20 @@ class Figure(NamedTuple):
     samples: Sequence[tuple[tuple[str, ...], tuple[Any, ...]]]
     labels: tuple[str, ...] = ()
 
-    def metrics(self, labels: dict[str, str]) -> Iterator[Metric]:
-        """The family of each of its names, every sample with `labels` too."""
-        for name in (self.name, *ALIASES.get(self.name, ())):
-            family = self.family(name, self.help, labels=[*labels, *self.labels])
-            for own, value in self.samples:
+
+Labelled = tuple[dict[str, str], Figure]
+"""A figure with the labels of its replica."""
+
+
+def metrics(replicas: Sequence[Labelled]) -> Iterator[Metric]:
+    """The family of each name of one figure, with the samples of every replica."""
+    labels, first = replicas[0]
+    for name in (first.name, *ALIASES.get(first.name, ())):
+        family = first.family(name, first.help, labels=[*labels, *first.labels])
+        for labels, figure in replicas:
+            for own, value in figure.samples:
                 family.add_metric([*labels.values(), *own], *value)
-            yield family
+        yield family
 
 
 class Scrape:
@@ -88,18 +95,16 @@ class Scrape:
     """
 
     def __init__(self, service: Service, version: str) -> None:
-        self._figures: list[tuple[dict[str, str], list[Figure]]] = [({}, [*_process(service, version)])]
+        self._figures: list[tuple[Labelled, ...]] = [(({}, each),) for each in _process(service, version)]
         if service.health.phase in (Phase.READY, Phase.DRAINING):
-            loaded = service.loaded
-            labels = {"model_name": loaded.card.name, "engine": "0"}
-            statistics = loaded.engine.statistics()
-            self._figures.append((labels, [*_engine(statistics), *_adapters(loaded, statistics.scheduler)]))
+            replicas = enumerate(service.loaded.engine.statistics())
+            figures = [_replica(service.loaded, number, each) for number, each in replicas]
+            self._figures += zip(*figures, strict=True)
 
     def collect(self) -> Iterator[Metric]:
         """All metrics."""
-        for labels, figures in self._figures:
-            for figure in figures:
-                yield from figure.metrics(labels)
+        for replicas in self._figures:
+            yield from metrics(replicas)
 
 
 async def exposition(service: Service, version: str) -> bytes:
@@ -113,6 +118,12 @@ def _process(service: Service, version: str) -> Iterator[Figure]:
     yield _gauge("loom_ready", "1 when requests are accepted.", health.phase is Phase.READY)
     yield _gauge("loom_start_progress", "Progress of startup, 0 to 1.", health.progress)
     yield _gauge("loom_start_time_seconds", "Start time of the process, in Unix seconds.", service.started_at)
+
+
+def _replica(loaded: Loaded, number: int, s: EngineStatistics) -> Iterator[Labelled]:
+    labels = {"model_name": loaded.card.name, "engine": str(number)}
+    for figure in (*_engine(s), *_adapters(loaded, s.scheduler)):
+        yield labels, figure
 
 
 def _engine(s: EngineStatistics) -> Iterator[Figure]:

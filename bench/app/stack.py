@@ -12,6 +12,7 @@ from app.api.routes import make_app
 from app.checkpoint.checkpoint import resolve
 from app.engine.gc import Housekeeping
 from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import Submitter
 from app.http.server import Runner
 from app.server import raise_file_limit
@@ -56,7 +57,8 @@ class Stack:
         # Prefill is not limited: its cost is not measured here.
         config = ScheduleConfig(step_tokens=caps.max_step_tokens)
         self.engine = Engine(Scheduler(caps, cache, config, monotonic), executor, 1, monotonic)
-        self.submitter = Submitter(self.engine, tokenizer, monotonic)
+        self.replicas = Replicas([self.engine])
+        self.submitter = Submitter(self.replicas, tokenizer, monotonic)
         card = ModelCard(
             name="fake",
             path="fake",
@@ -80,5 +82,5 @@ class Stack:
         listener.bind(("127.0.0.1", 0))
         await web.SockSite(runner, listener, backlog=4096).start()
         self._service.ready(self._loaded)
-        Housekeeping(self.engine, loop).start()
+        Housekeeping(self.replicas, loop).start()
         return runner, int(listener.getsockname()[1])

@@ -87,7 +87,7 @@ class Served:
     def accounting(self) -> dict[str, Any]:
         """Pages, jobs, connections, tasks, threads, files and memory, to compare when the server is idle."""
         assert self.live is not None and self.loop is not None
-        engine = self.live.engine
+        (engine,) = self.live.replicas.engines
         now = engine.load()
         try:
             engine.check_integrity()
@@ -115,7 +115,7 @@ class Served:
     def progress(self) -> dict[str, Any]:
         """Counters that change while requests run."""
         assert self.live is not None
-        engine = self.live.engine
+        (engine,) = self.live.replicas.engines
         now = engine.load()
         return {
             "running": now.running,

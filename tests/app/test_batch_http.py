@@ -272,7 +272,7 @@ async def test_an_input_file_stays_until_its_batch_is_done(tmp_path: Path) -> No
 async def test_a_failed_engine_costs_no_line(tmp_path: Path) -> None:
     async with Rig(tmp_path) as rig:
         rig.executor.fail_at = 3
-        rig.engine.on_failure = lambda reason: setattr(rig.service, "health", FAILED)
+        rig.replicas.on_failure = lambda reason: setattr(rig.service, "health", FAILED)
         batch = await rig.submit([line(f"l{i}", 20) for i in range(5)])
         await until(lambda: rig.engine.failure is not None)
     async with Rig(tmp_path) as again:

@@ -135,7 +135,7 @@ async def test_planning_pauses_while_delivery_lags_behind(tokenizer: Tokenizer) 
 async def test_a_failed_step_ends_every_stream_with_the_reason(tokenizer: Tokenizer) -> None:
     bench = Bench(tokenizer, fail_at=4, rows=2)
     reasons: list[str] = []
-    bench.engine.on_failure = reasons.append
+    bench.replicas.on_failure = reasons.append
     runs = [await bench.start(f"j{i}", 50) for i in range(4)]  # two run, two wait
     await asyncio.gather(*(run.wait() for run in runs))
     for i in range(4):
@@ -248,12 +248,12 @@ async def test_statistics_count_what_happened(bench: Bench) -> None:
     run = await bench.start("a", 6)
     await run.wait()
     await settle()
-    stats = bench.submitter.statistics()
+    (stats,) = bench.submitter.statistics()
     assert stats.scheduler.output_tokens == 6
     assert stats.scheduler.finished == {"length": 1}
     assert sum(stats.ttft.counts) == sum(stats.end_to_end.counts) == 1
     assert bench.submitter.flush()
-    assert bench.submitter.statistics().scheduler.cache.cached == 0
+    assert bench.engine.statistics().scheduler.cache.cached == 0
 
 
 async def test_rows_of_several_tokens_are_counted_as_rows(tokenizer: Tokenizer) -> None:

@@ -60,7 +60,7 @@ async def test_an_exception_in_the_loop_fails_the_engine_and_every_stream(
 ) -> None:
     bench = Bench(tokenizer, depth=depth, rows=2)
     reasons: list[str] = []
-    bench.engine.on_failure = reasons.append
+    bench.replicas.on_failure = reasons.append
     if where == "deliver":
         monkeypatch.setattr(Backlog, "deliver", failing(Backlog.deliver))
     else:
@@ -149,7 +149,7 @@ async def test_time_without_work_is_no_latency_between_tokens(tokenizer: Tokeniz
         run = await bench.start(f"j{i}", 5)
         await run.wait()
         await settle()
-    assert bench.submitter.statistics().inter_token.total == 0.0
+    assert bench.engine.statistics().inter_token.total == 0.0
 
 
 async def test_a_paused_engine_looks_at_its_clock_while_requests_wait(
@@ -226,7 +226,7 @@ async def test_housekeeping_goes_on_after_it_raised(
 ) -> None:
     bench = Bench(tokenizer)
     later: list[tuple[float, Callable[[], None]]] = []
-    housekeeping = Housekeeping(bench.engine, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    housekeeping = Housekeeping(bench.replicas, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
     checks = 0
 
     def check() -> None:
@@ -254,7 +254,7 @@ async def test_books_that_do_not_agree_are_told_where_nothing_has_changed(
 ) -> None:
     bench = Bench(tokenizer)
     later: list[tuple[float, Callable[[], None]]] = []
-    housekeeping = Housekeeping(bench.engine, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    housekeeping = Housekeeping(bench.replicas, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
     threads: list[int] = []
     looking, go_on = threading.Event(), threading.Event()
 
@@ -291,7 +291,7 @@ async def test_what_took_long_to_collect_is_not_walked_again(
     monkeypatch.setattr(housekeeping_module, "LONG", long)
     bench = Bench(tokenizer)
     later: list[tuple[float, Callable[[], None]]] = []
-    housekeeping = Housekeeping(bench.engine, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
+    housekeeping = Housekeeping(bench.replicas, Timers(asyncio.get_running_loop(), later))  # type: ignore[arg-type]
     housekeeping.start()
     try:
         alive = [Marked() for _ in range(1000)]

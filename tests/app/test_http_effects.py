@@ -110,7 +110,7 @@ async def bench() -> AsyncIterator[Bench]:
     tokenizer = Tokenizer.load(None, VOCAB, [2])
     made = Bench(tokenizer)
     compiler = Restricting()
-    made.submitter = Submitter(made.engine, tokenizer, monotonic, compiler)
+    made.submitter = Submitter(made.replicas, tokenizer, monotonic, compiler)
     yield made
     made.engine.close()
     tokenizer.close()

@@ -84,7 +84,7 @@ async def client(settings: Config) -> AsyncIterator[TestClient[Any, Any]]:
     torch.set_num_threads(1)
     live = load(settings, lambda stage, share: None)
     service = Service({})
-    live.engine.start(asyncio.get_running_loop())
+    live.replicas.start(asyncio.get_running_loop())
     service.ready(live.loaded)
     async with TestClient(TestServer(make_app(service, settings.serve))) as client:
         yield client

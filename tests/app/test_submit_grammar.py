@@ -28,7 +28,7 @@ async def bench() -> AsyncIterator[Bench]:
     tokenizer = Tokenizer.load(None, VOCAB, [END])
     made = Bench(tokenizer)
     compiler = FakeCompiler()
-    made.submitter = Submitter(made.engine, tokenizer, monotonic, compiler)
+    made.submitter = Submitter(made.replicas, tokenizer, monotonic, compiler)
     made.compiler = compiler  # type: ignore[attr-defined]
     yield made
     made.engine.close()
@@ -138,7 +138,7 @@ async def test_a_client_that_leaves_an_aborted_job_is_cancelled(bench: Bench) ->
 
 async def test_without_a_compiler_constraints_are_refused(bench: Bench) -> None:
     tokenizer = Tokenizer.load(None, VOCAB, [END])
-    bench.submitter = Submitter(bench.engine, tokenizer, monotonic)
+    bench.submitter = Submitter(bench.replicas, tokenizer, monotonic)
     with pytest.raises(RequestError) as caught:
         await bench.start("a", grammar=SPEC)
     assert (caught.value.param, caught.value.code) == ("regex", "unsupported")

@@ -13,10 +13,10 @@ from tests.rigs.scheduler import Harness
 def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
     h = Harness(step_tokens=16, rows=1)
     recorder = Recorder(h.clock)
-    timelines = Timelines(recorder, h.clock)
+    timelines = Timelines(h.clock)
     h.request(range(50, 58), max_tokens=2)
     request = h.request(range(40), max_tokens=3)
-    timelines.open(("", "job"), [request], h.clock.now, 0.25, 0.5)
+    timelines.open(("", "job"), recorder, [request], h.clock.now, 0.25, 0.5)
     while request.finish is None:
         h.clock.now += 1.0
         h.turn()
@@ -44,10 +44,10 @@ def test_a_timeline_tells_waiting_chunks_retraction_and_batch() -> None:
 
 def test_what_ended_long_ago_is_forgotten() -> None:
     h = Harness()
-    timelines = Timelines(Recorder(h.clock), h.clock)
+    timelines = Timelines(h.clock)
     request = h.request(range(4))
     for number in range(KEPT + 1):
-        timelines.open(("", str(number)), [request], 0.0, 0.0, 0.0)
+        timelines.open(("", str(number)), Recorder(h.clock), [request], 0.0, 0.0, 0.0)
         timelines.close(("", str(number)))
     assert timelines.of(("", "0")) is None
     assert timelines.of(("", str(KEPT))) is not None
@@ -57,4 +57,4 @@ def test_what_ended_long_ago_is_forgotten() -> None:
 @pytest.mark.parametrize("id", ["never", ""])
 def test_an_unknown_id_is_none(id: str) -> None:
     h = Harness()
-    assert Timelines(Recorder(h.clock), h.clock).of(("", id)) is None
+    assert Timelines(h.clock).of(("", id)) is None

@@ -67,7 +67,7 @@ def config(model: Path, kv_tokens: int = 16384, depth: int = 1) -> Config:
 
 @asynccontextmanager
 async def running(live: Live) -> AsyncIterator[Live]:
-    live.engine.start(asyncio.get_running_loop())
+    live.replicas.start(asyncio.get_running_loop())
     try:
         yield live
     finally:
@@ -116,7 +116,7 @@ async def test_text_does_not_depend_on_overlap_depth_or_preemption(model: Path) 
         settings = config(model, kv_tokens, depth)
         async with running(load(settings, lambda stage, share: None)) as live:
             seen[name] = await texts(live, jobs())
-            retractions = live.engine.load().retractions
+            retractions = live.replicas.engines[0].load().retractions
             assert (retractions > 0) == (name == "small")
     assert seen["0"] == seen["1"] == seen["2"] == seen["small"]
     for id, (text,) in seen["0"].items():

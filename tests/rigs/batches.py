@@ -20,6 +20,7 @@ from app.api.routes import make_app
 from app.batch import BackgroundCapacity
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.http.server import Runner
 from app.service import Loaded, Service
@@ -66,9 +67,10 @@ class Rig:
         self.scheduler = Scheduler(capabilities, CacheManager(pages, 4), config, monotonic)
         self.engine = Engine(self.scheduler, self.executor, 1, monotonic)
         self.tokenizer = Tokenizer.load(None, VOCAB, [2])
-        self.submitter = Submitter(self.engine, self.tokenizer, monotonic)
+        self.replicas = Replicas([self.engine])
+        self.submitter = Submitter(self.replicas, self.tokenizer, monotonic)
         self.loaded = Loaded(CARD, self.tokenizer, JoinTemplate(), self.submitter)  # type: ignore[arg-type]
-        self.capacity = BackgroundCapacity(self.engine)
+        self.capacity = BackgroundCapacity(self.replicas)
         self.service = Service({})
         self.app = make_app(self.service, ServeConfig(data_dir=str(data), api_key=keys))
         self.keys = keys

@@ -15,6 +15,7 @@ import numpy as np
 
 from app.engine.job import Job, Keep, Piece, TextOptions
 from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
@@ -213,7 +214,7 @@ class RandomEngine:
         self._rng = random.Random(seed)
         self._executor = Inline(drafting, capabilities, self._rng, self._stepped)
         self._engine = Engine(self.scheduler, self._executor, setup.overlap, self.clock)
-        self._submitter = Submitter(self._engine, tokenizer, self.clock, grammars)
+        self._submitter = Submitter(Replicas([self._engine]), tokenizer, self.clock, grammars)
         self._engine.start(drafting.loop)
 
     @property

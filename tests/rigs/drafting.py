@@ -14,6 +14,7 @@ import torch
 
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
@@ -200,7 +201,7 @@ class Drafting:
         config = ScheduleConfig(overlap_depth=overlap)
         self.scheduler = Scheduler(capabilities, cache, config, monotonic)
         self._engine = Engine(self.scheduler, executor, overlap, monotonic)
-        self._submitter = Submitter(self._engine, tokenizer, monotonic, grammars)
+        self._submitter = Submitter(Replicas([self._engine]), tokenizer, monotonic, grammars)
 
     async def answers(
         self, jobs: Sequence[Job], retract: bool = False, abort: int = 0, alone: bool = False

@@ -290,7 +290,7 @@ class FakeEngine:
     def timeline(self, id: str, tenant: str = "") -> dict[str, object] | None:
         return {"id": id} if id == "known" and not tenant else None
 
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> list[EngineStatistics]:
         histogram = Histogram((0.1, 1.0), [3, 2, 1], 4.5)
         cache = CacheStatistics(
             page_size=16,
@@ -316,7 +316,7 @@ class FakeEngine:
             finished={"stop": 4, "length": 3, "abort": 1},
             cache=cache,
         )
-        return EngineStatistics(
+        whole = EngineStatistics(
             scheduler=scheduler,
             last_step_at=1.0,
             step_seconds=0.02,
@@ -327,3 +327,4 @@ class FakeEngine:
             end_to_end=histogram,
             queue=histogram,
         )
+        return [whole]

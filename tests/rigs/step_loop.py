@@ -9,11 +9,12 @@ import numpy as np
 from app.engine.adapters import Adapters
 from app.engine.job import Job, Piece
 from app.engine.loop import Engine
+from app.engine.replicas import Replicas
 from app.engine.submit import LiveRun, Submitter
 from app.text.tokenizer import Tokenizer
 from core.cache.manager import CacheManager
 from core.clock import monotonic
-from core.config import ScheduleConfig
+from core.config import LoadBalance, ScheduleConfig
 from core.executor import Capabilities
 from core.request import SamplingParams
 from core.schedule.scheduler import Scheduler
@@ -26,10 +27,12 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Bench:
-    """An engine over a fake executor, and the delivered pieces."""
+    """Engines over fake executors, one unless `replicas` says more, and the delivered pieces."""
 
     def __init__(self, tokenizer: Tokenizer, depth: int = 1, eager: bool = True, **options: object) -> None:
-        """`adapters` limits adapters, which may lie in `roots`."""
+        """`adapters` limits adapters, which may lie in `roots`; `balance` chooses replicas."""
+        count = int(str(options.pop("replicas", 1)))
+        balance: LoadBalance = options.pop("balance", "cached-prefix")  # type: ignore[assignment]
         adapters = options.pop("adapters", None)
         roots = options.pop("roots", ())
         fail_at = int(str(options.pop("fail_at", -1)))
@@ -44,13 +47,20 @@ class Bench:
             max_samples=100,
             adapters=adapters,  # type: ignore[arg-type]
         )
-        self.executor = FakeExecutor(capabilities, eager=eager, fail_at=fail_at)
+        self.executors = [FakeExecutor(capabilities, eager=eager, fail_at=fail_at) for _ in range(count)]
         config = ScheduleConfig(**options)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(capabilities, CacheManager(129, 4), config, monotonic)
-        self.engine = Engine(self.scheduler, self.executor, depth, monotonic)
+        self.schedulers = [
+            Scheduler(capabilities, CacheManager(129, 4), config, monotonic) for _ in range(count)
+        ]
+        self.engines = [
+            Engine(scheduler, executor, depth, monotonic)
+            for scheduler, executor in zip(self.schedulers, self.executors, strict=True)
+        ]
+        self.executor, self.scheduler, self.engine = self.executors[0], self.schedulers[0], self.engines[0]
+        self.replicas = Replicas(self.engines, balance)
         self.adapters = Adapters(self.engine, adapters, ("org/tiny", "default"), roots)  # type: ignore[arg-type]
-        self.submitter = Submitter(self.engine, tokenizer, monotonic, adapters=self.adapters)
-        self.engine.start(asyncio.get_running_loop())
+        self.submitter = Submitter(self.replicas, tokenizer, monotonic, adapters=self.adapters)
+        self.replicas.start(asyncio.get_running_loop())
         self.pieces: dict[str, list[Piece]] = {}
 
     async def start(self, id: str, max_tokens: int | None = 8, **job: object) -> LiveRun:

@@ -93,11 +93,12 @@ async def server_info(request: web.Request) -> object:
     """Settings and statistics. SGLang's bench reads `internal_states`, of them `avg_spec_accept_length`, and
     `max_total_num_tokens`, the size of the KV pool."""
     service = request.app[SERVICE]
-    statistics = service.loaded.engine.statistics()
-    pool = statistics.scheduler.cache
-    state = msgspec.to_builtins(statistics)
-    if statistics.drafts is not None:
-        state["avg_spec_accept_length"] = statistics.drafts.length
+    replicas = service.loaded.engine.statistics()
+    pools = [each.scheduler.cache for each in replicas]
+    states = msgspec.to_builtins(replicas)
+    for state, each in zip(states, replicas, strict=True):
+        if each.drafts is not None:
+            state["avg_spec_accept_length"] = each.drafts.length
     card = msgspec.to_builtins(service.loaded.card)
     del card["path"]
     return {
@@ -106,8 +107,8 @@ async def server_info(request: web.Request) -> object:
         "status": service.health.phase.value,
         "started_at": service.started_at,
         "model_card": card,
-        "max_total_num_tokens": pool.total * pool.page_size,
-        "internal_states": [state],
+        "max_total_num_tokens": sum(pool.total * pool.page_size for pool in pools),
+        "internal_states": states,
     }
 
 
@@ -118,51 +119,48 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
-def _scheduler(request: web.Request) -> SchedulerStatistics:
-    return request.app[SERVICE].loaded.engine.statistics().scheduler
-
-
-def _used(now: SchedulerStatistics) -> int:
-    """Tokens of the pool that are neither free nor only cached."""
-    cache = now.cache
-    return (cache.total - cache.free - cache.cached) * cache.page_size
+def _loads(request: web.Request) -> list[SchedulerStatistics]:
+    """Of each replica."""
+    return [each.scheduler for each in request.app[SERVICE].loaded.engine.statistics()]
 
 
 @ROUTES.add("GET /load", has="server_load")
 async def load(request: web.Request) -> object:
     """Requests that run or wait, after vLLM."""
-    now = _scheduler(request)
-    return {"server_load": now.running + now.waiting}
+    return {"server_load": sum(now.running + now.waiting for now in _loads(request))}
 
 
 @ROUTES.add("GET /get_load", lists=True)
 async def get_load(request: web.Request) -> object:
     """Requests and tokens that run or wait, after older SGLang: a list with one entry per replica."""
-    now = _scheduler(request)
-    entry = {
-        "dp_rank": 0,
-        "num_reqs": now.running + now.waiting,
-        "num_waiting_reqs": now.waiting,
-        "num_tokens": _used(now) + now.waiting_tokens,
-    }
-    return [entry]
+    return [
+        {
+            "dp_rank": replica,
+            "num_reqs": now.running + now.waiting,
+            "num_waiting_reqs": now.waiting,
+            "num_tokens": now.tokens,
+        }
+        for replica, now in enumerate(_loads(request))
+    ]
 
 
 @ROUTES.add("GET /v1/loads", has="timestamp dp_rank_count loads")
 async def loads(request: web.Request) -> object:
     """Requests and tokens, waiting and running, after SGLang."""
-    now = _scheduler(request)
-    size = now.cache.total * now.cache.page_size
-    entry = {
-        "dp_rank": 0,
-        "num_running_reqs": now.running,
-        "num_waiting_reqs": now.waiting,
-        "num_waiting_tokens": now.waiting_tokens,
-        "num_used_tokens": _used(now),
-        "max_total_num_tokens": size,
-        "token_usage": round(_used(now) / size, 4) if size else 0.0,
-    }
-    return {"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]}
+    entries = []
+    for replica, now in enumerate(_loads(request)):
+        size = now.cache.total * now.cache.page_size
+        entry = {
+            "dp_rank": replica,
+            "num_running_reqs": now.running,
+            "num_waiting_reqs": now.waiting,
+            "num_waiting_tokens": now.waiting_tokens,
+            "num_used_tokens": now.used_tokens,
+            "max_total_num_tokens": size,
+            "token_usage": round(now.used_tokens / size, 4) if size else 0.0,
+        }
+        entries.append(entry)
+    return {"timestamp": time.time(), "dp_rank_count": len(entries), "loads": entries}
 
 
 @ROUTES.add("GET /version", has="version")

@@ -1,0 +1,130 @@
+"""Data parallelism: engines that have a model each, and which of them takes a job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from app.engine.job import Job
+from app.engine.loop import Engine
+from core.config import LoadBalance
+from core.errors import field_error
+from core.executor import Capabilities
+from core.stats import EngineStatistics, SchedulerStatistics
+from core.types import Ints
+
+SLACK = 1 / 8
+"""Replicas whose load is above the least by at most this share of it count as equally loaded: under many
+requests loads always differ a little, and no prefix should be computed again for that."""
+
+
+class Replicas:
+    """The engines of a server, behind one submitter.
+
+    A job goes to one of them with all its choices. By default that is where most of its prompt is cached,
+    as long as the tokens that this saves are not fewer than those that the replica is to do beyond the least
+    loaded one (and beyond `SLACK`).
+
+    When one engine fails, all of them end: a server that answers with a part of its devices would be slow
+    for no visible reason.
+
+    Owner: event loop.
+    """
+
+    def __init__(self, engines: Sequence[Engine], balance: LoadBalance = "cached-prefix") -> None:
+        self.engines = tuple(engines)
+        self._balance = balance
+        self._turn = 0
+        self.failure: str | None = None
+        self.hung = False
+        """The failure is a device that does not answer: its threads never end."""
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        for engine in engines:
+            engine.on_failure = partial(self._failed, engine)
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See `Engine.start`."""
+        for engine in self.engines:
+            engine.start(loop)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        for engine in self.engines:
+            engine.close()
+
+    # -- choice ------------------------------------------------------------------------------------
+
+    def choose(self, job: Job, prompt: Ints) -> Engine:
+        """The engine for a job that is about to be queued. Raises `RequestError` where the job names one
+        that does not exist."""
+        if job.replica is not None:
+            if not 0 <= job.replica < len(self.engines):
+                raise field_error("data_parallel_rank", f"must be 0 to {len(self) - 1}, got {job.replica}")
+            return self.engines[job.replica]
+        if len(self.engines) == 1:
+            return self.engines[0]
+        # Of equal ones the next in turn: cached prefixes spread while the server is idle.
+        turn, self._turn = self._turn, (self._turn + 1) % len(self.engines)
+        order = [*self.engines[turn:], *self.engines[:turn]]
+        loads = [(engine, engine.load()) for engine in order]
+        if self._balance == "cached-prefix" or job.continues:
+            return _by_prefix(loads, job, prompt)
+        if self._balance == "shortest-queue":
+            return min(loads, key=lambda each: each[1].running + each[1].waiting)[0]
+        if self._balance == "fewest-tokens":
+            return min(loads, key=lambda each: each[1].tokens)[0]
+        return order[0]
+
+    # -- failure -----------------------------------------------------------------------------------
+
+    def _failed(self, failed: Engine, reason: str) -> None:
+        self.failure, self.hung = reason, failed.hung
+        self.on_failure(reason)
+        for engine in self.engines:
+            engine.hung = failed.hung  # the process ends without waiting for any device
+            engine.end(reason)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Of the replica with the shortest context, which depends on free memory."""
+        return min((engine.capabilities for engine in self.engines), key=lambda each: each.context_length)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits or is still to be delivered in any of them."""
+        return all(engine.idle for engine in self.engines)
+
+    def check_integrity(self) -> None:
+        """See `Engine.check_integrity`."""
+        for engine in self.engines:
+            engine.check_integrity()
+
+    def flush(self) -> bool:
+        """Drop all KV that is cached; False, without effect, while requests run in any of them."""
+        # Steps in flight do not count: those that ended requests left behind only write, before
+        # any later plan reads. A client that has had its last answer may flush at once.
+        if any(load.running or load.waiting for load in (engine.load() for engine in self.engines)):
+            return False
+        for engine in self.engines:
+            engine.flush()
+        return True
+
+    def statistics(self) -> list[EngineStatistics]:
+        """Of each replica."""
+        return [engine.statistics() for engine in self.engines]
+
+
+def _by_prefix(loads: Sequence[tuple[Engine, SchedulerStatistics]], job: Job, prompt: Ints) -> Engine:
+    """The least loaded one, cached tokens subtracted."""
+    alike = (1 + SLACK) * min(load.tokens for _, load in loads)
+    costs = [
+        (max(load.tokens, alike) - engine.cached(job.root, prompt), load.tokens, at)
+        for at, (engine, load) in enumerate(loads)
+    ]
+    return loads[min(costs)[2]][0]

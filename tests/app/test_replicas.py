@@ -1,0 +1,250 @@
+"""Several replicas behind one submitter: which of them takes a job, and what reaches all of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from app.engine.job import BeamOptions
+from app.engine.replicas import SLACK
+from app.text.tokenizer import Tokenizer
+from core.config import LoadBalance
+from core.errors import RequestError, Unavailable
+from core.types import FinishReason, RootKey
+from tests.rigs.executor import oracle
+from tests.rigs.step_loop import VOCAB, Bench
+from tests.rigs.wait import settle
+
+BALANCES: list[LoadBalance] = ["cached-prefix", "shortest-queue", "round-robin", "fewest-tokens"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(None, VOCAB, [2])
+
+
+def prompt(first: int, length: int) -> np.ndarray:
+    """One that shares no page with another `first`."""
+    return (np.arange(length, dtype=np.int32) + 37 * first) % 290 + 3
+
+
+def running(bench: Bench) -> list[int]:
+    return [load.running + load.waiting for load in (engine.load() for engine in bench.engines)]
+
+
+async def work(bench: Bench) -> None:
+    """Let the devices work until nothing is left."""
+    for _ in range(3000):
+        for executor in bench.executors:
+            executor.complete(len(executor.pending))
+        await settle()
+        if bench.replicas.idle:
+            break
+    assert bench.replicas.idle and bench.replicas.failure is None
+    bench.replicas.check_integrity()
+
+
+# -- choice ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("balance", BALANCES)
+async def test_every_job_is_answered_as_by_one_replica(
+    tokenizer: Tokenizer, count: int, balance: LoadBalance
+) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=count, balance=balance)
+    prompts = {f"r{i}": prompt(i % 4, 5 + i) for i in range(12)}
+    for id, ids in prompts.items():
+        await bench.start(id, 6, prompt=ids)
+    assert all(running(bench)) and sum(running(bench)) == 12
+    await work(bench)
+    for id, ids in prompts.items():
+        assert bench.tokens(f"{id}-0") == oracle(ids.tolist(), 6, VOCAB)
+
+
+async def test_round_robin_takes_turns(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=3, balance="round-robin")
+    seen = []
+    for i in range(6):
+        await bench.start(f"r{i}", 4, prompt=prompt(i, 4 + 20 * i))
+        seen.append(running(bench))
+    assert seen[2] == [1, 1, 1] and seen[5] == [2, 2, 2]
+    await work(bench)
+
+
+async def test_the_shortest_queue_counts_requests_and_fewest_tokens_tokens(tokenizer: Tokenizer) -> None:
+    queue = Bench(tokenizer, eager=False, replicas=2, balance="shortest-queue")
+    tokens = Bench(tokenizer, eager=False, replicas=2, balance="fewest-tokens")
+    for bench in (queue, tokens):
+        await bench.start("long", 4, prompt=prompt(0, 200))
+        for i in range(5):
+            await bench.start(f"short{i}", 4, prompt=prompt(i + 1, 8))
+    assert sorted(running(queue)) == [3, 3]
+    assert sorted(running(tokens)) == [1, 5]
+    for bench in (queue, tokens):
+        await work(bench)
+
+
+async def test_a_job_follows_its_prefix_while_that_saves_work(tokenizer: Tokenizer) -> None:
+    """Until the replica has as much more to do as it has cached, and then the others have a turn."""
+    bench = Bench(tokenizer, eager=False, replicas=2)
+    ids = prompt(0, 100)
+    first = await bench.start("first", 4, prompt=ids)
+    await work(bench)
+    home = bench.engines.index(first.engine)
+    homes = []
+    for i in range(3):  # 108 tokens each
+        run = await bench.start(f"next{i}", 4, prompt=np.append(ids, prompt(i + 1, 8)))
+        homes.append(bench.engines.index(run.engine))
+    assert homes == [home, 1 - home, home]
+    other = await bench.start("salted", 4, prompt=ids, root=RootKey(salt="other"))
+    assert other.cached == 0
+    await work(bench)
+
+
+async def test_idle_replicas_share_what_nobody_has_cached(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, replicas=2)
+    homes = []
+    for i in range(6):
+        run = await bench.start(f"r{i}", 4, prompt=prompt(i, 20))
+        await run.wait()
+        await settle()
+        homes.append(bench.engines.index(run.engine))
+    assert homes == [0, 1] * 3
+    again = await bench.start("again", 4, prompt=prompt(3, 20))
+    await again.wait()
+    assert bench.engines.index(again.engine) == homes[3] and again.cached == 16
+
+
+async def test_looking_for_a_prefix_refreshes_nothing(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, replicas=2)
+    await (await bench.start("a", 4, prompt=prompt(0, 40))).wait()
+    await settle()
+    before = [(node.last_access, node.hits, node.locks) for node in bench.scheduler.cache._tree.walk()]
+    assert before and bench.engine.cached(RootKey(), prompt(0, 40)) == 40
+    after = [(node.last_access, node.hits, node.locks) for node in bench.scheduler.cache._tree.walk()]
+    assert after == before
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_jobs_go_where_the_rule_says(tokenizer: Tokenizer, count: int, seed: int) -> None:
+    """No replica costs less, none is without work while others pile it up, and all answer."""
+    rng = random.Random(seed)
+    bench = Bench(tokenizer, eager=False, replicas=count, rows=4)
+    jobs, homes = {}, [0] * count
+    for i in range(80):
+        ids = np.append(prompt(rng.randrange(4), rng.choice((4, 60, 100))), prompt(i, rng.randint(1, 30)))
+        loads = [engine.load().tokens for engine in bench.engines]
+        cached = [engine.cached(RootKey(), ids) for engine in bench.engines]
+        run = await bench.start(f"r{i}", rng.randint(1, 12), prompt=ids)
+        home = bench.engines.index(run.engine)
+        least = loads.index(min(loads))
+        gain = max(cached) - cached[least]
+        assert loads[home] <= (1 + SLACK) * loads[least] + gain
+        if cached[home] < max(cached):
+            best = cached.index(max(cached))
+            assert loads[best] - cached[best] >= loads[home] - cached[home]
+        homes[home] += 1
+        jobs[f"r{i}"] = (ids, run)
+        for executor in rng.sample(bench.executors, rng.randint(0, count)):
+            executor.complete(min(rng.randint(0, 3), len(executor.pending)))
+        await settle()
+    await work(bench)
+    assert min(homes) > 0
+    for id, (ids, run) in jobs.items():
+        assert bench.tokens(f"{id}-0") == oracle(ids.tolist(), run.params.max_tokens, VOCAB)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+async def test_a_job_may_name_its_replica(tokenizer: Tokenizer, balance: LoadBalance) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=3, balance=balance)
+    for i in range(3):
+        await bench.start(f"r{i}", 4, replica=2, n=2)
+    assert running(bench) == [0, 0, 6]
+    for wrong in (-1, 3):
+        with pytest.raises(RequestError, match="must be 0 to 2") as refused:
+            await bench.start("wrong", 4, replica=wrong)
+        assert refused.value.param == "data_parallel_rank"
+    await work(bench)
+
+
+async def test_choices_and_beams_of_a_job_stay_together(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=2, balance="round-robin")
+    await bench.start("choices", 6, n=4)
+    assert running(bench) == [4, 0]
+    run = await bench.start("beams", 6, n=3, beam=BeamOptions())
+    assert run.engine is bench.engines[1]
+    assert running(bench) == [4, 1]
+    run.abort()
+    await work(bench)
+
+
+async def test_what_continues_an_answer_goes_where_its_prefix_is(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, replicas=2, balance="round-robin")
+    first = await bench.start("a", 4, prompt=prompt(0, 40))
+    await first.wait()
+    await settle()
+    for i in range(3):
+        run = await bench.start(f"more{i}", 4, prompt=prompt(0, 40), continues=True)
+        await run.wait()
+        await settle()
+        assert run.engine is first.engine
+
+
+# -- all of them ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["step", "raise", "hang"])
+async def test_a_replica_that_fails_ends_the_requests_of_all(tokenizer: Tokenizer, how: str) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=3, fail_at=5 if how == "step" else -1)
+    reasons: list[str] = []
+    bench.replicas.on_failure = reasons.append
+    for i in range(6):
+        await bench.start(f"r{i}", 30, replica=i % 3)
+    await settle()
+    bench.executors[2].complete()
+    await settle()
+    if how == "raise":
+        bench.schedulers[1].apply = lambda result: 1 / 0  # type: ignore[method-assign, assignment]
+    if how == "hang":
+        bench.engines[1].hang("no step came back")
+    for _ in range(8):
+        bench.executors[1].complete(len(bench.executors[1].pending))
+        await settle()
+    assert len(reasons) == 1 and bench.replicas.failure == reasons[0]
+    assert bench.replicas.hung == (how == "hang")
+    for i in range(6):
+        last = bench.pieces[f"r{i}-0"][-1].finish
+        assert last is not None and (last.reason, last.message) == (FinishReason.ERROR, reasons[0])
+    with pytest.raises(Unavailable, match="has failed"):
+        await bench.start("late", 4, replica=0)
+    bench.replicas.close()
+
+
+async def test_a_flush_empties_all_or_none(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=2)
+    for replica in (0, 1):
+        await bench.start(f"r{replica}", 4, replica=replica)
+    await work(bench)
+    await bench.start("late", 8, replica=1)
+    assert not bench.submitter.flush()
+    assert bench.engines[0].load().cache.cached
+    await work(bench)
+    assert bench.submitter.flush()
+    assert not any(engine.load().cache.cached for engine in bench.engines)
+
+
+async def test_an_abort_reaches_jobs_on_every_replica(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, eager=False, replicas=3)
+    for i in range(6):
+        await bench.start(f"r{i}", 200, replica=i % 3)
+    assert bench.submitter.abort("r4")
+    await settle()
+    assert bench.reason("r4-0") is FinishReason.ABORT
+    assert bench.submitter.abort_all() == 5
+    await work(bench)
+    assert {bench.reason(f"r{i}-0") for i in range(6)} == {FinishReason.ABORT}
+    assert bench.submitter.idle
